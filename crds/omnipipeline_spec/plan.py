@@ -1,0 +1,146 @@
+"""What `planning.plan(spec)` derives, and what a process is told of it.
+
+Values only: no logic, no clock, no cluster. Everything here is frozen and encodes to the same MessagePack or
+JSON bytes for the same spec, so a hash over it is a revision. Names of neighbours' addresses are absent on
+purpose: they come with the coordinator's Welcome, or a neighbour's roll would restart this process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N-1
+
+
+class RelayPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one stage's outgoing tensors travel."""
+
+    backend: Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"] = "auto"
+    slot_bytes: int = 512 << 20  #: Largest single slot; a larger payload goes in pieces.
+    credits: int = 2  #: Unreleased slots allowed per edge.
+    device: str = "cpu"  #: Where the relay's buffers live: ``cpu`` or ``cuda``.
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One stage as its process is told it; hooks and declared edges included."""
+
+    name: str
+    group: str  #: Process group (of a TP stage: the prefix of its rank processes).
+    factory: str
+    factory_args: dict[str, Any] = {}  #: ``runtimeOverrides`` already merged in.
+    next: tuple[str, ...] = ()
+    terminal: bool = False
+    route_fn: str | None = None
+    wait_for: tuple[str, ...] = ()
+    wait_for_fn: str | None = None
+    merge_fn: str | None = None
+    stream_to: tuple[str, ...] = ()
+    stream_from: tuple[str, ...] = ()  #: Derived: the stages that name this one in ``streamTo``.
+    inputs_from: tuple[str, ...] = ()  #: Derived: the stages that name this one in ``next``.
+    entry: bool = False
+    stream_done_to_fn: str | None = None
+    project_payload: dict[str, str] = {}
+    gpus: tuple[int, ...] = ()  #: Renumbered 0..n-1 inside the pod unit; one per TP rank.
+    gpu_memory_fraction: float | None = None
+    gpu_memory_bytes: int | None = None
+    tp_size: int = 1
+    relay: RelayPlan = RelayPlan()
+
+
+class GroupPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process group: the stages of one OS process (a TP stage: one process per rank)."""
+
+    name: str
+    unit: str
+    index: int  #: Position inside its pod; the control port is 5550 + index.
+    stages: tuple[str, ...]  #: In spec order; unique.
+    processes: tuple[str, ...]  #: OS process names: ``(name,)``, or ``(name_tp0, name_tp1, ...)``.
+    tp_size: int = 1
+
+
+class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One pod unit: the groups that must share a pod. All that, when changed, must restart it.
+
+    ``revision`` hashes everything else in here (and the pod's own settings, in the operator).
+    """
+
+    version: int = PLAN_VERSION
+    pipeline: str
+    name: str  #: Of its first group.
+    groups: tuple[GroupPlan, ...]
+    stages: tuple[StagePlan, ...]  #: Of all its groups, in spec order.
+    gpu_ids: tuple[int, ...] = ()  #: The author's ids, ascending; the pod's devices are their positions.
+    model_path: str | None = None
+    model_revision: str | None = None
+    env_defaults: dict[str, str] = {}
+    code: dict[str, str] = {}  #: ``spec.code.inline``: file name -> text.
+    code_config_map: str | None = None
+    drain_timeout_s: float = 120.0
+    startup_deadline_s: float = 1800.0
+    stuck_after_s: float = 300.0
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 3.0
+    pod: dict[str, Any] = {}  #: What the operator needs for the pod (image, resources, placement…), canonical.
+    revision: str = ""  #: 8 hex digits, over all of the above.
+
+
+class EdgePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One edge and the class of transport that placement allows it."""
+
+    source: str
+    target: str
+    kind: Literal["normal", "stream"]
+    transport: Literal["in_process", "same_pod", "network"]
+    relay: str  #: Backend the plan expects: ``in_process``, ``shm``, ``tcp``, ``cuda_ipc``, … (facts decide at run time).
+
+
+class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A set of unit revisions that belong together, with its whole graph: one entry of the coordinator's list."""
+
+    revision: str  #: 8 hex digits.
+    units: dict[str, str]  #: unit -> unit revision.
+    groups: dict[str, str]  #: group -> unit.
+    stages: dict[str, str]  #: stage -> group.
+    entry: str
+    terminals: tuple[str, ...]
+    edges: tuple[tuple[str, str, str], ...]  #: (source, target, normal | stream)
+
+
+class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the coordinator's process is told. Not part of the revision map: it serves old and new revisions."""
+
+    version: int = PLAN_VERSION
+    pipeline: str
+    model: str  #: The id that ``/v1/models`` answers: model_path, else the pipeline's name.
+    serves: tuple[str, ...] = ()
+    terminal_stages_fn: str | None = None
+    env_defaults: dict[str, str] = {}
+    code: dict[str, str] = {}
+    code_config_map: str | None = None
+    http_port: int = 8000
+    max_body_bytes: int = 64 << 20
+    request_timeout_s: float = 600.0
+    max_in_flight: int = 256
+    media_hosts: tuple[str, ...] = ()
+    retries: int = 1
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 3.0
+    security: Literal["Curve", "None"] = "Curve"
+    slot_bytes: int = 512 << 20
+    relay_backend: str = "auto"
+    pod: dict[str, Any] = {}
+    revision: str = ""
+
+
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything `plan(spec)` derives."""
+
+    pipeline: str
+    coordinator: CoordinatorPlan
+    units: tuple[UnitPlan, ...]  #: In order of their first stage in the spec.
+    edges: tuple[EdgePlan, ...]
+    replicas: dict[str, int]  #: unit -> replicas. Never part of a revision.
+    local_gpus: dict[str, tuple[tuple[int, ...], ...]]  #: group -> device ids of each local replica.
+    current: PipelineRevision

@@ -1,0 +1,93 @@
+"""What the desk tells whoever waits for a request: the only words between `coordinator` and `web`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from stage_runtime.wire.values import OmniRequest
+
+
+class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one stage's share of a request's time went."""
+
+    queue_ms: float
+    run_ms: float
+
+
+class ChunkEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A terminal stage streamed something to the client; in order per stage."""
+
+    stage: str
+    index: int
+    data: Any
+    modality: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class ResultEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A terminal stage is through. ``has_data`` is False when its function gave no result (chunks only)."""
+
+    stage: str
+    data: Any = None
+    has_data: bool = True
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request, in flight or finished lately (`GET /v1/requests/{id}`)."""
+
+    id: str
+    kind: str
+    state: str  #: ``running``, ``completed``, ``failed``, ``cancelled``
+    age_ms: float
+    attempt: int
+    bindings: dict[str, str]  #: stage -> instance
+    waiting_for: tuple[str, ...] = ()  #: Terminal stages not through yet.
+    first_event_ms: float | None = None  #: Admission to the first chunk or result.
+    total_ms: float | None = None
+    stages: dict[str, StageTiming] = {}
+    error: dict[str, Any] | None = None
+
+
+class RequestHandle(Protocol):
+    """One admitted request. Whoever holds it must read it to its end, or `abort` it."""
+
+    @property
+    def id(self) -> str: ...
+
+    def events(self) -> AsyncIterator[ChunkEvent | ResultEvent]:
+        """All events; ends after the last terminal's ResultEvent.
+
+        Raises: RequestError: the request failed; nothing follows.
+        Closing the iterator early (or cancelling its reader) aborts the request.
+        """
+
+    def abort(self, reason: str) -> bool:
+        """End it as ``cancelled``; False when it is over already."""
+
+
+class Desk(Protocol):
+    """What the web room calls. Implemented by `coordinator.desk`; knows no HTTP."""
+
+    def admit(self, request: OmniRequest, *, timeout_s: float | None = None, trace: str | None = None) -> RequestHandle:
+        """Take a request and send it off.
+
+        timeout_s: the deadline from now; None: the pipeline's own; capped by it.
+        Raises: RequestError: duplicate_request, rate_limited, unavailable, invalid_request; nothing was sent.
+        """
+
+    def abort(self, request_id: str, reason: str) -> bool:
+        """End a request as ``cancelled``. False when no such request is in flight."""
+
+    def record(self, request_id: str) -> RequestRecord | None: ...
+
+    def status(self) -> Mapping[str, Any]:
+        """Members, stages, in flight, revisions: what `/status` answers (JSON-ready)."""
+
+    def ready(self) -> bool:
+        """`/readyz`: there was a complete set of instances once, or 30 s have passed without."""
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Numbers for /metrics: ``requests`` {(kind, outcome): n}, ``in_flight``, per stage waiting/running, …"""

@@ -1,0 +1,94 @@
+"""The one interface of all relays: moving a flat buffer from this process to another.
+
+A relay knows transport mechanics only: no routing, no fan-in, no payload format (`payloads`), no other relay.
+The stage layer owns the control messages around it: what `put` returns as ``metadata`` travels in a control
+message, what the receiver releases travels back in one.
+
+Life of a transfer: the sender's `put` (a slot is FILLING, then IN_FLIGHT) → control message → the receiver's
+`get` → its buffer, and views of it → the last view dies → ``on_release(peer, transfer)`` at the receiver → a
+Release message → the sender's `released` (the slot is FREE). A peer whose incarnation is proven gone: `forget`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NewType, Protocol
+
+import msgspec
+
+Peer = NewType("Peer", str)  #: The incarnation of the process at the other end.
+TransferId = NewType("TransferId", int)  #: Unique per sending process and relay; never used twice.
+Release = Callable[[Peer, TransferId], None]  #: Called in any thread.
+
+ALIGNMENT = 64  # a cache line: what torch's vectorised kernels and every backend's DMA are happy with
+
+
+class Pack(msgspec.Struct, frozen=True):
+    """Buffers that travel as one flat buffer: part k lies at ``offsets[k]`` (aligned), ``nbytes`` in all.
+
+    parts: C-contiguous byte buffers (``memoryview`` with format B). They stay untouched until the put is complete.
+    """
+
+    parts: Sequence[memoryview]
+    offsets: Sequence[int]
+    nbytes: int
+
+
+class RelayOperation(Protocol):
+    """A transfer under way. Keep it until `wait_for_completion` is through."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What the other end's `Relay.get` needs, opaque to everybody else."""
+
+    async def wait_for_completion(self, timeout: float | None = None) -> memoryview:
+        """A put: until the receiver has released it (gives an empty view). A get: until the bytes are here.
+
+        Returns: of a get, the flat buffer; the slot behind it is released when its last view dies.
+        Raises:  TransferError: the peer is gone, the metadata lies, or ``timeout`` seconds have passed.
+        """
+
+    def done(self) -> bool:
+        """True when `wait_for_completion` would not wait."""
+
+
+class Relay(Protocol):
+    """One backend in one process, towards all peers."""
+
+    name: str
+
+    def facts(self) -> dict[str, Any]:
+        """What peers must know to reach this process; goes into Hello."""
+
+    def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
+        """Learn a peer's facts. True when this relay can move bytes to and from it; never raises for bad facts."""
+
+    def put(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation | None:
+        """Start moving ``pack`` to ``peer``; from any thread. None when no slot is free now: try after a release."""
+
+    async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation:
+        """As `put`, waiting for a slot."""
+
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer) -> RelayOperation:
+        """Fetch what ``peer`` put; on the I/O thread.
+
+        Raises: TransferError: the metadata is no transfer of that peer's.
+        """
+
+    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> RelayOperation:
+        """As `get`, waiting for the bytes."""
+
+    def released(self, peer: Peer, transfer: TransferId) -> None:
+        """``peer`` has let go of a transfer of ours. Unknown, late or repeated ids change nothing."""
+
+    def cleanup(self, request_id: str) -> None:
+        """A request was aborted: drop what was put for it and never announced, and what arrived unasked for."""
+
+    def forget(self, peer: Peer) -> None:
+        """``peer``'s incarnation is proven gone: free all that it held of ours, fail what we await from it."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges for /metrics: bytes and transfers sent and received, slots and bytes in use."""
+
+    def close(self) -> None:
+        """Free everything; nothing may be used afterwards."""

@@ -1,0 +1,206 @@
+"""What stages say to each other and to clients: requests, payloads, chunks, results, client outputs.
+
+Values are plain data. How they become bytes is `codec`'s business, how tensors travel is `relays.payloads`'.
+Authors meet these names through `stage_runtime` itself. No torch and no numpy here: a tensor is whatever carries
+``dtype`` and ``shape``; where torch is not wanted (the coordinator), it arrives as a `RawTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+RequestKind = Literal["chat", "speech", "transcription", "pipeline"]
+StructType = TypeVar("StructType", bound=type[msgspec.Struct])
+
+#: Struct types that may travel, by the name that goes over the wire. Filled by `message`, never by a peer.
+REGISTRY: dict[str, type[msgspec.Struct]] = {}
+
+
+def message(cls: StructType) -> StructType:
+    """Register a ``msgspec.Struct`` type, so that its instances may stand in data and metadata.
+
+    The wire carries ``module:qualname`` and the fields. A process that has not imported the type sees a dict.
+    Raises: TypeError: ``cls`` is no Struct type. ValueError: another type has the name already.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
+        raise TypeError(f"@omni.message wants a msgspec.Struct type, not {cls!r}")
+    name = message_name(cls)
+    known = REGISTRY.setdefault(name, cls)
+    if known is not cls and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"message {name!r} is registered already")
+    REGISTRY[name] = cls
+    return cls
+
+
+def message_name(cls: type[msgspec.Struct]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+@message
+class Text(msgspec.Struct, frozen=True):
+    """Text for the client: a piece when streamed, or all of it in a result."""
+
+    text: str
+
+
+@message
+class Audio(msgspec.Struct, frozen=True):
+    """Sound for the client.
+
+    samples: f32 in -1..1, ``[n]`` or ``[n, channels]``, a torch tensor or a numpy array.
+    """
+
+    samples: Any
+    sample_rate: int
+
+
+@message
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts, added up over all that a request's terminals report."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@message
+class Finish(msgspec.Struct, frozen=True):
+    """Why generation ended, in OpenAI's words: ``stop``, ``length``, ``content_filter``."""
+
+    reason: str
+
+
+@message
+class Note(msgspec.Struct, frozen=True):
+    """Something about the request that a client may show but need not: a transcript, a chosen document."""
+
+    name: str
+    value: Any
+
+
+class RawTensor(msgspec.Struct, frozen=True):
+    """A tensor where torch is not imported.
+
+    dtype: torch's name without the prefix (``float32``, ``bfloat16``); data: its C-contiguous bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytes
+    kind: Literal["torch", "numpy"] = "torch"
+
+
+class Media(msgspec.Struct, frozen=True):
+    """One audio, image or video part of a request."""
+
+    type: str
+    mime: str
+    data: bytes
+
+
+class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What the client asked. Part of every payload and of a stream's first chunk; read-only."""
+
+    id: str
+    kind: RequestKind = "pipeline"
+    inputs: Any = None
+    params: dict[str, Any] = {}
+    modalities: tuple[str, ...] = ()
+    stream: bool = False
+    metadata: dict[str, Any] = {}
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat messages, each ``{role, content: [parts]}``; empty when the request has none."""
+        inputs = self.inputs
+        found = inputs.get("messages") if isinstance(inputs, Mapping) else None
+        return [_with_parts(item) for item in found] if isinstance(found, list) else []
+
+    def last_text(self) -> str:
+        """The text to answer: of the last user message, of a speech request, or of a pipeline request's inputs."""
+        if isinstance(self.inputs, str):
+            return self.inputs
+        for item in reversed(self.messages()):
+            if item.get("role") == "user":
+                return " ".join(part["text"] for part in item["content"] if part.get("type") == "text")
+        if isinstance(self.inputs, Mapping) and isinstance(self.inputs.get("text"), str):
+            return str(self.inputs["text"])
+        return ""
+
+    def media(self, type: str | None = None) -> list[Media]:
+        """The audio, image and video parts in order; of one ``type`` when given."""
+        return [part for part in self._all_media() if type is None or part.type == type]
+
+    def cancelled(self) -> bool:
+        """True once nobody waits for the answer: aborted, timed out, or its coordinator gone."""
+        probe: Callable[[], bool] | None = self.__dict__.get("_cancelled")
+        return probe() if probe is not None else False
+
+    def _all_media(self) -> Iterator[Media]:
+        for item in self.messages():
+            for part in item["content"]:
+                if part.get("type") in ("audio", "image", "video") and "data" in part:
+                    yield Media(part["type"], part.get("mime", ""), part["data"])
+        if self.kind == "transcription" and isinstance(self.inputs, Mapping) and "audio" in self.inputs:
+            yield Media("audio", self.inputs.get("mime") or "", self.inputs["audio"])
+
+
+def _with_parts(item: Any) -> dict[str, Any]:
+    """A message whose content is a list of parts, whatever short form a pipeline request used."""
+    content = item.get("content", [])
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+    return {**item, "content": parts}
+
+
+class StagePayload(msgspec.Struct, kw_only=True, dict=True):
+    """A request's data at one stage. ``data`` and every tensor in it are read-only by contract."""
+
+    request: OmniRequest
+    data: Any = None
+
+    def detach(self) -> StagePayload:
+        """A copy that shares no memory with the relay: keep this one, not ``self``, beyond the call."""
+        return StagePayload(request=self.request, data=_detached(self.data))
+
+
+def _detached(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _detached(item) for key, item in value.items()}
+        case list():
+            return [_detached(item) for item in value]
+        case msgspec.Struct():
+            return type(value)(**{name: _detached(getattr(value, name)) for name in value.__struct_fields__})
+    if hasattr(value, "clone"):  # torch tensor
+        return value.clone()
+    return value.copy() if hasattr(value, "__array_interface__") else value
+
+
+class Chunk(msgspec.Struct):
+    """One piece of a stream: yielded by a producer, received by a consumer.
+
+    A producer sets ``data`` and may set ``to`` (one target or several; None: all of ``streamTo``, or the client
+    from a terminal stage without ``streamTo``), ``modality`` and ``metadata``. A consumer also reads ``source``,
+    and ``index``: 0.. per request and edge, in order.
+    """
+
+    data: Any
+    to: str | list[str] | None = None
+    modality: str | None = None
+    metadata: dict[str, Any] | None = None
+    source: str = ""
+    index: int = -1
+    request: OmniRequest | None = None
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A generator's result: yielded at most once, last."""
+
+    data: Any = None
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """A route that sends each target its own data."""
+
+    payloads: dict[str, Any]
