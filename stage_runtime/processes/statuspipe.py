@@ -1,0 +1,86 @@
+"""What a child process tells its supervisor, one JSON line per event over an inherited pipe.
+
+Here: the events, and both ends' encoding. Not here: what a supervisor does about them (`supervisor`). Called by
+`stage` and `coordinator` with ``settings.status_fd``; read by `children`. A process started by hand has no pipe
+(``fd`` None) and says the same things in its log.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback as tracebacks
+
+import msgspec
+
+MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always say why, even when nobody reads
+_lock = threading.Lock()  # several loader threads report; a line longer than PIPE_BUF is not atomic by itself
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower, omit_defaults=True):
+    """Base of what is said."""
+
+
+class Loading(Event, frozen=True, kw_only=True):
+    """A stage is being made; ``message`` is what it says of its progress. Each one is proof of progress."""
+
+    stage: str
+    message: str = ""
+
+
+class Ready(Event, frozen=True, kw_only=True):
+    """All stages are made and warmed up."""
+
+
+class Registered(Event, frozen=True, kw_only=True):
+    """A coordinator has said Welcome to this incarnation for the first time."""
+
+
+class Serving(Event, frozen=True, kw_only=True):
+    """A coordinator answers HTTP at ``url``."""
+
+    url: str
+
+
+class Failed(Event, frozen=True, kw_only=True):
+    """A factory or the configuration raised; the process ends with exit code 1 after this."""
+
+    stage: str = ""  #: Empty when no stage is to blame.
+    error: str  #: One line.
+    traceback: str = ""
+
+
+class Draining(Event, frozen=True, kw_only=True):
+    """No new work is taken; the process ends with exit code 0 when nothing is bound to it."""
+
+
+Status = Loading | Ready | Registered | Serving | Failed | Draining
+_decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
+
+
+def failed(error: BaseException, *, stage: str = "") -> Failed:
+    """The event for an exception, with its traceback (the end of it when it is very long)."""
+    text = "".join(tracebacks.format_exception(error))
+    line = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    return Failed(stage=stage, error=line[:1000], traceback=text[-MAX_TRACEBACK:])
+
+
+def report(fd: int | None, event: Status) -> None:
+    """Say ``event``; from any thread. Nothing happens without a pipe, or when nobody holds its other end."""
+    if fd is None:
+        return
+    line = memoryview(msgspec.json.encode(event) + b"\n")
+    with _lock:
+        try:
+            while line:
+                line = line[os.write(fd, line) :]
+        except BrokenPipeError:
+            pass  # the supervisor is gone, and the kernel is about to tell us so (PDEATHSIG)
+
+
+def parse(line: bytes) -> Status | None:
+    """One line, or None when it is none of ours: user code may have inherited the pipe and written to it."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,309 @@
+"""What a process is told by its environment: read once, checked, frozen.
+
+Here: every ``OMNI_…`` variable there is, and the plan and key files they name. Not here: reading anything later
+(nobody else looks at the environment), writing these variables for a child (`processes.children`). Called by
+`__main__` alone; the result is passed on.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from omnipipeline_spec.plan import PLAN_VERSION, CoordinatorPlan, GroupPlan, StagePlan, UnitPlan
+from stage_runtime.errors import ConfigurationError
+
+CONTROL_PORT = 5550  # plus the index of the group in its pod
+PUBLISH_PORT = 5549
+PROBE_PORT = 8081
+ADMIN_PORT = 8001
+KEY_BYTES = 32
+TERMINATION_LOG = "/dev/termination-log"  # where the kubelet looks for the reason of a container's end
+
+LogFormat = Literal["text", "json"]
+Plan = TypeVar("Plan", UnitPlan, CoordinatorPlan)
+
+
+class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What every process of a pipeline is told."""
+
+    control_key: bytes | None = None  #: 32 bytes; None: no CURVE.
+    profile_root: Path
+    log_format: LogFormat = "text"
+    arena_bytes: int | None = None  #: Size of the relay's arena; None: derived from the plan.
+    status_fd: int | None = None  #: Write end of the pipe to the supervisor; None: started by hand.
+    code_dir: Path | None = None  #: Where the supervisor has put ``code.inline`` already (it is on PYTHONPATH).
+
+
+class StageSettings(ProcessSettings, frozen=True, kw_only=True):
+    """One process of one process group."""
+
+    plan: UnitPlan
+    group: GroupPlan
+    coordinators: tuple[str, ...]  #: Control endpoints; a host name may stand for several addresses.
+    listen: str  #: Control endpoint to bind.
+    advertise: str  #: The one that peers are told.
+    tp_rank: int = 0
+    tp_endpoints: tuple[str, ...] = ()  #: Control endpoints of ranks 1..n-1.
+    rendezvous: str | None = None  #: ``tcp://host:port`` of this TP instance's ranks.
+    gpus: tuple[str, ...] | None = None  #: Device ids of this replica. Empty: CPU. None: all that the process sees.
+    debug_values: bool = False  #: Hash values shared in process before and after, and name the stage that wrote.
+
+    @property
+    def process(self) -> str:
+        """The OS process's name, as the plan has it."""
+        return self.group.processes[self.tp_rank]
+
+    def stages(self) -> tuple[StagePlan, ...]:
+        """The stages of this process, in spec order."""
+        return tuple(stage for stage in self.plan.stages if stage.name in self.group.stages)
+
+    def gpu_id(self, stage: StagePlan) -> int | None:
+        """The local device of this rank of ``stage``; None on CPU."""
+        if not stage.gpus or self.gpus == ():
+            return None
+        return stage.gpus[self.tp_rank]
+
+
+class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
+    """The coordinator's process."""
+
+    plan: CoordinatorPlan
+    revisions: Path  #: JSON list of PipelineRevision, newest last; re-read when it changes.
+    listen: str
+    advertise: str
+    publish: str  #: Endpoint of the PUB socket.
+    publish_advertise: str  #: The one that stages are told.
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000  #: 0: any free one.
+    admin_port: int = 0  #: 0: the admin routes are served on the HTTP port.
+    probe_port: int = 0  #: 0: probes, metrics and status are served on the HTTP port.
+    api_key: str | None = None  #: Bearer token that clients must send.
+
+
+class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """PID 1 of a stage pod."""
+
+    plan: UnitPlan
+    coordinators: str  #: Passed on as it is.
+    address: str  #: The pod's IP address, that peers are told.
+    probe_host: str = "0.0.0.0"
+    probe_port: int = PROBE_PORT
+    termination_log: Path = Path(TERMINATION_LOG)
+    grace_s: float
+    startup_timeout_s: float
+    passed_on: dict[str, str]  #: Variables that stages read and PID 1 does not.
+
+
+def stage(environ: Mapping[str, str]) -> StageSettings:
+    """Settings of ``python -m stage_runtime stage``.
+
+    Raises: ConfigurationError: names the variable, and the file when it is about one.
+    """
+    read = _Reader(environ)
+    plan = _plan(read, UnitPlan)
+    group = _group(plan, read.text("OMNI_GROUP"))
+    listen = read.text("OMNI_LISTEN")
+    rank = read.integer("OMNI_TP_RANK", 0, least=0)
+    if rank >= group.tp_size:
+        raise ConfigurationError(f"OMNI_TP_RANK: {rank}, but {group.name} has ranks 0..{group.tp_size - 1}")
+    rendezvous = read.optional("OMNI_RENDEZVOUS")
+    if group.tp_size > 1 and rendezvous is None:
+        raise ConfigurationError(f"OMNI_RENDEZVOUS is not set, and {group.name} has {group.tp_size} ranks")
+    return StageSettings(
+        plan=plan,
+        group=group,
+        coordinators=read.several("OMNI_COORDINATOR"),
+        listen=listen,
+        advertise=read.optional("OMNI_ADVERTISE") or listen,
+        tp_rank=rank,
+        tp_endpoints=_tp_endpoints(read, group),
+        rendezvous=rendezvous,
+        gpus=None if "OMNI_GPUS" not in environ else tuple(read.several("OMNI_GPUS", empty=True)),
+        debug_values=read.flag("OMNI_DEBUG_VALUES"),
+        **_common(read),
+    )
+
+
+def coordinator(environ: Mapping[str, str]) -> CoordinatorSettings:
+    """Settings of ``python -m stage_runtime coordinator``.
+
+    Raises: ConfigurationError: names the variable, and the file when it is about one.
+    """
+    read = _Reader(environ)
+    plan = _plan(read, CoordinatorPlan)
+    listen, publish = read.text("OMNI_LISTEN"), read.text("OMNI_PUBLISH")
+    return CoordinatorSettings(
+        plan=plan,
+        revisions=Path(read.text("OMNI_REVISIONS")),
+        listen=listen,
+        advertise=read.optional("OMNI_ADVERTISE") or listen,
+        publish=publish,
+        publish_advertise=read.optional("OMNI_PUBLISH_ADVERTISE") or publish,
+        http_host=read.optional("OMNI_HTTP_HOST") or "127.0.0.1",
+        http_port=read.port("OMNI_HTTP_PORT", plan.http_port),
+        admin_port=read.port("OMNI_ADMIN_PORT", 0),
+        probe_port=read.port("OMNI_PROBE_PORT", 0),
+        api_key=_api_key(read),
+        **_common(read),
+    )
+
+
+def supervisor(environ: Mapping[str, str]) -> SupervisorSettings:
+    """Settings of ``python -m stage_runtime supervisor``.
+
+    Raises: ConfigurationError: names the variable, and the file when it is about one.
+    """
+    read = _Reader(environ)
+    plan = _plan(read, UnitPlan)
+    return SupervisorSettings(
+        plan=plan,
+        coordinators=read.text("OMNI_COORDINATOR"),
+        address=read.text("OMNI_POD_IP"),
+        probe_host=read.optional("OMNI_PROBE_HOST") or "0.0.0.0",
+        probe_port=read.port("OMNI_PROBE_PORT", PROBE_PORT),
+        termination_log=Path(read.optional("OMNI_TERMINATION_LOG") or TERMINATION_LOG),
+        grace_s=plan.drain_timeout_s,
+        startup_timeout_s=plan.startup_deadline_s,
+        passed_on={name: environ[name] for name in (*_PASSED_ON, "OMNI_DEBUG_VALUES") if name in environ},
+    )
+
+
+def prepare(environ: MutableMapping[str, str], settings: StageSettings | CoordinatorSettings) -> None:
+    """Make the environment what factories may count on, before anything of theirs is imported.
+
+    The plan's defaults give way to what the process was started with. The status pipe is hidden from user code's
+    own children, or they would hold it open after this process is dead.
+    """
+    for name, value in settings.plan.env_defaults.items():
+        environ.setdefault(name, value)
+    if isinstance(settings, StageSettings) and settings.gpus is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
+    environ.pop("OMNI_STATUS_FD", None)
+    if settings.status_fd is not None:
+        os.set_inheritable(settings.status_fd, False)
+
+
+class _Reader:
+    """One environment, with errors that name the variable."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, name: str) -> str:
+        value = self._environ.get(name, "")
+        if not value:
+            raise ConfigurationError(f"{name} is not set")
+        return value
+
+    def optional(self, name: str) -> str | None:
+        return self._environ.get(name) or None
+
+    def several(self, name: str, *, empty: bool = False) -> tuple[str, ...]:
+        value = self._environ.get(name, "") if empty else self.text(name)
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    def integer(self, name: str, default: int, *, least: int, most: int | None = None) -> int:
+        value = self.optional(name)
+        if value is None:
+            return default
+        if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
+            bound = f"{least}..{most}" if most is not None else f"{least} or more"
+            raise ConfigurationError(f"{name}: {value!r} is no whole number of {bound}")
+        return int(value)
+
+    def port(self, name: str, default: int) -> int:
+        return self.integer(name, default, least=0, most=65535)
+
+    def flag(self, name: str) -> bool:
+        value = self.optional(name)
+        if value not in (None, "0", "1"):
+            raise ConfigurationError(f"{name}: {value!r} is neither 0 nor 1")
+        return value == "1"
+
+    def content(self, name: str) -> bytes:
+        path = self.text(name)
+        try:
+            return Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigurationError(f"{name}: {path}: {error.strerror}") from error
+
+
+_PASSED_ON = ("OMNI_CONTROL_KEY_FILE", "OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_ARENA_MB")
+
+
+def _plan(read: _Reader, kind: type[Plan]) -> Plan:
+    path = read.text("OMNI_PLAN")
+    try:
+        plan = msgspec.json.decode(read.content("OMNI_PLAN"), type=kind)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"OMNI_PLAN: {path} is no {kind.__name__}: {error}") from error
+    if plan.version > PLAN_VERSION:
+        raise ConfigurationError(
+            f"OMNI_PLAN: {path} is of plan version {plan.version}, this program knows {PLAN_VERSION}: use a newer image"
+        )
+    return plan
+
+
+def _group(plan: UnitPlan, name: str) -> GroupPlan:
+    for group in plan.groups:
+        if group.name == name:
+            return group
+    known = ", ".join(group.name for group in plan.groups)
+    raise ConfigurationError(f"OMNI_GROUP: {name!r} is no process group of unit {plan.name}, which has {known}")
+
+
+def _tp_endpoints(read: _Reader, group: GroupPlan) -> tuple[str, ...]:
+    if group.tp_size == 1:
+        return ()
+    endpoints = read.several("OMNI_TP_ENDPOINTS")
+    if len(endpoints) != group.tp_size - 1:
+        raise ConfigurationError(
+            f"OMNI_TP_ENDPOINTS: {len(endpoints)} endpoints for ranks 1..{group.tp_size - 1} of {group.name}"
+        )
+    return endpoints
+
+
+def _common(read: _Reader) -> dict[str, Any]:
+    log_format = read.optional("OMNI_LOG_FORMAT") or "text"
+    if log_format not in ("text", "json"):
+        raise ConfigurationError(f"OMNI_LOG_FORMAT: {log_format!r} is neither text nor json")
+    arena_mb = read.integer("OMNI_ARENA_MB", 0, least=1)
+    status_fd = read.integer("OMNI_STATUS_FD", -1, least=0)
+    code_dir = read.optional("OMNI_CODE_DIR")
+    return {
+        "control_key": _control_key(read),
+        "profile_root": Path(read.optional("OMNI_PROFILE_ROOT") or default_profile_root()),
+        "log_format": log_format,
+        "arena_bytes": arena_mb << 20 or None,
+        "status_fd": None if status_fd < 0 else status_fd,
+        "code_dir": None if code_dir is None else Path(code_dir),
+    }
+
+
+def default_profile_root() -> str:
+    """Where profiles are written when nobody says where."""
+    return str(Path(tempfile.gettempdir()) / "profiles")
+
+
+def _control_key(read: _Reader) -> bytes | None:
+    if read.optional("OMNI_CONTROL_KEY_FILE") is None:
+        return None
+    key = read.content("OMNI_CONTROL_KEY_FILE")
+    if len(key) != KEY_BYTES:
+        raise ConfigurationError(f"OMNI_CONTROL_KEY_FILE: {len(key)} bytes, a control key has {KEY_BYTES}")
+    return key
+
+
+def _api_key(read: _Reader) -> str | None:
+    if read.optional("OMNI_API_KEY_FILE") is None:
+        return None
+    key = read.content("OMNI_API_KEY_FILE").decode(errors="replace").strip()
+    if not key:
+        raise ConfigurationError("OMNI_API_KEY_FILE: the file is empty, and an empty key would let everybody in")
+    return key

@@ -1,0 +1,75 @@
+"""What a child says arrives whole, and saying it never kills the child."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from stage_runtime.processes import statuspipe
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        statuspipe.Loading(stage="thinker", message="weights 3/14"),
+        statuspipe.Ready(),
+        statuspipe.Registered(),
+        statuspipe.Serving(url="http://127.0.0.1:8000"),
+        statuspipe.Failed(stage="thinker", error="ValueError: no", traceback="Traceback…"),
+        statuspipe.Draining(),
+    ],
+)
+def test_every_event_survives_the_pipe(event: statuspipe.Status) -> None:
+    reader, writer = os.pipe()
+    statuspipe.report(writer, event)
+    os.close(writer)
+    with open(reader, "rb") as lines:
+        assert [statuspipe.parse(line) for line in lines] == [event]
+
+
+def test_a_factory_failure_keeps_the_end_of_a_traceback_that_is_longer_than_the_pipe() -> None:
+    reader, writer = os.pipe()
+    statuspipe.report(writer, statuspipe.failed(RuntimeError("x" * 200_000 + "the cause"), stage="s"))
+    os.close(writer)
+    with open(reader, "rb") as lines:
+        event = statuspipe.parse(lines.read())
+    assert isinstance(event, statuspipe.Failed)
+    assert event.traceback.rstrip().endswith("the cause")
+
+
+def test_lines_of_several_threads_are_never_mixed() -> None:
+    reader, writer = os.pipe()
+    long = "y" * 9000  # above PIPE_BUF, so one write would not be atomic
+
+    def say(name: str) -> None:
+        for _ in range(20):
+            statuspipe.report(writer, statuspipe.Loading(stage=name, message=long))
+
+    threads = [threading.Thread(target=say, args=(f"s{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    closer = threading.Thread(target=lambda: ([thread.join() for thread in threads], os.close(writer)))
+    closer.start()
+    with open(reader, "rb") as lines:
+        events = [statuspipe.parse(line) for line in lines]
+    closer.join()
+    assert len(events) == 80
+    assert all(isinstance(event, statuspipe.Loading) and event.message == long for event in events)
+
+
+def test_reporting_to_a_dead_supervisor_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    statuspipe.report(writer, statuspipe.Ready())
+    os.close(writer)
+
+
+def test_reporting_without_a_pipe_is_no_error() -> None:
+    statuspipe.report(None, statuspipe.Ready())
+
+
+@pytest.mark.parametrize("line", [b"hello", b"{}", b'{"event":"nonsense"}', b'{"event":"serving"}', b"\xff\x00"])
+def test_a_line_of_somebody_else_is_dropped(line: bytes) -> None:
+    assert statuspipe.parse(line) is None
