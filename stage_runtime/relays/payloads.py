@@ -1,0 +1,293 @@
+"""Values on their way: `extract` at the sender, `restore` at the receiver, `isolate` between stages of one process.
+
+A value becomes MessagePack with placeholders, and flat parts: its tensors, arrays and long bytes. What moves the
+parts is a relay's business (`base.Pack`), which control message carries the rest is the stage layer's, the only caller.
+The check of values is `walking`'s and is the same on all three ways, so a pipeline behaves the same wherever its
+stages stand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from stage_runtime.errors import ProtocolError, ValueRefused
+from stage_runtime.relays import leaves, walking
+from stage_runtime.relays.base import ALIGNMENT, Pack
+from stage_runtime.relays.leaves import Leaf
+from stage_runtime.wire import tensorrefs, values
+from stage_runtime.wire.tensorrefs import TensorRef
+
+#: Up to here a payload rides in its control message: one acknowledgement and one slot less.
+INLINE_NBYTES: Final = 16 * 1024
+
+# MessagePack extension codes.
+PART: Final = 1  # data: the index of a TensorRef
+STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
+
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Extracted(msgspec.Struct):
+    """A value ready to travel.
+
+    value_bytes: its MessagePack; empty when it is long and so a part itself (the last ref, of kind ``value``).
+    refs: one per part, in the order that placeholders count. pack: the parts; None when there are none.
+    """
+
+    value_bytes: bytes
+    refs: list[TensorRef]
+    pack: Pack | None
+    #: Operations under way with this pack, by relay: so several receivers can share one slot.
+    placed: dict[str, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a relay would move."""
+        return self.pack.nbytes if self.pack is not None else 0
+
+    @property
+    def is_inline(self) -> bool:
+        """True when the parts are small enough to ride in the control message (`flat`)."""
+        return self.pack is None or len(self.value_bytes) + self.pack.nbytes <= INLINE_NBYTES
+
+    def flat(self) -> bytes:
+        """The parts as one buffer, for the control message; empty when there are none."""
+        return b"" if self.pack is None else flatten(self.pack)
+
+
+def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False) -> Extracted:
+    """Check ``value`` and take it apart. Nothing is copied that is contiguous and in main memory.
+
+    as_fields: ``value`` is a dict whose items are called ``where.name``; it is restored as a dict.
+    Raises:    ValueRefused: something in it cannot travel; says where, and what to use instead.
+    """
+    walk = _Extraction(where)
+    try:
+        encoded = _encoder.encode(walk.run(value, where, as_fields=as_fields))
+    except (OverflowError, UnicodeEncodeError) as error:
+        isolate(value, where=where, as_fields=as_fields)  # looks at every int and str, and says where
+        raise ValueRefused(where, str(error)) from error
+    if not walk.leaves and len(encoded) <= INLINE_NBYTES:
+        return Extracted(encoded, [], None)
+    return _packed(encoded, walk.leaves, where)
+
+
+def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, *, torch: bool = True) -> Any:
+    """The value that `extract` took apart.
+
+    buffer: the flat buffer, None or empty when ``refs`` are. Tensors and arrays are views of it and keep it alive.
+    torch:  False gives tensors and arrays as `RawTensor` and imports nothing.
+    Raises: ProtocolError: the bytes are no such value. Nothing from outside raises anything else.
+    """
+    try:
+        if not refs:
+            return _plain_decoder.decode(value_bytes)
+        return _restore_parts(value_bytes, refs, buffer, torch)
+    except ProtocolError:
+        raise
+    except Exception as error:  # whatever garbage makes msgspec, numpy, torch or a Struct's own checks say
+        raise ProtocolError(f"payload cannot be restored: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def isolate(value: Any, *, where: str = "payload.data", as_fields: bool = False) -> Any:
+    """``value`` as another stage of this process may have it: checked as `extract` does, containers fresh.
+
+    Tensors are shared by reference, arrays as read-only views: both are read-only by contract.
+    Raises: ValueRefused: as `extract`.
+    """
+    return _Isolation().run(value, where, as_fields=as_fields)
+
+
+def fingerprint(value: Any, *, where: str = "payload.data") -> dict[str, str]:
+    """A hash of every tensor and array in ``value``, by path. For the debug mode: compare two with `written`."""
+    walk = _Fingerprint(where)
+    walk.run(value, where)
+    return walk.digests
+
+
+def written(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The paths whose memory changed between two fingerprints of one value."""
+    return [path for path, digest in before.items() if after.get(path, digest) != digest]
+
+
+def flatten(pack: Pack) -> bytes:
+    """The parts of a pack in one buffer, each at its offset."""
+    if len(pack.parts) == 1:
+        return bytes(pack.parts[0])
+    flat = bytearray(pack.nbytes)
+    for part, offset in zip(pack.parts, pack.offsets, strict=True):
+        flat[offset : offset + len(part)] = part
+    return bytes(flat)
+
+
+class _Extraction(walking.Walk):
+    """Replaces what travels as a part by a placeholder, and Structs by their extension."""
+
+    plain = frozenset([type(None), bool, int, float, str])  # the encoder itself checks ints and strs
+    walkers = {}
+
+    __slots__ = ("leaves", "seen", "where")
+
+    def __init__(self, where: str) -> None:
+        self.trail = []
+        self.where = where
+        self.leaves: list[Leaf] = []
+        self.seen: dict[int, msgspec.msgpack.Ext] = {}
+
+    def walk_bytes(self, value: bytes) -> Any:
+        if len(value) <= INLINE_NBYTES:
+            return value
+        return self._leaf(value, (len(value),), "uint8", "bytes", memoryview(value))
+
+    def walk_struct(self, value: msgspec.Struct) -> Any:
+        fields = self.struct_fields(value)
+        return msgspec.msgpack.Ext(STRUCT, _encoder.encode((values.message_name(type(value)), fields)))
+
+    def tensor(self, value: Any) -> Any:
+        known = self.seen.get(id(value))
+        if known is not None:
+            return known
+        return self._leaf(value, tuple(value.shape), leaves.tensor_dtype(value), "torch", leaves.tensor_bytes(value))
+
+    def array(self, value: np.ndarray[Any, Any]) -> Any:
+        known = self.seen.get(id(value))
+        if known is not None:
+            return known
+        return self._leaf(value, value.shape, value.dtype.name, "numpy", leaves.array_bytes(value))
+
+    def raw(self, value: values.RawTensor) -> Any:
+        return self._leaf(value, value.shape, value.dtype, value.kind, memoryview(value.data).cast("B"))
+
+    def _leaf(
+        self, owner: Any, shape: tuple[int, ...], dtype: str, kind: tensorrefs.Kind, data: memoryview
+    ) -> msgspec.msgpack.Ext:
+        known = self.seen.get(id(owner))
+        if known is None:
+            path = walking.path_of(self.where, self.trail)
+            known = msgspec.msgpack.Ext(PART, len(self.leaves).to_bytes(4, "big"))
+            self.leaves.append(Leaf(path, shape, dtype, kind, data, owner))
+            self.seen[id(owner)] = known
+        return known
+
+
+class _Isolation(walking.Walk):
+    """Gives fresh containers around shared leaves."""
+
+    rebuild = True
+    plain = frozenset([type(None), bool, float, bytes])
+    walkers = {}
+
+    __slots__ = ()
+
+    def walk_struct(self, value: msgspec.Struct) -> Any:
+        return type(value)(**self.struct_fields(value))
+
+    def tensor(self, value: Any) -> Any:
+        return leaves.plain_tensor(value)
+
+    def array(self, value: np.ndarray[Any, Any]) -> Any:
+        return leaves.read_only(value)
+
+    def raw(self, value: values.RawTensor) -> Any:
+        return value
+
+
+class _Fingerprint(_Isolation):
+    """Hashes shared leaves."""
+
+    walkers = {}
+    __slots__ = ("digests", "where")
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.digests: dict[str, str] = {}
+
+    def tensor(self, value: Any) -> Any:
+        return self._digest(value, leaves.tensor_bytes(value))
+
+    def array(self, value: np.ndarray[Any, Any]) -> Any:
+        return self._digest(value, leaves.array_bytes(value))
+
+    def _digest(self, value: Any, data: memoryview) -> Any:
+        self.digests[walking.path_of(self.where, self.trail)] = hashlib.blake2b(data, digest_size=16).hexdigest()
+        return value
+
+
+def _packed(encoded: bytes, found: list[Leaf], where: str) -> Extracted:
+    """Give every leaf its place in the flat buffer: the largest first, for it may lie in the arena already."""
+    if len(encoded) > INLINE_NBYTES:
+        found.append(Leaf(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded))
+        encoded = b""
+    order = sorted(range(len(found)), key=lambda index: -len(found[index].data)) if len(found) > 1 else [0]
+    refs: list[Any] = [None] * len(found)
+    parts: list[memoryview] = []
+    offsets: list[int] = []
+    end = 0
+    for index in order:
+        leaf = found[index]
+        start = end + -end % ALIGNMENT
+        end = start + len(leaf.data)
+        refs[index] = TensorRef(leaf.path, leaf.shape, leaf.dtype, start, len(leaf.data), leaf.kind)
+        parts.append(leaf.data)
+        offsets.append(start)
+    return Extracted(encoded, refs, Pack(parts, offsets, end))
+
+
+def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, torch: bool) -> Any:
+    view = memoryview(b"" if buffer is None else buffer)
+    view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    tensorrefs.validated(refs, len(view))
+    if torch and view.readonly and any(ref.kind == "torch" for ref in refs):
+        view = memoryview(bytearray(view))  # torch knows no read-only tensors and would warn of every one
+    encoded: bytes | memoryview = value_bytes
+    if refs[-1].kind == "value":
+        encoded = view[refs[-1].offset : refs[-1].offset + refs[-1].nbytes]
+        refs = refs[:-1]
+    restored = [leaves.restored(ref, view, torch=torch) for ref in refs]
+
+    def hook(code: int, data: memoryview) -> Any:
+        if code == PART:
+            return restored[int.from_bytes(data, "big")]
+        return _structure(code, data, hook)
+
+    return msgspec.msgpack.decode(encoded, ext_hook=hook)
+
+
+def _hook(code: int, data: memoryview) -> Any:
+    return _structure(code, data, _hook)
+
+
+_plain_decoder: Final = msgspec.msgpack.Decoder(ext_hook=_hook)
+
+
+def _structure(code: int, data: memoryview, hook: Callable[[int, memoryview], Any]) -> Any:
+    """A registered Struct; of a type that this process has not imported, the dict of its fields."""
+    if code != STRUCT:
+        raise ProtocolError(f"MessagePack extension {code} has no meaning here")
+    name, fields = msgspec.msgpack.decode(data, ext_hook=hook)
+    kind = values.REGISTRY.get(name)
+    if kind is None:
+        return dict(fields)
+    try:
+        return kind(**fields)
+    except TypeError:  # the sender's version has fields that ours has not
+        known = kind.__struct_fields__
+        return kind(**{key: item for key, item in fields.items() if key in known})
+
+
+_Extraction.walkers.update({dict: walking.Walk.walk_dict, list: walking.Walk.walk_list, bytes: _Extraction.walk_bytes})
+for _sharing in (_Isolation, _Fingerprint):
+    _sharing.walkers.update(
+        {
+            dict: walking.Walk.walk_dict,
+            list: walking.Walk.walk_list,
+            int: walking.check_int,
+            str: walking.check_str,
+        }
+    )
