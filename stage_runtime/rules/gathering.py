@@ -1,0 +1,73 @@
+"""Fan-in: which sources a request needs at a stage, and when all are there. Knows no hooks: the caller runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stage_runtime.errors import HookError
+
+
+class Gathering:
+    """One request's fan-in. Sources come in any order; the active set may be known from the start or later."""
+
+    def __init__(self, stage: str, wait_for: Sequence[str], *, static: bool) -> None:
+        self._stage = stage
+        self._wait_for = tuple(wait_for)
+        self._arrived: dict[str, Any] = {}
+        self._active: frozenset[str] | None = frozenset(wait_for) if static else None
+
+    def arrive(self, source: str, payload: Any) -> bool:
+        """Take a payload. False: an unexpected source or a second payload of one, to be dropped with a warning.
+
+        Raises: HookError: ``source`` lies outside the resolved set: this request is wrong.
+        """
+        if source not in self._wait_for or source in self._arrived:
+            return False
+        if self._active is not None and source not in self._active:
+            raise self._outside([source])
+        self._arrived[source] = payload
+        return True
+
+    def resolve(self, returned: object) -> None:
+        """Take what ``wait_for_fn`` said of the last arrival. None: not known yet.
+
+        Raises: HookError: no list of names, empty, or not contained in ``wait_for``; or a source arrived that the
+            resolved set leaves out.
+        """
+        if returned is None or self._active is not None:
+            return
+        names = names_of(returned)
+        if names is None:
+            raise HookError(self._stage, "wait_for_fn", f"gave {returned!r}; wanted a list of stage names or None")
+        unknown = sorted(set(names) - set(self._wait_for))
+        if not names or unknown:
+            problem = f"names {unknown}, not in wait_for" if unknown else "gave an empty list"
+            raise HookError(self._stage, "wait_for_fn", f"{problem}; wait_for is {sorted(self._wait_for)}")
+        self._active = frozenset(names)
+        outside = sorted(set(self._arrived) - self._active)
+        if outside:
+            raise self._outside(outside)
+
+    @property
+    def resolved(self) -> bool:
+        return self._active is not None
+
+    @property
+    def complete(self) -> bool:
+        return self._active is not None and self._active <= self._arrived.keys()
+
+    def inputs(self) -> dict[str, Any]:
+        """The payloads by source, in the order of ``wait_for``, whatever order they came in."""
+        return {name: self._arrived[name] for name in self._wait_for if name in self._arrived}
+
+    def _outside(self, sources: Sequence[str]) -> HookError:
+        return HookError(self._stage, "wait_for", f"payload from {list(sources)}, outside the set that was resolved")
+
+
+def names_of(returned: object) -> list[str] | None:
+    """A hook's answer as a list of names; None when it is no list (or tuple, or set) of strings."""
+    if not isinstance(returned, list | tuple | set | frozenset):
+        return None
+    names = list(returned)
+    return names if all(isinstance(name, str) for name in names) else None

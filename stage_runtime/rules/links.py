@@ -1,0 +1,101 @@
+"""Exactly-once, in order, between two incarnations: sequence numbers, cumulative acks, go-back-N.
+
+ZeroMQ keeps order on a connection but loses what was under way when it breaks, silently. So a sender keeps every
+frame until it is heard, and sends again from the first unheard one when the connection comes back or the receiver
+reports a gap. Pure: no sockets, no clock; the caller brings frames and carries frames away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from typing import Final
+
+ACK_EVERY: Final = 32  # frames heard before an ack goes out on its own; at rest a timer sends it earlier
+
+
+class Outgoing:
+    """The sender's half of one link. Not thread-safe: the caller holds the link's lock."""
+
+    def __init__(self) -> None:
+        self._last = 0  #: The newest sequence number given out.
+        self._unheard: deque[tuple[int, bytes]] = deque()  #: Given to the socket, not acknowledged; ascending.
+        self._waiting: deque[tuple[int, bytes]] = deque()  #: Not given to the socket; all after ``_unheard``.
+
+    def number(self) -> int:
+        """The next frame's sequence number; `keep` must follow before the next call."""
+        self._last += 1
+        return self._last
+
+    def keep(self, seq: int, frame: bytes) -> None:
+        """Hold a frame until it is heard; it waits to be sent."""
+        self._waiting.append((seq, frame))
+
+    def next(self) -> bytes | None:
+        """The frame to send now, if any; `sent` says that the socket took it."""
+        return self._waiting[0][1] if self._waiting else None
+
+    def sent(self) -> None:
+        self._unheard.append(self._waiting.popleft())
+
+    def heard(self, ack: int) -> bool:
+        """The receiver has everything up to ``ack``. True when that freed something. A lie frees nothing."""
+        if ack > self._last:
+            return False
+        freed = False
+        for queue in (self._unheard, self._waiting):  # after a rewind, heard frames may wait again
+            while queue and queue[0][0] <= ack:
+                queue.popleft()
+                freed = True
+        return freed
+
+    def rewind(self) -> int:
+        """Send everything unheard again: the connection broke or frames are missing. Returns how many."""
+        again = len(self._unheard)
+        self._waiting.extendleft(reversed(self._unheard))
+        self._unheard.clear()
+        return again
+
+    @property
+    def unheard(self) -> int:
+        """Frames given to the socket and not acknowledged yet."""
+        return len(self._unheard)
+
+    @property
+    def backlog(self) -> int:
+        """Frames not given to the socket yet."""
+        return len(self._waiting)
+
+    def frames(self) -> Iterator[bytes]:
+        """Everything that the receiver may not have."""
+        yield from (frame for queue in (self._unheard, self._waiting) for _, frame in queue)
+
+
+class Verdict(Enum):
+    DELIVER = "deliver"  #: The next in order, or outside the order.
+    DUPLICATE = "duplicate"  #: Heard before: acknowledge again, deliver not.
+    GAP = "gap"  #: Frames before it are missing: ask for them, deliver not.
+
+
+class Incoming:
+    """The receiver's half of one link."""
+
+    def __init__(self) -> None:
+        self.heard = 0  #: Everything up to here has been delivered.
+        self.owed = 0  #: Frames delivered since the last ack went out.
+
+    def accept(self, seq: int) -> Verdict:
+        if seq == 0:
+            return Verdict.DELIVER
+        if seq == self.heard + 1:
+            self.heard = seq
+            self.owed += 1
+            return Verdict.DELIVER
+        self.owed += 1
+        return Verdict.DUPLICATE if seq <= self.heard else Verdict.GAP
+
+    def acked(self) -> int:
+        """What to write into an outgoing frame's ``ack``; nothing is owed afterwards."""
+        self.owed = 0
+        return self.heard

@@ -1,0 +1,70 @@
+"""Where a result, a chunk, a stream's end goes: what a hook may answer, checked against the declared graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stage_runtime.errors import HookError, RequestError
+from stage_runtime.rules.gathering import names_of
+
+
+def route(stage: str, declared: Sequence[str], returned: object) -> tuple[str, ...]:
+    """The targets that ``route_fn`` chose among ``next``.
+
+    Raises: HookError: None, empty, no names, or a name outside ``next``.
+    """
+    names = [returned] if isinstance(returned, str) else names_of(returned)
+    if not names:
+        raise HookError(stage, "route_fn", f"gave {returned!r}; wanted one or more of {sorted(declared)}")
+    return _among(stage, "route_fn", names, declared, "next")
+
+
+def stream_targets(stage: str, declared: Sequence[str], to: str | list[str] | None) -> tuple[str, ...]:
+    """The targets of one chunk: all of ``stream_to`` unless it names some.
+
+    Raises: HookError: a name outside ``stream_to``.
+    """
+    if to is None:
+        return tuple(declared)
+    names = [to] if isinstance(to, str) else names_of(to)
+    if not names:
+        raise HookError(stage, "chunk.to", f"is {to!r}; wanted one or more of {sorted(declared)}")
+    return _among(stage, "chunk.to", names, declared, "stream_to")
+
+
+def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple[str, ...]:
+    """The stream targets that get the final done signal. None: nobody.
+
+    Raises: HookError: no list of names, or a name outside ``stream_to``.
+    """
+    if returned is None:
+        return ()
+    names = [returned] if isinstance(returned, str) else names_of(returned)
+    if names is None:
+        raise HookError(stage, "stream_done_to_fn", f"gave {returned!r}; wanted a list of stage names or None")
+    return _among(stage, "stream_done_to_fn", names, declared, "stream_to")
+
+
+def terminals(declared: Sequence[str], returned: object) -> tuple[str, ...]:
+    """The terminal stages that a request waits for. None: all of them.
+
+    Raises: RequestError: a string, an empty answer, or a name that is no terminal stage. Nothing has been sent yet.
+    """
+    if returned is None:
+        return tuple(declared)
+    names = None if isinstance(returned, str) else names_of(returned)
+    unknown = sorted(set(names or ()) - set(declared))
+    if not names or unknown:
+        raise RequestError(
+            "stage_failed",
+            f"terminal_stages_fn gave {returned!r}; wanted some of {sorted(declared)}, as a list",
+            hook="terminal_stages_fn",
+        )
+    return tuple(name for name in declared if name in names)
+
+
+def _among(stage: str, hook: str, names: Sequence[str], declared: Sequence[str], field: str) -> tuple[str, ...]:
+    unknown = sorted(set(names) - set(declared))
+    if unknown:
+        raise HookError(stage, hook, f"names {unknown}, not in {field}; it declares {sorted(declared)}")
+    return tuple(dict.fromkeys(names))

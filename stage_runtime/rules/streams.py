@@ -1,0 +1,98 @@
+"""A stream edge's order, at its consumer, and its window, at its producer.
+
+Chunks are numbered 0.. per request and edge. Transfers may end out of order, so the consumer puts them back in
+order; ``done`` says how many there were and never overtakes a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from stage_runtime.errors import ProtocolError
+
+Item = TypeVar("Item")
+
+
+class Inbound(Generic[Item]):
+    """One request's chunks from one source."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, Item] = {}
+        self._total: int | None = None
+
+    def offer(self, index: int, item: Item) -> list[Item]:
+        """Take chunk ``index``; returns all that can be delivered now, in order.
+
+        Raises: ProtocolError: a second chunk of that index, or one after the announced end.
+        """
+        if index < self._next or index in self._early or (self._total is not None and index >= self._total):
+            raise ProtocolError(f"chunk {index}: given twice, or after the end ({self._total})")
+        self._early[index] = item
+        ready = []
+        while self._next in self._early:
+            ready.append(self._early.pop(self._next))
+            self._next += 1
+        return ready
+
+    def end(self, total: int) -> None:
+        """The producer has sent ``total`` chunks in all.
+
+        Raises: ProtocolError: it said otherwise before, or more have come.
+        """
+        if (self._total is not None and self._total != total) or total < self._next + len(self._early):
+            raise ProtocolError(f"a stream of {total} chunks, of which {self._next + len(self._early)} came")
+        self._total = total
+
+    @property
+    def closed(self) -> bool:
+        """Everything has been delivered and nothing will follow."""
+        return self._total is not None and self._next == self._total
+
+    def pending(self) -> list[Item]:
+        """Chunks that wait for an earlier one: to be freed when the request ends."""
+        return list(self._early.values())
+
+
+class Outbound:
+    """One request's chunks to one target: numbers, and how many the consumer has not taken yet.
+
+    The window bounds memory at any ratio of producer to consumer: a full one makes the producer wait.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.count = 0  #: Chunks numbered so far.
+        self._consumed = 0
+
+    @property
+    def full(self) -> bool:
+        return self.count - self._consumed >= self._window
+
+    def number(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def consumed(self, count: int) -> bool:
+        """The consumer took ``count`` more. True when that opened a full window. A lie opens nothing beyond."""
+        was_full = self.full
+        self._consumed = min(self._consumed + count, self.count)
+        return was_full and not self.full
+
+
+class Merge:
+    """All stream sources of one request at one stage: order within each, one end for all."""
+
+    def __init__(self, sources: tuple[str, ...]) -> None:
+        self._inbound: dict[str, Inbound[Any]] = {source: Inbound() for source in sources}
+
+    def of(self, source: str) -> Inbound[Any]:
+        """Raises: ProtocolError: no such stream edge."""
+        try:
+            return self._inbound[source]
+        except KeyError:
+            raise ProtocolError(f"chunk from {source!r}, which does not stream here") from None
+
+    @property
+    def closed(self) -> bool:
+        return all(inbound.closed for inbound in self._inbound.values())

@@ -1,0 +1,113 @@
+"""Endpoints and who may use them: Unix sockets on one machine, CURVE on TCP.
+
+CURVE proves membership of the pipeline, not who a member is: both key pairs follow from the pipeline's 32 secret
+bytes, and the ZAP handler admits that one client key alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+from typing import Final
+
+import zmq
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from stage_runtime.errors import ConfigurationError
+
+KEY_NBYTES: Final = 32
+SOCKET_PATH_LIMIT: Final = 107  # sun_path holds 108 bytes, the last one is NUL
+_DOMAIN: Final = b"omnipipeline"
+
+
+class Security:
+    """The pipeline's CURVE keys. One for all sockets of a process."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Raises: ConfigurationError: not 32 bytes."""
+        if len(secret) != KEY_NBYTES:
+            raise ConfigurationError(f"the control key has {len(secret)} bytes; wanted {KEY_NBYTES}")
+        self._server_public, self._server_secret = _pair(secret, b"omnipipeline server")
+        self._client_public, self._client_secret = _pair(secret, b"omnipipeline client")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Security:
+        try:
+            return cls(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigurationError(f"control key {path}: {error.strerror}") from error
+
+    def server(self, socket: zmq.Socket[bytes]) -> None:
+        """To be called before ``bind``."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._server_secret
+        socket.zap_domain = _DOMAIN
+
+    def client(self, socket: zmq.Socket[bytes]) -> None:
+        """To be called before ``connect``."""
+        socket.curve_serverkey = self._server_public
+        socket.curve_publickey = self._client_public
+        socket.curve_secretkey = self._client_secret
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Start admitting members to ``context``'s server sockets, and nobody else. Stop it before the context ends."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback(domain="*", credentials_provider=self)
+        return authenticator
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """pyzmq's credentials provider: is this client key a member's?"""
+        return z85.encode(key) == self._client_public
+
+
+def _pair(secret: bytes, label: bytes) -> tuple[bytes, bytes]:
+    derived = HKDF(algorithm=SHA256(), length=KEY_NBYTES, salt=None, info=label).derive(secret)
+    secret_z85 = z85.encode(derived)
+    return zmq.curve_public(secret_z85), secret_z85
+
+
+def is_local(endpoint: str) -> bool:
+    return endpoint.startswith(("ipc://", "inproc://"))
+
+
+def check(endpoint: str) -> str:
+    """Refuse an endpoint that cannot be bound or connected, before libzmq does so less clearly.
+
+    Raises: ConfigurationError: unknown scheme, or a socket path over the kernel's limit.
+    """
+    if endpoint.startswith("ipc://"):
+        path = endpoint.removeprefix("ipc://")
+        if len(path.encode()) > SOCKET_PATH_LIMIT:
+            raise ConfigurationError(
+                f"socket path of {len(path.encode())} bytes, over {SOCKET_PATH_LIMIT}: {path}: "
+                "set a shorter endpoints.basePath"
+            )
+    elif not endpoint.startswith("tcp://"):
+        raise ConfigurationError(f"endpoint {endpoint!r}: wanted ipc:// or tcp://")
+    return endpoint
+
+
+def resolve(endpoint: str) -> list[str]:
+    """All addresses behind a TCP endpoint whose host is a name (a headless Service has one per pod). Blocks.
+
+    Returns: endpoints with numeric hosts, sorted; empty while the name is unknown. Others come back as they are.
+    """
+    if not endpoint.startswith("tcp://"):
+        return [endpoint]
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+        return [endpoint]
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    hosts = {str(item[4][0]) for item in found}
+    return sorted(f"tcp://[{one}]:{port}" if ":" in one else f"tcp://{one}:{port}" for one in hosts)

@@ -1,0 +1,405 @@
+"""A process's end of the control plane: one PULL socket, one link per peer, PUB or SUB for broadcasts.
+
+Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
+elsewhere. Sockets are drained by file descriptor, never through ``zmq.asyncio``, which costs twice the latency.
+What a message means is the handler's business; here it is counted, put in order, acknowledged, and its sender's
+life is watched: by libzmq's own heartbeats and disconnects, which go on while Python holds the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from stage_runtime.errors import ProtocolError
+from stage_runtime.rules.links import ACK_EVERY, Verdict
+from stage_runtime.sockets.addresses import Security, check, is_local
+from stage_runtime.sockets.links import Link
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import (
+    FRAME_LIMIT,
+    PROTOCOL,
+    Abort,
+    Ack,
+    Frame,
+    Hello,
+    Message,
+    RankHello,
+    Refused,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+ACK_DELAY_S: Final = 0.01  # at rest an ack goes out on its own after this; under load it rides on other frames
+DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop gets its turn
+RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer: kill is seen in < 1 s
+STALL_RETRY_S: Final = 0.002
+RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_S, a busy receiver is no loss
+RESEND_MOST_S: Final = 4.0
+INTRODUCTIONS: Final = (Hello, Welcome, Refused, RankHello)  # may come from a sender that is not known yet
+
+
+class Handler(Protocol):
+    """Who hears what is said to this process. Called on the I/O thread."""
+
+    def introduced(self, sender: str, message: Message) -> bool:
+        """A first word of a sender without a link. True when it has one now (`Channels.connect`) and goes on."""
+
+    def heard(self, sender: str, message: Message) -> None:
+        """A message, in order, exactly once. Must not raise for a request's sake."""
+
+    def lost(self, peer: str) -> None:
+        """``peer`` is proven unreachable. Its link is closed already; nothing more comes from it."""
+
+
+class Channels:
+    """The control plane of one process. Opens sockets at once; `close` when done."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        incarnation: str,
+        loop: asyncio.AbstractEventLoop,
+        security: Security | None = None,
+        dead_after_s: float = 3.0,
+    ) -> None:
+        self.incarnation = incarnation
+        self.counters: Counter[str] = Counter()
+        self._handler = handler
+        self._loop = loop
+        self._security = security
+        self._dead_after_s = dead_after_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._guard = security.guard(self._context) if security else None
+        self._pulls: list[zmq.Socket[bytes]] = []
+        self._subscriptions: dict[str, zmq.Socket[bytes]] = {}
+        self._publisher: zmq.Socket[bytes] | None = None
+        self._links: dict[str, Link] = {}  #: By incarnation.
+        self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
+        self._monitors: dict[Link, zmq.Socket[bytes]] = {}
+        self._resends: dict[Link, tuple[float, float]] = {}  #: When to send again, and the patience that led there.
+        self._owing: set[Link] = set()
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._strangers: set[str] = set()
+        self._closed = False
+        self._watch = loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
+
+    # --- opening ------------------------------------------------------------------------------------------------
+
+    def bind(self, endpoint: str) -> str:
+        """Listen there. Returns the endpoint as bound (a TCP port ``*`` or 0 is filled in)."""
+        pull = self._socket(zmq.PULL)
+        pull.maxmsgsize = FRAME_LIMIT
+        bound = self._bind(pull, endpoint)
+        self._pulls.append(pull)
+        self._read(pull, lambda: self._drain(pull, self._take))
+        return bound
+
+    def bind_publisher(self, endpoint: str) -> str:
+        self._publisher = self._socket(zmq.PUB)
+        return self._bind(self._publisher, endpoint)
+
+    def subscribe(self, endpoint: str) -> None:
+        """Hear a coordinator's broadcasts, too."""
+        if endpoint in self._subscriptions:
+            return
+        subscription = self._socket(zmq.SUB)
+        subscription.maxmsgsize = FRAME_LIMIT
+        subscription.subscribe(b"")
+        self._connect(subscription, endpoint)
+        self._subscriptions[endpoint] = subscription
+        self._read(subscription, lambda: self._drain(subscription, self._overhear))
+
+    def unsubscribe(self, endpoint: str) -> None:
+        subscription = self._subscriptions.pop(endpoint, None)
+        if subscription is not None:
+            self._forget(subscription)
+
+    def connect(self, peer: str, endpoint: str) -> Link:
+        """The link to ``peer``, made if need be; ``peer`` may be empty until it introduces itself (`name`)."""
+        known = self._links.get(peer) if peer else self._unnamed.get(endpoint)
+        if known is not None:
+            return known
+        push = self._socket(zmq.PUSH)
+        push.immediate = True  # frames for nobody stay with us, where they can be sent again
+        push.reconnect_ivl = 50
+        push.reconnect_ivl_max = 1000
+        monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        link = Link(self.incarnation, peer, endpoint, push, self._stalled)
+        self._monitors[link] = monitor
+        self._read(monitor, lambda: self._watch_link(link, monitor))
+        if peer:
+            self._links[peer] = link
+            self._loop.call_later(self._dead_after_s, self._must_be_connected, link)
+        else:
+            self._unnamed[endpoint] = link
+        self._connect(push, endpoint)
+        return link
+
+    def name(self, endpoint: str, peer: str) -> Link | None:
+        """The process behind an unnamed link has said who it is."""
+        link = self._unnamed.pop(endpoint, None)
+        if link is not None:
+            link.peer = peer
+            self._links[peer] = link
+        return link
+
+    # --- saying -------------------------------------------------------------------------------------------------
+
+    def link(self, peer: str) -> Link | None:
+        return self._links.get(peer)
+
+    def send(self, peer: str, message: Message) -> bool:
+        """Say it to ``peer``, in order. False when there is no link to it. Any thread."""
+        link = self._links.get(peer)
+        if link is None:
+            return False
+        link.send(message)
+        return True
+
+    def publish(self, message: Message) -> None:
+        """Say it to whoever listens; a hint that may be lost."""
+        if self._publisher is not None:
+            frame = codec.encode(Frame(PROTOCOL, self.incarnation, "", 0, 0, message))
+            try:
+                self._publisher.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                self.counters["publish_dropped"] += 1
+
+    @property
+    def peers(self) -> list[str]:
+        return list(self._links)
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait until everything said has been heard. False after ``timeout_s``."""
+        deadline = self._loop.time() + timeout_s
+        while any(link.undelivered for link in self._links.values()):
+            if self._loop.time() > deadline:
+                return False
+            await asyncio.sleep(ACK_DELAY_S)
+        return True
+
+    # --- closing ------------------------------------------------------------------------------------------------
+
+    def drop(self, peer: str) -> None:
+        """Close the link to ``peer``; what it still says is a stranger's."""
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._close_link(link)
+
+    def drop_unnamed(self, endpoint: str) -> None:
+        link = self._unnamed.pop(endpoint, None)
+        if link is not None:
+            self._close_link(link)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for timer in (self._watch, self._ack_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        for link in [*self._links.values(), *self._unnamed.values()]:
+            self._close_link(link)
+        self._links.clear()
+        self._unnamed.clear()
+        for socket in [*self._pulls, *self._subscriptions.values()]:
+            self._forget(socket)
+        if self._publisher is not None:
+            self._publisher.close(linger=0)
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.term()
+
+    # --- hearing ------------------------------------------------------------------------------------------------
+
+    def _take(self, data: bytes) -> None:
+        try:
+            frame = codec.decode(data)
+        except ProtocolError as error:
+            self._refuse("garbage", str(error))
+            return
+        if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
+            self.counters["misdirected"] += 1  # said to an earlier life at this endpoint
+            return
+        link = self._links.get(frame.sender)
+        if link is None:
+            link = self._introduce(frame)
+            if link is None:
+                return
+        if frame.ack and link.heard(frame.ack):
+            self._resends.pop(link, None)
+        verdict = link.incoming.accept(frame.seq)
+        if verdict is Verdict.DELIVER:
+            if type(frame.message) is Ack:
+                if frame.message.gap:
+                    self._send_again(link)
+                return
+            if frame.seq:
+                self._owe(link)
+            self.counters["received"] += 1
+            self._handler.heard(frame.sender, frame.message)
+        elif verdict is Verdict.DUPLICATE:
+            self.counters["duplicates"] += 1
+            self._owe(link)
+        else:
+            self.counters["gaps"] += 1
+            link.acknowledge(gap=True)
+
+    def _introduce(self, frame: Frame) -> Link | None:
+        if isinstance(frame.message, INTRODUCTIONS) and self._handler.introduced(frame.sender, frame.message):
+            return self._links.get(frame.sender)
+        self._refuse("strangers", f"{type(frame.message).__name__} from {frame.sender!r}, whom nobody introduced")
+        return None
+
+    def _overhear(self, data: bytes) -> None:
+        try:
+            frame = codec.decode(data)
+        except ProtocolError as error:
+            self._refuse("garbage", str(error))
+            return
+        if isinstance(frame.message, Abort) and frame.sender in self._links:
+            self._handler.heard(frame.sender, frame.message)
+
+    def _refuse(self, kind: str, why: str) -> None:
+        self.counters[kind] += 1
+        if why not in self._strangers and len(self._strangers) < 100:
+            self._strangers.add(why)
+            log.warning("frame dropped: %s", why)
+
+    def _drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
+        """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves."""
+        for _ in range(DRAIN_BUDGET):
+            try:
+                data = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except zmq.ZMQError:
+                return  # closed under us: nothing is left to read
+            take(data)
+        self._loop.call_soon(self._drain, socket, take)
+
+    # --- acknowledging ------------------------------------------------------------------------------------------
+
+    def _owe(self, link: Link) -> None:
+        if link.incoming.owed >= ACK_EVERY:
+            link.acknowledge()
+            return
+        self._owing.add(link)
+        if self._ack_timer is None:
+            self._ack_timer = self._loop.call_later(ACK_DELAY_S, self._settle)
+
+    def _settle(self) -> None:
+        self._ack_timer = None
+        owing, self._owing = self._owing, set()
+        for link in owing:
+            if link.incoming.owed:
+                link.acknowledge()
+
+    # --- sending again ------------------------------------------------------------------------------------------
+
+    def _stalled(self) -> None:
+        """A link has frames that its socket did not take; in any thread."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(self._retry_soon)
+
+    def _retry_soon(self) -> None:
+        if self._stall_timer is None and not self._closed:
+            self._stall_timer = self._loop.call_later(STALL_RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._stall_timer = None
+        waiting = [link for link in self._links.values() if link.connected and link.flush()]
+        if waiting:
+            self._retry_soon()
+
+    def _send_again(self, link: Link) -> None:
+        self.counters["resent"] += link.rewind()
+
+    def _resend_due(self) -> None:
+        """Frames that nobody has heard for a while: lost with a connection, or said to somebody not introduced yet."""
+        now = self._loop.time()
+        for link in list(self._links.values()):
+            if not link.unheard:
+                self._resends.pop(link, None)
+                continue
+            due, patience = self._resends.setdefault(link, (now + RESEND_AFTER_S, RESEND_AFTER_S))
+            if now >= due and link.connected:
+                patience = min(patience * 2, RESEND_MOST_S)
+                self._resends[link] = (now + patience, patience)
+                self._send_again(link)
+        self._watch = self._loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
+
+    # --- watching lives -----------------------------------------------------------------------------------------
+
+    def _watch_link(self, link: Link, monitor: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.ZMQError:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                link.connected = True
+                self.counters["connected"] += 1
+                self.counters["resent"] += link.rewind()
+                if link.flush():
+                    self._retry_soon()
+            elif event == zmq.EVENT_DISCONNECTED:
+                link.connected = False
+                self.counters["disconnected"] += 1
+                self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link)
+
+    def _must_be_connected(self, link: Link) -> None:
+        if link.connected or self._closed or self._links.get(link.peer) is not link:
+            return
+        log.info("peer %s at %s is gone", link.peer, link.endpoint)
+        link.lost = True
+        self.drop(link.peer)
+        self._handler.lost(link.peer)
+
+    # --- sockets ------------------------------------------------------------------------------------------------
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = 2000
+        socket.heartbeat_ivl = int(self._dead_after_s * 1000 / 3)
+        socket.heartbeat_timeout = int(self._dead_after_s * 1000)
+        socket.ipv6 = True
+        return socket
+
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        if self._security is not None and not is_local(check(endpoint)):
+            self._security.server(socket)
+        socket.bind(check(endpoint))
+        return socket.last_endpoint.decode().rstrip("\0")
+
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        if self._security is not None and not is_local(check(endpoint)):
+            self._security.client(socket)
+        socket.connect(check(endpoint))
+
+    def _read(self, socket: zmq.Socket[bytes], ready: Callable[[], None]) -> None:
+        self._loop.add_reader(socket.getsockopt(zmq.FD), ready)
+        self._loop.call_soon(ready)  # an edge may have come before we listened
+
+    def _forget(self, socket: zmq.Socket[bytes]) -> None:
+        self._loop.remove_reader(socket.getsockopt(zmq.FD))
+        socket.close(linger=0)
+
+    def _close_link(self, link: Link) -> None:
+        self._owing.discard(link)
+        self._resends.pop(link, None)
+        monitor = self._monitors.pop(link)
+        self._loop.remove_reader(monitor.getsockopt(zmq.FD))
+        link.close()
+        monitor.close(linger=0)

@@ -1,0 +1,100 @@
+"""One link to one peer: a PUSH socket under `rules.links`, usable from any thread.
+
+A worker thread sends straight from where the result was made: handing every message to the I/O thread first would
+cost a thread switch per hop. The lock makes the socket's change of threads legal (libzmq asks for a full fence).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from threading import Lock
+
+import zmq
+
+from stage_runtime.rules.links import Incoming, Outgoing
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import PROTOCOL, Ack, Frame, Message
+
+
+class Link:
+    """Frames to ``peer``, numbered, kept until heard; and what has been heard from it."""
+
+    def __init__(self, me: str, peer: str, endpoint: str, socket: zmq.Socket[bytes], stalled: Callable[[], None]):
+        self.peer = peer  #: Its incarnation; empty until it has introduced itself.
+        self.endpoint = endpoint
+        self.incoming = Incoming()  #: Touched by the I/O thread, read by senders.
+        self.connected = False
+        self.lost = False
+        self._me = me
+        self._socket = socket
+        self._stalled = stalled  #: Told (in any thread) that frames wait for the socket.
+        self._outgoing = Outgoing()
+        self._lock = Lock()
+        self._closed = False
+
+    def send(self, message: Message) -> None:
+        """Say ``message``, in order, exactly once if the peer lives. Never blocks."""
+        with self._lock:
+            if self._closed:
+                return
+            seq = self._outgoing.number()
+            self._outgoing.keep(seq, self._frame(seq, message))
+            waiting = self._flush()
+        if waiting:
+            self._stalled()
+
+    def say(self, message: Message) -> None:
+        """Say it outside the order, once, perhaps in vain (Hello, Ack)."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(zmq.Again):
+                    self._socket.send(self._frame(0, message), zmq.NOBLOCK)
+
+    def acknowledge(self, *, gap: bool = False) -> None:
+        self.say(Ack(gap))
+
+    def heard(self, ack: int) -> bool:
+        """The peer has everything up to ``ack``. True when that was news."""
+        with self._lock:
+            return self._outgoing.heard(ack)
+
+    def rewind(self) -> int:
+        """Send everything unheard again. Returns how many frames."""
+        with self._lock:
+            if self._closed:
+                return 0
+            again = self._outgoing.rewind()
+            self._flush()
+        return again
+
+    def flush(self) -> bool:
+        """Give waiting frames to the socket. True when some still wait."""
+        with self._lock:
+            return not self._closed and self._flush()
+
+    @property
+    def unheard(self) -> int:
+        return self._outgoing.unheard
+
+    @property
+    def undelivered(self) -> int:
+        return self._outgoing.unheard + self._outgoing.backlog
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._socket.close(linger=0)
+
+    def _frame(self, seq: int, message: Message) -> bytes:
+        return codec.encode(Frame(PROTOCOL, self._me, self.peer, seq, self.incoming.acked(), message))
+
+    def _flush(self) -> bool:
+        outgoing = self._outgoing
+        while (frame := outgoing.next()) is not None:
+            try:
+                self._socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            outgoing.sent()
+        return False

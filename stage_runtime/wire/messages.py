@@ -1,0 +1,336 @@
+"""Every sentence that processes say to each other on the control plane.
+
+Array-like tagged structs: small, fast, and readable by any MessagePack decoder (a test reads them all with
+`msgpack`). Tensors never stand in here; up to 16 KiB of a payload may ride inline. How frames are acknowledged is
+`rules.links`; how they become bytes is `codec`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, NewType, TypeAlias
+
+import msgspec
+
+from stage_runtime.wire.tensorrefs import TensorRef
+
+PROTOCOL: Final = 1  #: Raised with every change that an older process would misread.
+INLINE_LIMIT: Final = 16 << 10  # a payload up to this rides in its message: one slot and one release saved
+FRAME_LIMIT: Final = 1 << 20  # no honest frame is larger: the value of a payload goes by relay too
+NAME_LIMIT: Final = 64
+ID_LIMIT: Final = 128
+
+Incarnation = NewType("Incarnation", str)  #: 16 hex digits, fresh for every start of a process.
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
+RequestId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_LIMIT)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True, tag_field="type", forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What every message of a request carries."""
+
+    request_id: RequestId
+    attempt: Count
+    owner: Name  #: The incarnation of the coordinator that admitted the request.
+    bindings: dict[str, str]  #: stage -> incarnation of the instance that serves it for this request.
+    remaining_ms: int | None = None  #: Until the deadline, at sending. Never a wall-clock time.
+    traceparent: str | None = None
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True):
+    """A payload's or chunk's data: a tensor-free value, and where its tensors are.
+
+    Either everything rides ``inline``, or ``relay`` and ``metadata`` say where to fetch one flat buffer.
+    """
+
+    value: bytes = b""  #: MessagePack; empty when the value itself is the last part of the buffer.
+    refs: tuple[TensorRef, ...] = ()
+    inline: bytes = b""
+    relay: str = ""
+    metadata: bytes = b""
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request ends badly."""
+
+    code: str
+    message: str
+    stage: str | None = None
+    hook: str | None = None
+    param: str | None = None
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """One stage's share of a request's time, in microseconds."""
+
+    stage: str
+    queue_us: int
+    run_us: int
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One process as the others must know it."""
+
+    incarnation: Name
+    group: Name
+    unit: Name
+    revision: str  #: Of its unit.
+    endpoint: str
+    relays: dict[str, Any]
+    stages: tuple[str, ...]
+    ready: bool = False
+
+
+# --- a request on its way ---------------------------------------------------------------------------------------
+
+
+class Submit(Said, frozen=True, tag=1):
+    """Coordinator → entry stage: a request begins."""
+
+    header: Header
+    target: Name
+    body: Body
+
+
+class DataReady(Said, frozen=True, tag=2):
+    """Stage → stage: a payload (``chunk_id`` None), a stream's chunk, its end, or its failure.
+
+    ``is_done``: the stream from ``source`` is over after ``chunk_id`` chunks. A failure ends it badly.
+    """
+
+    header: Header
+    source: Name
+    target: Name
+    body: Body | None = None
+    chunk_id: Count | None = None
+    is_done: bool = False
+    failure: Failure | None = None
+    modality: str | None = None
+    timings: tuple[Timing, ...] = ()
+
+
+class Stream(Said, frozen=True, tag=3):
+    """Terminal stage → coordinator: a chunk for the client."""
+
+    request_id: RequestId
+    attempt: Count
+    source: Name
+    chunk_id: Count
+    body: Body
+    modality: str | None = None
+
+
+class Complete(Said, frozen=True, tag=4):
+    """Stage → coordinator: a terminal stage is through (``chunks`` were streamed), or the request failed here."""
+
+    request_id: RequestId
+    attempt: Count
+    source: Name
+    body: Body | None = None
+    chunks: Count = 0
+    failure: Failure | None = None
+    timings: tuple[Timing, ...] = ()
+
+
+class Abort(Said, frozen=True, tag=5):
+    """Coordinator → all (published: a hint) and → every bound instance (pushed: the authority)."""
+
+    request_id: RequestId
+    attempt: Count  #: This attempt and every one before it.
+    owner: Name
+    reason: str
+
+
+class Release(Said, frozen=True, tag=6):
+    """Receiver → sender: these transfers' slots are free again, and their credits with them."""
+
+    relay: Name
+    transfers: tuple[int, ...]
+
+
+class Consumed(Said, frozen=True, tag=7):
+    """Stream consumer → producer: ``count`` more chunks of this edge have been taken; send as many again."""
+
+    request_id: RequestId
+    attempt: Count
+    source: Name
+    target: Name
+    count: Count
+
+
+class HandBack(Said, frozen=True, tag=8):
+    """Draining stage → coordinator: this request has not begun here; take it elsewhere. No retry is spent."""
+
+    request_id: RequestId
+    attempt: Count
+    source: Name
+
+
+# --- membership -------------------------------------------------------------------------------------------------
+
+
+class Hello(Said, frozen=True, tag=20):
+    """Process → coordinator, unsequenced and repeated until Welcome: who I am and how I am reached."""
+
+    member: Member
+    edges: str  #: Hash of the protocol and the declared edges at this member: what could not talk is refused.
+    pipeline: Name
+
+
+class Welcome(Said, frozen=True, tag=21):
+    """Coordinator → process: you are known; these are the others."""
+
+    publisher: str
+    coordinator: Member
+    members: tuple[Member, ...] = ()
+
+
+class Refused(Said, frozen=True, tag=22):
+    """Coordinator → process: not as you are. ``buried``: you were declared dead; come back under a new incarnation."""
+
+    reason: str
+    buried: bool = False
+
+
+class Members(Said, frozen=True, tag=23):
+    """Coordinator → processes: who has joined or changed, and who is proven gone."""
+
+    joined: tuple[Member, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+class Ready(Said, frozen=True, tag=24):
+    """Process → coordinator: loaded and warmed up; bind requests to me."""
+
+
+class Beat(Said, frozen=True, tag=25):
+    """Process → coordinator, about once a second: load and progress, never proof of life."""
+
+    waiting: dict[str, int]  #: stage -> requests in its queue
+    running: dict[str, int]  #: stage -> requests being computed
+    progress: dict[str, int]  #: stage -> steps its loop has taken
+    gauges: dict[str, float] = {}
+
+
+class Goodbye(Said, frozen=True, tag=26):
+    """Process → coordinator: I am draining; bind nothing new to me. What is bound I finish."""
+
+    reason: str
+
+
+class Unbound(Said, frozen=True, tag=27):
+    """Coordinator → draining process: none of my requests is bound to you any more."""
+
+
+# --- control ----------------------------------------------------------------------------------------------------
+
+
+class Shutdown(Said, frozen=True, tag=40):
+    """Coordinator → process: drain and exit."""
+
+    reason: str
+    grace_ms: Count = 0
+
+
+class ProfilerStart(Said, frozen=True, tag=41):
+    """Coordinator → process: record events (and a torch trace) under this run."""
+
+    run_id: Name
+    event_dir: str
+    torch_template: str | None = None
+    config: dict[str, Any] = {}
+
+
+class ProfilerStop(Said, frozen=True, tag=42):
+    """Coordinator → process: stop the run; None stops whatever is active."""
+
+    run_id: str | None = None
+
+
+class Admin(Said, frozen=True, tag=43):
+    """Coordinator → process: an engine's own operation."""
+
+    call_id: Name
+    stage: Name
+    operation: Name
+    arguments: dict[str, Any] = {}
+
+
+class AdminReply(Said, frozen=True, tag=44):
+    """Process → coordinator: what the operation gave; one per rank."""
+
+    call_id: Name
+    stage: Name
+    rank: Count
+    value: Any = None
+    error: str | None = None
+
+
+class Ack(Said, frozen=True, tag=60):
+    """Nothing but the frame's ``ack``. ``gap``: I miss frames after it; send them again."""
+
+    gap: bool = False
+
+
+# --- between the ranks of a TP stage ----------------------------------------------------------------------------
+
+
+class RankHello(Said, frozen=True, tag=70):
+    """Follower rank → rank 0: I am here (and ``ready`` when my engine is loaded)."""
+
+    rank: Count
+    endpoint: str
+    relays: dict[str, Any]
+    ready: bool = False
+
+
+class RankWork(Said, frozen=True, tag=71):
+    """Rank 0 → followers: the next thing that happens, in the one order that all ranks see."""
+
+    index: Count
+    kind: Name
+    request_id: str = ""
+    body: Body | None = None
+    detail: str = ""
+
+
+Message: TypeAlias = (
+    Submit
+    | DataReady
+    | Stream
+    | Complete
+    | Abort
+    | Release
+    | Consumed
+    | HandBack
+    | Hello
+    | Welcome
+    | Refused
+    | Members
+    | Ready
+    | Beat
+    | Goodbye
+    | Unbound
+    | Shutdown
+    | ProfilerStart
+    | ProfilerStop
+    | Admin
+    | AdminReply
+    | Ack
+    | RankHello
+    | RankWork
+)
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The envelope: who says it to whom, where in the order, and what has been heard so far."""
+
+    protocol: int
+    sender: Name
+    receiver: Name  #: Empty in a Hello, when the other end's incarnation is not known yet.
+    seq: Count  #: 1.. per (sender, receiver); 0: outside the order, may be lost.
+    ack: Count  #: All frames of the receiver's up to this one have been heard.
+    message: Message
