@@ -21,6 +21,8 @@ class RelayPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     slot_bytes: int = 512 << 20  #: Largest single slot; a larger payload goes in pieces.
     credits: int = 2  #: Unreleased slots allowed per edge.
     device: str = "cpu"  #: Where the relay's buffers live: ``cpu`` or ``cuda``.
+    rank: int | None = None  #: Of an NCCL world that the author laid out; local runs.
+    world_size: int | None = None
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -82,6 +84,8 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stuck_after_s: float = 300.0
     heartbeat_s: float = 1.0
     dead_after_s: float = 3.0
+    security: Literal["Curve", "None"] = "Curve"
+    allow_tcp: bool = True  #: Whether tensors may travel over plain TCP.
     pod: dict[str, Any] = {}  #: What the operator needs for the pod (image, resources, placement…), canonical.
     revision: str = ""  #: 8 hex digits, over all of the above.
 
@@ -93,7 +97,7 @@ class EdgePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: str
     kind: Literal["normal", "stream"]
     transport: Literal["in_process", "same_pod", "network"]
-    relay: str  #: Backend the plan expects: ``in_process``, ``shm``, ``tcp``, ``cuda_ipc``, … (facts decide at run time).
+    relay: str  #: Backend to expect: ``in_process``, ``shm``, ``tcp``, ``cuda_ipc``, … Facts decide at run time.
 
 
 class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -130,6 +134,7 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     security: Literal["Curve", "None"] = "Curve"
     slot_bytes: int = 512 << 20
     relay_backend: str = "auto"
+    drain_timeout_s: float = 120.0
     pod: dict[str, Any] = {}
     revision: str = ""
 

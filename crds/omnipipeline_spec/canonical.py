@@ -1,0 +1,84 @@
+"""One form of every value before it is compared or hashed.
+
+Here: `canonical` (what JSON and a Go API server leave of a value: 1.0 is 1, tuples
+are lists, keys are sorted), its bytes and its
+hash. Not here: which values are refused (`shapes`). Called by `shapes` and `planning`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from omnipipeline_spec.values import to_document
+
+INT_BOUND = 1 << 63  # the API server holds integers in 64 bits
+
+
+class NotCanonical(ValueError):
+    """A value that no resource can hold. ``place`` is the way to it from the value that was given."""
+
+    def __init__(self, place: str, message: str) -> None:
+        self.place = place
+        self.message = message
+        super().__init__(f"{place}: {message}" if place else message)
+
+
+def canonical(value: Any, place: str = "") -> Any:
+    """The value as it comes back from the API server.
+
+    Raises: NotCanonical: an integer beyond 64 bits, NaN, infinity, a key that is no string, any other type.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            if not -INT_BOUND <= value < INT_BOUND:
+                raise NotCanonical(place, f"{value} is beyond 64 bits; write it as a string")
+            return value
+        case float():
+            return _number(value, place)
+        case list() | tuple():
+            return [canonical(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        case Mapping():
+            keys = sorted(_key(key, place) for key in value)  # as Go writes a map
+            return {key: canonical(value[key], join(place, key)) for key in keys}
+    raise NotCanonical(place, f"{value!r} is of type {type(value).__name__}; a spec holds what JSON can say")
+
+
+def join(place: str, key: str) -> str:
+    """A path one step deeper; keys that are no plain words stand in quotes."""
+    plain = key.replace("_", "").replace("-", "").isalnum()
+    step = key if plain else f"[{key!r}]"
+    return f"{place}.{step}" if place and plain else f"{place}{step}"
+
+
+def encode(value: Any) -> bytes:
+    """The JSON of a value, the same bytes for any order of its maps' keys.
+
+    What equals its default is left out, so a field that a later version adds changes no revision. (msgspec's own
+    ``omit_defaults`` compares identity: a number that was computed would be written, the same one decoded would not.)
+    """
+    return msgspec.json.encode(canonical(to_document(value)), order="sorted")
+
+
+def short_hash(value: Any) -> str:
+    """8 hex digits over the canonical bytes: a revision."""
+    return hashlib.sha256(encode(value)).hexdigest()[:8]
+
+
+def _number(value: float, place: str) -> int | float:
+    if not math.isfinite(value):
+        raise NotCanonical(place, f"{value} is no number that JSON can say")
+    # Go prints an integral float without a point, so it comes back as an integer.
+    return int(value) if value.is_integer() and abs(value) < INT_BOUND else value
+
+
+def _key(key: Any, place: str) -> str:
+    if not isinstance(key, str):
+        raise NotCanonical(place, f"the key {key!r} is of type {type(key).__name__}; keys are strings")
+    return key

@@ -1,0 +1,351 @@
+"""The fields of the spec that say where a pipeline runs on a cluster, and how.
+
+Here: value types with their descriptions, defaults and bounds, from which the CRD and the config reference are
+generated. Not here: stages and the graph (`pipeline`), rules that span fields (`topology`, `celrules`). Called by
+`pipeline`; the operator reads them through the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from omnipipeline_spec.quantities import (
+    EnvName,
+    EnvValue,
+    GpuId,
+    Name,
+    Port,
+    Quantity,
+    ResourceName,
+    Seconds,
+    ShortText,
+    Text,
+    WholeSeconds,
+)
+from omnipipeline_spec.values import Spec
+
+
+def doc(text: str) -> Meta:
+    """A field's description, as the CRD and the reference print it."""
+    return Meta(description=text)
+
+
+Labels = Annotated[dict[ShortText, Text], Meta(max_length=64)]
+FreeObject = dict[str, Any]
+FreeObjects = Annotated[Sequence[FreeObject], Meta(max_length=64)]
+Quantities = Annotated[dict[ShortText, Quantity], Meta(max_length=16)]
+
+
+class LocalReference(Spec, frozen=True, kw_only=True):
+    """A name in the pipeline's own namespace."""
+
+    name: Annotated[ResourceName, doc("Name of the object, in the pipeline's namespace.")]
+
+
+class KeyReference(Spec, frozen=True, kw_only=True):
+    """One key of a Secret or ConfigMap in the pipeline's own namespace."""
+
+    name: Annotated[ResourceName, doc("Name of the object, in the pipeline's namespace.")]
+    key: Annotated[ShortText, doc("Key inside the object.")]
+    optional: Annotated[bool | None, doc("Whether the pod starts without it.")] = None
+
+
+class FieldReference(Spec, frozen=True, kw_only=True):
+    """A field of the pod itself."""
+
+    field_path: Annotated[ShortText, doc("Such as `metadata.name` or `status.podIP`.")]
+    api_version: Annotated[ShortText | None, doc("Version of the schema the path is written in.")] = None
+
+
+class ResourceReference(Spec, frozen=True, kw_only=True):
+    """A resource of the container itself."""
+
+    resource: Annotated[ShortText, doc("Such as `limits.memory`.")]
+    container_name: Annotated[ShortText | None, doc("Container, when it is not this one.")] = None
+    divisor: Annotated[Quantity | None, doc("Unit of the value.")] = None
+
+
+class EnvSource(Spec, frozen=True, kw_only=True):
+    """Where an environment variable's value comes from; exactly one."""
+
+    secret_key_ref: Annotated[KeyReference | None, doc("A key of a Secret.")] = None
+    config_map_key_ref: Annotated[KeyReference | None, doc("A key of a ConfigMap.")] = None
+    field_ref: Annotated[FieldReference | None, doc("A field of the pod.")] = None
+    resource_field_ref: Annotated[ResourceReference | None, doc("A resource of the container.")] = None
+
+
+class EnvVar(Spec, frozen=True, kw_only=True):
+    """One environment variable of every stage process."""
+
+    name: Annotated[EnvName, doc("Name of the variable.")]
+    value: Annotated[EnvValue | None, doc("Its value.")] = None
+    value_from: Annotated[EnvSource | None, doc("Where its value comes from, instead of `value`.")] = None
+
+
+class EnvReference(Spec, frozen=True, kw_only=True):
+    """A whole Secret or ConfigMap as environment."""
+
+    name: Annotated[ResourceName, doc("Name of the object, in the pipeline's namespace.")]
+    optional: Annotated[bool | None, doc("Whether the pod starts without it.")] = None
+
+
+class EnvFrom(Spec, frozen=True, kw_only=True):
+    """All keys of one Secret or ConfigMap as environment variables (a hub token, for instance)."""
+
+    prefix: Annotated[ShortText | None, doc("Put before each key.")] = None
+    secret_ref: Annotated[EnvReference | None, doc("The Secret.")] = None
+    config_map_ref: Annotated[EnvReference | None, doc("The ConfigMap.")] = None
+
+
+class Resources(Spec, frozen=True, kw_only=True):
+    """What a container asks for and may use; GPUs are added from the stages' `gpu`."""
+
+    requests: Annotated[Quantities, doc("What the scheduler sets aside, by resource name.")] = {}
+    limits: Annotated[Quantities, doc("What the kernel enforces, by resource name.")] = {}
+
+
+class Toleration(Spec, frozen=True, kw_only=True):
+    """A taint of nodes that the pods accept."""
+
+    key: Annotated[ShortText | None, doc("Taint key; unset matches all.")] = None
+    operator: Annotated[Literal["Exists", "Equal"] | None, doc("How `value` is compared.")] = None
+    value: Annotated[ShortText | None, doc("Taint value.")] = None
+    effect: Annotated[Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None, doc("Unset matches all.")] = None
+    toleration_seconds: Annotated[int | None, doc("How long a NoExecute taint is borne.")] = None
+
+
+class Placement(Spec, frozen=True, kw_only=True):
+    """On which nodes pods may run."""
+
+    node_selector: Annotated[Labels, doc("Labels a node must have, such as a GPU type.")] = {}
+    tolerations: Annotated[
+        Annotated[Sequence[Toleration], Meta(max_length=32)], doc("Taints that the pods accept.")
+    ] = ()
+    affinity: Annotated[FreeObject, doc("A pod's `affinity`, as Kubernetes has it.")] = {}
+    topology_spread_constraints: Annotated[FreeObjects, doc("A pod's `topologySpreadConstraints`.")] = ()
+    priority_class_name: Annotated[ShortText | None, doc("Priority class of the pods.")] = None
+    runtime_class_name: Annotated[ShortText | None, doc("Runtime class of the pods.")] = None
+
+
+class Startup(Spec, frozen=True, kw_only=True):
+    """How long loading may take."""
+
+    deadline_seconds: Annotated[
+        WholeSeconds, doc("A pod that is not ready by then is reported as StartupDeadlineExceeded and restarted.")
+    ] = 1800
+
+
+class Drain(Spec, frozen=True, kw_only=True):
+    """How a pod leaves."""
+
+    timeout_seconds: Annotated[
+        WholeSeconds, doc("How long bound requests may take to finish after SIGTERM; the pod's grace adds to it.")
+    ] = 120
+
+
+class ProcessGroup(Spec, frozen=True, kw_only=True):
+    """Refinement of one process group, by its name. Every field is optional."""
+
+    name: Annotated[
+        Name,
+        doc("Process group: a stage's `process`, of a TP stage `process` or its name; fused groups bear the first's."),
+    ]
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | None,
+        doc("Instances of the group; unset is 1. Groups that share a pod have one count."),
+    ] = None
+    resources: Annotated[Resources | None, doc("CPU, memory and others; groups in one pod add up.")] = None
+    gpu_resource_name: Annotated[ShortText | None, doc("Extended resource of a GPU; unset is nvidia.com/gpu.")] = None
+    local_gpus: Annotated[
+        Annotated[Sequence[Annotated[Sequence[GpuId], Meta(max_length=16)]], Meta(max_length=64)],
+        doc("For `omni up`: the device ids of each local replica, one list per replica."),
+    ] = ()
+    shared_memory: Annotated[Quantity | None, doc("Size of /dev/shm; groups in one pod add up.")] = None
+    startup: Annotated[Startup | None, doc("How long loading may take.")] = None
+    drain: Annotated[Drain | None, doc("How the pods leave; of groups in one pod the longest counts.")] = None
+    stuck_after_seconds: Annotated[
+        WholeSeconds | None, doc("A loop with work and no progress for so long is stuck; unset is 300.")
+    ] = None
+    placement: Annotated[Placement | None, doc("On which nodes the pods may run.")] = None
+    pod_template: Annotated[
+        FreeObject, doc("Merged over the generated pod template; containers, env and volumes merge by name.")
+    ] = {}
+
+
+class Http(Spec, frozen=True, kw_only=True):
+    """The pipeline's HTTP side."""
+
+    port: Annotated[Port, doc("Port of the OpenAI routes and /v1/pipeline.")] = 8000
+    max_body_bytes: Annotated[
+        Annotated[int, Meta(ge=1024, le=1 << 40)], doc("Larger request bodies are refused with too_large.")
+    ] = 64 << 20
+    request_timeout_seconds: Annotated[Seconds, doc("Deadline of a request that names none.")] = 600
+    max_in_flight: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)], doc("Admission cap: more requests at once get rate_limited.")
+    ] = 256
+    api_key_secret_ref: Annotated[KeyReference | None, doc("Key that clients must send as a bearer token.")] = None
+    media_hosts: Annotated[
+        Annotated[Sequence[ShortText], Meta(max_length=64)], doc("Hosts that media URLs in requests may name.")
+    ] = ()
+
+
+class Coordinator(Spec, frozen=True, kw_only=True):
+    """The process that admits, binds and follows requests."""
+
+    resources: Annotated[Resources | None, doc("CPU and memory of the coordinator.")] = None
+    http: Annotated[Http, doc("The pipeline's HTTP side.")] = field(default_factory=Http)
+    retries: Annotated[
+        Annotated[int, Meta(ge=0, le=5)], doc("How often a request whose instance died starts again, unstreamed.")
+    ] = 1
+    drain: Annotated[Drain | None, doc("How the coordinator leaves a roll: streams may finish for so long.")] = None
+    placement: Annotated[Placement | None, doc("On which nodes the coordinator may run.")] = None
+    pod_template: Annotated[FreeObject, doc("Merged over the generated pod template, as in processGroups.")] = {}
+
+
+class Security(Spec, frozen=True, kw_only=True):
+    """Who may talk to the stages."""
+
+    mode: Annotated[
+        Literal["Curve", "None"], doc("Curve: every TCP socket asks for the pipeline's key. None: trusted network.")
+    ] = "Curve"
+
+
+class Control(Spec, frozen=True, kw_only=True):
+    """The control plane."""
+
+    heartbeat_seconds: Annotated[Seconds, doc("Interval of load and progress reports.")] = 1
+    dead_after_seconds: Annotated[Seconds, doc("Silence on a connection after which the peer is dead.")] = 3
+    security: Annotated[Security, doc("Who may talk to the stages.")] = field(default_factory=Security)
+
+
+class Rdma(Spec, frozen=True, kw_only=True):
+    """RDMA devices for the stages' pods."""
+
+    resource_name: Annotated[ShortText, doc("Extended resource of the device plugin, such as rdma/hca.")]
+    count: Annotated[Annotated[int, Meta(ge=1, le=64)], doc("Devices per pod.")] = 1
+
+
+class DataPlane(Spec, frozen=True, kw_only=True):
+    """How tensors travel between pods."""
+
+    rdma: Annotated[Rdma | None, doc("RDMA devices for the stages' pods.")] = None
+    allow_tcp: Annotated[bool, doc("Whether tensors may travel over plain TCP where nothing better works.")] = field(
+        name="allowTCP", default=True
+    )
+
+
+class Prefetch(Spec, frozen=True, kw_only=True):
+    """Filling the model cache before pods start."""
+
+    enabled: Annotated[bool, doc("Run one download Job per model and revision.")] = False
+
+
+class ModelCache(Spec, frozen=True, kw_only=True):
+    """Where weights are kept between pods."""
+
+    type: Annotated[
+        Literal["None", "EmptyDir", "PersistentVolumeClaim"],
+        doc("None: each container downloads. EmptyDir: shared in a pod. PersistentVolumeClaim: survives pods."),
+    ] = "None"
+    claim_name: Annotated[ResourceName | None, doc("An existing claim to use.")] = None
+    size: Annotated[Quantity | None, doc("Size of a claim that the operator makes; it survives the pipeline.")] = None
+    storage_class_name: Annotated[ShortText | None, doc("Storage class of that claim.")] = None
+    prefetch: Annotated[Prefetch, doc("Filling the cache before pods start.")] = field(default_factory=Prefetch)
+
+
+class Service(Spec, frozen=True, kw_only=True):
+    """The Service in front of the coordinator."""
+
+    type: Annotated[Literal["ClusterIP", "NodePort", "LoadBalancer"], doc("Kind of Service.")] = "ClusterIP"
+    port: Annotated[Port | None, doc("Port of the Service; unset is the coordinator's http.port.")] = None
+    annotations: Annotated[Labels, doc("Annotations of the Service.")] = {}
+
+
+class Ingress(Spec, frozen=True, kw_only=True):
+    """An Ingress in front of the Service."""
+
+    class_name: Annotated[ShortText | None, doc("Ingress class.")] = None
+    host: Annotated[ShortText | None, doc("Host name; unset matches all.")] = None
+    tls_secret_name: Annotated[ResourceName | None, doc("Secret with the certificate; unset is plain HTTP.")] = None
+
+
+class Expose(Spec, frozen=True, kw_only=True):
+    """How clients reach the pipeline. Never restarts a pod."""
+
+    service: Annotated[Service, doc("The Service in front of the coordinator.")] = field(default_factory=Service)
+    ingress: Annotated[Ingress | None, doc("An Ingress; unset makes none.")] = None
+
+
+class Rollout(Spec, frozen=True, kw_only=True):
+    """How a change of a unit reaches its pods."""
+
+    strategy: Annotated[
+        Literal["Coherent", "Recreate"],
+        doc("Coherent: new beside old, requests bound to one revision. Recreate: old down first, when GPUs are short."),
+    ] = "Coherent"
+    max_surge: Annotated[Annotated[int, Meta(ge=1, le=100)], doc("New instances of a unit at a time.")] = 1
+    progress_deadline_seconds: Annotated[WholeSeconds, doc("Without progress for so long: Progressing=False.")] = 3600
+    paused: Annotated[bool, doc("Hold a roll where it is.")] = False
+    revision_history_limit: Annotated[
+        Annotated[int, Meta(ge=0, le=50)], doc("Old Deployments kept at 0 replicas for rolling back.")
+    ] = 5
+
+
+class PodDisruptionBudget(Spec, frozen=True, kw_only=True):
+    """What drains of nodes may take at once."""
+
+    enabled: Annotated[bool, doc("Make a budget per unit.")] = True
+    max_unavailable: Annotated[Annotated[int, Meta(ge=1, le=1000)], doc("Pods of a unit that may be away.")] = 1
+
+
+class Disruption(Spec, frozen=True, kw_only=True):
+    """Voluntary disruptions."""
+
+    pod_disruption_budget: Annotated[
+        PodDisruptionBudget | None, doc("What drains of nodes may take at once; unset makes no budget.")
+    ] = None
+
+
+class NetworkPolicy(Spec, frozen=True, kw_only=True):
+    """Who may reach the pods."""
+
+    enabled: Annotated[bool, doc("Close all but HTTP, and HTTP to those in ingressFrom.")] = True
+    ingress_from: Annotated[FreeObjects, doc("NetworkPolicy peers that may reach HTTP; empty is everyone.")] = ()
+    extra_egress: Annotated[FreeObjects, doc("NetworkPolicy egress rules beside the pipeline's own.")] = ()
+
+
+class Tracing(Spec, frozen=True, kw_only=True):
+    """OpenTelemetry traces."""
+
+    endpoint: Annotated[Text | None, doc("OTLP endpoint; unset sends none.")] = None
+    sample_ratio: Annotated[Annotated[float, Meta(ge=0, le=1)], doc("Share of requests that are traced.")] = 1
+
+
+class Observability(Spec, frozen=True, kw_only=True):
+    """What the pipeline tells of itself."""
+
+    tracing: Annotated[Tracing | None, doc("OpenTelemetry traces.")] = None
+
+
+class EmptyDir(Spec, frozen=True, kw_only=True):
+    """A volume that lives as long as its pod."""
+
+    size_limit: Annotated[Quantity | None, doc("Most it may hold.")] = None
+
+
+class ProfilingStorage(Spec, frozen=True, kw_only=True):
+    """Where event files are written; exactly one. Part of a unit's revision."""
+
+    empty_dir: Annotated[EmptyDir | None, doc("A volume of the pod.")] = None
+    claim_name: Annotated[ResourceName | None, doc("A claim that all pods can write.")] = None
+
+
+class Profiling(Spec, frozen=True, kw_only=True):
+    """The request-level profiler."""
+
+    enabled: Annotated[bool, doc("Whether profiles may be started.")] = True
+    storage: Annotated[ProfilingStorage | None, doc("Where event files are written; unset is an emptyDir.")] = None
+    max_seconds: Annotated[WholeSeconds, doc("A profile that nobody stops ends then.")] = 600

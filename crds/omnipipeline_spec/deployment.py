@@ -1,0 +1,141 @@
+"""Do the cluster's fields fit together? Environment, code, ports, caches, transports.
+
+Here: the faults of fields that only say how pods are made. Not here: the graph (`graph`), processes and GPUs
+(`placement`). Called by `topology` on a spec whose form is right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from omnipipeline_spec import grouping, quantities
+from omnipipeline_spec.cluster import EnvVar, Resources
+from omnipipeline_spec.errors import Fault
+from omnipipeline_spec.pipeline import PipelineConfig
+
+ADMIN_PORT, PROBE_PORT, PUBLISHER_PORT, CONTROL_PORT = 8001, 8081, 5549, 5550
+FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be
+OWN_VARIABLES = frozenset({"OMNI_PLAN", "OMNI_GROUP", "OMNI_COORDINATOR", "OMNI_CONTROL_KEY_FILE"})
+MAX_CODE_BYTES = 512 * 1024  # with the plan beside it in one ConfigMap, which holds 1 MiB
+
+
+def faults(spec: PipelineConfig) -> Iterator[Fault]:
+    """All faults of the cluster's fields."""
+    yield from _environment(spec)
+    yield from _code(spec)
+    yield from _amounts(spec)
+    yield from _coordinator(spec)
+    yield from _model_cache(spec)
+    yield from _storage(spec)
+    yield from _transports(spec)
+
+
+def reserved_ports() -> frozenset[int]:
+    """Ports of a pod that are taken before the author chooses one."""
+    groups = range(CONTROL_PORT, CONTROL_PORT + quantities.MAX_STAGES)
+    return frozenset({ADMIN_PORT, PROBE_PORT, PUBLISHER_PORT, *groups})
+
+
+def _environment(spec: PipelineConfig) -> Iterator[Fault]:
+    for index, variable in enumerate(spec.env):
+        path = f"env[{index}]"
+        if variable.value is not None and variable.value_from is not None:
+            message = f"{variable.name!r} has both value and valueFrom"
+            yield Fault(path=path, message=message, names=(variable.name,))
+        if variable.value_from is not None and _sources(variable) != 1:
+            message = f"of {variable.name!r} must have exactly one source"
+            yield Fault(path=f"{path}.valueFrom", message=message, names=(variable.name,))
+        if variable.name in OWN_VARIABLES:
+            message = f"{variable.name!r} is set by the operator itself"
+            yield Fault(path=f"{path}.name", message=message, names=(variable.name,))
+    for index, source in enumerate(spec.env_from):
+        if (source.secret_ref is None) == (source.config_map_ref is None):
+            message = "must have exactly one of secretRef and configMapRef"
+            yield Fault(path=f"envFrom[{index}]", message=message)
+
+
+def _sources(variable: EnvVar) -> int:
+    source = variable.value_from
+    if source is None:
+        return 0
+    given = (source.secret_key_ref, source.config_map_key_ref, source.field_ref, source.resource_field_ref)
+    return sum(one is not None for one in given)
+
+
+def _code(spec: PipelineConfig) -> Iterator[Fault]:
+    files = spec.code.inline if spec.code else {}
+    for name in sorted(files):
+        if re.fullmatch(FILE_NAME[1:-1], name) is None or name.startswith("..") or name == ".":
+            message = f"{name!r} is no file name: letters, digits, '.', '-' and '_' (no folders)"
+            yield Fault(path=f"code.inline[{name!r}]", message=message, names=(name,))
+    total = sum(len(text.encode()) for text in files.values())
+    if total > MAX_CODE_BYTES:
+        message = f"holds {total} bytes, at most {MAX_CODE_BYTES} fit: build an image FROM ours instead"
+        yield Fault(path="code.inline", message=message)
+
+
+def _amounts(spec: PipelineConfig) -> Iterator[Fault]:
+    """A limit below its request is refused by the API server only when a pod is made; here it has a path."""
+    places = [(f"processGroups[{index}].resources", group.resources) for index, group in enumerate(spec.process_groups)]
+    for path, resources in [*places, ("coordinator.resources", spec.coordinator.resources)]:
+        yield from _limits(resources or Resources(), path)
+
+
+def _limits(resources: Resources, path: str) -> Iterator[Fault]:
+    for name in sorted(set(resources.requests) & set(resources.limits)):
+        request, limit = resources.requests[name], resources.limits[name]
+        if quantities.parse_quantity(limit) < quantities.parse_quantity(request):
+            message = f"{limit} is less than the request of {request}"
+            yield Fault(path=f"{path}.limits.{name}", message=message, names=(name,))
+
+
+def _coordinator(spec: PipelineConfig) -> Iterator[Fault]:
+    port = spec.coordinator.http.port
+    if port in reserved_ports():
+        message = f"{port} is taken in every pod (admin, probes or control)"
+        yield Fault(path="coordinator.http.port", message=message)
+    beat, dead = spec.control.heartbeat_seconds, spec.control.dead_after_seconds
+    if dead <= beat:
+        message = f"{dead:g} must be more than heartbeatSeconds {beat:g}, or every peer is dead between two beats"
+        yield Fault(path="control.deadAfterSeconds", message=message)
+
+
+def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
+    cache = spec.model_cache
+    claim = cache.type == "PersistentVolumeClaim"
+    if claim and (cache.claim_name is None) == (cache.size is None):
+        message = "of type PersistentVolumeClaim must have exactly one of claimName and size"
+        yield Fault(path="modelCache", message=message)
+    if not claim and (cache.claim_name or cache.storage_class_name):
+        message = f"of type {cache.type} has no claimName and no storageClassName"
+        yield Fault(path="modelCache", message=message)
+    if not claim and cache.prefetch.enabled:
+        message = f"needs type PersistentVolumeClaim; {cache.type} keeps nothing between pods"
+        yield Fault(path="modelCache.prefetch", message=message)
+    if cache.prefetch.enabled and not spec.model_path:
+        yield Fault(path="modelCache.prefetch", message="has nothing to fetch without modelPath")
+
+
+def _storage(spec: PipelineConfig) -> Iterator[Fault]:
+    storage = spec.profiling.storage
+    if storage is not None and (storage.empty_dir is None) == (storage.claim_name is None):
+        yield Fault(path="profiling.storage", message="must have exactly one of emptyDir and claimName")
+
+
+def _transports(spec: PipelineConfig) -> Iterator[Fault]:
+    """Without TCP an edge between pods needs a backend that can cross them, and devices for it."""
+    if spec.data_plane.allow_tcp or spec.relay_backend in ("nixl", "mooncake", "nccl"):
+        return
+    if spec.relay_backend == "auto" and spec.data_plane.rdma is not None:
+        return
+    groups = grouping.group(spec)
+    unit_of = {stage.name: groups.unit_of(name) for name, members in groups.groups.items() for stage in members}
+    for stage in spec.stages:
+        here = unit_of[stage.name]
+        far = [name for name in (*stage.next, *stage.stream_to) if unit_of.get(name, here) != here]
+        if far:
+            message = f"is false, but {stage.name!r} and {far[0]!r} run in different pods and relayBackend "
+            message += f"{spec.relay_backend!r} cannot reach from one to the other without it"
+            yield Fault(path="dataPlane.allowTCP", message=message, names=(stage.name, far[0]))
+            return

@@ -1,0 +1,266 @@
+"""What an author writes: the pipeline, its stages, its relays and endpoints.
+
+Here: `PipelineConfig` (the resource's ``spec``, and what a Python module instantiates), `StageConfig`, `RelayConfig`,
+`EndpointsConfig`, and what follows from their fields alone. Not here: the cluster's value types (`cluster`), the
+resource's status (`status`), whether the graph is sound (`topology`), what a process is told (`planning`).
+Called by everything that reads a spec. Building a value checks nothing: `topology.check` and `planning.plan` do,
+and name all faults at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from omnipipeline_spec.cluster import (
+    Control,
+    Coordinator,
+    DataPlane,
+    Disruption,
+    EnvFrom,
+    EnvVar,
+    Expose,
+    FreeObject,
+    LocalReference,
+    ModelCache,
+    NetworkPolicy,
+    Observability,
+    ProcessGroup,
+    Profiling,
+    Rollout,
+    doc,
+)
+from omnipipeline_spec.quantities import (
+    MAX_EDGES,
+    MAX_GPUS_PER_STAGE,
+    MAX_STAGES,
+    EnvName,
+    EnvValue,
+    Fraction01,
+    Function,
+    GpuId,
+    Name,
+    Quantity,
+    ResourceName,
+    ShortText,
+    Text,
+)
+from omnipipeline_spec.values import OUTSIDE_RESOURCE, SCALAR_OR_LIST, Spec
+
+StageNames = Annotated[Sequence[Name], Meta(max_length=MAX_EDGES, extra=SCALAR_OR_LIST | {"unique": True})]
+RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"]
+
+
+class RelayConfig(Spec, frozen=True, kw_only=True):
+    """How one stage's outgoing tensors travel; unset is inferred from placement and `relayBackend`."""
+
+    slot_size_mb: Annotated[
+        Annotated[int, Meta(ge=1, le=65536)], doc("Largest slot in MiB; a larger payload goes in pieces.")
+    ] = 512
+    credits: Annotated[Annotated[int, Meta(ge=1, le=1024)], doc("Slots granted per edge.")] = 2
+    rank: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None, doc("Rank in an NCCL world that the author lays out; local runs.")
+    ] = None
+    world_size: Annotated[Annotated[int, Meta(ge=1, le=65536)] | None, doc("Size of that NCCL world; local runs.")] = (
+        None
+    )
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, doc("Where the relay's buffers lie; unset is inferred from gpu and backend.")
+    ] = None
+
+
+class GpuMemory(Spec, frozen=True, kw_only=True):
+    """A stage's budget on each of its GPUs: exactly one of the two."""
+
+    fraction: Annotated[Fraction01 | None, doc("Share of each of the stage's GPUs.")] = None
+    bytes: Annotated[Quantity | None, doc("Amount on each of the stage's GPUs.")] = None
+
+
+class StageConfig(Spec, frozen=True, kw_only=True):
+    """One logical stage: how it is made, where it runs, where its results and streams go."""
+
+    name: Annotated[Name, doc("Unique name of the stage.")]
+    factory: Annotated[Function, doc("Function that makes the stage, as pkg.mod:fn. Called once per process.")]
+    process: Annotated[
+        Name | None,
+        doc("OS process; stages with the same value share one. Required unless tpSize > 1, there a prefix of ranks."),
+    ] = None
+    factory_args: Annotated[FreeObject, doc("Arguments of the factory.")] = {}
+    next: Annotated[StageNames, doc("Stages that get the result. Exactly one of next and terminal.")] = ()
+    terminal: Annotated[bool, doc("Whether the result goes to the client.")] = False
+    route_fn: Annotated[
+        Function | None, doc("(request_id, output) -> stage name or names among next, per request.")
+    ] = None
+    gpu: Annotated[
+        Annotated[Sequence[GpuId], Meta(max_length=MAX_GPUS_PER_STAGE)] | int,
+        Meta(
+            description="GPU ids of one imagined host, one per TP rank; empty is CPU. Equal ids share a GPU and a pod.",
+            extra=SCALAR_OR_LIST | {"unique": True},
+        ),
+    ] = ()
+    tp_size: Annotated[Annotated[int, Meta(ge=1, le=MAX_GPUS_PER_STAGE)], doc("Tensor-parallel ranks.")] = 1
+    gpu_memory: Annotated[GpuMemory | None, doc("Budget per GPU; required once two process groups share a GPU id.")] = (
+        None
+    )
+    wait_for: Annotated[StageNames, doc("Stages whose results are joined before this one runs; needs mergeFn.")] = ()
+    wait_for_fn: Annotated[
+        Function | None, doc("(request_id, from_stage, payload) -> active subset of waitFor, or None: not known yet.")
+    ] = None
+    merge_fn: Annotated[Function | None, doc("({stage: payload}) -> payload; joins what waitFor gathered.")] = None
+    stream_to: Annotated[StageNames, doc("Stages that get this stage's chunks while it runs.")] = ()
+    stream_done_to_fn: Annotated[
+        Function | None, doc("(request_id, output) -> the targets among streamTo that are told that the stream ended.")
+    ] = None
+    project_payload: Annotated[
+        Annotated[dict[Name, Function], Meta(max_length=2 * MAX_EDGES)],
+        doc("Target stage -> function that makes what this target gets."),
+    ] = {}
+    relay: Annotated[RelayConfig | None, doc("How this stage's outgoing tensors travel.")] = None
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPU ids, however they were written."""
+        return (self.gpu,) if isinstance(self.gpu, int) else tuple(self.gpu)
+
+    @property
+    def group(self) -> str:
+        """The process group it declares; before fusion."""
+        return self.process or self.name
+
+
+class EndpointsConfig(Spec, frozen=True, kw_only=True):
+    """Where local runs put their sockets."""
+
+    base_path: Annotated[
+        Text | None, doc("Folder of the Unix sockets; unset is a private folder per run. Its length is checked first.")
+    ] = None
+
+
+class Code(Spec, frozen=True, kw_only=True):
+    """Small Python put on the stages' sys.path; real code belongs into an image made FROM ours."""
+
+    inline: Annotated[
+        Annotated[dict[ShortText, Annotated[str, Meta(max_length=262144)]], Meta(max_length=32)],
+        doc("File name -> text. Part of the revision."),
+    ] = {}
+    config_map_ref: Annotated[
+        LocalReference | None, doc("A ConfigMap of such files. Its content is not followed: use restartedAt.")
+    ] = None
+
+
+class PipelineConfig(Spec, frozen=True, kw_only=True):
+    """A pipeline: the spec of an OmniPipeline, and what a Python module instantiates."""
+
+    stages: Annotated[
+        Annotated[Sequence[StageConfig], Meta(min_length=1, max_length=MAX_STAGES, extra={"map_key": "name"})],
+        doc("The stages; the first is the entry unless entryStage says otherwise."),
+    ]
+    name: Annotated[
+        str | None, Meta(description="Name for reports; the resource's is metadata.name.", extra=OUTSIDE_RESOURCE)
+    ] = None
+    model_path: Annotated[Text | None, doc("Hub id or local path; a pipeline of plain functions has none.")] = None
+    model_revision: Annotated[ShortText | None, doc("Commit or tag on the hub.")] = None
+    serves: Annotated[
+        Annotated[Sequence[Literal["chat", "speech", "transcription"]], Meta(max_length=3, extra={"unique": True})],
+        doc("OpenAI routes that are answered; /v1/pipeline always is."),
+    ] = ()
+    entry_stage: Annotated[Name | None, doc("Stage that gets new requests; unset is the first.")] = None
+    relay_backend: Annotated[RelayBackend, doc("How tensors travel; auto chooses per edge.")] = "auto"
+    fused_stages: Annotated[
+        Annotated[
+            Sequence[Annotated[Sequence[Name], Meta(min_length=2, max_length=16, extra={"unique": True})]],
+            Meta(max_length=16),
+        ],
+        doc("Adjacent, linear stages to put into one process; not TP, at most one GPU."),
+    ] = ()
+    runtime_overrides: Annotated[
+        Annotated[dict[Name, FreeObject], Meta(max_length=MAX_STAGES)],
+        doc("Stage -> factory arguments that win over its factoryArgs."),
+    ] = {}
+    env_defaults: Annotated[
+        Annotated[dict[EnvName, EnvValue], Meta(max_length=256)],
+        doc("Environment set before factories are imported; a value the process already has wins."),
+    ] = {}
+    endpoints: Annotated[EndpointsConfig, doc("Where local runs put their sockets.")] = field(
+        default_factory=EndpointsConfig
+    )
+    terminal_stages_fn: Annotated[
+        Function | None, doc("(request) -> terminal stages of this request, or None: all of them.")
+    ] = None
+    gpu_memory_limit: Annotated[Fraction01, doc("What the budgets on one GPU may sum to.")] = 0.95
+    code: Annotated[Code | None, doc("Small Python put on the stages' sys.path.")] = None
+    config_cls: Annotated[
+        str | None,
+        Meta(
+            description="Class whose defaults a saved file starts from, as pkg.mod:Class; set automatically.",
+            extra=OUTSIDE_RESOURCE,
+        ),
+    ] = None
+
+    image: Annotated[Text | None, doc("Image of all pods; unset is the operator's default of the day.")] = None
+    image_pull_policy: Annotated[
+        Literal["Always", "IfNotPresent", "Never"] | None, doc("When the image is pulled.")
+    ] = None
+    image_pull_secrets: Annotated[
+        Annotated[Sequence[LocalReference], Meta(max_length=16)], doc("Secrets for the registry.")
+    ] = ()
+    service_account_name: Annotated[ResourceName | None, doc("Service account of the pods.")] = None
+    env: Annotated[
+        Annotated[Sequence[EnvVar], Meta(max_length=256, extra={"map_key": "name"})],
+        doc("Environment of every stage process."),
+    ] = ()
+    env_from: Annotated[
+        Annotated[Sequence[EnvFrom], Meta(max_length=32)], doc("Secrets and ConfigMaps as environment.")
+    ] = ()
+    process_groups: Annotated[
+        Annotated[Sequence[ProcessGroup], Meta(max_length=MAX_STAGES, extra={"map_key": "name"})],
+        doc("Refinement of process groups by name."),
+    ] = ()
+    coordinator: Annotated[Coordinator, doc("The process that admits, binds and follows requests.")] = field(
+        default_factory=Coordinator
+    )
+    control: Annotated[Control, doc("The control plane.")] = field(default_factory=Control)
+    data_plane: Annotated[DataPlane, doc("How tensors travel between pods.")] = field(default_factory=DataPlane)
+    model_cache: Annotated[ModelCache, doc("Where weights are kept between pods.")] = field(default_factory=ModelCache)
+    expose: Annotated[Expose, doc("How clients reach the pipeline.")] = field(default_factory=Expose)
+    rollout: Annotated[Rollout, doc("How a change reaches the pods.")] = field(default_factory=Rollout)
+    disruption: Annotated[Disruption, doc("Voluntary disruptions.")] = field(default_factory=Disruption)
+    network_policy: Annotated[NetworkPolicy | None, doc("Who may reach the pods; unset makes no policy.")] = None
+    observability: Annotated[Observability, doc("What the pipeline tells of itself.")] = field(
+        default_factory=Observability
+    )
+    profiling: Annotated[Profiling, doc("The request-level profiler.")] = field(default_factory=Profiling)
+    restarted_at: Annotated[ShortText | None, doc("A new value is a new revision of every unit.")] = None
+    suspend: Annotated[bool, doc("Scale everything to nothing, and keep the resource.")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is None and self.model_path:
+            msgspec.structs.force_setattr(self, "name", self.model_path)
+        if self.config_cls is None:
+            msgspec.structs.force_setattr(self, "config_cls", type(self).__qualname__)
+
+    @property
+    def resolved_entry_stage(self) -> str:
+        """The stage that gets new requests."""
+        return self.entry_stage or self.stages[0].name
+
+    @property
+    def terminal_stages(self) -> tuple[str, ...]:
+        """Names of the stages whose results go to the client, in spec order."""
+        return tuple(stage.name for stage in self.stages if stage.terminal)
+
+    @property
+    def gpu_placement(self) -> dict[str, int | tuple[int, ...]]:
+        """Stage -> GPU id, of a TP stage all its ranks' ids; stages on the CPU are absent."""
+        return {stage.name: stage.gpus[0] if stage.tp_size == 1 else stage.gpus for stage in self.stages if stage.gpus}
+
+    def stage(self, name: str) -> StageConfig:
+        """The stage of that name; KeyError if there is none."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)

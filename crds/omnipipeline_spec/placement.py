@@ -1,0 +1,257 @@
+"""Can the stages be placed? Processes, tensor parallelism, GPUs, budgets, fusion, refinements.
+
+Here: the faults that follow from ``process``, ``tpSize``, ``gpu``, ``gpuMemory``, ``fusedStages`` and
+``processGroups``. Not here: edges (`graph`), the cluster's other fields (`deployment`). Called by `topology` on a
+spec whose form is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from omnipipeline_spec import grouping, quantities
+from omnipipeline_spec.cluster import ProcessGroup
+from omnipipeline_spec.errors import Fault
+from omnipipeline_spec.graph import quoted
+from omnipipeline_spec.grouping import Grouping
+from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+
+LIMIT_SLACK = 0.0001  # sums of decimal fractions are not exact in binary; the CRD's rule has the same slack
+DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
+
+
+def faults(spec: PipelineConfig) -> Iterator[Fault]:
+    """All faults of the placement."""
+    groups = grouping.group(spec)
+    for index, stage in enumerate(spec.stages):
+        yield from _process(stage, f"stages[{index}]")
+        yield from _gpus(stage, f"stages[{index}]")
+        yield from _budget_form(stage, f"stages[{index}]")
+    yield from _tensor_parallel_alone(spec)
+    yield from _colliding_names(spec, groups)
+    yield from _groups_on_two_gpus(spec, groups)
+    yield from _budgets(spec)
+    yield from _fusion(spec)
+    yield from _refinements(spec, groups)
+    yield from _units(spec, groups)
+
+
+def _process(stage: StageConfig, path: str) -> Iterator[Fault]:
+    if stage.tp_size == 1 and not stage.process:
+        message = f"of {stage.name!r} is required: stages with the same value share an OS process, there is no default"
+        yield Fault(path=f"{path}.process", message=message, names=(stage.name,))
+    for field, name in (("name", stage.name), ("process", stage.process)):
+        if name == quantities.RESERVED_GROUP:
+            message = f"{name!r} is the coordinator's own name"
+            yield Fault(path=f"{path}.{field}", message=message, names=(stage.name,))
+
+
+def _gpus(stage: StageConfig, path: str) -> Iterator[Fault]:
+    count = len(stage.gpus)
+    if stage.tp_size > 1 and count != stage.tp_size:
+        message = f"of {stage.name!r} must list {stage.tp_size} distinct ids, one per rank of tpSize; it lists {count}"
+        yield Fault(path=f"{path}.gpu", message=message, names=(stage.name,))
+    if stage.tp_size == 1 and count > 1:
+        message = f"of {stage.name!r} lists {count} ids, but its tpSize is 1: a stage without ranks has one GPU"
+        yield Fault(path=f"{path}.gpu", message=message, names=(stage.name,))
+
+
+def _budget_form(stage: StageConfig, path: str) -> Iterator[Fault]:
+    budget = stage.gpu_memory
+    if budget is None:
+        return
+    if not stage.gpus:
+        message = f"of {stage.name!r} budgets a GPU, but the stage has none"
+        yield Fault(path=f"{path}.gpuMemory", message=message, names=(stage.name,))
+    if (budget.fraction is None) == (budget.bytes is None):
+        message = f"of {stage.name!r} must have exactly one of fraction and bytes"
+        yield Fault(path=f"{path}.gpuMemory", message=message, names=(stage.name,))
+    if budget.bytes is not None and quantities.parse_quantity(budget.bytes) <= 0:
+        message = f"{budget.bytes!r} must be more than 0"
+        yield Fault(path=f"{path}.gpuMemory.bytes", message=message, names=(stage.name,))
+
+
+def _tensor_parallel_alone(spec: PipelineConfig) -> Iterator[Fault]:
+    for index, stage in enumerate(spec.stages):
+        others = [other.name for other in spec.stages if other.group == stage.group and other.name != stage.name]
+        if stage.tp_size > 1 and others:
+            message = f"{stage.group!r} is the process of {quoted(others)} too; the ranks of {stage.name!r} share none"
+            yield Fault(path=f"stages[{index}].process", message=message, names=(stage.name, *others))
+
+
+def _colliding_names(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
+    """Two things that would bear one name on the machine or on the cluster, where ``_`` becomes ``-``."""
+    index_of = {stage.name: index for index, stage in enumerate(spec.stages)}
+    taken: dict[str, str] = {}
+    for name, members in groups.groups.items():
+        path = f"stages[{index_of[members[0].name]}].process"
+        derived = [rank for rank in grouping.process_names(name, members[0].tp_size) if rank != name]
+        for process, what in [(name, f"process group {name!r}"), *((rank, f"a rank of {name!r}") for rank in derived)]:
+            holder = taken.setdefault(quantities.slug(process), what)
+            if holder != what:
+                message = f"{process!r}, {what}, collides with {holder}: both are called {quantities.slug(process)!r}"
+                yield Fault(path=path, message=message, names=(process, name))
+    first: dict[str, str] = {}
+    for stage in spec.stages:
+        twin = first.setdefault(quantities.slug(stage.name), stage.name)
+        if twin != stage.name:
+            message = f"{stage.name!r} and {twin!r} are one name once _ became -"
+            yield Fault(path=f"stages[{index_of[stage.name]}].name", message=message, names=(twin, stage.name))
+
+
+def _groups_on_two_gpus(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
+    for name, members in groups.groups.items():
+        plain = [stage for stage in members if stage.tp_size == 1 and stage.gpus]
+        if len(grouping.gpus_of(plain)) > 1:
+            where = ", ".join(f"{stage.name!r} on GPU {', '.join(map(str, stage.gpus))}" for stage in plain)
+            message = f"process group {name!r} would span several GPUs: {where}; give them processes of their own"
+            path = f"stages[{_index(spec, plain[0].name)}].process"
+            yield Fault(path=path, message=message, names=(name, *(stage.name for stage in plain)))
+
+
+def _budgets(spec: PipelineConfig) -> Iterator[Fault]:
+    for gpu in grouping.gpus_of(spec.stages):
+        users = [stage for stage in spec.stages if gpu in stage.gpus]
+        yield from _missing_budgets(spec, gpu, users)
+        budgets = [(stage.name, stage.gpu_memory) for stage in users if stage.gpu_memory is not None]
+        by_kind: Mapping[str, list[str]] = {
+            "fraction": [name for name, budget in budgets if budget.fraction is not None],
+            "bytes": [name for name, budget in budgets if budget.bytes is not None],
+        }
+        if all(by_kind.values()):
+            message = f"GPU {gpu} has budgets by fraction ({quoted(by_kind['fraction'])}) and by bytes "
+            message += f"({quoted(by_kind['bytes'])}); they cannot be added up"
+            path = f"stages[{_index(spec, by_kind['bytes'][0])}].gpuMemory"
+            yield Fault(path=path, message=message, names=(*by_kind["fraction"], *by_kind["bytes"]))
+        yield from _too_much(spec, gpu, budgets)
+
+
+def _missing_budgets(spec: PipelineConfig, gpu: int, users: Sequence[StageConfig]) -> Iterator[Fault]:
+    sharing = list(dict.fromkeys(stage.group for stage in users))
+    if len(sharing) < 2:
+        return
+    for stage in users:
+        if stage.gpu_memory is None:
+            message = f"of {stage.name!r} is required: processes {quoted(sharing)} share GPU {gpu}"
+            path = f"stages[{_index(spec, stage.name)}].gpuMemory"
+            yield Fault(path=path, message=message, names=(stage.name, *sharing))
+
+
+def _too_much(spec: PipelineConfig, gpu: int, budgets: Sequence[tuple[str, GpuMemory]]) -> Iterator[Fault]:
+    shares = {name: budget.fraction for name, budget in budgets if budget.fraction is not None}
+    total = sum(shares.values())
+    if total > spec.gpu_memory_limit + LIMIT_SLACK:
+        summed = " + ".join(f"{name} {share:g}" for name, share in shares.items())
+        message = f"the budgets on GPU {gpu} sum to {total:g} ({summed}); gpuMemoryLimit is {spec.gpu_memory_limit:g}"
+        path = f"stages[{_index(spec, next(iter(shares)))}].gpuMemory"
+        yield Fault(path=path, message=message, names=tuple(shares))
+
+
+def over_capacity(spec: PipelineConfig, device_bytes: Mapping[int, int]) -> Iterator[Fault]:
+    """Budgets by bytes against real devices (GPU id -> its memory), which only the machine knows."""
+    for gpu, capacity in sorted(device_bytes.items()):
+        wanted = {
+            stage.name: quantities.parse_bytes(stage.gpu_memory.bytes)
+            for stage in spec.stages
+            if gpu in stage.gpus and stage.gpu_memory is not None and stage.gpu_memory.bytes is not None
+        }
+        total, limit = sum(wanted.values()), int(capacity * spec.gpu_memory_limit)
+        if total > limit:
+            summed = " + ".join(f"{name} {quantities.format_quantity(amount)}" for name, amount in wanted.items())
+            message = f"the budgets on GPU {gpu} sum to {total} bytes ({summed}); it has {capacity} bytes, of which "
+            message += f"gpuMemoryLimit {spec.gpu_memory_limit:g} allows {limit}"
+            path = f"stages[{_index(spec, next(iter(wanted)))}].gpuMemory"
+            yield Fault(path=path, message=message, names=tuple(wanted))
+
+
+def _fusion(spec: PipelineConfig) -> Iterator[Fault]:
+    by_name = {stage.name: stage for stage in spec.stages}
+    fused_at: dict[str, int] = {}
+    for index, fused in enumerate(spec.fused_stages):
+        path = f"fusedStages[{index}]"
+        for name in fused:
+            if fused_at.setdefault(name, index) != index:
+                message = f"{name!r} stands in fusedStages[{fused_at[name]}] too: write one list"
+                yield Fault(path=path, message=message, names=(name,))
+        known = [by_name[name] for name in fused if name in by_name]
+        parallel = [stage.name for stage in known if stage.tp_size > 1]
+        if parallel:
+            message = f"{quoted(parallel)} has tpSize > 1; its ranks own their processes"
+            yield Fault(path=path, message=message, names=tuple(parallel))
+        if len(known) == len(fused):
+            yield from _linear(spec, known, path)
+
+
+def _linear(spec: PipelineConfig, fused: Sequence[StageConfig], path: str) -> Iterator[Fault]:
+    for stage, after in itertools.pairwise(fused):
+        if tuple(stage.next) != (after.name,):
+            goes = quoted(tuple(stage.next)) or "the client"
+            message = f"{stage.name!r} must route to {after.name!r} alone to be fused with it; it routes to {goes}"
+            yield Fault(path=path, message=message, names=(stage.name, after.name))
+        others = [other.name for other in spec.stages if after.name in other.next and other.name != stage.name]
+        if others:
+            message = f"{after.name!r} must get results from {stage.name!r} alone to be fused with it; "
+            message += f"{quoted(others)} routes to it too"
+            yield Fault(path=path, message=message, names=(after.name, *others))
+
+
+def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
+    for index, refined in enumerate(spec.process_groups):
+        path = f"processGroups[{index}]"
+        if refined.name in groups.absorbed:
+            into = groups.absorbed[refined.name]
+            message = f"{refined.name!r} was fused into process group {into!r}: refine that one"
+            yield Fault(path=f"{path}.name", message=message, names=(refined.name, into))
+        elif refined.name not in groups.groups:
+            message = f"{refined.name!r} is no process group; there are {quoted(list(groups.groups))}"
+            yield Fault(path=f"{path}.name", message=message, names=(refined.name,))
+        else:
+            yield from _local_gpus(refined, groups, path)
+
+
+def _local_gpus(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:
+    if not refined.local_gpus:
+        return
+    where, name = f"{path}.localGpus", refined.name
+    wanted = len(grouping.gpus_of(groups.groups[name]))
+    if wanted == 0:
+        yield Fault(path=where, message=f"process group {name!r} runs on the CPU and has no devices", names=(name,))
+        return
+    replicas = refined.replicas or 1
+    if len(refined.local_gpus) != replicas:
+        message = f"of {name!r} must have one list per replica: {replicas}, not {len(refined.local_gpus)}"
+        yield Fault(path=where, message=message, names=(name,))
+    for index, devices in enumerate(refined.local_gpus):
+        if len(devices) != wanted or len(set(devices)) != len(devices):
+            message = f"{list(devices)} must be {wanted} distinct device id{'s' if wanted > 1 else ''}, as the stages "
+            message += f"of {name!r} have"
+            yield Fault(path=f"{where}[{index}]", message=message, names=(name,))
+
+
+def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
+    """Groups in one pod must agree on what a pod has only once."""
+    index_of = {refined.name: index for index, refined in enumerate(spec.process_groups)}
+    once: tuple[tuple[str, Callable[[ProcessGroup], Any]], ...] = (
+        ("replicas", lambda refined: refined.replicas),
+        ("gpuResourceName", lambda refined: refined.gpu_resource_name),
+        ("placement", lambda refined: refined.placement),
+        ("podTemplate", lambda refined: refined.pod_template or None),
+    )
+    for members in groups.units.values():
+        refined = [spec.process_groups[index_of[name]] for name in members if name in index_of]
+        for field, of in once:
+            given = [(group.name, of(group)) for group in refined if of(group) is not None]
+            odd = [(name, value) for name, value in given if value != given[0][1]]
+            if odd:
+                said = field == "replicas" or field == "gpuResourceName"
+                stated = [given[0], *odd]
+                both = ", ".join(f"{name!r}: {value}" if said else repr(name) for name, value in stated)
+                message = f"process groups that share a GPU share a pod, which has one {field}; it differs: {both}"
+                path = f"processGroups[{index_of[odd[0][0]]}].{field}"
+                yield Fault(path=path, message=message, names=tuple(name for name, _ in stated))
+
+
+def _index(spec: PipelineConfig, name: str) -> int:
+    return next(index for index, stage in enumerate(spec.stages) if stage.name == name)

@@ -1,0 +1,306 @@
+"""From a spec to what every process is told: pure, deterministic, no clock, no cluster.
+
+Here: `plan`, and `without_gpus` for runs on a CPU. Not here: whether the spec is sound (`topology`, asked first), the
+types of the plan (`plan`), the pod's settings (`podsettings`). Called by the CLI, by local runs and by the operator,
+which must get the same bytes from the same spec wherever it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from omnipipeline_spec import grouping, podsettings, quantities, topology
+from omnipipeline_spec.canonical import canonical, short_hash
+from omnipipeline_spec.cluster import Drain, ProcessGroup, Startup
+from omnipipeline_spec.errors import Fault, InvalidPipeline
+from omnipipeline_spec.grouping import Grouping
+from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
+from omnipipeline_spec.plan import (
+    CoordinatorPlan,
+    EdgePlan,
+    GroupPlan,
+    PipelinePlan,
+    PipelineRevision,
+    RelayPlan,
+    StagePlan,
+    UnitPlan,
+)
+
+Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
+
+STUCK_AFTER_S = 300.0  # long computing is not death; five minutes without a step is
+
+
+def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
+    """Everything that follows from a spec.
+
+    name:   the resource's name; without it one is made of the spec's.
+    Raises: InvalidPipeline: with all faults of the spec, and of the name.
+    """
+    pipeline = quantities.pipeline_slug(spec.name or "pipeline") if name is None else name
+    unnamed = _name_faults(pipeline)
+    if unnamed:
+        raise InvalidPipeline([*unnamed, *topology.faults(spec)])
+    spec = topology.check(spec)
+    groups = grouping.group(spec)
+    refined = {group.name: group for group in spec.process_groups}
+    units = tuple(_unit(spec, pipeline, members, groups, refined) for members in groups.units.values())
+    edges = tuple(_edges(spec, groups))
+    return PipelinePlan(
+        pipeline=pipeline,
+        coordinator=_coordinator(spec, pipeline),
+        units=units,
+        edges=edges,
+        replicas={unit: _replicas(members, refined) for unit, members in groups.units.items()},
+        local_gpus=_local_gpus(groups, refined),
+        current=_revision(units, edges, spec),
+    )
+
+
+def without_gpus(plan: PipelinePlan) -> PipelinePlan:
+    """The same plan for a machine without GPUs: ids become nothing, tensor-parallel ranks stay."""
+    units = tuple(_unit_without_gpus(unit) for unit in plan.units)
+    edges = tuple(
+        msgspec.structs.replace(edge, relay="shm") if edge.relay == "cuda_ipc" else edge for edge in plan.edges
+    )
+    revisions = {unit.name: unit.revision for unit in units}
+    return msgspec.structs.replace(
+        plan,
+        units=units,
+        edges=edges,
+        local_gpus={group: ((),) * len(devices) for group, devices in plan.local_gpus.items()},
+        current=_stamped(msgspec.structs.replace(plan.current, units=revisions, revision="")),
+    )
+
+
+def _name_faults(name: str) -> list[Fault]:
+    if quantities.is_pipeline_name(name):
+        return []
+    message = f"{name!r} is no name of a pipeline: at most {quantities.MAX_PIPELINE_NAME} lower case letters, digits "
+    message += f"and -, a letter first, no - last, not ending in {quantities.RESERVED_SUFFIX}"
+    return [Fault(path="metadata.name", message=message, names=(name,))]
+
+
+def _unit(
+    spec: PipelineConfig, pipeline: str, members: Sequence[str], groups: Grouping, refined: Mapping[str, ProcessGroup]
+) -> UnitPlan:
+    own = [refined[member] for member in members if member in refined]
+    names = {stage.name for member in members for stage in groups.groups[member]}
+    stages = [stage for stage in spec.stages if stage.name in names]
+    gpu_ids = grouping.gpus_of(stages)
+    group_of = {stage.name: member for member in members for stage in groups.groups[member]}
+    return _stamped(
+        UnitPlan(
+            pipeline=pipeline,
+            name=members[0],
+            groups=tuple(_group(member, index, members[0], groups) for index, member in enumerate(members)),
+            stages=tuple(_stage(spec, stage, group_of[stage.name], gpu_ids) for stage in stages),
+            gpu_ids=gpu_ids,
+            model_path=spec.model_path,
+            model_revision=spec.model_revision,
+            env_defaults=canonical(spec.env_defaults),
+            code=_code(spec),
+            code_config_map=_code_config_map(spec),
+            drain_timeout_s=_longest((group.drain.timeout_seconds for group in own if group.drain), _DRAIN_S),
+            startup_deadline_s=_longest((g.startup.deadline_seconds for g in own if g.startup), _STARTUP_S),
+            stuck_after_s=_longest((g.stuck_after_seconds for g in own if g.stuck_after_seconds), STUCK_AFTER_S),
+            heartbeat_s=float(spec.control.heartbeat_seconds),
+            dead_after_s=float(spec.control.dead_after_seconds),
+            security=spec.control.security.mode,
+            allow_tcp=spec.data_plane.allow_tcp,
+            pod=podsettings.of_unit(spec, own, len(gpu_ids)),
+        )
+    )
+
+
+_DRAIN_S = float(Drain().timeout_seconds)
+_STARTUP_S = float(Startup().deadline_seconds)
+
+
+def _longest(given: Iterable[float], otherwise: float) -> float:
+    return float(max(given, default=otherwise))
+
+
+def _group(name: str, index: int, unit: str, groups: Grouping) -> GroupPlan:
+    stages = groups.groups[name]
+    tp_size = stages[0].tp_size
+    return GroupPlan(
+        name=name,
+        unit=unit,
+        index=index,
+        stages=tuple(stage.name for stage in stages),
+        processes=grouping.process_names(name, tp_size),
+        tp_size=tp_size,
+    )
+
+
+def _stage(spec: PipelineConfig, stage: StageConfig, group: str, gpu_ids: Sequence[int]) -> StagePlan:
+    budget = stage.gpu_memory
+    return StagePlan(
+        name=stage.name,
+        group=group,
+        factory=stage.factory,
+        factory_args=canonical({**stage.factory_args, **spec.runtime_overrides.get(stage.name, {})}),
+        next=tuple(stage.next),
+        terminal=stage.terminal,
+        route_fn=stage.route_fn,
+        wait_for=tuple(stage.wait_for),
+        wait_for_fn=stage.wait_for_fn,
+        merge_fn=stage.merge_fn,
+        stream_to=tuple(stage.stream_to),
+        stream_from=tuple(other.name for other in spec.stages if stage.name in other.stream_to),
+        inputs_from=tuple(other.name for other in spec.stages if stage.name in other.next),
+        entry=stage.name == spec.resolved_entry_stage,
+        stream_done_to_fn=stage.stream_done_to_fn,
+        project_payload=canonical(stage.project_payload),
+        gpus=tuple(gpu_ids.index(gpu) for gpu in stage.gpus),
+        gpu_memory_fraction=float(budget.fraction) if budget and budget.fraction is not None else None,
+        gpu_memory_bytes=quantities.parse_bytes(budget.bytes) if budget and budget.bytes is not None else None,
+        tp_size=stage.tp_size,
+        relay=_relay(spec, stage),
+    )
+
+
+def _relay(spec: PipelineConfig, stage: StageConfig) -> RelayPlan:
+    given = stage.relay or RelayConfig()
+    # shm and tcp go through the host's memory whatever the stage computes on.
+    inferred = "cuda" if stage.gpus and spec.relay_backend not in ("shm", "tcp") else "cpu"
+    return RelayPlan(
+        backend=spec.relay_backend,
+        slot_bytes=given.slot_size_mb << 20,
+        credits=given.credits,
+        device=given.device or inferred,
+        rank=given.rank,
+        world_size=given.world_size,
+    )
+
+
+def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
+    http = spec.coordinator.http
+    return _stamped(
+        CoordinatorPlan(
+            pipeline=pipeline,
+            model=spec.model_path or pipeline,
+            serves=tuple(spec.serves),
+            terminal_stages_fn=spec.terminal_stages_fn,
+            env_defaults=canonical(spec.env_defaults),
+            code=_code(spec),
+            code_config_map=_code_config_map(spec),
+            http_port=http.port,
+            max_body_bytes=http.max_body_bytes,
+            request_timeout_s=float(http.request_timeout_seconds),
+            max_in_flight=http.max_in_flight,
+            media_hosts=tuple(http.media_hosts),
+            retries=spec.coordinator.retries,
+            heartbeat_s=float(spec.control.heartbeat_seconds),
+            dead_after_s=float(spec.control.dead_after_seconds),
+            security=spec.control.security.mode,
+            slot_bytes=RelayConfig().slot_size_mb << 20,
+            relay_backend=spec.relay_backend,
+            drain_timeout_s=float((spec.coordinator.drain or Drain()).timeout_seconds),
+            pod=podsettings.of_coordinator(spec),
+        )
+    )
+
+
+def _code(spec: PipelineConfig) -> dict[str, str]:
+    return {name: spec.code.inline[name] for name in sorted(spec.code.inline)} if spec.code else {}
+
+
+def _code_config_map(spec: PipelineConfig) -> str | None:
+    return spec.code.config_map_ref.name if spec.code and spec.code.config_map_ref else None
+
+
+def _edges(spec: PipelineConfig, groups: Grouping) -> Iterable[EdgePlan]:
+    by_name = {stage.name: stage for stage in spec.stages}
+    group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
+    kinds: tuple[Literal["normal", "stream"], ...] = ("normal", "stream")
+    for stage in spec.stages:
+        for kind in kinds:
+            for target in stage.next if kind == "normal" else stage.stream_to:
+                transport = _transport(group_of[stage.name], group_of[target], groups)
+                yield EdgePlan(
+                    source=stage.name,
+                    target=target,
+                    kind=kind,
+                    transport=transport,
+                    relay=_edge_relay(spec, stage, by_name[target], transport),
+                )
+
+
+def _transport(source: str, target: str, groups: Grouping) -> Literal["in_process", "same_pod", "network"]:
+    if source == target:
+        return "in_process"
+    return "same_pod" if groups.unit_of(source) == groups.unit_of(target) else "network"
+
+
+def _edge_relay(spec: PipelineConfig, source: StageConfig, target: StageConfig, transport: str) -> str:
+    """The backend to expect; what both ends really have decides at run time."""
+    backend = spec.relay_backend
+    match transport:
+        case "in_process":
+            return "in_process"
+        case "same_pod" if backend == "auto":
+            return "cuda_ipc" if source.gpus and target.gpus else "shm"
+        case "network" if backend in ("auto", "shm"):
+            # Shared memory ends at the pod; between pods of one host it is used where the facts allow it.
+            return "nixl" if backend == "auto" and spec.data_plane.rdma else "tcp"
+    return backend
+
+
+def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:
+    """Of the groups in a pod; `placement` has refused two different counts."""
+    return next((count for member in members if (count := _count(refined.get(member)))), 1)
+
+
+def _count(refined: ProcessGroup | None) -> int | None:
+    return refined.replicas if refined else None
+
+
+def _local_gpus(groups: Grouping, refined: Mapping[str, ProcessGroup]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Devices of each local replica: as ``localGpus`` says, else the author's own ids for every one of them."""
+    devices: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for members in groups.units.values():
+        for name in members:
+            own = refined.get(name)
+            given = tuple(tuple(ids) for ids in own.local_gpus) if own else ()
+            devices[name] = given or (grouping.gpus_of(groups.groups[name]),) * _replicas(members, refined)
+    return devices
+
+
+def _revision(units: Sequence[UnitPlan], edges: Sequence[EdgePlan], spec: PipelineConfig) -> PipelineRevision:
+    group_of = {stage.name: stage.group for unit in units for stage in unit.stages}
+    return _stamped(
+        PipelineRevision(
+            revision="",
+            units={unit.name: unit.revision for unit in units},
+            groups={group.name: unit.name for unit in units for group in unit.groups},
+            stages={stage.name: group_of[stage.name] for stage in spec.stages},
+            entry=spec.resolved_entry_stage,
+            terminals=spec.terminal_stages,
+            edges=tuple((edge.source, edge.target, edge.kind) for edge in edges),
+        )
+    )
+
+
+def _unit_without_gpus(unit: UnitPlan) -> UnitPlan:
+    stages = tuple(
+        msgspec.structs.replace(
+            stage,
+            gpus=(),
+            gpu_memory_fraction=None,
+            gpu_memory_bytes=None,
+            relay=msgspec.structs.replace(stage.relay, device="cpu"),
+        )
+        for stage in unit.stages
+    )
+    pod = {key: value for key, value in unit.pod.items() if key not in ("gpus", "gpuResourceName")}
+    return _stamped(msgspec.structs.replace(unit, stages=stages, gpu_ids=(), pod=pod, revision=""))
+
+
+def _stamped(value: Revised) -> Revised:
+    """The value with the hash of everything else in it."""
+    return msgspec.structs.replace(value, revision=short_hash(value))

@@ -1,0 +1,106 @@
+"""Everything of the spec that a unit's pod is made from, in one form, for the operator.
+
+Here: the dict that stands in a plan's ``pod``: image, environment, summed resources, placement, volumes, devices. Its
+keys are the resource's own words. Not here: Kubernetes objects (the operator renders them), anything that may change
+without a restart: replicas, exposure, budgets of disruption, profiling but its storage. Called by `planning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from omnipipeline_spec import quantities
+from omnipipeline_spec.canonical import canonical
+from omnipipeline_spec.cluster import Placement, ProcessGroup, Resources
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.placement import DEFAULT_GPU_RESOURCE
+from omnipipeline_spec.values import to_document
+
+T = TypeVar("T")
+
+
+def of_unit(spec: PipelineConfig, refined: Sequence[ProcessGroup], gpus: int) -> dict[str, Any]:
+    """Settings of a stage pod. ``refined``: the refinements of its groups; ``gpus``: how many devices it has."""
+    own = {
+        "resources": _summed([group.resources for group in refined if group.resources is not None]),
+        "sharedMemory": _shared_memory(refined),
+        "placement": _the_one(refined, lambda group: to_document(group.placement) if group.placement else None),
+        "podTemplate": _the_one(refined, lambda group: group.pod_template or None),
+        "gpus": gpus or None,
+        "gpuResourceName": _gpu_resource(refined) if gpus else None,
+        "rdma": to_document(spec.data_plane.rdma) if spec.data_plane.rdma else None,
+    }
+    return _settled(_common(spec) | own)
+
+
+def of_coordinator(spec: PipelineConfig) -> dict[str, Any]:
+    """Settings of the coordinator's pod."""
+    coordinator = spec.coordinator
+    placement = coordinator.placement or Placement()
+    key = coordinator.http.api_key_secret_ref
+    own = {
+        "resources": _summed([coordinator.resources] if coordinator.resources else []),
+        "placement": to_document(placement),
+        "podTemplate": coordinator.pod_template,
+        "apiKeySecretRef": to_document(key) if key else None,
+    }
+    return _settled(_common(spec) | own)
+
+
+def _common(spec: PipelineConfig) -> dict[str, Any]:
+    tracing, storage = spec.observability.tracing, spec.profiling.storage
+    return {
+        "image": spec.image,
+        "imagePullPolicy": spec.image_pull_policy,
+        "imagePullSecrets": to_document(spec.image_pull_secrets),
+        "serviceAccountName": spec.service_account_name,
+        "env": to_document(spec.env),
+        "envFrom": to_document(spec.env_from),
+        "modelCache": _cache(spec),
+        "profilingStorage": to_document(storage) if storage else None,
+        "tracing": to_document(tracing) if tracing else None,
+        "restartedAt": spec.restarted_at,
+    }
+
+
+def _cache(spec: PipelineConfig) -> dict[str, Any]:
+    """What a pod mounts. A claim's size, its class and the prefetch Job change no pod."""
+    cache = spec.model_cache
+    match cache.type:
+        case "None":
+            return {}
+        case "EmptyDir":
+            return {"type": cache.type, "size": cache.size}
+        case _:
+            return {"type": cache.type, "claimName": cache.claim_name}
+
+
+def _summed(resources: Sequence[Resources]) -> dict[str, Any]:
+    return {
+        "requests": quantities.sum_quantities(each.requests for each in resources),
+        "limits": quantities.sum_quantities(each.limits for each in resources),
+    }
+
+
+def _shared_memory(refined: Sequence[ProcessGroup]) -> str | None:
+    wanted = [quantities.parse_bytes(group.shared_memory) for group in refined if group.shared_memory]
+    return quantities.format_quantity(sum(wanted)) if wanted else None
+
+
+def _gpu_resource(refined: Sequence[ProcessGroup]) -> str:
+    return _the_one(refined, lambda group: group.gpu_resource_name) or DEFAULT_GPU_RESOURCE
+
+
+def _the_one(refined: Sequence[ProcessGroup], of: Callable[[ProcessGroup], T | None]) -> T | None:
+    """What the groups of a pod agree on (`placement` has refused two different values)."""
+    return next((value for group in refined if (value := of(group)) is not None), None)
+
+
+def _settled(settings: dict[str, Any]) -> dict[str, Any]:
+    """Canonical, and without what is unset, so that one meaning has one spelling."""
+    settled = {key: canonical(value) for key, value in settings.items()}
+    settled["resources"] = {kind: amounts for kind, amounts in settled["resources"].items() if amounts}
+    if "modelCache" in settled:
+        settled["modelCache"] = {key: value for key, value in settled["modelCache"].items() if value is not None}
+    return {key: settled[key] for key in sorted(settled) if settled[key] not in (None, {}, [])}

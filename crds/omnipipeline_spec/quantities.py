@@ -1,0 +1,143 @@
+"""Names, amounts of memory and other measures that the spec's fields are made of.
+
+Here: the constrained types with their patterns and bounds (they become the CRD's), parsers and formatters of
+Kubernetes quantities, and slugs. Not here: any field that uses them (`pipeline`, `cluster`). Called by every other
+module of the contract; imports none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+# Patterns are written for Go's RE2 and Python's re alike, and anchored: the API server searches, it does not match.
+NAME_PATTERN: Final = r"^[a-z]([-_a-z0-9]*[a-z0-9])?$"
+FUNCTION_PATTERN: Final = (
+    r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+    r"([.][A-Za-z_][A-Za-z0-9_]*|:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*)$"
+)
+RESOURCE_NAME_PATTERN: Final = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+QUANTITY_PATTERN: Final = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]+)?$"
+ENV_NAME_PATTERN: Final = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
+
+MAX_NAME: Final = 63  # a Kubernetes label value
+MAX_STAGES: Final = 64  # with 16 edges each: what the API server's cost limit still admits at run time
+MAX_EDGES: Final = 16
+MAX_PIPELINE_NAME: Final = 38  # leaves room for "-<unit>-<hash>" in a pod's host name
+MAX_GPUS_PER_STAGE: Final = MAX_EDGES
+RESERVED_GROUP: Final = "coordinator"
+RESERVED_SUFFIX: Final = "-peers"  # the headless Service of pipeline p is called p-peers
+
+Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=NAME_PATTERN)]
+Function = Annotated[str, Meta(max_length=256, pattern=FUNCTION_PATTERN)]
+Text = Annotated[str, Meta(max_length=1024)]
+ShortText = Annotated[str, Meta(max_length=253)]
+ResourceName = Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")]
+EnvName = Annotated[str, Meta(max_length=253, pattern=ENV_NAME_PATTERN)]
+EnvValue = Annotated[str, Meta(max_length=32768)]
+#: A Kubernetes quantity. ``extra`` tells the schema and the reader that an integer is welcome too.
+Quantity = Annotated[str, Meta(max_length=20, pattern=QUANTITY_PATTERN, extra={"quantity": True})]
+GpuId = Annotated[int, Meta(ge=0, le=1023)]
+Fraction01 = Annotated[float, Meta(gt=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
+WholeSeconds = Annotated[int, Meta(ge=1, le=31_536_000)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+_BINARY: Final[Mapping[str, int]] = {f"{letter}i": 1 << (10 * power) for power, letter in enumerate("KMGTPE", 1)}
+_DECIMAL: Final[Mapping[str, Fraction]] = {
+    "n": Fraction(1, 10**9),
+    "u": Fraction(1, 10**6),
+    "m": Fraction(1, 1000),
+    "": Fraction(1),
+    **{letter: Fraction(10 ** (3 * power)) for power, letter in enumerate("kMGTPE", 1)},
+}
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]+)?")
+
+
+def parse_quantity(text: str | int) -> Fraction:
+    """The exact value of a Kubernetes quantity such as ``500m``, ``12Gi``, ``1e3`` or ``4``.
+
+    Raises: ValueError: no quantity, or a negative one (no field of the spec means something by it).
+    """
+    found = _QUANTITY.fullmatch(str(text))
+    if found is None:
+        raise ValueError(f"{text!r} is no quantity: write a number with an optional unit, as 500m, 12Gi or 8")
+    number, suffix = Fraction(f"0{found[1]}" if found[1].startswith(".") else found[1].rstrip(".")), found[2] or ""
+    if suffix in _BINARY:
+        return number * _BINARY[suffix]
+    if suffix in _DECIMAL:
+        return number * _DECIMAL[suffix]
+    exponent = int(suffix[1:])
+    if abs(exponent) > 30:
+        raise ValueError(f"{text!r} is beyond every amount that Kubernetes can say")
+    return number * Fraction(10) ** exponent
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of a quantity, rounded up as Kubernetes does.
+
+    Raises: ValueError: no quantity, or not positive.
+    """
+    value = parse_quantity(text)
+    if value <= 0:
+        raise ValueError(f"{text!r} must be more than 0 bytes")
+    return -(-value.numerator // value.denominator)
+
+
+def format_quantity(value: Fraction | int) -> str:
+    """The one spelling of an amount: ``64Gi`` for 65536Mi, ``8`` for 8000m, ``500m`` for 0.5.
+
+    Binary units are used for 1 KiB upwards only where they are exact; finer than 1/1000 is rounded up.
+    """
+    exact = Fraction(value)
+    if exact.denominator != 1:
+        return f"{-(-exact.numerator * 1000 // exact.denominator)}m"
+    whole = exact.numerator
+    for suffix, factor in reversed(tuple(_BINARY.items())):
+        if whole and whole % factor == 0:
+            return f"{whole // factor}{suffix}"
+    return str(whole)
+
+
+def sum_quantities(amounts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Resource lists added up by resource name, in canonical spelling and order."""
+    totals: dict[str, Fraction] = {}
+    for resources in amounts:
+        for resource, amount in resources.items():
+            totals[resource] = totals.get(resource, Fraction(0)) + parse_quantity(amount)
+    return {resource: format_quantity(totals[resource]) for resource in sorted(totals)}
+
+
+def slug(name: str) -> str:
+    """A stage's or group's name as Kubernetes may see it: ``_`` becomes ``-``."""
+    return name.replace("_", "-")
+
+
+def is_pipeline_name(name: str) -> bool:
+    """Whether a resource may bear this name (the CRD's root rule says the same)."""
+    fits = len(name) <= MAX_PIPELINE_NAME and re.fullmatch(RESOURCE_NAME_PATTERN[1:-1], name) is not None
+    return fits and not name.endswith(RESERVED_SUFFIX)
+
+
+def pipeline_slug(name: str) -> str:
+    """A legal resource name from any text; the text itself when it is one already.
+
+    A hub id loses its owner (``Qwen/Qwen3-Omni`` is ``qwen3-omni``). What must be cut gets four digits of a hash,
+    so that two long names do not become one.
+    """
+    if is_pipeline_name(name):
+        return name
+    base = re.sub(r"[^a-z0-9]+", "-", name.rstrip("/").rpartition("/")[2].lower()).strip("-") or "pipeline"
+    if not base[0].isalpha():
+        base = f"p-{base}"
+    if len(base) > MAX_PIPELINE_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:4]
+        base = f"{base[: MAX_PIPELINE_NAME - 5].rstrip('-')}-{digest}"
+    if base.endswith(RESERVED_SUFFIX):
+        base = f"{base[: MAX_PIPELINE_NAME - 9].removesuffix(RESERVED_SUFFIX).rstrip('-')}-pipeline"
+    return base

@@ -1,0 +1,241 @@
+"""Does a document have the form of the spec? All that is wrong with it at once, each fault with its path.
+
+Here: one walk over a document beside the types: unknown keys with their near misses, missing ones, wrong types,
+bounds, patterns, duplicates; it returns the document in the resource's own spelling. Not here: reading files
+(`loading`), what the fields mean together (`topology`). Called by `loading` and `topology`. msgspec's own
+conversion would stop at the first fault and cannot suggest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import msgspec
+from msgspec import inspect
+
+from omnipipeline_spec import quantities
+from omnipipeline_spec.canonical import NotCanonical, canonical, join
+from omnipipeline_spec.errors import Fault
+from omnipipeline_spec.values import extra_of, fields_of, is_list, is_optional, unwrap, without_none
+
+#: ``resource``: camelCase and lists, as the API server takes it. ``plain``: snake_case and lone values as well.
+Spelling = Literal["resource", "plain"]
+
+
+def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) -> tuple[Any, tuple[Fault, ...]]:
+    """The document as the resource would hold it, and its faults; of use only when there are none."""
+    walk = _Walk(spelling)
+    cleaned = walk.struct(document, struct, "")
+    return cleaned, tuple(walk.faults)
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known key that was probably meant."""
+    folded = {_fold(candidate): candidate for candidate in known}
+    close = difflib.get_close_matches(_fold(key), folded, n=1, cutoff=0.6)
+    return folded[close[0]] if close else None
+
+
+def _fold(key: str) -> str:
+    return re.sub(r"[-_]", "", key).lower()
+
+
+class _Walk:
+    def __init__(self, spelling: Spelling) -> None:
+        self.plain = spelling == "plain"
+        self.faults: list[Fault] = []
+
+    def refuse(self, path: str, message: str, *names: str) -> None:
+        self.faults.append(Fault(path=path, message=message, names=names))
+
+    def struct(self, given: Any, struct: type[msgspec.Struct], path: str) -> Any:
+        if not isinstance(given, Mapping):
+            return self.mistyped(given, "a map", path)
+        fields = [field for field in fields_of(struct) if self.plain or "outside_resource" not in extra_of(field.type)]
+        by_key = {field.encode_name: field for field in fields}
+        if self.plain:
+            by_key |= {field.name: field for field in fields}
+        cleaned: dict[str, Any] = {}
+        for key, value in given.items():
+            field = by_key.get(key)
+            if field is None:
+                self.unknown(str(key), struct, fields, path)
+            elif field.encode_name in cleaned:
+                self.refuse(join(path, field.encode_name), f"is written twice, as {field.encode_name} and {field.name}")
+            else:
+                self.field(value, field, cleaned, join(path, field.encode_name))
+        for field in fields:
+            if field.required and field.encode_name not in cleaned:
+                self.refuse(join(path, field.encode_name), "is required")
+        return {key: value for key, value in cleaned.items() if value is not None}
+
+    def unknown(self, key: str, struct: type[msgspec.Struct], fields: list[inspect.Field], path: str) -> None:
+        hidden = {field.encode_name for field in fields_of(struct)} - {field.encode_name for field in fields}
+        if key in hidden:
+            cure = (
+                "in the resource the name is metadata.name" if key == "name" else "only Python and plain files have it"
+            )
+            return self.refuse(join(path, key), f"is no field of the resource: {cure}", key)
+        near = nearest(key, [field.encode_name for field in fields])
+        meant = f"; did you mean {near}?" if near else f"; known are {', '.join(sorted(f.encode_name for f in fields))}"
+        self.refuse(join(path, key), f"unknown key{meant}", key)
+
+    def field(self, value: Any, field: inspect.Field, cleaned: dict[str, Any], path: str) -> None:
+        optional = is_optional(unwrap(field.type)[0])
+        unset = value is None or (value == "" and optional)
+        if unset:
+            if field.required:
+                self.refuse(path, "is required")
+            cleaned[field.encode_name] = None
+            return
+        kind, extra = without_none(field.type), extra_of(field.type)
+        if is_list(kind) and not isinstance(value, list | tuple):
+            value = self.lone(value, extra, path)
+            if value is None:
+                return
+        cleaned[field.encode_name] = self.value(value, kind, extra, path)
+
+    def lone(self, value: Any, extra: dict[str, Any], path: str) -> list[Any] | None:
+        if "scalar" not in extra or not isinstance(value, str | int):
+            self.mistyped(value, "a list", path)
+            return None
+        if not self.plain:
+            self.refuse(path, f"is a lone value; the resource holds lists: write [{value}]")
+            return None
+        return [] if value == "" else [value]
+
+    def value(self, given: Any, kind: inspect.Type, extra: dict[str, Any], path: str) -> Any:
+        if "quantity" in extra and not isinstance(kind, inspect.DictType):
+            return self.quantity(given, path)
+        match kind:
+            case inspect.StructType():
+                return self.struct(given, kind.cls, path)
+            case inspect.ListType() | inspect.VarTupleType() | inspect.CollectionType():
+                return self.items(given, kind, extra, path)
+            case inspect.DictType():
+                return self.mapping(given, kind, path)
+            case inspect.StrType():
+                return self.string(given, kind, path)
+            case inspect.BoolType():
+                return given if isinstance(given, bool) else self.mistyped(given, "true or false", path)
+            case inspect.IntType() | inspect.FloatType():
+                return self.number(given, kind, path)
+            case inspect.LiteralType():
+                return self.choice(given, kind, path)
+            case _:
+                return self.free(given, path)
+
+    def items(self, given: Any, kind: Any, extra: dict[str, Any], path: str) -> Any:
+        if not isinstance(given, list | tuple):
+            return self.mistyped(given, "a list", path)
+        self.length(len(given), kind, "entries", path)
+        item, item_extra = without_none(kind.item_type), extra_of(kind.item_type)
+        cleaned = [self.value(each, item, item_extra, f"{path}[{index}]") for index, each in enumerate(given)]
+        if "unique" in extra:
+            self.unique([(f"{path}[{index}]", each) for index, each in enumerate(cleaned)])
+        if "map_key" in extra:
+            key = extra["map_key"]
+            self.unique([(f"{path}[{i}].{key}", e.get(key)) for i, e in enumerate(cleaned) if isinstance(e, dict)])
+        return cleaned
+
+    def unique(self, found: list[tuple[str, Any]]) -> None:
+        first: dict[Any, str] = {}
+        for path, value in found:
+            if isinstance(value, str | int) and first.setdefault(value, path) != path:
+                self.refuse(path, f"{value!r} stands already at {first[value]}", str(value))
+
+    def mapping(self, given: Any, kind: inspect.DictType, path: str) -> Any:
+        if not isinstance(given, Mapping):
+            return self.mistyped(given, "a map", path)
+        if isinstance(without_none(kind.value_type), inspect.AnyType):
+            return self.free(given, path)
+        self.length(len(given), kind, "entries", path)
+        key_kind, value_kind = without_none(kind.key_type), without_none(kind.value_type)
+        value_extra = extra_of(kind.value_type)
+        return {
+            self.value(key, key_kind, {}, join(path, str(key))): self.value(
+                value, value_kind, value_extra, join(path, str(key))
+            )
+            for key, value in given.items()
+            if value is not None
+        }
+
+    def string(self, given: Any, kind: inspect.StrType, path: str) -> Any:
+        if not isinstance(given, str):
+            cure = f"a string; YAML reads this as {_spoken(given)}: put it in quotes"
+            return self.mistyped(given, cure if isinstance(given, bool | int | float) else "a string", path)
+        self.length(len(given), kind, "characters", path)
+        if kind.pattern and not _matches(kind.pattern, given):
+            self.refuse(path, _pattern_message(kind.pattern, given), given)
+        return given
+
+    def number(self, given: Any, kind: inspect.IntType | inspect.FloatType, path: str) -> Any:
+        whole = isinstance(kind, inspect.IntType)
+        number = self.free(given, path) if isinstance(given, int | float) and not isinstance(given, bool) else None
+        if number is None or (whole and not isinstance(number, int)):
+            return self.mistyped(given, "a whole number" if whole else "a number", path)
+        bounds = (
+            (kind.gt is not None and number <= kind.gt, f"more than {kind.gt}"),
+            (kind.ge is not None and number < kind.ge, f"at least {kind.ge}"),
+            (kind.lt is not None and number >= kind.lt, f"less than {kind.lt}"),
+            (kind.le is not None and number > kind.le, f"at most {kind.le}"),
+        )
+        broken = [bound for is_broken, bound in bounds if is_broken]
+        if broken:
+            self.refuse(path, f"{given} must be {' and '.join(broken)}")
+        return number
+
+    def choice(self, given: Any, kind: inspect.LiteralType, path: str) -> Any:
+        if given not in kind.values:
+            self.refuse(path, f"{given!r} must be one of {', '.join(str(value) for value in kind.values)}")
+        return given
+
+    def quantity(self, given: Any, path: str) -> Any:
+        if isinstance(given, bool) or not isinstance(given, int | str):
+            return self.mistyped(given, "a quantity such as 12Gi or 500m", path)
+        self.length(len(str(given)), inspect.StrType(max_length=20), "characters", path)
+        try:
+            quantities.parse_quantity(given)
+        except ValueError as error:
+            self.refuse(path, str(error))
+        return str(given)
+
+    def free(self, given: Any, path: str) -> Any:
+        try:
+            return canonical(given, path)
+        except NotCanonical as error:
+            self.refuse(error.place, error.message)
+            return None
+
+    def length(self, length: int, kind: Any, what: str, path: str) -> None:
+        if kind.max_length is not None and length > kind.max_length:
+            self.refuse(path, f"has {length} {what}, at most {kind.max_length} fit")
+        if kind.min_length is not None and length < kind.min_length:
+            self.refuse(path, f"has {length} {what}, at least {kind.min_length} are needed")
+
+    def mistyped(self, given: Any, wanted: str, path: str) -> None:
+        shown = repr(given) if isinstance(given, str | int | float | bool) else f"a {_spoken(given)}"
+        self.refuse(path, f"{shown} must be {wanted}")
+
+
+def _spoken(given: Any) -> str:
+    names = {bool: "boolean", int: "number", float: "number", str: "string", dict: "map", list: "list", tuple: "list"}
+    return names.get(type(given), type(given).__name__)
+
+
+def _matches(pattern: str, text: str) -> bool:
+    # Python's $ admits a line break at the end, RE2's does not.
+    return re.search(pattern.replace("$", r"\Z"), text) is not None
+
+
+def _pattern_message(pattern: str, given: str) -> str:
+    if pattern == quantities.NAME_PATTERN:
+        if re.search(r"@r[0-9]+$", given):
+            return f"{given!r} ends like the name of an instance; the suffix @rN is reserved"
+        return f"{given!r} is no name: lower case letters, digits, - and _, a letter first, no - or _ last"
+    if pattern == quantities.FUNCTION_PATTERN:
+        return f"{given!r} is no function: write it as package.module:function"
+    return f"{given!r} does not match {pattern}"

@@ -1,0 +1,52 @@
+"""Is a pipeline sound? One list of all its faults, each with its path and the names involved.
+
+Here: the order in which the rules are asked, and the two ways to ask. The rules themselves: form (`shapes`), graph
+(`graph`), processes and GPUs (`placement`), the cluster's fields (`deployment`). Called by `planning`, `loading`,
+``omni validate`` and the operator. The API server checks a part of them by CEL (`celrules`); what passes here
+passes there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from omnipipeline_spec import deployment, graph, placement, shapes
+from omnipipeline_spec.errors import Fault, InvalidPipeline
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.values import to_document
+
+
+def faults(spec: PipelineConfig) -> tuple[Fault, ...]:
+    """All faults of a spec: of its form, its graph, its placement, its cluster fields, in this order."""
+    return _read(spec)[1]
+
+
+def check(spec: PipelineConfig) -> PipelineConfig:
+    """The same spec as the API server would give it back: one form of every value.
+
+    Raises: InvalidPipeline: with all faults.
+    """
+    checked, found = _read(spec)
+    if found or checked is None:
+        raise InvalidPipeline(found)
+    return checked
+
+
+def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:
+    """The spec that a document cleaned by `shapes.check` holds, and its faults of meaning.
+
+    None when the form is so wrong that no value can be made of it; its faults of form are all there is to say then.
+    """
+    try:
+        spec = msgspec.convert(document, PipelineConfig)
+    except msgspec.ValidationError:
+        return None, ()
+    found = (*graph.faults(spec), *placement.faults(spec), *deployment.faults(spec))
+    return spec, tuple(dict.fromkeys(found))
+
+
+def _read(spec: PipelineConfig) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:
+    # Building a PipelineConfig in Python checks nothing, so its form is checked here as a file's would be.
+    document, malformed = shapes.check(to_document(spec), PipelineConfig, spelling="plain")
+    checked, found = of_document(document)
+    return checked, (*malformed, *found)

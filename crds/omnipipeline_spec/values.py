@@ -1,0 +1,146 @@
+"""The base of all spec types: frozen values that accept what people write and hold one form of it.
+
+Here: `Spec`, which turns lists into tuples, a lone value into a list where a field allows that, ``""`` and None into
+"unset", and integers into quantities, whether a value was built in Python or read from a file. Not here: refusing
+anything (`shapes` does, with the path). Subclassed by `pipeline`, `cluster` and `status`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+#: ``extra`` of a list field that may be written as one value: ``next: thinker``.
+SCALAR_OR_LIST = {"scalar": True}
+#: ``extra`` of a field that only Python and plain files have; the resource says it otherwise.
+OUTSIDE_RESOURCE = {"outside_resource": True}
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):
+    """A value of the spec: snake_case in Python, camelCase in the resource."""
+
+    def __post_init__(self) -> None:
+        for name, normalise in _normalisers(type(self)):
+            given = getattr(self, name)
+            held = normalise(given)
+            if held is not given:
+                msgspec.structs.force_setattr(self, name, held)
+
+
+def unwrap(kind: inspect.Type) -> tuple[inspect.Type, dict[str, Any]]:
+    """A type without its description, and the merged ``extra`` that was written beside it."""
+    extra: dict[str, Any] = {}
+    while isinstance(kind, inspect.Metadata):
+        extra |= kind.extra or {}
+        kind = kind.type
+    return kind, extra
+
+
+def is_optional(kind: inspect.Type) -> bool:
+    """Whether None stands for "unset"."""
+    return isinstance(kind, inspect.UnionType) and kind.includes_none
+
+
+def without_none(kind: inspect.Type) -> inspect.Type:
+    """The one type that a field has when it is set. (No field of the spec is a union of two things but ``gpu``.)
+
+    A field that may be written as one value or a list is a list: that is how the resource holds it.
+    """
+    kind, _ = unwrap(kind)
+    if not isinstance(kind, inspect.UnionType):
+        return kind
+    members = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
+    lists = [member for member in members if is_list(unwrap(member)[0])]
+    return unwrap((lists or members)[0])[0]
+
+
+def extra_of(kind: inspect.Type) -> dict[str, Any]:
+    """All ``extra`` of a field's type, also of what stands inside an optional."""
+    inner, extra = unwrap(kind)
+    if isinstance(inner, inspect.UnionType):
+        for member in inner.types:
+            extra = extra_of(member) | extra
+    return extra
+
+
+def is_list(kind: inspect.Type) -> bool:
+    return isinstance(kind, inspect.ListType | inspect.VarTupleType | inspect.CollectionType)
+
+
+@functools.cache
+def fields_of(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
+    """The fields of a struct type, inspected once."""
+    info = inspect.type_info(struct)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
+
+
+def to_document(value: Any) -> Any:
+    """A spec value as the resource writes it: camelCase, lists, what is unset or as by default left out.
+
+    Of other Structs (a plan's) the same, in their own spelling.
+    """
+    match value:
+        case msgspec.Struct():
+            return {
+                field.encode_name: to_document(held)
+                for field in fields_of(type(value))
+                if (held := getattr(value, field.name)) is not None and held != default_of(field)
+            }
+        case list() | tuple():
+            return [to_document(item) for item in value]
+        case dict():
+            return {key: to_document(item) for key, item in value.items()}
+    return value
+
+
+def default_of(field: inspect.Field) -> Any:
+    """What a field holds when it is not written; NODEFAULT for a required one."""
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+@functools.cache
+def _normalisers(struct: type[Spec]) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    found: list[tuple[str, Callable[[Any], Any]]] = []
+    for field in fields_of(struct):
+        normalise = _normaliser(field)
+        if normalise is not None:
+            found.append((field.name, normalise))
+    return tuple(found)
+
+
+def _normaliser(field: inspect.Field) -> Callable[[Any], Any] | None:
+    kind = without_none(field.type)
+    extra = extra_of(field.type)
+    if is_list(kind):
+        return functools.partial(_as_tuple, scalar="scalar" in extra)
+    if isinstance(kind, inspect.DictType):
+        quantities = "quantity" in extra_of(kind.value_type)
+        return _as_quantities if quantities else (lambda given: {} if given is None else given)
+    if "quantity" in extra:
+        return lambda given: str(given) if type(given) is int else (given or None)
+    if isinstance(kind, inspect.StrType) and is_optional(unwrap(field.type)[0]):
+        return lambda given: None if given == "" else given
+    return None
+
+
+def _as_tuple(given: Any, *, scalar: bool) -> Any:
+    if type(given) is tuple:
+        return given
+    if given is None or (scalar and given == ""):
+        return ()
+    if scalar and isinstance(given, str | int):
+        return (given,)
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _as_quantities(given: Any) -> Any:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or all(type(amount) is not int for amount in given.values()):
+        return given
+    return {key: str(amount) if type(amount) is int else amount for key, amount in given.items()}
