@@ -1,0 +1,189 @@
+"""One child process: started, listened to, signalled, reaped.
+
+Here: pipes, process groups and exit codes of one operating-system process. Not here: whether it is started again
+(`instances`), what its events mean (`statuspipe`). Called by `instances`. Linux only (pidfd, PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from stage_runtime.processes import statuspipe, tether
+
+TAIL_LINES = 60  # of output, kept to explain a death: a traceback with some context
+MAX_LINE = 1 << 18
+MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: somebody may have inherited them and write on
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start, and what it must say before it counts as ready."""
+
+    name: str  #: Of the process, for people: ``voice``, ``voice.1`` (a replica), ``talker_tp1``.
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    awaits: frozenset[type[statuspipe.Status]] = frozenset({statuspipe.Ready})
+
+
+class Child:
+    """A running process in a session of its own, so that a terminal's ^C reaches it through us alone."""
+
+    def __init__(
+        self, command: Command, *, on_event: Callable[[Child], None], on_line: Callable[[str, str], None]
+    ) -> None:
+        self.command = command
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.said: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
+        self.failure: statuspipe.Failed | None = None
+        self.last_sign = time.monotonic()  #: When it last said or printed something.
+        self._on_event, self._on_line = on_event, on_line
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = self._loop.create_future()  #: Exit code; -n when killed by signal n.
+        status_end, output_end = self._start()
+        self._status = _Lines(self._loop, status_end, self._take_status)
+        self._output = _Lines(self._loop, output_end, self._take_output)
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+
+    def _start(self) -> tuple[int, int]:
+        status_end, status_theirs = os.pipe()
+        output_end, output_theirs = os.pipe()
+        shim = (sys.executable, "-I", "-S", tether.__file__, str(os.getpid()))
+        try:
+            self._process = subprocess.Popen(
+                [*shim, *self.command.argv],
+                env={**self.command.env, "OMNI_STATUS_FD": str(status_theirs)},
+                stdin=subprocess.DEVNULL,
+                stdout=output_theirs,
+                stderr=output_theirs,
+                pass_fds=(status_theirs,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(status_end)
+            os.close(output_end)
+            raise
+        finally:
+            os.close(status_theirs)
+            os.close(output_theirs)
+        return status_end, output_end
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ready(self) -> bool:
+        """It has said all that its command awaits."""
+        return self.command.awaits <= {type(event) for event in self.said}
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process itself; a dead one is left alone."""
+        if not self.exited.done():
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and whatever it has started, now."""
+        if not self.exited.done():
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _take_status(self, line: bytes) -> None:
+        event = statuspipe.parse(line)
+        if event is None:
+            return
+        self.last_sign = time.monotonic()
+        if isinstance(event, statuspipe.Failed):
+            self.failure = self.failure or event
+        if isinstance(event, statuspipe.Loading):
+            self.said = [other for other in self.said if not isinstance(other, statuspipe.Loading)]
+        self.said.append(event)
+        self._on_event(self)
+
+    def _take_output(self, line: bytes) -> None:
+        self.last_sign = time.monotonic()
+        text = line.decode(errors="replace").rstrip()
+        self.tail.append(text)
+        self._on_line(self.command.name, text)
+
+    def _ended(self) -> None:
+        # Not reaped yet, so its process group's number is still its own: what it left behind can be ended safely.
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._kill_group()
+        self._status.finish()
+        self._output.finish()
+        code = self._process.wait()
+        if not self.exited.done():
+            self.exited.set_result(code)
+
+
+class _Lines:
+    """The reading end of a pipe, cut into lines."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, take: Callable[[bytes], None]) -> None:
+        self._loop, self._fd, self._take = loop, fd, take
+        self._rest = b""
+        self._open = True
+        os.set_blocking(fd, False)
+        loop.add_reader(fd, self._read)
+
+    def _read(self) -> int:
+        """Take what is there; how much it was (0: nothing now, or nothing any more)."""
+        try:
+            chunk = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return 0
+        if not chunk:
+            self._close()
+            return 0
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._take(_visible(line))
+        if len(self._rest) > MAX_LINE:  # or a progress bar that never ends its line
+            self._take(_visible(self._rest))
+            self._rest = b""
+        return len(chunk)
+
+    def finish(self) -> None:
+        """Take the last words of a process that has ended."""
+        taken = 0
+        while self._open and taken < MAX_LAST_WORDS and (got := self._read()):
+            taken += got
+        if self._rest:
+            self._take(_visible(self._rest))
+            self._rest = b""
+        self._close()
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal would show of a line that a progress bar has written over and over."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,310 @@
+"""One instance of a process group, or the coordinator: started, watched, started again, drained.
+
+Here: one life after another of its processes (of a TP stage: all its ranks, which live and die together), and what
+ends them. Not here: several instances (`supervisor`), a single operating-system process (`children`). Called by
+`supervisor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from stage_runtime.processes import activity, statuspipe
+from stage_runtime.processes.children import Child, Command, describe_exit
+
+WATCH_S = 1.0  # between two looks at a process that loads
+STEADY_S = 10.0  # a life of this length as ready forgets the deaths before it
+CUT_S = 2.0  # what a process may still do after a second SIGTERM
+STACKS_S = 2.0  # for printing the stacks of a process that hangs, before it is killed
+RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 5.0)  # the first is within the promised second, with room to spare
+
+State = Literal["starting", "loading", "registering", "ready", "draining", "restarting", "stopped", "failed"]
+
+
+class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
+    """What people are shown of one process."""
+
+    process: str
+    instance: str
+    stages: tuple[str, ...]
+    state: State
+    message: str = ""
+    pid: int | None = None
+    restarts: int = 0
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things may take."""
+
+    startup_s: float  #: Without progress, not of wall time.
+    grace_s: float  #: From SIGTERM to SIGKILL.
+    give_up_after: int | None = None  #: Deaths before ready, in a row, of one that had been ready. None: never.
+
+
+class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to keep running. ``commands`` is called for each life: addresses may be fresh ones."""
+
+    name: str
+    group: str
+    replica: int
+    stages: tuple[str, ...]
+    processes: tuple[str, ...]
+    commands: Callable[[], Sequence[Command]]
+
+
+class StartupFailed(Exception):
+    """A process ended, or did nothing, before it was ready; starting it again would end the same way."""
+
+    def __init__(self, process: str, problem: str, *, stage: str = "", traceback: str = "") -> None:
+        super().__init__(f"{process}: {problem}")
+        self.process = process
+        self.problem = problem
+        self.stage = stage
+        self.traceback = traceback  #: Of the child, or the end of what it printed.
+
+
+class Instance:
+    """Keeps one instance alive until it is stopped."""
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        patience: Patience,
+        *,
+        on_change: Callable[[Instance], None],
+        on_line: Callable[[str, str], None],
+    ) -> None:
+        self.spec = spec
+        self.patience = patience
+        self.children: tuple[Child, ...] = ()
+        self.restarts = 0
+        self.was_ready = False  #: In any of its lives.
+        self.fragile = True  #: While the whole starts up, no death is forgiven.
+        self._resting: str | None = None  #: Why nothing runs now.
+        self._first_dead: Child | None = None  #: Of the life just over; its siblings were killed for it.
+        self._end: State | None = None
+        self._on_change, self._on_line = on_change, on_line
+        self._stopping = asyncio.Event()
+        self._cut = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        """All its processes are, and none is on its way out."""
+        children = self.children
+        return bool(children) and not self._stopping.is_set() and all(c.ready and not c.exited.done() for c in children)
+
+    def stop(self) -> None:
+        """Let it drain; a second time: let it end at once."""
+        if self._stopping.is_set():
+            self._cut.set()
+        self._stopping.set()
+        self._on_change(self)
+
+    async def run(self) -> None:
+        """Live until stopped.
+
+        Raises: StartupFailed: it ended before it was ready, and that is not forgiven (any more).
+        """
+        deaths: deque[bool] = deque(maxlen=64)  # had it been ready? oldest first, since it was last steady
+        try:
+            while not self._stopping.is_set():
+                ready_for_s = await self._live()
+                if self._stopping.is_set():
+                    break
+                if ready_for_s >= STEADY_S:
+                    deaths.clear()
+                deaths.append(ready_for_s > 0)
+                self._forgive(deaths)
+                await self._rest(RESTART_DELAYS_S[min(len(deaths), len(RESTART_DELAYS_S)) - 1])
+                self.restarts += 1
+            self._finish("stopped")
+        except BaseException:
+            self._finish("failed")
+            raise
+
+    def views(self) -> list[ProcessView]:
+        """One per process, for people."""
+        alive = {child.command.name: child for child in self.children if not child.exited.done()}
+        return [self._view(name, alive.get(name)) for name in self.spec.processes]
+
+    def _view(self, name: str, child: Child | None) -> ProcessView:
+        state, message = self._state(child)
+        return ProcessView(
+            process=name,
+            instance=self.spec.name,
+            stages=self.spec.stages,
+            state=state,
+            message=message,
+            pid=None if child is None else child.pid,
+            restarts=self.restarts,
+        )
+
+    def _state(self, child: Child | None) -> tuple[State, str]:
+        if self._end is not None:
+            return self._end, self._resting or ""
+        if child is None:
+            return ("draining", "") if self._stopping.is_set() else ("restarting", self._resting or "")
+        if self._stopping.is_set():
+            return "draining", ""
+        if child.ready:
+            return "ready", next((event.url for event in child.said if isinstance(event, statuspipe.Serving)), "")
+        match child.said[-1] if child.said else None:
+            case statuspipe.Loading(stage=stage, message=text):
+                return "loading", f"{stage}: {text}" if text else stage
+            case statuspipe.Ready():
+                return "registering", ""
+            case _:
+                return "starting", ""
+
+    async def _live(self) -> float:
+        """One life, from start to the last process's end; for how many seconds it was ready."""
+        self._resting = None
+        self._start_children()
+        ready_since: float | None = None
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            watch = _Watch(self.children)
+            while True:
+                fates = [child.exited for child in self.children]
+                await asyncio.wait([*fates, stopping], timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                now = time.monotonic()
+                if ready_since is None and all(child.ready for child in self.children):
+                    ready_since, self.was_ready = now, True
+                if stopping.done():
+                    await self._drain()
+                    break
+                if any(fate.done() for fate in fates):
+                    self._first_dead = _to_blame([child for child in self.children if child.exited.done()])
+                    break
+                if ready_since is None:
+                    await self._check_progress(watch)
+        finally:
+            stopping.cancel()
+            await self._kill()
+        return 0.0 if ready_since is None else max(time.monotonic() - ready_since, 1e-3)
+
+    def _start_children(self) -> None:
+        started: list[Child] = []
+        try:
+            for command in self.spec.commands():
+                started.append(Child(command, on_event=self._heard, on_line=self._on_line))
+        finally:
+            self.children = tuple(started)
+        self._on_change(self)
+
+    def _heard(self, child: Child) -> None:
+        if not self.was_ready and all(other.ready for other in self.children):
+            self.was_ready = True
+        self._on_change(self)
+
+    async def _check_progress(self, watch: _Watch) -> None:
+        idle = watch.idlest()
+        if idle is None or idle[1] < self.patience.startup_s:
+            return
+        child, idle_s = idle
+        said = self._state(child)[1]
+        child.signal(signal.SIGABRT)  # faulthandler prints every thread's stack: where it hangs
+        await asyncio.wait([child.exited], timeout=STACKS_S)
+        raise StartupFailed(
+            child.command.name,
+            f"no progress for {idle_s:.0f} s while starting{f' ({said})' if said else ''}: no output, "
+            "no processor time, no input or output",
+            traceback="\n".join(child.tail),
+        )
+
+    def _forgive(self, deaths: Sequence[bool]) -> None:
+        """Decide whether the death just seen is one to recover from.
+
+        Raises: StartupFailed: it is not.
+        """
+        child = self._first_dead
+        assert child is not None
+        in_a_row = next((n for n, had_been_ready in enumerate(reversed(deaths)) if had_been_ready), len(deaths))
+        limit = self.patience.give_up_after
+        if self.was_ready and not self.fragile and (limit is None or in_a_row < limit):
+            self._resting = _why(child)[0]
+            return
+        problem, traceback = _why(child)
+        raise StartupFailed(
+            child.command.name,
+            problem,
+            stage=child.failure.stage if child.failure is not None else "",
+            traceback=traceback,
+        )
+
+    async def _rest(self, delay_s: float) -> None:
+        self._on_change(self)
+        if delay_s:
+            await asyncio.wait([waiter := asyncio.ensure_future(self._stopping.wait())], timeout=delay_s)
+            waiter.cancel()
+
+    async def _drain(self) -> None:
+        """SIGTERM, then wait: rank 0 first, for the other ranks serve what is bound to it."""
+        first, *others = self.children
+        await self._ask_to_end([first], self.patience.grace_s)
+        if others:
+            await self._ask_to_end(others, CUT_S)
+
+    async def _ask_to_end(self, children: Sequence[Child], grace_s: float) -> None:
+        fates = [child.exited for child in children]
+        for child in children:
+            child.signal(signal.SIGTERM)
+        cut = asyncio.ensure_future(self._cut.wait())
+        gone = asyncio.gather(*fates)
+        await asyncio.wait([gone, cut], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if cut.done() and not gone.done():
+            for child in children:
+                child.signal(signal.SIGTERM)
+            await asyncio.wait([gone], timeout=CUT_S)
+        cut.cancel()
+
+    async def _kill(self) -> None:
+        for child in self.children:
+            child.kill()
+        if self.children:
+            await asyncio.shield(asyncio.gather(*(child.exited for child in self.children)))
+
+    def _finish(self, state: State) -> None:
+        self._end = state
+        self._on_change(self)
+
+
+class _Watch:
+    """When each loading process last did something."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        now = time.monotonic()
+        self._seen = {child: (activity.of_session(child.pid), now, now) for child in children}
+
+    def idlest(self) -> tuple[Child, float] | None:
+        """The unready process that has done nothing for longest, and for how many seconds."""
+        now = time.monotonic()
+        idle: dict[Child, float] = {}
+        for child, (before, looked, moved) in self._seen.items():
+            if child.ready:
+                continue
+            done = activity.of_session(child.pid)
+            moved = max(now if done.goes_on(before, now - looked) else moved, child.last_sign)
+            self._seen[child] = (done, now, moved)
+            idle[child] = now - moved
+        return max(idle.items(), key=lambda item: item[1], default=None)
+
+
+def _to_blame(dead: Sequence[Child]) -> Child:
+    """Of processes that ended at once: the one that can say why."""
+    return next((child for child in dead if child.failure is not None), dead[0])
+
+
+def _why(child: Child) -> tuple[str, str]:
+    """What ended a process: one line, and the text behind it."""
+    code = child.exited.result()
+    if child.failure is not None:
+        return child.failure.error, child.failure.traceback
+    return f"ended before its time ({describe_exit(code)})", "\n".join(child.tail)

@@ -1,0 +1,285 @@
+"""Real processes under the supervisor: what is started again, what ends it all, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stage_runtime.processes import statuspipe
+from stage_runtime.processes.children import Command
+from stage_runtime.processes.instances import InstanceSpec, Patience, ProcessView, StartupFailed
+from stage_runtime.processes.supervisor import Supervisor
+
+ACTOR = Path(__file__).with_name("acting_child.py")
+PATIENCE = Patience(startup_s=30, grace_s=5)
+
+
+def command(name: str, *script: str) -> Command:
+    argv = (sys.executable, "-P", str(ACTOR), *script)
+    return Command(name=name, argv=argv, env=dict(os.environ), awaits=frozenset({statuspipe.Ready}))
+
+
+def instance(name: str, *script: str) -> InstanceSpec:
+    return ranks(name, script)
+
+
+def ranks(name: str, *scripts: tuple[str, ...]) -> InstanceSpec:
+    names = (name,) if len(scripts) == 1 else tuple(f"{name}_tp{rank}" for rank in range(len(scripts)))
+    return InstanceSpec(
+        name=name,
+        group=name,
+        replica=0,
+        stages=("s",),
+        processes=names,
+        commands=lambda: [command(process, *script) for process, script in zip(names, scripts, strict=True)],
+    )
+
+
+class Watched(Supervisor):
+    """A supervisor that remembers what it would have shown."""
+
+    def __init__(self) -> None:
+        self.changes: list[ProcessView] = []
+        self.lines: list[tuple[str, str]] = []
+        super().__init__(on_change=self.changes.append, on_line=lambda name, line: self.lines.append((name, line)))
+
+    def pids(self) -> list[int]:
+        return [view.pid for view in self.views() if view.pid is not None]
+
+
+@asynccontextmanager
+async def supervised() -> AsyncIterator[Watched]:
+    supervisor = Watched()
+    try:
+        yield supervisor
+    finally:
+        await supervisor.close()
+
+
+async def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "it never came about"
+        await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_process_that_was_ready_and_is_killed_runs_again_within_a_second() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "ready", "sleep"), PATIENCE)
+        await supervisor.started()
+        (first,) = supervisor.pids()
+        died = time.monotonic()
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: supervisor.pids() not in ([], [first]))
+        assert time.monotonic() - died < 1.0
+        await supervisor.started()
+        assert supervisor.views()[0].restarts == 1
+        assert supervisor.failure is None
+
+
+async def test_repeated_deaths_are_answered_ever_later(tmp_path: Path) -> None:
+    stamps = tmp_path / "stamps"
+    async with supervised() as supervisor:
+        one = supervisor.add(instance("voice", "stamp", str(stamps), "ready", "exit", "3"), PATIENCE)
+        one.fragile = False
+        await eventually(lambda: stamps.exists() and stamps.read_text().count("\n") == 4)
+    starts = [float(line.split()[0]) for line in stamps.read_text().splitlines()]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    assert pauses[1] >= 0.5
+    assert pauses[2] >= 1.0
+
+
+async def test_a_factory_failure_gives_the_childs_traceback_and_names_the_stage() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "loading", "fail"), PATIENCE)
+        with pytest.raises(StartupFailed) as caught:
+            await supervisor.started()
+    assert (caught.value.process, caught.value.stage) == ("voice", "s")
+    assert caught.value.problem == "ValueError: no such voice: 'bob'"
+    assert "in broken_factory" in caught.value.traceback
+
+
+async def test_a_death_before_ready_without_a_word_shows_exit_and_last_output() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "print", "half of the weights", "kill"), PATIENCE)
+        with pytest.raises(StartupFailed, match="killed by SIGKILL") as caught:
+            await supervisor.started()
+    assert caught.value.traceback == "half of the weights"
+
+
+async def test_closing_after_a_failed_start_ends_the_siblings() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("front", "ready", "sleep"), PATIENCE)
+        await eventually(lambda: supervisor.views()[0].state == "ready")
+        (sibling,) = supervisor.pids()
+        supervisor.add(instance("voice", "fail"), PATIENCE)
+        with pytest.raises(StartupFailed):
+            await supervisor.started()
+        assert not gone(sibling)
+    assert gone(sibling)
+
+
+async def test_a_ready_sibling_that_dies_while_others_load_fails_the_start() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("slow", "loading", "sleep"), PATIENCE)
+        supervisor.add(instance("front", "ready", "nap", "0.2", "exit", "7"), PATIENCE)
+        with pytest.raises(StartupFailed, match=r"front: .*exit code 7"):
+            await supervisor.started()
+
+
+async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "trace", "loading", "sleep"), Patience(startup_s=2, grace_s=5))
+        with pytest.raises(StartupFailed, match=r"no progress for \d+ s while starting \(s: weights 1/2\)") as caught:
+            await supervisor.started()
+    assert "acting_child.py" in caught.value.traceback
+
+
+async def test_a_loader_that_computes_in_silence_is_left_alone() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "spin", "4", "ready", "sleep"), Patience(startup_s=2, grace_s=5))
+        await supervisor.started()
+
+
+async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() -> None:
+    async with supervised() as supervisor:
+        both = ("ready", "sleep")
+        supervisor.add(ranks("talker", both, both), PATIENCE)
+        supervisor.add(instance("front", *both), PATIENCE)
+        await supervisor.started()
+        *before, front = supervisor.pids()
+        os.kill(before[1], signal.SIGKILL)
+        await eventually(lambda: len(supervisor.pids()) == 3 and not set(before) & set(supervisor.pids()))
+        await supervisor.started()
+        assert all(gone(pid) for pid in before)
+        assert supervisor.pids()[2] == front
+
+
+async def test_sigterm_lets_a_process_drain_and_the_rest_wait_for_it() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "polite", "ready", "sleep"), PATIENCE)
+        await supervisor.started()
+        supervisor.ask_all_to_stop()
+        await supervisor.gone()
+        assert ("voice", "drained") in supervisor.lines
+        assert supervisor.views()[0].state == "stopped"
+        assert supervisor.failure is None
+
+
+async def test_a_process_deaf_to_sigterm_is_killed_when_its_grace_is_over() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "deaf", "ready", "sleep"), Patience(startup_s=30, grace_s=0.5))
+        await supervisor.started()
+        (pid,) = supervisor.pids()
+        await supervisor.stop("voice")
+        assert gone(pid)
+        assert supervisor.instances() == []
+
+
+async def test_a_second_request_to_stop_cuts_the_grace_short() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "deaf", "ready", "sleep"), Patience(startup_s=30, grace_s=60))
+        await supervisor.started()
+        supervisor.ask_all_to_stop()
+        supervisor.ask_all_to_stop()
+        await asyncio.wait_for(supervisor.gone(), 10)
+
+
+async def test_what_a_dead_child_had_started_is_ended_with_it(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    async with supervised() as supervisor:
+        one = supervisor.add(instance("voice", "spawn", str(noted), "ready", "sleep"), PATIENCE)
+        await supervisor.started()
+        grandchild = int(noted.read_text())
+        assert not gone(grandchild)
+        os.kill(one.children[0].pid, signal.SIGKILL)
+        await eventually(lambda: gone(grandchild))
+
+
+async def test_a_command_that_does_not_exist_is_a_failed_start() -> None:
+    async with supervised() as supervisor:
+        missing = Command(name="voice", argv=("/nowhere/at/all",), env={})
+        spec = InstanceSpec(
+            name="voice", group="voice", replica=0, stages=(), processes=("voice",), commands=lambda: [missing]
+        )
+        supervisor.add(spec, PATIENCE)
+        with pytest.raises(StartupFailed, match="voice"):
+            await supervisor.started()
+
+
+async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tmp_path: Path) -> None:
+    async with supervised() as supervisor:
+        flag = tmp_path / "first"
+        script = f"import os,sys; os.path.exists({str(flag)!r}) and sys.exit(9); open({str(flag)!r},'w')"
+        two_lives = InstanceSpec(
+            name="voice",
+            group="voice",
+            replica=0,
+            stages=(),
+            processes=("voice",),
+            commands=lambda: [
+                Command(name="voice", argv=(sys.executable, "-c", script), env=dict(os.environ))
+                if flag.exists()
+                else command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")
+            ],
+        )
+        supervisor.add(two_lives, Patience(startup_s=30, grace_s=5, give_up_after=2))
+        await supervisor.started()
+        await eventually(lambda: supervisor.failure is not None)
+        assert str(supervisor.failure) == "voice: ended before its time (exit code 9)"
+
+
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    program = f"""
+import asyncio, sys
+sys.path.insert(0, {str(ACTOR.parent)!r})
+from test_supervisor import PATIENCE, Supervisor, instance
+async def main():
+    supervisor = Supervisor(on_change=lambda view: None, on_line=lambda name, line: None)
+    one = supervisor.add(instance("voice", "deaf", "ready", "sleep"), PATIENCE)
+    await supervisor.started()
+    open({str(noted)!r}, "w").write(str(one.children[0].pid))
+    print("up", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        child = int(noted.read_text())
+        assert not gone(child)
+        parent.kill()
+    end = time.monotonic() + 5
+    while not gone(child):
+        assert time.monotonic() < end, "it outlived its supervisor"
+        time.sleep(0.01)
+
+
+def test_a_child_whose_parent_is_dead_already_never_starts() -> None:
+    from stage_runtime.processes import tether
+
+    someone_else = 1  # not the process that starts it here
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", tether.__file__, str(someone_else), "echo", "started"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
