@@ -1,0 +1,13 @@
+"""A spoken question answered aloud, by small models that ship inside PyPI packages (the extra ``demo``).
+
+What lives here: the stages of ``examples/voice/pipeline.yaml``. Model code is apart from the glue:
+
+    conversation    what the stages say to each other           routing      which way a request goes
+    audio           bytes -> mono 16 kHz and back               detection    where somebody speaks (Silero)
+    recognition     speech -> text (Whisper tiny.en)            retrieval    question -> facts (MiniLM)
+    prompting       facts + question -> chat messages           checkpoints  weights inside packages, converted once
+    generation      messages -> tokens (SmolLM2-135M)           sentences    a text stream -> sentences
+    synthesis       sentence -> sound (piper)                   stages       the factories: all of it as stages
+
+Nobody imports this package: a pipeline's YAML names its factories. Importing it loads no model and no torch.
+"""

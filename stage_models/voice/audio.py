@@ -1,0 +1,118 @@
+"""Sound files to samples and back: decoding, resampling, limits. No models. Called by `listen` and the examples.
+
+libsndfile reads wav, flac, ogg and mp3. What phones record (m4a, webm) goes to ffmpeg's libraries, but only with the
+container named by us: left to guess, ffmpeg also takes playlists, which make it open other files and addresses.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import stage_runtime as omni
+
+Samples = npt.NDArray[np.float32]
+
+SAMPLE_RATE = 16_000  # what Silero and Whisper were trained on
+MAX_CHANNELS = 8
+
+
+def decode(data: bytes, *, max_seconds: float) -> Samples:
+    """Any common sound file as mono f32 at `SAMPLE_RATE`.
+
+    Raises: InvalidRequest: not a sound file, damaged, empty, or longer than ``max_seconds``; says which.
+    """
+    if not data:
+        raise omni.InvalidRequest("the audio is empty: 0 bytes")
+    container = _ffmpeg_container(data)
+    samples, rate = _by_ffmpeg(data, container, max_seconds) if container else _by_sndfile(data, max_seconds)
+    if samples.size == 0:
+        raise omni.InvalidRequest("the audio is empty: the file holds no samples")
+    return resample(np.nan_to_num(_mono(samples)), rate, SAMPLE_RATE)
+
+
+def resample(samples: Samples, rate: int, wanted: int) -> Samples:
+    """``samples`` (f32 ``[n]``) at another rate; the same array when the rates agree."""
+    if rate == wanted:
+        return samples
+    import soxr
+
+    resampled: Samples = np.ascontiguousarray(soxr.resample(samples, rate, wanted), dtype=np.float32)
+    return resampled
+
+
+def wav(samples: Samples, rate: int) -> bytes:
+    """16-bit PCM wav."""
+    import soundfile
+
+    out = io.BytesIO()
+    soundfile.write(out, np.clip(samples, -1.0, 1.0), rate, format="WAV", subtype="PCM_16")
+    return out.getvalue()
+
+
+def _mono(samples: Samples) -> Samples:
+    """``[n, channels]`` or ``[n]`` to ``[n]``."""
+    mono: Samples = samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
+    return mono
+
+
+def _by_sndfile(data: bytes, max_seconds: float) -> tuple[Samples, int]:
+    import soundfile
+
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as sound:
+            _check_format(sound.samplerate, sound.channels)
+            limit = int(max_seconds * sound.samplerate)
+            # A header may promise any number of frames: read what is allowed and one more, never what it says.
+            samples: Samples = sound.read(limit + 1, dtype="float32", always_2d=True)
+            if len(samples) > limit:
+                raise _too_long(max_seconds)
+            return samples, int(sound.samplerate)
+    except soundfile.LibsndfileError as error:
+        raise omni.InvalidRequest(f"not audio that can be read (wav, flac, ogg, mp3, m4a, webm): {error}") from error
+
+
+def _ffmpeg_container(data: bytes) -> str | None:
+    """The containers that libsndfile does not know, by their first bytes."""
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    return "matroska" if data[:4] == b"\x1a\x45\xdf\xa3" else None
+
+
+def _by_ffmpeg(data: bytes, container: str, max_seconds: float) -> tuple[Samples, int]:
+    import av
+
+    limit = int(max_seconds * SAMPLE_RATE)
+    pieces: list[Samples] = []
+    seen = 0
+    try:
+        with av.open(io.BytesIO(data), mode="r", format=container) as sound:
+            resampler = av.AudioResampler(format="fltp", layout="mono", rate=SAMPLE_RATE)
+            for frame in _frames(sound, resampler):
+                pieces.append(frame.to_ndarray()[0])
+                seen += len(pieces[-1])
+                if seen > limit:
+                    raise _too_long(max_seconds)
+    except (av.error.FFmpegError, IndexError) as error:  # IndexError: a file without a sound track
+        raise omni.InvalidRequest(f"not audio that can be read ({container}): {error}") from error
+    return (np.concatenate(pieces) if pieces else np.zeros(0, np.float32)), SAMPLE_RATE
+
+
+def _frames(sound: Any, resampler: Any) -> Any:
+    for frame in sound.decode(sound.streams.audio[0]):
+        yield from resampler.resample(frame)
+    yield from resampler.resample(None)
+
+
+def _check_format(rate: int, channels: int) -> None:
+    if not 4_000 <= rate <= 192_000:
+        raise omni.InvalidRequest(f"the audio's sample rate is {rate} Hz; 4,000 to 192,000 can be read")
+    if channels > MAX_CHANNELS:
+        raise omni.InvalidRequest(f"the audio has {channels} channels; up to {MAX_CHANNELS} can be read")
+
+
+def _too_long(max_seconds: float) -> omni.InvalidRequest:
+    return omni.InvalidRequest(f"the audio is longer than the {max_seconds:g} s that this pipeline takes")

@@ -1,0 +1,129 @@
+"""Where the weights lie: inside installed packages. GGUF files are converted once and kept. Called by the factories.
+
+The kept copy is under ``$OMNI_CACHE``, else ``$XDG_CACHE_HOME/omnipipeline``, else ``~/.cache/omnipipeline``. It
+appears there whole or not at all, and two processes that want it at once make it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+#: Raised when what a checkpoint is made of, or how, changes: old copies are then left alone and not used.
+LAYOUT = 1
+
+Say = Callable[[str], None]
+
+
+class MissingWeights(RuntimeError):
+    """A package that carries weights is not installed; the message says how to get it."""
+
+
+def locate(where: str) -> Path:
+    """A file or folder: a path, or ``package:path/inside`` of an installed package, which is not imported.
+
+    Raises: MissingWeights: there is no such package, or nothing at that place.
+    """
+    package, colon, inside = where.partition(":")
+    if not colon:
+        path = Path(where).expanduser()
+        if not path.exists():
+            raise MissingWeights(f"{where!r} does not exist (the working directory is {Path.cwd()})")
+        return path.resolve()
+    spec = util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingWeights(
+            f"the package {package!r} is not installed: `make demo` installs all that this example needs"
+        )
+    path = Path(next(iter(spec.submodule_search_locations))) / inside
+    if not path.exists():
+        raise MissingWeights(f"the package {package!r} holds no {inside!r}")
+    return path
+
+
+def cache_root() -> Path:
+    """The folder for what was made once; not created here."""
+    if own := os.environ.get("OMNI_CACHE"):
+        return Path(own)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "omnipipeline"
+
+
+def from_gguf(gguf: Path, *, say: Say, root: Path | None = None) -> Path:
+    """A transformers checkpoint directory made of ``gguf``: kept from an earlier time, or made now (about 20 s).
+
+    say: is told how it goes. Raises: OSError: the cache cannot be written.
+    """
+    folder = (root or cache_root()) / "checkpoints"
+    kept = folder / f"{gguf.stem}-{_fingerprint(gguf)}"
+    if kept.is_dir():
+        return kept
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder / f"{kept.name}.lock", say):
+        if not kept.is_dir():  # another process may have made it while this one waited
+            _convert_into(gguf, kept, say)
+    return kept
+
+
+def _fingerprint(gguf: Path) -> str:
+    """Stands for the file and for what converts it; a hash of 100 MB would cost more than it is worth."""
+    size = gguf.stat().st_size
+    with gguf.open("rb") as file:
+        head = file.read(1 << 20)
+        file.seek(-min(size, 1 << 20), os.SEEK_END)
+        tail = file.read()
+    versions = [f"{name}=={metadata.version(name)}" for name in ("transformers", "gguf")]
+    facts = "\n".join([str(LAYOUT), str(size), *versions]).encode()
+    return hashlib.sha256(facts + head + tail).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _lock(path: Path, say: Say) -> Iterator[None]:
+    """Hold ``path`` alone among all processes; freed by the kernel if this one dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another process that converts the same weights")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_into(gguf: Path, kept: Path, say: Say) -> None:
+    """Make the checkpoint beside its place and move it there whole."""
+    made = Path(tempfile.mkdtemp(prefix=f".{kept.name}.", dir=kept.parent))
+    try:
+        _convert(gguf, made, say)
+        made.chmod(0o755)  # mkdtemp's 0700 would hide it from other users of a shared cache
+        made.rename(kept)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _convert(gguf: Path, made: Path, say: Say) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    say(f"converting {gguf.name} (once, about 20 s): vocabulary")
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
+    tokenizer.save_pretrained(str(made))
+    say(f"converting {gguf.name}: weights")
+    # bfloat16 keeps more than the 4 bits that the file has, at half of float32's size.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, local_files_only=True, dtype=torch.float32
+    )
+    # The weights are plain tensors by now; the mark that they were quantised only forbids saving them.
+    del model.config.quantization_config
+    plain: Any = type(model)(model.config).to(torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    say(f"converting {gguf.name}: writing")
+    plain.save_pretrained(str(made))

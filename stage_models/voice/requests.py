@@ -1,0 +1,138 @@
+"""What a client asked, checked and put into the example's own words. No models. Called by the stages.
+
+Everything refused here is the client's fault, and says which part of the request is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import stage_runtime as omni
+from stage_models.voice.audio import Samples
+from stage_models.voice.conversation import Heard, Question, Script, Turn, Utterance
+from stage_models.voice.generation import Sampling
+from stage_models.voice.synthesis import MAX_SPEED, MIN_SPEED
+
+#: Sound file to speech: decoded, resampled, silence cut off; empty when nobody speaks.
+Hear = Callable[[bytes], Samples]
+
+
+def aloud(request: omni.OmniRequest) -> bool:
+    """Whether the answer is to be spoken: by the modalities asked for; a pipeline request that names none wants all."""
+    return "audio" in request.modalities or (request.kind == "pipeline" and not request.modalities)
+
+
+def understand(request: omni.OmniRequest, hear: Hear) -> Heard | Question | Script:
+    """The request as what the next stage works on.
+
+    Raises: InvalidRequest: no question, no speech in the sound that should hold it, or a part that is not understood.
+    """
+    if request.kind == "speech":
+        return _script(request)
+    if request.kind == "transcription":
+        return _dictation(request, hear)
+    return _conversation(_messages(request), hear, aloud=aloud(request))
+
+
+def sampling(params: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    """How to choose tokens: the request's parameters over the stage's own; ``max_tokens`` never above the stage's."""
+    wanted = params.get("max_tokens")
+    stop = params.get("stop")
+    return Sampling(
+        max_tokens=defaults.max_tokens
+        if wanted is None
+        else min(int(_number(wanted, "max_tokens", 1, 1e9)), defaults.max_tokens),
+        temperature=_number(_given(params, "temperature", defaults.temperature), "temperature", 0, 2),
+        top_p=_number(_given(params, "top_p", defaults.top_p), "top_p", 0, 1),
+        seed=defaults.seed if params.get("seed") is None else int(params["seed"]) % 2**63,
+        stop=defaults.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+def reading(request: omni.OmniRequest) -> tuple[str | None, float]:
+    """Voice (None: the stage's own) and speed in which an answer is to be read."""
+    return request.params.get("voice"), _speed(_given(request.params, "speed", 1.0))
+
+
+def _script(request: omni.OmniRequest) -> Script:
+    inputs = request.inputs
+    if not str(inputs.get("text") or "").strip():
+        raise omni.InvalidRequest("there is no text to read", param="input")
+    return Script(text=inputs["text"], voice=inputs.get("voice"), speed=_speed(_given(inputs, "speed", 1.0)))
+
+
+def _dictation(request: omni.OmniRequest, hear: Hear) -> Heard:
+    """A recording to write down. Silence is no fault here: its transcript is empty."""
+    language = request.inputs.get("language")
+    if language and str(language).lower() not in ("en", "english"):
+        raise omni.InvalidRequest(f"this pipeline understands English, not {language!r}", param="language")
+    speech = hear(request.inputs["audio"])
+    turns = [Turn(role="user", text="")]
+    utterances = [Utterance(turn=0, samples=speech)] if speech.size else []
+    return Heard(task="transcribe", aloud=False, turns=turns, utterances=utterances, hint=request.inputs.get("prompt"))
+
+
+def _messages(request: omni.OmniRequest) -> list[dict[str, Any]]:
+    """Chat messages, also of a pipeline request: a string, ``{text}``, ``{audio}`` (perhaps both) or ``{messages}``."""
+    if messages := request.messages():
+        return messages
+    inputs = {"text": request.inputs} if isinstance(request.inputs, str) else request.inputs
+    if not isinstance(inputs, Mapping):
+        raise omni.InvalidRequest("inputs must be a text, or hold text, audio or messages", param="inputs")
+    parts: list[dict[str, Any]] = []
+    if inputs.get("text"):
+        parts.append({"type": "text", "text": inputs["text"]})
+    if inputs.get("audio"):
+        parts.append({"type": "audio", "data": inputs["audio"]})
+    return [{"role": "user", "content": parts}]
+
+
+def _conversation(messages: list[dict[str, Any]], hear: Hear, *, aloud: bool) -> Heard | Question:
+    turns: list[Turn] = []
+    utterances: list[Utterance] = []
+    for index, item in enumerate(messages):
+        turns.append(Turn(role=item["role"], text=_text(item["content"])))
+        for part in item["content"]:
+            if part["type"] == "audio":
+                utterances.append(Utterance(turn=index, samples=_speech(part["data"], hear, index)))
+            elif part["type"] != "text":
+                raise omni.InvalidRequest(
+                    f"messages[{index}] holds a part of type {part['type']!r}; this pipeline takes text and audio",
+                    param="messages",
+                )
+    if not turns or turns[-1].role != "user":
+        raise omni.InvalidRequest("the last message must be the user's", param="messages")
+    if utterances:
+        return Heard(task="answer", aloud=aloud, turns=turns, utterances=utterances)
+    if not turns[-1].text:
+        raise omni.InvalidRequest("the last message holds no question", param="messages")
+    return Question(task="answer", aloud=aloud, turns=turns)
+
+
+def _text(parts: list[dict[str, Any]]) -> str:
+    return " ".join(str(part["text"]).strip() for part in parts if part["type"] == "text").strip()
+
+
+def _speech(data: Any, hear: Hear, index: int) -> Samples:
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise omni.InvalidRequest(f"messages[{index}]: the audio is not a file", param="messages")
+    speech = hear(bytes(data))
+    if not speech.size:
+        raise omni.InvalidRequest("nobody speaks in the audio", param="messages")
+    return speech
+
+
+def _speed(value: Any) -> float:
+    return _number(value, "speed", MIN_SPEED, MAX_SPEED)
+
+
+def _given(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = settings.get(name)
+    return default if value is None else value
+
+
+def _number(value: Any, name: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise omni.InvalidRequest(f"{name} must be a number from {low:g} to {high:g}, not {value!r}", param=name)
+    return float(value)

