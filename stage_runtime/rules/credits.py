@@ -14,10 +14,19 @@ class Window:
 
     def take(self) -> bool:
         """False when all are taken: queue the payload by reference, without a slot."""
-        if self.taken >= self._limit:
+        if self.exhausted:
             return False
         self.taken += 1
         return True
+
+    @property
+    def exhausted(self) -> bool:
+        """The last credit is out. What took it must be copied out on arrival.
+
+        A receiver holds slots while payloads wait: at a join, in a queue, at a stage that keeps views. If all could
+        be held, two requests that wait for each other's slots would never go on; so one is always in motion.
+        """
+        return self.taken >= self._limit
 
     def give(self) -> bool:
         """One came back. False when none was out: a repeated release, which must open nothing."""
@@ -25,14 +34,3 @@ class Window:
             return False
         self.taken -= 1
         return True
-
-
-def must_copy_out(held: int, limit: int) -> bool:
-    """Whether a payload that has just arrived must leave its slot at once.
-
-    A receiver holds slots while payloads wait: at a join, in a queue, at a stage that keeps views. If they could
-    all be held, two requests that wait for each other's slots would never go on. So the one that takes the last
-    credit is copied out on arrival, and one credit of every edge is always in motion.
-    held: slots of this edge held here, this one included.
-    """
-    return held >= limit

@@ -132,6 +132,9 @@ class Tracked:
 
     def _failed(self, event: Event) -> Instructions:
         assert isinstance(event, StageFailed)
+        if event.failure.code == "transport_failed" and not self.streamed and self._retries_left:
+            self._retries_left -= 1  # two instances could not reach each other; others may
+            return self._again()
         return self.fail(event.failure)
 
     def _lost(self, event: Event) -> Instructions:

@@ -51,6 +51,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     inline: bytes = b""
     relay: str = ""
     metadata: bytes = b""
+    pressed: bool = False  #: The sender's last credit of this edge: copy it out and release at once.
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -161,6 +162,12 @@ class Consumed(Said, frozen=True, tag=7):
     count: Count
 
 
+class Ended(Said, frozen=True, tag=9):
+    """Coordinator → bound instances, in batches: these are complete; drop what is left of them."""
+
+    requests: tuple[tuple[RequestId, Count], ...]  #: (id, attempt)
+
+
 class HandBack(Said, frozen=True, tag=8):
     """Draining stage → coordinator: this request has not begun here; take it elsewhere. No retry is spent."""
 
@@ -178,6 +185,7 @@ class Hello(Said, frozen=True, tag=20):
     member: Member
     edges: str  #: Hash of the protocol and the declared edges at this member: what could not talk is refused.
     pipeline: Name
+    via: str  #: The endpoint that this was said to; Welcome repeats it.
 
 
 class Welcome(Said, frozen=True, tag=21):
@@ -185,6 +193,7 @@ class Welcome(Said, frozen=True, tag=21):
 
     publisher: str
     coordinator: Member
+    via: str
     members: tuple[Member, ...] = ()
 
 
@@ -305,6 +314,7 @@ Message: TypeAlias = (
     | Abort
     | Release
     | Consumed
+    | Ended
     | HandBack
     | Hello
     | Welcome

@@ -100,6 +100,7 @@ class Media(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@message
 class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What the client asked. Part of every payload and of a stream's first chunk; read-only."""
 
@@ -107,7 +108,7 @@ class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     kind: RequestKind = "pipeline"
     inputs: Any = None
     params: dict[str, Any] = {}
-    modalities: tuple[str, ...] = ()
+    modalities: list[str] = []
     stream: bool = False
     metadata: dict[str, Any] = {}
 

@@ -1,0 +1,68 @@
+"""`omni.Batched`: one function for several requests at once; one batch at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+from stage_runtime.engines import events, running
+from stage_runtime.engines.base import Inbox, Outbox
+from stage_runtime.engines.simple import TakesNoChunks
+from stage_runtime.wire.values import StagePayload
+
+
+class BatchedEngine:
+    """Takes what has come within ``max_wait_s`` of the first, up to ``max_batch``."""
+
+    takes_chunks = False
+
+    def __init__(self, fn: Callable[[list[StagePayload]], list[Any]], max_batch: int, max_wait_s: float) -> None:
+        self._fn = fn
+        self._max_batch = max_batch
+        self._max_wait_s = max_wait_s
+
+    def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
+        while True:
+            batch = self._gather(inbox, outbox)
+            if batch:
+                self._one(batch, outbox)
+            elif inbox.closed:
+                return
+
+    def _gather(self, inbox: Inbox, outbox: Outbox) -> list[events.Start]:
+        batch: list[events.Start] = []
+        deadline: float | None = None
+        while len(batch) < self._max_batch:
+            event = inbox.get(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            match event:
+                case None:
+                    break
+                case events.Start():
+                    batch.append(event)
+                    deadline = deadline or time.monotonic() + self._max_wait_s
+                case events.ChunkIn():
+                    outbox.fail(event.work, TakesNoChunks(event.chunk.source))
+        return batch
+
+    def _one(self, batch: list[events.Start], outbox: Outbox) -> None:
+        for event in batch:
+            outbox.began(event.work)
+        try:
+            results = self._fn([event.payload for event in batch])
+            if not isinstance(results, list) or len(results) != len(batch):
+                got = len(results) if isinstance(results, list) else type(results).__name__
+                raise TypeError(f"gave {got} results for a batch of {len(batch)}; wanted a list, one each, in order")
+        except BaseException as error:
+            for event in batch:
+                outbox.fail(event.work, error)
+            return
+        for event, result in zip(batch, results, strict=True):
+            try:
+                if isinstance(result, BaseException):
+                    outbox.fail(event.work, result)
+                else:
+                    running.finish(event.work, outbox, result)
+            except Exception as error:
+                outbox.fail(event.work, error)

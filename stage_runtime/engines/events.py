@@ -1,0 +1,89 @@
+"""What goes into a stage's engine and what comes out: the words of the low-level interface.
+
+Engines with a loop of their own (``run(inbox, outbox, stop)``) speak these directly; `simple`, `batched` and
+`streaming` speak them for functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from stage_runtime.wire.values import Chunk, StagePayload
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A request's payload is here; of a fan-in, merged."""
+
+    request_id: str
+    payload: StagePayload
+    work: Any = None
+
+
+class ChunkIn(msgspec.Struct, frozen=True):
+    """A stream's next chunk, in order per source; perhaps before the request's `Start`."""
+
+    request_id: str
+    chunk: Chunk
+    work: Any = None
+
+
+class StreamDone(msgspec.Struct, frozen=True):
+    """``source`` streams nothing more to this request."""
+
+    request_id: str
+    source: str
+    work: Any = None
+
+
+class StreamFailed(msgspec.Struct, frozen=True):
+    """``source`` failed; the request will end."""
+
+    request_id: str
+    source: str
+    error: str
+    work: Any = None
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Nobody waits for the request any more: drop it. What is still said of it goes nowhere."""
+
+    request_id: str
+    work: Any = None
+
+
+class Admin(msgspec.Struct, frozen=True):
+    """An operation of the engine's own; answer by calling ``reply(value)``."""
+
+    call_id: str
+    operation: str
+    arguments: dict[str, Any]
+    reply: Any = None
+
+
+Incoming: TypeAlias = Start | ChunkIn | StreamDone | StreamFailed | Abort | Admin
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """A chunk of a request's stream."""
+
+    request_id: str
+    chunk: Chunk
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The request is through here, with this result."""
+
+    request_id: str
+    data: Any = None
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The request failed here."""
+
+    request_id: str
+    error: BaseException | str
+
+
+Outgoing: TypeAlias = Emit | Done | Failed

@@ -1,0 +1,78 @@
+"""Running one function for one request inside its error boundary: results, generators, chunks. Used by all engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from stage_runtime.engines.base import Gate, Outbox, Work
+from stage_runtime.wire.values import Chunk, Result
+
+
+class BadYield(TypeError):
+    """A generator yielded what it may not."""
+
+
+class Yields:
+    """What one generator has yielded so far: any number of chunks, at most one Result, last."""
+
+    def __init__(self, work: Work, outbox: Outbox) -> None:
+        self._work = work
+        self._outbox = outbox
+        self._result: Result | None = None
+
+    def take(self, item: Any) -> Gate | None:
+        """Raises: BadYield: no Chunk and no Result, or something after the Result."""
+        if self._result is not None:
+            raise BadYield(f"yielded {type(item).__name__} after its Result; the Result is the last")
+        if isinstance(item, Result):
+            self._result = item
+            return None
+        if not isinstance(item, Chunk):
+            raise BadYield(f"yielded {type(item).__name__}; wrap it: omni.Chunk(…) or omni.Result(…)")
+        return self._outbox.emit(self._work, item)
+
+    def end(self) -> None:
+        result = self._result
+        self._outbox.done(self._work, result.data if result else None, has_data=result is not None)
+
+
+def finish(work: Work, outbox: Outbox, returned: Any) -> None:
+    """A plain function has returned."""
+    if isinstance(returned, Chunk):
+        raise BadYield("returned a Chunk; a function returns data, a generator yields chunks")
+    outbox.done(work, returned.data if isinstance(returned, Result) else returned)
+
+
+def drain(work: Work, outbox: Outbox, generator: Iterator[Any]) -> None:
+    """Run a sync generator to its end. A lagging consumer makes this thread wait: that bounds the memory."""
+    yields = Yields(work, outbox)
+    try:
+        for item in generator:
+            gate = yields.take(item)
+            if gate is not None:
+                gate.result()
+            if work.cancelled:
+                return
+        yields.end()
+    finally:
+        close = getattr(generator, "close", None)
+        if close is not None:
+            close()
+
+
+async def drain_async(work: Work, outbox: Outbox, generator: AsyncIterator[Any], waiting: Any) -> None:
+    """Run an async generator to its end. ``waiting(gate)`` awaits a gate of another thread."""
+    yields = Yields(work, outbox)
+    try:
+        async for item in generator:
+            gate = yields.take(item)
+            if gate is not None:
+                await waiting(gate)
+            if work.cancelled:
+                return
+        yields.end()
+    finally:
+        close = getattr(generator, "aclose", None)
+        if close is not None:
+            await close()

@@ -1,0 +1,155 @@
+"""`omni.Streaming`: an async generator per request that takes chunks while they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from stage_runtime.api import Session
+from stage_runtime.engines import events, running
+from stage_runtime.engines.base import Outbox, Work
+from stage_runtime.engines.loops import LoopEngine
+from stage_runtime.errors import RequestError
+from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
+
+
+class StreamingEngine(LoopEngine):
+    """One `Session` per request, made by its first message, payload or chunk."""
+
+    takes_chunks = True
+
+    def __init__(
+        self, fn: Callable[[Session], AsyncIterator[object]], concurrency: int, sources: tuple[str, ...]
+    ) -> None:
+        super().__init__(concurrency)
+        self._fn = fn
+        self._sources = sources
+        self._sessions: dict[Work, RequestSession] = {}
+
+    def on_event(self, event: events.Incoming) -> None:
+        if isinstance(event, events.Admin | events.Abort) or event.work.cancelled:
+            return
+        session = self._session(event)
+        match event:
+            case events.Start():
+                session.give_payload(event.payload)
+            case events.ChunkIn():
+                session.give_chunk(event.chunk)
+            case events.StreamDone():
+                session.end(event.source)
+            case events.StreamFailed():
+                session.fail(event.source, event.error)
+
+    def on_abort(self, work: Work) -> None:
+        self._sessions.pop(work, None)
+
+    def _session(self, event: events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed) -> RequestSession:
+        session = self._sessions.get(event.work)
+        if session is None:
+            session = RequestSession(event.work, self.outbox, self._sources)
+            self._sessions[event.work] = session
+            self.launch(event.work, lambda: self._one(event.work, session))
+        return session
+
+    async def _one(self, work: Work, session: RequestSession) -> None:
+        try:
+            await session.opened.wait()
+            generator = self._fn(session)
+            if not hasattr(generator, "__aiter__"):
+                raise TypeError("omni.Streaming wants an async generator: async def fn(session) with yield")
+            await running.drain_async(work, self.outbox, generator, self.wait)
+        finally:
+            self._sessions.pop(work, None)
+
+
+class RequestSession:
+    """`api.Session` of one request. Lives on the stage's event loop."""
+
+    def __init__(self, work: Work, outbox: Outbox, sources: tuple[str, ...]) -> None:
+        self.opened = asyncio.Event()  #: The request itself is known.
+        self._work = work
+        self._outbox = outbox
+        self._request: OmniRequest | None = None
+        self._payload: StagePayload | None = None
+        self._wants_payload = False
+        self._open = set(sources)  #: Sources that may still send.
+        self._chunks: deque[Chunk] = deque()  #: In order of arrival.
+        self._taken_early: set[int] = set()  #: ids of waiting chunks whose consumption has been told already
+        self._changed = asyncio.Event()
+        self._failure: RequestError | None = None
+
+    @property
+    def request(self) -> OmniRequest:
+        assert self._request is not None  # `opened`
+        return self._request
+
+    async def payload(self) -> StagePayload:
+        # Chunks may fill their window while we wait for the payload that their sender sends last: let them come.
+        self._wants_payload = True
+        for chunk in self._chunks:
+            self._consume(chunk)
+        while self._payload is None:
+            await self._change()
+        self._wants_payload = False
+        return self._payload
+
+    async def chunks(self, source: str | None = None) -> AsyncIterator[Chunk]:
+        while True:
+            chunk = self._next(source)
+            if chunk is not None:
+                yield chunk
+            elif source not in self._open if source is not None else not self._open:
+                return
+            else:
+                await self._change()
+
+    # --- the engine's side --------------------------------------------------------------------------------------
+
+    def give_payload(self, payload: StagePayload) -> None:
+        self._payload = payload
+        self._know(payload.request)
+
+    def give_chunk(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        if self._wants_payload:
+            self._consume(chunk)
+        self._know(chunk.request)
+
+    def end(self, source: str) -> None:
+        self._open.discard(source)
+        self._changed.set()
+
+    def fail(self, source: str, error: str) -> None:
+        self._failure = RequestError("stage_failed", error, stage=source)
+        self._changed.set()
+        self.opened.set()
+
+    def _know(self, request: OmniRequest | None) -> None:
+        if request is not None and self._request is None:
+            self._request = request
+            self.opened.set()
+        self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        if self._failure is None:
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _next(self, source: str | None) -> Chunk | None:
+        if self._failure is not None:
+            raise self._failure
+        for index, chunk in enumerate(self._chunks):
+            if source is None or chunk.source == source:
+                del self._chunks[index]
+                self._consume(chunk)
+                self._taken_early.discard(id(chunk))
+                return chunk
+        return None
+
+    def _consume(self, chunk: Chunk) -> None:
+        if id(chunk) not in self._taken_early:
+            self._taken_early.add(id(chunk))
+            self._outbox.consumed(self._work, chunk.source, 1)

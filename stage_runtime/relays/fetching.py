@@ -1,0 +1,95 @@
+"""Receiving payloads: from a message's body to a buffer, at once where that is possible. On the I/O thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from stage_runtime.errors import ProtocolError, TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.base import RelayOperation
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.wire.messages import Body
+
+SLOWEST_BYTES_PER_S: Final = 200_000_000  # below any link this is used on: a transfer that is slower is stuck
+GRACE_S: Final = 2.0
+
+
+class Fetched:
+    """A payload that has arrived. Its tensors are views of one buffer; the slot behind it is free when they are gone."""
+
+    __slots__ = ("_body", "_buffer")
+
+    def __init__(self, body: Body, buffer: memoryview | bytearray | bytes | None) -> None:
+        self._body = body
+        self._buffer: memoryview | bytearray | bytes | None = buffer
+
+    def open(self, *, torch: bool = True) -> Any:
+        """Decode it, once. Raises: ProtocolError: it is no payload."""
+        body, buffer = self._body, self._buffer
+        self._buffer = None
+        if body.inline and buffer is None:
+            buffer = bytearray(body.inline)  # writable: torch knows no read-only tensors
+        return payloads.restore(body.value, body.refs, buffer, torch=torch)
+
+    def discard(self) -> None:
+        """Nobody wants it."""
+        self._buffer = None
+
+
+class Fetching:
+    """Payloads under way to this process."""
+
+    def __init__(self, relays: Relays, loop: asyncio.AbstractEventLoop) -> None:
+        self._relays = relays
+        self._loop = loop
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def fetch(
+        self,
+        peer: str,
+        body: Body,
+        request_id: str,
+        then: Callable[[Fetched], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Get the buffer behind ``body`` and call ``then``: now if it is here, else when it has come.
+
+        failed: called instead when it cannot be had (`TransferError`, `ProtocolError`).
+        """
+        if not body.relay:
+            then(Fetched(body, None))
+            return
+        try:
+            operation = self._relays.get(body.relay, body.metadata, request_id=request_id, peer=peer)
+            if operation.done():
+                self._landed(body, operation.result(), then)
+                return
+        except (TransferError, ProtocolError) as error:
+            failed(error)
+            return
+        task = self._loop.create_task(self._await(operation, body, then, failed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _await(
+        self,
+        operation: RelayOperation,
+        body: Body,
+        then: Callable[[Fetched], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        try:
+            buffer = await operation.wait_for_completion(GRACE_S + operation.nbytes / SLOWEST_BYTES_PER_S)
+        except (TransferError, ProtocolError) as error:
+            failed(error)
+            return
+        self._landed(body, buffer, then)
+
+    def _landed(self, body: Body, buffer: memoryview, then: Callable[[Fetched], None]) -> None:
+        then(Fetched(body, bytearray(buffer) if body.pressed else buffer))

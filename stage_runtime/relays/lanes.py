@@ -1,0 +1,182 @@
+"""Sending payloads: inline when small, else by relay, within each edge's credits. Any thread.
+
+One lane per (source, target, peer). A payload that finds no credit or no slot waits by reference in its own lane,
+so a stopped receiver holds up nobody else; it is copied when a release comes back. Called by `stage` and
+`coordinator`; what is said around a payload is theirs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from stage_runtime.relays.base import RelayOperation
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.payloads import Extracted
+from stage_runtime.rules.credits import Window
+from stage_runtime.wire.messages import Body, Message
+
+Edge: TypeAlias = tuple[str, str, str]  #: source stage, target stage, the peer's incarnation
+Say: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there a link; any thread
+Make: TypeAlias = Callable[[Body], Message]
+
+
+class Wanted(Protocol):
+    """Whose payload it is."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def cancelled(self) -> bool: ...
+
+
+class Parcel(msgspec.Struct):
+    """A payload on its way out, and the message that will announce it."""
+
+    work: Wanted
+    extracted: Extracted
+    make: Make
+    backend: str
+
+
+class Lane:
+    """One edge to one peer. Its lock orders what is sent on it; nothing else is held meanwhile."""
+
+    def __init__(self, edge: Edge, credits: int) -> None:
+        self.edge = edge
+        self.window = Window(credits)
+        self.waiting: deque[Parcel] = deque()
+        self.lock = Lock()
+        self.closed = False
+
+
+class Lanes:
+    """All payloads that this process sends."""
+
+    def __init__(self, relays: Relays, say: Say) -> None:
+        self._relays = relays
+        self._say = say
+        self._lanes: dict[Edge, Lane] = {}
+        self._out: dict[tuple[str, str, int], Lane] = {}  #: (peer, relay, transfer) -> the lane whose credit it has
+        self._operations: dict[tuple[str, str, int], RelayOperation] = {}  #: Kept until released.
+        self._starved: set[Edge] = set()  #: Lanes that found no slot, whatever their credits.
+        self._lock = Lock()
+
+    def ship(self, edge: Edge, parcel: Parcel, *, credits: int) -> bool:
+        """Send it now, or as soon as a credit and a slot are free. False: there is no link to the peer.
+
+        Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
+        """
+        extracted = parcel.extracted
+        if extracted.is_inline:
+            return self._say(edge[2], parcel.make(Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())))
+        lane = self._lane(edge, credits)
+        with lane.lock:
+            if lane.closed:
+                return False
+            if not lane.waiting and self._start(lane, parcel):
+                return True
+            lane.waiting.append(parcel)
+        return True
+
+    def released(self, peer: str, relay: str, transfers: tuple[int, ...]) -> None:
+        """A receiver has let go. On the I/O thread: what waited for that is copied and sent from here."""
+        freed: dict[Edge, Lane] = {}
+        for transfer in transfers:
+            key = (peer, relay, transfer)
+            with self._lock:
+                lane = self._out.pop(key, None)
+                self._operations.pop(key, None)
+            if lane is None:
+                continue  # repeated, or of a life that is over
+            self._relays.released(peer, relay, transfer)
+            with lane.lock:
+                lane.window.give()
+            freed[lane.edge] = lane
+        with self._lock:
+            starved, self._starved = self._starved, set()
+        for edge in starved:
+            if edge in self._lanes:
+                freed.setdefault(edge, self._lanes[edge])
+        for lane in freed.values():
+            self._advance(lane)
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone: nothing waits for it, and what it held is freed."""
+        with self._lock:
+            gone = [edge for edge in self._lanes if edge[2] == peer]
+            lanes = [self._lanes.pop(edge) for edge in gone]
+            self._starved.difference_update(gone)
+            for key in [key for key in self._out if key[0] == peer]:
+                del self._out[key]
+                self._operations.pop(key, None)
+        for lane in lanes:
+            with lane.lock:
+                lane.closed = True
+                lane.waiting.clear()
+        self._relays.forget(peer)
+
+    def drop_cancelled(self) -> None:
+        """Throw away what waits for requests that are over."""
+        for lane in list(self._lanes.values()):
+            if lane.waiting:
+                with lane.lock:
+                    lane.waiting = deque(parcel for parcel in lane.waiting if not parcel.work.cancelled)
+
+    @property
+    def outstanding(self) -> int:
+        """Transfers that no receiver has released yet."""
+        return len(self._out)
+
+    @property
+    def queued(self) -> int:
+        """Payloads that wait for a credit or a slot."""
+        return sum(len(lane.waiting) for lane in list(self._lanes.values()))
+
+    def _lane(self, edge: Edge, credits: int) -> Lane:
+        lane = self._lanes.get(edge)
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.setdefault(edge, Lane(edge, credits))
+        return lane
+
+    def _advance(self, lane: Lane) -> None:
+        with lane.lock:
+            while lane.waiting:
+                if lane.waiting[0].work.cancelled:
+                    lane.waiting.popleft()
+                elif self._start(lane, lane.waiting[0]):
+                    lane.waiting.popleft()
+                else:
+                    return
+
+    def _start(self, lane: Lane, parcel: Parcel) -> bool:
+        """Move one payload. The lane's lock is held."""
+        if not lane.window.take():
+            return False
+        peer = lane.edge[2]
+        extracted = parcel.extracted
+        operation = self._relays.put(extracted, request_id=parcel.work.request_id, peer=peer, backend=parcel.backend)
+        if operation is None:
+            lane.window.give()
+            with self._lock:
+                self._starved.add(lane.edge)
+            return False
+        key = (peer, operation.relay, operation.transfer)
+        with self._lock:
+            self._out[key] = lane
+            self._operations[key] = operation
+        body = Body(
+            extracted.value_bytes,
+            tuple(extracted.refs),
+            relay=operation.relay,
+            metadata=operation.metadata,
+            pressed=lane.window.exhausted,
+        )
+        # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
+        self._say(peer, parcel.make(body))
+        return True

@@ -1,0 +1,110 @@
+"""What waits in a stage's inbox: not opened until the engine takes it. `engines.base.Arrival`, three kinds."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from stage_runtime.engines import events
+from stage_runtime.errors import ProtocolError
+from stage_runtime.stage.work import RequestWork
+from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
+
+
+class Sealed(Protocol):
+    """A value that has arrived: `relays.fetching.Fetched`, or `Passed` from a stage of this process."""
+
+    def open(self) -> Any: ...
+    def discard(self) -> None: ...
+
+
+class Passed:
+    """A value handed over inside the process: checked and isolated by its sender."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def open(self) -> Any:
+        value, self._value = self._value, None
+        return value
+
+    def discard(self) -> None:
+        self._value = None
+
+
+def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
+    """Raises: ProtocolError: it is no payload."""
+    fields = sealed.open()
+    if not isinstance(fields, dict) or not isinstance(fields.get("request"), OmniRequest):
+        raise ProtocolError("a payload without its request")
+    request = fields["request"]
+    work.know(request)
+    return StagePayload(request=request, data=fields.get("data"))
+
+
+class PayloadArrival:
+    """One source's payload, and nothing to wait for."""
+
+    __slots__ = ("sealed", "work")
+
+    def __init__(self, work: RequestWork, sealed: Sealed) -> None:
+        self.work = work
+        self.sealed = sealed
+
+    def open(self) -> events.Start:
+        return events.Start(self.work.request_id, open_payload(self.work, self.sealed), self.work)
+
+    def discard(self) -> None:
+        self.sealed.discard()
+
+
+class MergedArrival:
+    """A fan-in's payload, merged by the stage's hook thread."""
+
+    __slots__ = ("payload", "work")
+
+    def __init__(self, work: RequestWork, payload: StagePayload) -> None:
+        self.work = work
+        self.payload: StagePayload | None = payload
+
+    def open(self) -> events.Start:
+        payload, self.payload = self.payload, None
+        assert payload is not None
+        return events.Start(self.work.request_id, payload, self.work)
+
+    def discard(self) -> None:
+        self.payload = None
+
+
+class ChunkArrival:
+    """One chunk, its turn having come."""
+
+    __slots__ = ("index", "modality", "sealed", "source", "work")
+
+    def __init__(self, work: RequestWork, source: str, index: int, modality: str | None, sealed: Sealed) -> None:
+        self.work = work
+        self.source = source
+        self.index = index
+        self.modality = modality
+        self.sealed = sealed
+
+    def open(self) -> events.ChunkIn:
+        fields = self.sealed.open()
+        if not isinstance(fields, dict):
+            raise ProtocolError("a chunk that is no chunk")
+        request = fields.get("request")
+        if isinstance(request, OmniRequest):
+            self.work.know(request)
+        chunk = Chunk(
+            fields.get("data"),
+            modality=self.modality,
+            metadata=fields.get("metadata"),
+            source=self.source,
+            index=self.index,
+            request=self.work.request,
+        )
+        return events.ChunkIn(self.work.request_id, chunk, self.work)
+
+    def discard(self) -> None:
+        self.sealed.discard()

@@ -1,0 +1,79 @@
+"""A stage's user functions, resolved once, and called inside the request's error boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omnipipeline_spec.plan import StagePlan
+
+from stage_runtime.engines.loading import resolve
+from stage_runtime.errors import HookError, RequestError
+from stage_runtime.rules import routing
+from stage_runtime.wire.values import Routed, StagePayload
+
+
+class Hooks:
+    """What the plan names, as functions. Raises ConfigurationError when made, HookError when called."""
+
+    def __init__(self, plan: StagePlan) -> None:
+        self._plan = plan
+        self._route = self._find("route_fn", plan.route_fn)
+        self._wait_for = self._find("wait_for_fn", plan.wait_for_fn)
+        self._merge = self._find("merge_fn", plan.merge_fn)
+        self._stream_done_to = self._find("stream_done_to_fn", plan.stream_done_to_fn)
+        self._project = {
+            target: resolve(name, field=f"stages.{plan.name}.project_payload[{target!r}]")
+            for target, name in plan.project_payload.items()
+        }
+
+    @property
+    def has_wait_for(self) -> bool:
+        return self._wait_for is not None
+
+    def route(self, request_id: str, output: Any) -> tuple[tuple[str, ...], Mapping[str, Any] | None]:
+        """The result's targets; and of a `Routed` answer each one's own data."""
+        plan = self._plan
+        if self._route is None:
+            return plan.next, None
+        returned = self._call("route_fn", self._route, request_id, output)
+        if isinstance(returned, Routed):
+            return routing.route(plan.name, plan.next, list(returned.payloads)), returned.payloads
+        return routing.route(plan.name, plan.next, returned), None
+
+    def active_sources(self, request_id: str, source: str, payload: StagePayload) -> Any:
+        return None if self._wait_for is None else self._call("wait_for_fn", self._wait_for, request_id, source, payload)
+
+    def merge(self, inputs: dict[str, StagePayload]) -> StagePayload:
+        """One payload of several. Data that the function returns gets the request of the first input."""
+        assert self._merge is not None  # the contract: wait_for needs merge_fn
+        return self._as_payload(self._call("merge_fn", self._merge, inputs), next(iter(inputs.values())))
+
+    def project(self, target: str, payload: StagePayload) -> StagePayload:
+        """What ``target`` shall have of ``payload``."""
+        function = self._project.get(target)
+        if function is None:
+            return payload
+        return self._as_payload(self._call(f"project_payload[{target}]", function, payload), payload)
+
+    def stream_done_targets(self, request_id: str, output: Any) -> tuple[str, ...]:
+        plan = self._plan
+        if self._stream_done_to is None:
+            return plan.stream_to
+        returned = self._call("stream_done_to_fn", self._stream_done_to, request_id, output)
+        return routing.done_targets(plan.name, plan.stream_to, returned)
+
+    def _find(self, field: str, name: str | None) -> Callable[..., Any] | None:
+        return resolve(name, field=f"stages.{self._plan.name}.{field}") if name else None
+
+    def _call(self, hook: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except RequestError:
+            raise
+        except BaseException as error:
+            raise HookError(self._plan.name, hook, f"{type(error).__name__}: {error}") from error
+
+    @staticmethod
+    def _as_payload(returned: Any, like: StagePayload) -> StagePayload:
+        return returned if isinstance(returned, StagePayload) else StagePayload(request=like.request, data=returned)

@@ -1,0 +1,362 @@
+"""One process of a process group: its stages, and everything that is said to them. `sockets.channels.Handler`.
+
+Holds no thread of its own: the I/O thread calls `heard`, the stages' threads call what `outbox.Surroundings` lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omnipipeline_spec.plan import StagePlan
+
+from stage_runtime.engines.base import Engine
+from stage_runtime.engines.events import Admin as AdminEvent
+from stage_runtime.relays import payloads
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.fetching import Fetched, Fetching
+from stage_runtime.relays.lanes import Lanes
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.intake import Intake
+from stage_runtime.stage.outbox import tell_consumed
+from stage_runtime.stage.registration import Registration
+from stage_runtime.stage.stage import Stage
+from stage_runtime.stage.watching import Watch
+from stage_runtime.wire.messages import (
+    Abort,
+    Admin,
+    AdminReply,
+    Beat,
+    Consumed,
+    DataReady,
+    Ended,
+    Goodbye,
+    Member,
+    Members,
+    Message,
+    ProfilerStart,
+    ProfilerStop,
+    Ready,
+    Refused,
+    Release,
+    Shutdown,
+    Submit,
+    Unbound,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Host:
+    """The stages of one process and their neighbours."""
+
+    def __init__(
+        self,
+        plans: Sequence[StagePlan],
+        *,
+        incarnation: str,
+        loop: asyncio.AbstractEventLoop,
+        on_loaded: Callable[[], None],
+        on_failed: Callable[[str, BaseException], None],
+        on_shutdown: Callable[[str], None],
+        on_unbound: Callable[[str], None],
+        watch: Watch | None = None,
+    ) -> None:
+        self.incarnation = incarnation
+        self.counters: Counter[str] = Counter()
+        self.members: dict[str, Member] = {}
+        self.channels: Channels
+        self.registration: Registration
+        self.relays: Relays
+        self.lanes: Lanes
+        self._fetching: Fetching
+        self._loop = loop
+        self._on_loaded = on_loaded
+        self._on_failed = on_failed
+        self._on_shutdown = on_shutdown
+        self._on_unbound = on_unbound
+        self._watch = watch
+        self._ready = False
+        self._loading = len(plans)
+        self._releases: deque[tuple[str, str, int]] = deque()
+        self._releasing = False
+        self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed) for plan in plans}
+        self._neighbours = {
+            name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
+        } - set(self.stages)
+        self._handle: dict[type, Callable[[str, Any], None]] = {
+            Submit: self._submit,
+            DataReady: self._data_ready,
+            Abort: self._abort,
+            Ended: self._ended,
+            Release: self._release,
+            Consumed: self._consumed,
+            Welcome: self._welcome,
+            Members: self._members,
+            Shutdown: lambda _, message: self._on_shutdown(message.reason),
+            Unbound: lambda sender, _: self._on_unbound(sender),
+            Admin: self._admin,
+            ProfilerStart: self._admin_all,
+            ProfilerStop: self._admin_all,
+        }
+
+    def wire(self, channels: Channels, registration: Registration, relays: Relays) -> None:
+        """Take the process's ends of the planes; before anything is said."""
+        self.channels = channels
+        self.registration = registration
+        self.relays = relays
+        self.lanes = Lanes(relays, channels.send)
+        self._fetching = Fetching(relays, self._loop)
+
+    def load(self, make: Callable[[StagePlan], Engine]) -> None:
+        """Load every stage's engine, one after the other, each on its own thread."""
+        names = deque(self.stages)
+
+        def loaded(name: str, error: BaseException | None) -> None:
+            self._loop.call_soon_threadsafe(self._one_loaded, name, error)
+            if error is None and names:
+                self.stages[names.popleft()].start(make, loaded)
+
+        if names:
+            self.stages[names.popleft()].start(make, loaded)
+
+    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+
+    def introduced(self, sender: str, message: Message) -> bool:
+        if isinstance(message, Welcome):
+            return self.registration.welcomed(sender, message)
+        if isinstance(message, Refused):
+            log.error("a coordinator refuses this process: %s", message.reason)
+            self.counters["refused"] += 1
+            if message.buried:
+                self._on_shutdown("buried")
+        return False
+
+    def heard(self, sender: str, message: Message) -> None:
+        handle = self._handle.get(type(message))
+        if handle is None:
+            self.counters["unexpected"] += 1
+            return
+        handle(sender, message)
+
+    def lost(self, peer: str) -> None:
+        self._forget(peer)
+        if self.registration.lost(peer):
+            orphans = sum(stage.intake.abort_owner(peer) for stage in self.stages.values())
+            log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
+        elif peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
+            self._loop.call_later(1.0, self._meet_again, peer)
+
+    # --- stage.outbox.Surroundings ------------------------------------------------------------------------------
+
+    def sibling(self, name: str) -> Intake | None:
+        stage = self.stages.get(name)
+        return stage.intake if stage is not None else None
+
+    def say(self, peer: str, message: Message) -> bool:
+        return self.channels.send(peer, message)
+
+    def shared(self, source: str, target: str, request_id: str, value: Any) -> Any:
+        isolated = payloads.isolate(value)
+        if self._watch is not None:
+            self._watch.handed(source, target, request_id, isolated)
+        return isolated
+
+    def began(self, stage: str, request_id: str) -> None:
+        if self._watch is not None:
+            self._watch.began(stage, request_id)
+
+    def ended(self, stage: str, request_id: str) -> None:
+        if self._watch is not None:
+            self._watch.ended(stage, request_id)
+
+    # --- what the process does with it --------------------------------------------------------------------------
+
+    def release(self, peer: str, relay: str, transfer: int) -> None:
+        """A view of a peer's slot has died; in any thread, perhaps inside the garbage collector: only noted here."""
+        self._releases.append((peer, relay, transfer))
+        if not self._releasing:
+            self._releasing = True
+            self._loop.call_soon_threadsafe(self._send_releases)
+
+    def beat(self) -> None:
+        """Tell every coordinator how it goes."""
+        said = Beat(
+            {name: stage.waiting for name, stage in self.stages.items()},
+            {name: stage.running for name, stage in self.stages.items()},
+            {name: stage.inbox.taken for name, stage in self.stages.items()},
+            self.gauges(),
+        )
+        for coordinator in self.registration.coordinators:
+            self.say(coordinator, said)
+
+    def gauges(self) -> dict[str, float]:
+        found: dict[str, float] = {f"relay_{name}": float(value) for name, value in self.relays.stats().items()}
+        found["lanes_outstanding"] = float(self.lanes.outstanding)
+        found["lanes_queued"] = float(self.lanes.queued)
+        for name, count in (self.channels.counters + self.counters).items():
+            found[f"control_{name}"] = float(count)
+        return found
+
+    def announce_ready(self) -> None:
+        self._ready = True
+        for coordinator in self.registration.coordinators:
+            self.say(coordinator, Ready())
+
+    def goodbye(self, reason: str) -> None:
+        for coordinator in self.registration.coordinators:
+            self.say(coordinator, Goodbye(reason))
+
+    @property
+    def idle(self) -> bool:
+        """No request is at any stage, nothing waits to be sent, nobody holds a slot of ours."""
+        busy = any(stage.waiting or stage.running for stage in self.stages.values())
+        return not busy and not self.lanes.outstanding and not self.lanes.queued
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop the stages' threads. False when one did not end in time."""
+        ended = [stage.close(timeout_s) for stage in self.stages.values()]
+        self._fetching.close()
+        return all(ended)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _submit(self, sender: str, message: Submit) -> None:
+        intake = self._target(message.target)
+        if intake is not None:
+            self._fetching.fetch(
+                sender,
+                message.body,
+                message.header.request_id,
+                lambda fetched: intake.payload(message.header, "", fetched),
+                lambda error: intake.lost(message.header, error),
+            )
+
+    def _data_ready(self, sender: str, message: DataReady) -> None:
+        intake = self._target(message.target)
+        if intake is None:
+            return
+        header, source, body = message.header, message.source, message.body
+        if message.failure is not None:
+            intake.broken(header, source, message.failure)
+        elif message.is_done:
+            intake.end(header, source, message.chunk_id or 0)
+        elif body is not None:
+            self._fetching.fetch(
+                sender,
+                body,
+                header.request_id,
+                lambda fetched: self._arrived(intake, message, fetched),
+                lambda error: intake.lost(header, error),
+            )
+
+    @staticmethod
+    def _arrived(intake: Intake, message: DataReady, fetched: Fetched) -> None:
+        if message.chunk_id is None:
+            intake.payload(message.header, message.source, fetched, message.timings)
+        else:
+            intake.chunk(message.header, message.source, message.chunk_id, message.modality, fetched)
+
+    def _abort(self, sender: str, message: Abort) -> None:
+        for stage in self.stages.values():
+            stage.intake.abort(message.request_id, message.attempt)
+        self.lanes.drop_cancelled()
+        self.relays.cleanup(message.request_id)
+
+    def _ended(self, sender: str, message: Ended) -> None:
+        for request_id, attempt in message.requests:
+            for stage in self.stages.values():
+                stage.intake.abort(request_id, attempt)
+
+    def _release(self, sender: str, message: Release) -> None:
+        self.lanes.released(sender, message.relay, message.transfers)
+
+    def _consumed(self, sender: str, message: Consumed) -> None:
+        tell_consumed(
+            self.sibling(message.source), message.request_id, message.attempt, message.target, message.count
+        )
+
+    # --- members ------------------------------------------------------------------------------------------------
+
+    def _welcome(self, sender: str, message: Welcome) -> None:
+        self.relays.open(sender, message.coordinator.relays)
+        self._meet(message.members)
+        if self._ready:
+            self.say(sender, Ready())
+
+    def _members(self, sender: str, message: Members) -> None:
+        self._meet(message.joined)
+        for peer in message.gone:
+            if self.members.pop(peer, None) is not None:
+                self.channels.drop(peer)
+                self._forget(peer)
+
+    def _meet(self, members: Sequence[Member]) -> None:
+        for member in members:
+            if member.incarnation == self.incarnation or not self._neighbours.intersection(member.stages):
+                continue
+            self.members[member.incarnation] = member
+            self.channels.connect(member.incarnation, member.endpoint)
+            self.relays.open(member.incarnation, member.relays)
+
+    def _meet_again(self, peer: str) -> None:
+        member = self.members.get(peer)
+        if member is not None:
+            self._meet([member])
+
+    def _forget(self, peer: str) -> None:
+        self.lanes.forget(peer)
+
+    # --- administration -----------------------------------------------------------------------------------------
+
+    def _admin(self, sender: str, message: Admin) -> None:
+        stage = self.stages.get(message.stage)
+        if stage is None:
+            said = AdminReply(message.call_id, message.stage, 0, None, f"no stage {message.stage!r} here")
+            self.say(sender, said)
+            return
+
+        def reply(value: Any) -> None:
+            self.say(sender, AdminReply(message.call_id, message.stage, 0, value))
+
+        stage.inbox.put(AdminEvent(message.call_id, message.operation, message.arguments, reply))
+
+    def _admin_all(self, sender: str, message: ProfilerStart | ProfilerStop) -> None:
+        """Profiler control goes to every engine that listens for it."""
+        operation = "profiler_start" if isinstance(message, ProfilerStart) else "profiler_stop"
+        arguments: Mapping[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
+        for stage in self.stages.values():
+            stage.inbox.put(AdminEvent("", operation, dict(arguments), lambda _: None))
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _target(self, name: str) -> Intake | None:
+        intake = self.sibling(name)
+        if intake is None:
+            self.counters["misdirected"] += 1
+            log.warning("message for stage %r, which is not in this process", name)
+        return intake
+
+    def _one_loaded(self, name: str, error: BaseException | None) -> None:
+        if error is not None:
+            self._on_failed(name, error)
+            return
+        self._loading -= 1
+        if self._loading == 0:
+            self._on_loaded()
+
+    def _stage_crashed(self, name: str, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._on_failed, name, error)
+
+    def _send_releases(self) -> None:
+        self._releasing = False
+        batches: dict[tuple[str, str], list[int]] = {}
+        while self._releases:
+            peer, relay, transfer = self._releases.popleft()
+            batches.setdefault((peer, relay), []).append(transfer)
+        for (peer, relay), transfers in batches.items():
+            self.say(peer, Release(relay, tuple(transfers)))

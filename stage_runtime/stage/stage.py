@@ -1,0 +1,75 @@
+"""One stage of this process: its plan, hooks, engine, inbox and outbox, and the thread that they run on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import Event, Thread
+
+from omnipipeline_spec.plan import StagePlan
+
+from stage_runtime.engines.base import Engine, Inbox
+from stage_runtime.stage.hooks import Hooks
+from stage_runtime.stage.intake import Intake
+from stage_runtime.stage.outbox import StageOutbox, Surroundings
+from stage_runtime.stage.work import RequestWork
+
+log = logging.getLogger(__name__)
+
+
+class Stage:
+    """Made on the I/O thread; its engine is loaded and run on the stage's own scheduler thread."""
+
+    def __init__(self, plan: StagePlan, around: Surroundings, *, crashed: Callable[[str, BaseException], None]) -> None:
+        self.plan = plan
+        self.hooks = Hooks(plan)
+        self.stop = Event()
+        self.inbox = Inbox(lambda work, error: self.outbox.fail(work, error, hook="receive"))
+        self.intake = Intake(plan, self.hooks, self.inbox, self._fail)
+        self.outbox = StageOutbox(plan, self.hooks, around, self.intake.forget)
+        self._crashed = crashed
+        self._thread: Thread | None = None
+
+    def start(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
+        """Load the engine and run it. ``loaded`` is told, on the scheduler thread, how loading went."""
+        self._thread = Thread(target=self._run, args=(load, loaded), name=self.plan.name, daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the engine finish what waits, and end. False when it did not within ``timeout_s``."""
+        self.stop.set()
+        self.inbox.close()
+        self.intake.close()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return sum(1 for work in self.intake.works() if work.began_at is None)
+
+    @property
+    def running(self) -> int:
+        """Requests that are being computed."""
+        return sum(1 for work in self.intake.works() if work.began_at is not None)
+
+    def _run(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
+        try:
+            engine = load(self.plan)
+        except BaseException as error:
+            loaded(self.plan.name, error)
+            return
+        self.intake.engine = engine
+        loaded(self.plan.name, None)
+        try:
+            engine.run(self.inbox, self.outbox, self.stop)
+        except BaseException as error:
+            log.exception("stage %s: engine crashed", self.plan.name)
+            for work in self.intake.works():
+                self.outbox.fail(work, RuntimeError(f"scheduler crashed: {type(error).__name__}: {error}"))
+            self._crashed(self.plan.name, error)
+
+    def _fail(self, work: RequestWork, error: BaseException, hook: str) -> None:
+        self.outbox.fail(work, error, hook=hook)
