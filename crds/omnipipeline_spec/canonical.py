@@ -17,6 +17,7 @@ import msgspec
 from omnipipeline_spec.values import to_document
 
 INT_BOUND = 1 << 63  # the API server holds integers in 64 bits
+POINTLESS_BOUND = 1e21  # below it Go prints an integral float without exponent, so JSON gives an integer back
 
 
 class NotCanonical(ValueError):
@@ -37,9 +38,7 @@ def canonical(value: Any, place: str = "") -> Any:
         case None | bool() | str():
             return value
         case int():
-            if not -INT_BOUND <= value < INT_BOUND:
-                raise NotCanonical(place, f"{value} is beyond 64 bits; write it as a string")
-            return value
+            return _integer(value, place)
         case float():
             return _number(value, place)
         case list() | tuple():
@@ -74,8 +73,15 @@ def short_hash(value: Any) -> str:
 def _number(value: float, place: str) -> int | float:
     if not math.isfinite(value):
         raise NotCanonical(place, f"{value} is no number that JSON can say")
-    # Go prints an integral float without a point, so it comes back as an integer.
-    return int(value) if value.is_integer() and abs(value) < INT_BOUND else value
+    if not value.is_integer() or abs(value) >= POINTLESS_BOUND:
+        return value
+    return _integer(int(value), place)
+
+
+def _integer(value: int, place: str) -> int:
+    if not -INT_BOUND <= value < INT_BOUND:
+        raise NotCanonical(place, f"{value} is beyond 64 bits; write it as a string")
+    return value
 
 
 def _key(key: Any, place: str) -> str:

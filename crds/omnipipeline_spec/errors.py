@@ -21,9 +21,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, order=True):
     path: str  #: Such as ``stages[2].next``; empty when the whole spec is meant.
     message: str
     names: tuple[str, ...] = ()  #: The stages, groups or keys involved, for tools that point at them.
+    line: int | None = None  #: In the file that was read, when there is one.
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
+        told = f"{self.path}: {self.message}" if self.path else self.message
+        return f"line {self.line}: {told}" if self.line else told
 
 
 class SpecError(Exception):

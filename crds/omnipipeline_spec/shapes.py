@@ -32,6 +32,33 @@ def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) ->
     return cleaned, tuple(walk.faults)
 
 
+def respell(document: Any, struct: type[msgspec.Struct]) -> Any:
+    """The document with known fields in the resource's spelling; whatever is wrong with it stays for `check`."""
+    if not isinstance(document, Mapping):
+        return document
+    by_name = {field.name: field for field in fields_of(struct)}
+    by_key = {field.encode_name: field for field in fields_of(struct)} | by_name
+    spelt: dict[Any, Any] = {}
+    for key, value in document.items():
+        field = by_key.get(key)
+        if field is None:
+            spelt[key] = value
+            continue
+        both = field.name != field.encode_name and field.name in document and field.encode_name in document
+        spelt[key if both else field.encode_name] = respell_value(value, field.type)
+    return spelt
+
+
+def respell_value(value: Any, kind: inspect.Type) -> Any:
+    """The same for the value of one field."""
+    inner = without_none(kind)
+    if isinstance(inner, inspect.StructType):
+        return respell(value, inner.cls)
+    if is_list(inner) and isinstance(value, list | tuple):
+        return [respell_value(item, getattr(inner, "item_type", inspect.AnyType())) for item in value]
+    return value
+
+
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known key that was probably meant."""
     folded = {_fold(candidate): candidate for candidate in known}

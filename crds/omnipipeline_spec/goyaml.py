@@ -1,0 +1,185 @@
+"""YAML as ``kubectl`` reads it, so that one file means the same on a laptop and on a cluster.
+
+Here: documents from text, with the line of every value. PyYAML scans and parses; which plain scalar is a number, a
+boolean or a string is decided as Go's sigs.k8s.io/yaml decides it (a table test compares with a real kubectl), and
+what Kubernetes would take silently is refused: a key that is written twice, an alias that contains itself, a tag.
+Not here: what the documents mean (`loading`). The facts, each measured:
+
+- ``y yes on true`` in lower, upper and title case are booleans, ``n no off false`` too; ``~`` and ``null`` are null
+- ``0o17`` and ``017`` are 15, ``08`` is 8, ``0x1F`` 31, ``0b11`` 3, ``1_000`` 1000, ``1e3`` the integer 1000
+- dates, ``12:30:45`` and ``1e400`` are strings; ``.inf`` and ``.nan`` are refused, because JSON cannot say them
+- keys are strings in the end: ``1:`` is "1", ``yes:`` is "true"
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from omnipipeline_spec.canonical import INT_BOUND, join
+from omnipipeline_spec.errors import UnreadableSpec
+
+MAX_NODES: Final = 200_000  # aliases can make a small text a huge value
+
+_WORDS: Final[Mapping[str, bool | None]] = {
+    **{form: True for word in ("y", "yes", "on", "true") for form in (word, word.title(), word.upper())},
+    **{form: False for word in ("n", "no", "off", "false") for form in (word, word.title(), word.upper())},
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+}
+_NO_JSON: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_INTEGER: Final = re.compile(r"([-+]?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0[oO]?([0-7]+)|([1-9][0-9]*|0))")
+_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+# A number that begins with its point takes another way through Go, which is stricter about underscores.
+_POINT_FIRST: Final = re.compile(r"\.[0-9]+(_[0-9]+)*([eE][-+]?[0-9]+(_[0-9]+)*)?")
+_TAG: Final = "tag:yaml.org,2002:"
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """One document of a file."""
+
+    value: Any
+    lines: Mapping[str, int]  #: Path, as faults spell it -> line in the file, from 1.
+
+
+def documents(text: str, source: str) -> tuple[Document, ...]:
+    """All documents of a text; empty ones are left out.
+
+    Raises: UnreadableSpec: no YAML, or YAML that kubectl and we would not read alike. Names ``source`` and line.
+    """
+    try:
+        nodes = list(yaml.compose_all(text, Loader=_Composer))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise UnreadableSpec(f"{source}, line {line}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UnreadableSpec(f"{source}: {error}") from error
+    read = [_Reading(source).document(node) for node in nodes if node is not None]
+    return tuple(document for document in read if document.value is not None)
+
+
+def scalar(text: str) -> bool | int | float | str | None:
+    """What Go makes of a plain scalar.
+
+    Raises: ValueError: infinity, not-a-number, an integer beyond 64 bits.
+    """
+    if text in _WORDS:
+        return _WORDS[text]
+    if _NO_JSON.fullmatch(text):
+        raise ValueError(f"{text} is no number that JSON can say")
+    if text[0] not in "+-.0123456789" or (text[0] == "." and not _POINT_FIRST.fullmatch(text)):
+        return text
+    plain = text.replace("_", "")
+    integer = _INTEGER.fullmatch(plain)
+    if integer is not None:
+        return _integer(integer)
+    if _FLOAT.fullmatch(plain):
+        number = float(plain)
+        return number if math.isfinite(number) else text
+    return text
+
+
+def _integer(found: re.Match[str]) -> int:
+    sign, *digits = found.groups()
+    magnitude = next(int(text, base) for text, base in zip(digits, (16, 2, 8, 10), strict=True) if text)
+    value = -magnitude if sign == "-" else magnitude
+    if not -INT_BOUND <= value < INT_BOUND:
+        raise ValueError(f"{found[0]} is beyond 64 bits; put it in quotes to make it a string")
+    return value
+
+
+class _Composer(yaml.BaseLoader):
+    """PyYAML up to its nodes, without its own idea of scalars: a plain one gets the tag ``?``."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        if kind is yaml.ScalarNode:
+            return "?" if implicit[0] else f"{_TAG}str"
+        return f"{_TAG}map" if kind is yaml.MappingNode else f"{_TAG}seq"
+
+
+class _Reading:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.lines: dict[str, int] = {}
+        self.count = 0
+
+    def document(self, node: yaml.Node) -> Document:
+        return Document(value=self.value(node, "", ()), lines=self.lines)
+
+    def fail(self, node: yaml.Node, message: str) -> UnreadableSpec:
+        return UnreadableSpec(f"{self.source}, line {node.start_mark.line + 1}: {message}")
+
+    def value(self, node: yaml.Node, path: str, inside: tuple[int, ...]) -> Any:
+        self.count += 1
+        if self.count > MAX_NODES:
+            raise self.fail(node, f"the document grows beyond {MAX_NODES} values through its aliases")
+        if id(node) in inside:
+            raise self.fail(node, "an alias contains itself")
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        match node:
+            case yaml.ScalarNode():
+                return self.scalar(node)
+            case yaml.SequenceNode():
+                self.tagged(node, "seq")
+                return [
+                    self.value(item, f"{path}[{index}]", (*inside, id(node))) for index, item in enumerate(node.value)
+                ]
+            case yaml.MappingNode():
+                self.tagged(node, "map")
+                return self.mapping(node, path, (*inside, id(node)))
+        raise self.fail(node, f"{node.tag} is nothing that a spec holds")
+
+    def tagged(self, node: yaml.Node, kind: str) -> None:
+        if node.tag != f"{_TAG}{kind}":
+            raise self.fail(node, f"the tag {node.tag} is not read; write the value without it")
+
+    def scalar(self, node: yaml.ScalarNode) -> Any:
+        if node.tag != "?":
+            self.tagged(node, "str")
+            return node.value
+        try:
+            return scalar(node.value)
+        except ValueError as error:
+            raise self.fail(node, str(error)) from error
+
+    def mapping(self, node: yaml.MappingNode, path: str, inside: tuple[int, ...]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag == "?" and key_node.value == "<<":
+                for mapping in self.merges(value_node, path, inside):
+                    merged = mapping | merged
+                continue
+            key = self.key(key_node)
+            if key in found:
+                raise self.fail(key_node, f"{join(path, key)} is written twice")
+            self.lines[join(path, key)] = key_node.start_mark.line + 1
+            found[key] = self.value(value_node, join(path, key), inside)
+        return merged | found
+
+    def merges(self, node: yaml.Node, path: str, inside: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+        """What ``<<`` names: one map or a list of them; the first that has a key wins."""
+        sources: Sequence[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for source in sources:
+            if not isinstance(source, yaml.MappingNode) or id(source) in inside:
+                raise self.fail(source, "<< takes a map, or a list of maps")
+            yield self.mapping(source, path, (*inside, id(source)))
+
+    def key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.fail(node, "a key must be one word")
+        value = self.scalar(node)
+        match value:
+            case None:
+                raise self.fail(node, "a key must not be null; put it in quotes")
+            case bool():
+                return "true" if value else "false"
+            case float():
+                if value.is_integer() and abs(value) < 1 << 24:
+                    return str(int(value))
+                raise self.fail(node, f"the key {node.value} is a number with a fraction; put it in quotes")
+        return str(value)

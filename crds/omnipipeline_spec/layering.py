@@ -1,0 +1,63 @@
+"""One value over another, and where each part of the result came from.
+
+Here: merging a file over the defaults of a class, and the record of sources. Not here: reading either (`loading`),
+``--set`` (`overrides`). Lists whose items all have a name merge by it, as the resource's do; other lists are
+replaced whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omnipipeline_spec.canonical import join
+
+#: Path in the merged document -> what put the value there, in words.
+Sources = dict[str, str]
+
+
+def merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], str], place: str = "") -> Any:
+    """``over`` laid over ``base``; records for each leaf taken from ``over`` what ``source_of`` says of its path."""
+    return _merge(base, over, sources, source_of, place, place)
+
+
+def record(value: Any, sources: Sources, source_of: Callable[[str], str], place: str, origin: str) -> None:
+    """Record the source of all leaves of ``value``, which stands at ``place`` and stood at ``origin``."""
+    children = list(_children(value))
+    for step, child in children:
+        record(child, sources, source_of, _step(place, step), _step(origin, step))
+    if not children:
+        sources[place] = source_of(origin)
+
+
+def _merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], str], place: str, origin: str) -> Any:
+    if isinstance(base, Mapping) and isinstance(over, Mapping):
+        merged = dict(base)
+        for key, value in over.items():
+            merged[key] = _merge(base.get(key), value, sources, source_of, join(place, key), join(origin, key))
+        return merged
+    if _is_named(base) and _is_named(over):
+        items = list(base)
+        index_of = {item["name"]: index for index, item in enumerate(items)}
+        for index, item in enumerate(over):
+            at = index_of.get(item["name"], len(items))
+            if at == len(items):
+                items.append({})
+            items[at] = _merge(items[at], item, sources, source_of, f"{place}[{at}]", f"{origin}[{index}]")
+        return items
+    record(over, sources, source_of, place, origin)
+    return over
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) and "name" in item for item in value)
+
+
+def _children(value: Any) -> list[tuple[str | int, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
+
+
+def _step(place: str, step: str | int) -> str:
+    return f"{place}[{step}]" if isinstance(step, int) else join(place, step)

@@ -1,0 +1,252 @@
+"""From a file to a sound spec: the resource's YAML, a plain YAML, a Python module's `PipelineConfig(...)`.
+
+Here: telling the three apart, laying overrides over the file over a class's defaults, and what is known of each
+value's source. Not here: YAML itself (`goyaml`), paths of overrides (`overrides`), Python modules (`pythonfiles`),
+the rules (`topology`). The only room of the contract that touches the disk. Called by every command and, for
+resources that come from the API server, by the operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from omnipipeline_spec import goyaml, layering, overrides, pythonfiles, shapes, topology
+from omnipipeline_spec.canonical import join
+from omnipipeline_spec.errors import Fault, InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.quantities import is_pipeline_name, pipeline_slug
+from omnipipeline_spec.values import default_of, fields_of, to_document
+from omnipipeline_spec.writing import API_VERSION, KIND
+
+_OBJECT_KEYS: Final = ("apiVersion", "kind", "metadata", "spec", "status")
+
+
+class LoadedPipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A sound spec and where it came from."""
+
+    name: str  #: A legal name of a resource.
+    spec: PipelineConfig
+    source: str  #: The file, as it was given.
+    sources: Mapping[str, str]  #: Path of each value that somebody set -> who.
+    metadata: Mapping[str, Any] = {}  #: Of a resource: labels, annotations, namespace.
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """One value of a spec and what decided it."""
+
+    path: str
+    value: Any
+    source: str
+
+
+class _Read(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file said, before anything is laid over it."""
+
+    document: Any
+    source: str
+    spelling: shapes.Spelling
+    lines: Mapping[str, int] = {}
+    name: str | None = None
+    metadata: Mapping[str, Any] = {}
+    faults: tuple[Fault, ...] = ()
+
+
+def load(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedPipeline:
+    """The pipeline of a file, with ``path=value`` overrides laid over it.
+
+    path:   ``pipeline.yaml``, ``pipeline.py``, ``pipeline.py:name`` or ``package.module:name`` of a Python value.
+    Raises: UnreadableSpec: nothing there that is a pipeline; InvalidPipeline: with all faults, form and meaning.
+    """
+    text = str(path)
+    found = pythonfiles.locate(text)
+    if found is not None:
+        spec = found.load()
+        read = _Read(document=to_document(spec), source=text, spelling="plain", name=spec.name)
+        return _finish(read, overrides, fallback=found.stem)
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableSpec(f"{text}: {getattr(error, 'strerror', None) or error}") from error
+    return loads(content, source=text, overrides=overrides)
+
+
+def loads(content: str, *, source: str = "the text", overrides: Sequence[str] = ()) -> LoadedPipeline:
+    """The pipeline of a YAML text; raises as `load` does."""
+    document = _only(goyaml.documents(content, source), source)
+    return _finish(_yaml(document, source), overrides, fallback=Path(source).stem)
+
+
+def from_resource(resource: Mapping[str, Any], *, source: str = "the resource") -> LoadedPipeline:
+    """The pipeline of a resource as the API server gives it; raises InvalidPipeline as `load` does."""
+    return _finish(_resource(resource, {}, source), (), fallback="pipeline")
+
+
+def explain(loaded: LoadedPipeline) -> tuple[Explained, ...]:
+    """Every value of the spec, those nobody set too, with what decided it."""
+    found: list[Explained] = []
+    _explain(loaded.spec, "", loaded.sources, found)
+    return tuple(found)
+
+
+def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
+    """The one pipeline of a file; a resource may stand among others (a Secret beside it)."""
+    pipelines = [each for each in documents if isinstance(each.value, Mapping) and each.value.get("kind") == KIND]
+    found = pipelines if len(documents) > 1 else documents
+    if len(found) == 1:
+        return found[0]
+    if len(documents) == 0:
+        raise UnreadableSpec(f"{source}: the file is empty")
+    raise UnreadableSpec(f"{source}: holds {len(pipelines)} documents of kind {KIND}, not one")
+
+
+def _yaml(document: goyaml.Document, source: str) -> _Read:
+    value = document.value
+    if not isinstance(value, Mapping):
+        raise UnreadableSpec(f"{source}: a pipeline is a map with stages, this is {value!r:.60}")
+    if "apiVersion" in value or "kind" in value:
+        return _resource(value, document.lines, source)
+    return _Read(document=value, source=source, spelling="plain", lines=document.lines)
+
+
+def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -> _Read:
+    if value.get("kind") != KIND or value.get("apiVersion") != API_VERSION:
+        given = f"{value.get('apiVersion')} {value.get('kind')}"
+        raise UnreadableSpec(f"{source}: is of {given}; a pipeline is of {API_VERSION} {KIND}")
+    faults = [_unknown(key, _OBJECT_KEYS, "") for key in value if key not in _OBJECT_KEYS]
+    metadata = value.get("metadata")
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    faults += [_unknown(key, _METADATA_KEYS, "metadata") for key in metadata if key not in _METADATA_KEYS]
+    name = metadata.get("name")
+    if not isinstance(name, str) or not is_pipeline_name(name):
+        message = "is required" if name is None else f"{name!r} must be at most 38 lower case letters, digits and -, "
+        message += "" if name is None else "a letter first, no - last, and not end in -peers"
+        faults.append(Fault(path="metadata.name", message=message, names=(str(name),) if name else ()))
+    return _Read(
+        document=value.get("spec") if value.get("spec") is not None else {},
+        source=source,
+        spelling="resource",
+        lines={path.removeprefix("spec").removeprefix("."): line for path, line in lines.items()},
+        name=name if isinstance(name, str) else None,
+        metadata=metadata,
+        faults=tuple(faults),
+    )
+
+
+_METADATA_KEYS: Final = (
+    "name",
+    "namespace",
+    "labels",
+    "annotations",
+    "generateName",
+    "finalizers",
+    "ownerReferences",
+    "uid",
+    "resourceVersion",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+    "managedFields",
+    "selfLink",
+)
+
+
+def _unknown(key: str, known: Sequence[str], path: str) -> Fault:
+    near = shapes.nearest(key, known)
+    return Fault(
+        path=join(path, key), message="unknown key" + (f"; did you mean {near}?" if near else ""), names=(key,)
+    )
+
+
+def _finish(read: _Read, given: Sequence[str], *, fallback: str) -> LoadedPipeline:
+    """Overrides over the file over the class, checked as one; every fault gets its line."""
+    sources: layering.Sources = {}
+    laid = _over_class(read, sources)
+    faults = list(read.faults)
+    if given and isinstance(laid, dict):
+        laid = overrides.apply(laid, given, sources)
+    document, malformed = shapes.check(laid, PipelineConfig, spelling=read.spelling)
+    spec, unsound = topology.of_document(document)
+    faults += [*malformed, *unsound]
+    if faults or spec is None:
+        lined = [msgspec.structs.replace(fault, line=_line(fault.path, read.lines)) for fault in faults]
+        raise InvalidPipeline(lined, source=read.source)
+    name = read.name if read.spelling == "resource" else spec.name
+    named = pipeline_slug(name or fallback)
+    if read.spelling == "resource":
+        spec = msgspec.structs.replace(spec, name=named)
+    return LoadedPipeline(name=named, spec=spec, source=read.source, sources=sources, metadata=read.metadata)
+
+
+def _over_class(read: _Read, sources: layering.Sources) -> Any:
+    """The file's document over the defaults of the class it names."""
+    if not isinstance(read.document, Mapping):
+        return read.document
+    plain = read.spelling == "plain"
+    document = shapes.respell(read.document, PipelineConfig) if plain else dict(read.document)
+    source_of = functools.partial(_place, read)
+    config_cls = document.pop("configCls", None) if plain else None
+    base: dict[str, Any] = {}
+    if isinstance(config_cls, str) and config_cls != PipelineConfig.__qualname__:
+        cls = pythonfiles.config_class(config_cls)
+        base = _defaults(cls)
+        layering.record(base, sources, lambda _: f"default of {config_cls}", "", "")
+    return layering.merge(base, document, sources, source_of)
+
+
+def _defaults(cls: type[PipelineConfig]) -> dict[str, Any]:
+    """What a class of pipelines sets that `PipelineConfig` does not."""
+    common = {field.name: default_of(field) for field in fields_of(PipelineConfig)}
+    return {
+        field.encode_name: shapes.respell(to_document(default), PipelineConfig)
+        for field in fields_of(cls)
+        if (default := default_of(field)) is not msgspec.NODEFAULT
+        and default is not None
+        and default != common.get(field.name)
+    }
+
+
+def _place(read: _Read, path: str) -> str:
+    line = _line(path, read.lines)
+    return f"{read.source}, line {line}" if line else read.source
+
+
+def _line(path: str, lines: Mapping[str, int]) -> int | None:
+    """The line of a path, or of the nearest thing around it; a file may spell a field in snake_case."""
+    folded = {_folded(place): line for place, line in lines.items()}
+    while path:
+        if _folded(path) in folded:
+            return folded[_folded(path)]
+        cut = max(path.rfind("."), path.rfind("["))
+        path = path[: max(cut, 0)]
+    return None
+
+
+def _folded(path: str) -> str:
+    return path.replace("_", "").lower()
+
+
+def _explain(value: msgspec.Struct, path: str, sources: Mapping[str, str], found: list[Explained]) -> None:
+    for field in fields_of(type(value)):
+        held = getattr(value, field.name)
+        place = join(path, field.encode_name)
+        if isinstance(held, msgspec.Struct):
+            _explain(held, place, sources, found)
+        elif isinstance(held, tuple) and any(isinstance(item, msgspec.Struct) for item in held):
+            for index, item in enumerate(held):
+                _explain(item, f"{place}[{index}]", sources, found)
+        else:
+            source = _source(place, sources)
+            found.append(Explained(path=place, value=to_document(held), source=source))
+
+
+def _source(path: str, sources: Mapping[str, str]) -> str:
+    inside = [
+        source for place, source in sources.items() if place == path or place.startswith((f"{path}.", f"{path}["))
+    ]
+    return ", ".join(dict.fromkeys(inside)) or "default"

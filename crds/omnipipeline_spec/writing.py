@@ -1,0 +1,67 @@
+"""A spec as the resource's YAML, so that kubectl reads back exactly what was meant.
+
+Here: the resource as plain values, and its YAML. Not here: reading (`loading`, `goyaml`). Called by ``omni convert``
+and by the tools that make manifests. Strings that Go would take for something else (``y``, ``1e3``, ``0o17``) are
+put in quotes; PyYAML alone would leave them bare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import yaml
+
+from omnipipeline_spec import goyaml, topology
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.quantities import pipeline_slug
+from omnipipeline_spec.values import extra_of, fields_of, to_document
+
+API_VERSION: Final = "omnipipeline.dev/v1alpha1"
+KIND: Final = "OmniPipeline"
+
+
+def resource(spec: PipelineConfig, *, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Any:
+    """The resource as plain values: camelCase, defaults left out, the name a legal one."""
+    outside = {field.encode_name for field in fields_of(PipelineConfig) if "outside_resource" in extra_of(field.type)}
+    document = {key: value for key, value in to_document(spec).items() if key not in outside}
+    named = {**(metadata or {}), "name": pipeline_slug(name or spec.name or "pipeline")}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": named, "spec": document}
+
+
+def convert(spec: PipelineConfig, *, name: str | None = None) -> str:
+    """The resource as YAML.
+
+    Raises: InvalidPipeline: the spec is not sound.
+    """
+    return to_yaml(resource(topology.check(spec), name=name))
+
+
+def to_yaml(value: Any) -> str:
+    """YAML that Go reads as it was meant; keys in the order given."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)  # lists stand indented below their key
+
+
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    if "\n" in text:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _stays(text) else "'")
+
+
+def _stays(text: str) -> bool:
+    try:
+        return goyaml.scalar(text) == text
+    except ValueError:
+        return False
+
+
+_Dumper.add_representer(str, _string)
