@@ -1,0 +1,41 @@
+"""The HTTP application of one pipeline. Called by `processes`; the routes are made in their own rooms.
+
+FastAPI holds the routes and the admin routers that others bring; the hot routes are plain ASGI under it, since
+their bodies are read by msgspec, and validation by another library would cost more than the rest of the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI
+
+from stage_runtime.coordinator.events import Desk
+from stage_runtime.web import openai, openapi, pipeline, probes
+from stage_runtime.web.bare import bare_app
+from stage_runtime.web.endpoints import Service
+from stage_runtime.web.fetching import Fetcher
+from stage_runtime.web.front import Front
+from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.settings import WebSettings
+
+
+def make_app(
+    desk: Desk, settings: WebSettings, *, metrics: Metrics | None = None, admin: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """The application.
+
+    metrics: given when another port shows them too (`probes.make_probes`): both then count into the same.
+    admin: routers of others (the profiler's) that belong on this port; they are behind the API keys.
+    """
+    metrics = metrics or Metrics(desk)
+    app = bare_app(title=settings.model)
+    service = Service(desk=desk, settings=settings, fetcher=Fetcher(settings))
+    app.router.routes[:0] = [*openai.routes(service), *pipeline.routes(service)]
+    if settings.probes:
+        app.router.routes.extend(probes.routes(desk, metrics))
+    for router in admin:
+        app.include_router(router)
+    app.openapi = lambda: openapi.document(settings)  # type: ignore[method-assign]
+    app.add_middleware(Front, api_keys=settings.api_keys, observe=metrics.observe)
+    return app

@@ -1,0 +1,47 @@
+"""An application without routes whose errors look like all of ours. Made into one by `app` and `probes`."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.web import errors
+from stage_runtime.web.exchange import KEY, Exchange
+
+
+def bare_app(*, title: str) -> FastAPI:
+    """FastAPI with our errors, and without its pages, which load scripts from elsewhere."""
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    return app
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """No route (404), not with this method (405), or what an admin router says."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        problem = RequestError("unsupported_endpoint", f"there is no {request.method} {request.url.path} here")
+    elif error.status_code == 405:
+        problem = RequestError("unsupported_endpoint", f"{request.url.path} does not take {request.method}")
+    else:
+        problem = InvalidRequest(str(error.detail))
+    return _as_response(request, problem, error.status_code, dict(error.headers or {}))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"] if step != "body")
+    return _as_response(request, InvalidRequest(f"{where}: {first['msg']}", param=where), 400, {})
+
+
+def _as_response(request: Request, error: RequestError, status: int, headers: dict[str, str]) -> Response:
+    exchange: Exchange = request.scope[KEY]
+    exchange.failure = error.code
+    body = errors.encoded(error, exchange.request_id)
+    return Response(body, status_code=status, headers=headers, media_type="application/json")

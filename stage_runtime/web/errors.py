@@ -1,0 +1,61 @@
+"""How errors look over HTTP: OpenAI's shape plus ``stage`` and ``request_id``. Pure; called by every route."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.errors import RequestError
+
+Headers = list[tuple[bytes, bytes]]
+
+#: OpenAI's ``type`` of an error, by our code; everything else is a ``server_error``.
+TYPES: Final[dict[str, str]] = {
+    "invalid_request": "invalid_request_error",
+    "unauthorized": "authentication_error",
+    "unsupported_endpoint": "invalid_request_error",
+    "not_found": "invalid_request_error",
+    "duplicate_request": "invalid_request_error",
+    "too_large": "invalid_request_error",
+    "cancelled": "cancelled_error",
+    "rate_limited": "rate_limit_error",
+}
+
+#: Seconds for Retry-After where the desk names none: a restarted stage process is back within about this time.
+RETRY_AFTER_S: Final = 1.0
+
+
+def body(error: RequestError, request_id: str | None) -> dict[str, Any]:
+    """``{"error": {...}}`` as clients get it, alone or as an event of a stream."""
+    facts: dict[str, Any] = {
+        "message": error.message,
+        "type": TYPES.get(error.code, "server_error"),
+        "code": error.code,
+        "param": error.param,
+        "stage": error.stage,
+        "request_id": error.request_id or request_id,
+    }
+    if error.hook is not None:
+        facts["hook"] = error.hook
+    return {"error": facts}
+
+
+def encoded(error: RequestError, request_id: str | None) -> bytes:
+    return msgspec.json.encode(body(error, request_id))
+
+
+def headers(error: RequestError) -> Headers:
+    """What the status alone does not say: when to come again, or not at all."""
+    if error.code in ("rate_limited", "unavailable"):
+        seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+        return [(b"retry-after", str(max(1, math.ceil(seconds))).encode())]
+    if error.code == "stage_failed":
+        return [(b"x-should-retry", b"false")]  # the openai client would send it twice more, to fail twice more
+    return [(b"www-authenticate", b"Bearer")] if error.code == "unauthorized" else []
+
+
+def internal(request_id: str | None) -> RequestError:
+    """What a client is told of a fault of this program; the log has the rest."""
+    return RequestError("stage_failed", "internal error; the server's log has it", request_id=request_id)

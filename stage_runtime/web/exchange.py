@@ -1,0 +1,159 @@
+"""One HTTP request and its answer, as routes see them. Raw ASGI: no framework between a stage's word and the socket.
+
+Counts what the log line says. Knows no desk and no OpenAI. Made by `front.Front`, used by the routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.types import Message, Receive, Scope, Send
+
+from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.web.errors import Headers
+
+KEY: Final = "omni.exchange"  #: Where `Front` puts it into the ASGI scope.
+_SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
+_TRACE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?")
+_BODILESS: Final = b""
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
+        self.request_id: str | None = None
+        self.failure: str | None = None  #: Code of the error the answer carries, in its status or as an event.
+        self.status = 0
+        self.sent_bytes = 0
+        self.begun_at = time.perf_counter()
+        self.first_byte_at: float | None = None
+        self.complete = False  #: The answer is all sent.
+        self._receive = receive
+        self._send = send
+        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+
+    @property
+    def started(self) -> bool:
+        """The status line is sent: an error can no longer be one."""
+        return self.status != 0
+
+    @property
+    def outcome(self) -> str:
+        """``completed``, the error's code, or ``torn``: an answer that was begun and not ended."""
+        return self.failure or ("completed" if self.complete else "torn")
+
+    def header(self, name: bytes) -> str | None:
+        """A request header by its lower-case name."""
+        return next((value.decode("latin-1") for key, value in self._headers if key == name), None)
+
+    def name_request(self, new_id: Callable[[], str]) -> str:
+        """The request's id: the client's own if it is sane, else a new one. Echoed in the answer."""
+        given = self.header(b"x-request-id")
+        self.request_id = given if given is not None and _SANE_ID.fullmatch(given) else new_id()
+        return self.request_id
+
+    def trace(self) -> str | None:
+        """The client's `traceparent`, if it is one."""
+        given = self.header(b"traceparent")
+        return given if given is not None and _TRACE.fullmatch(given) else None
+
+    def timeout_s(self, in_body: float | None) -> float | None:
+        """The deadline that the client sets: the shorter of header and body field.
+
+        Raises: InvalidRequest: the header is no number of seconds.
+        """
+        given = self.header(b"x-request-timeout")
+        if given is None:
+            return in_body
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds < float("inf"):
+            raise InvalidRequest(f"x-request-timeout: {given!r} is no number of seconds", param="x-request-timeout")
+        return seconds if in_body is None else min(seconds, in_body)
+
+    async def body(self, limit: int) -> bytes:
+        """The request's body.
+
+        Raises: RequestError: too_large: as soon as it is known to be over ``limit`` bytes; cancelled: torn off.
+        """
+        declared = self.header(b"content-length")
+        if declared is not None and declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
+        pieces: list[bytes] = []
+        nbytes, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise RequestError("cancelled", "the client disconnected while sending the body")
+            piece = message.get("body", _BODILESS)
+            nbytes += len(piece)
+            if nbytes > limit:
+                raise _too_large(limit)
+            pieces.append(piece)
+            more = message.get("more_body", False)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def watch(self, gone: Callable[[], Any]) -> asyncio.Task[None]:
+        """Call ``gone`` once the client has disconnected. After `body`; cancel the task when the answer is out."""
+        return asyncio.get_running_loop().create_task(self._watch(gone))
+
+    async def _watch(self, gone: Callable[[], Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.complete:
+            gone()
+
+    async def send(self, message: Message) -> None:
+        """What starlette's own responses go through too."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.request_id is not None:
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", self.request_id.encode())]}
+        else:
+            body = message.get("body", _BODILESS)
+            if body and self.first_byte_at is None:
+                self.first_byte_at = time.perf_counter()
+            self.sent_bytes += len(body)
+            self.complete = not message.get("more_body", False)
+        await self._send(message)
+
+    async def reply(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = b"application/json",
+        headers: Headers | None = None,
+    ) -> None:
+        """The whole answer."""
+        fixed = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": status, "headers": [*fixed, *(headers or ())]})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def start(self, content_type: bytes, headers: Headers) -> None:
+        """The head of an answer that comes in pieces; its status is 200."""
+        await self.send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type), *headers]}
+        )
+
+    async def write(self, body: bytes) -> None:
+        """One more piece; waits while the client reads slower than it is written to."""
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self) -> None:
+        await self.send({"type": "http.response.body", "body": _BODILESS})
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError("too_large", f"the body is larger than {limit} bytes")

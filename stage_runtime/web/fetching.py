@@ -1,0 +1,134 @@
+"""Media that chat messages name by http URL: fetched from allowed hosts only, bounded in size and time.
+
+Against server-side request forgery: the host must be one of ``media_hosts``; a name must resolve to public addresses
+only, and the connection goes to an address that was checked (a second look-up could answer otherwise); redirects
+stay on the host. A ``media_hosts`` entry that is itself an address says that this very address is meant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Iterable
+from typing import Final
+
+import httpx
+
+from stage_runtime.errors import InvalidRequest
+from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.translating.media import Place
+from stage_runtime.wire.values import Media
+
+MAX_REDIRECTS: Final = 3
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+class Fetcher:
+    """Fetches what `media.to_fetch` found. Opens a client per call: such URLs are rare, and no cookie stays behind."""
+
+    def __init__(self, settings: WebSettings) -> None:
+        self._hosts = frozenset(host.lower() for host in settings.media_hosts)
+        self._timeout_s = settings.media_timeout_s
+        self._max_bytes = settings.max_body_bytes
+
+    async def fetch(self, places: Iterable[Place]) -> dict[str, Media]:
+        """URL -> what it holds, all fetched at once.
+
+        Raises: InvalidRequest: a URL is not allowed, too slow, too large, or not what its part says.
+        """
+        wanted = {place.url: place for place in places}
+        found = await asyncio.gather(*(self._bounded(place) for place in wanted.values()))
+        return dict(zip(wanted, found, strict=True))
+
+    async def _bounded(self, place: Place) -> Media:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._follow(place)
+        except TimeoutError:
+            raise _refused(place, f"not fetched within {self._timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise _refused(place, f"not fetched: {type(error).__name__}") from error
+
+    async def _follow(self, place: Place) -> Media:
+        url = httpx.URL(place.url)
+        # trust_env: a proxy would look the name up by itself, after our check
+        async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=self._timeout_s) as client:
+            for _ in range(1 + MAX_REDIRECTS):
+                address = await self._allowed_address(url, place)
+                request = client.build_request(
+                    "GET",
+                    url.copy_with(host=address),
+                    headers={"host": _host_header(url), "accept-encoding": "identity"},
+                    extensions={"sni_hostname": url.host},
+                )
+                response = await client.send(request, stream=True)
+                try:
+                    if not response.is_redirect:
+                        return await self._read(response, place)
+                    target = url.join(response.headers["location"])
+                finally:
+                    await response.aclose()
+                if (target.host, _port(target)) != (url.host, _port(url)):
+                    raise _refused(place, "it redirects to another host")
+                url = target
+        raise _refused(place, f"more than {MAX_REDIRECTS} redirects")
+
+    async def _allowed_address(self, url: httpx.URL, place: Place) -> str:
+        if url.scheme not in _PORTS:
+            raise _refused(place, "only data:, http: and https: URLs")
+        host = url.host.lower()
+        exact = f"{host}:{_port(url)}" in self._hosts
+        if not exact and (host not in self._hosts or url.port is not None):
+            raise _refused(place, f"its host {_host_header(url)!r} is none of the pipeline's mediaHosts")
+        if _is_address(host):
+            return host
+        return await _public_address(host, _port(url), place)
+
+    async def _read(self, response: httpx.Response, place: Place) -> Media:
+        if response.status_code != 200:
+            raise _refused(place, f"its host answered {response.status_code}")
+        mime = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not mime.startswith(f"{place.type}/"):
+            raise _refused(place, f"it is {mime or 'of no type'}, not {place.type}/…")
+        body = bytearray()
+        async for piece in response.aiter_raw():
+            body += piece
+            if len(body) > self._max_bytes:
+                raise _refused(place, f"it is larger than {self._max_bytes} bytes")
+        return Media(place.type, mime, bytes(body))
+
+
+async def _public_address(host: str, port: int, place: Place) -> str:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(item[4][0]) for item in found]
+    if not addresses or not all(_is_public(address) for address in addresses):
+        raise _refused(place, "its host is not on the public Internet")
+    return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    return parsed.is_global and not parsed.is_multicast
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _port(url: httpx.URL) -> int:
+    return url.port or _PORTS.get(url.scheme, 0)
+
+
+def _host_header(url: httpx.URL) -> str:
+    return url.netloc.decode("ascii").rpartition("@")[2]
+
+
+def _refused(place: Place, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{place.param}: {problem}", param=place.param)

@@ -1,0 +1,92 @@
+"""What every HTTP request passes first and last: key, id, errors, the log line. ASGI middleware of all our apps."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stage_runtime.errors import RequestError
+from stage_runtime.web import errors
+from stage_runtime.web.exchange import KEY, Exchange
+
+_log = logging.getLogger("stage_runtime.web.requests")
+_faults = logging.getLogger(__name__)
+
+#: Never asked for a key, never logged: kubelets and load balancers call them every second.
+OPEN: Final = frozenset({"/livez", "/readyz"})
+_QUIET: Final = OPEN | {"/metrics", "/status"}
+
+
+class Front:
+    """The outermost loop: whatever a route raises ends here, as an answer and a line in the log."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Sequence[str] = (), observe: Callable[[Exchange, float], None] | None = None
+    ) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in api_keys)
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send)
+        scope[KEY] = exchange
+        try:
+            await self._answer(exchange, receive)
+        finally:
+            ended_at = time.perf_counter()
+            if exchange.path not in _QUIET:
+                _log_line(exchange, ended_at)
+            if self._observe is not None:
+                self._observe(exchange, ended_at)
+
+    async def _answer(self, exchange: Exchange, receive: Receive) -> None:
+        try:
+            if self._keys and exchange.path not in OPEN:
+                self._authorise(exchange)
+            await self._app(exchange.scope, receive, exchange.send)
+        except RequestError as error:
+            await fail(exchange, error)
+        except Exception:
+            _faults.exception("request %s: %s %s failed", exchange.request_id, exchange.method, exchange.route)
+            await fail(exchange, errors.internal(exchange.request_id))
+
+    def _authorise(self, exchange: Exchange) -> None:
+        scheme, _, given = (exchange.header(b"authorization") or "").partition(" ")
+        token = given.strip().encode()
+        # every key is compared, in constant time: how long it takes says nothing of which was near
+        matches = [hmac.compare_digest(token, key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise RequestError("unauthorized", "an API key is needed: Authorization: Bearer KEY")
+
+
+async def fail(exchange: Exchange, error: RequestError) -> None:
+    """Answer with an error, or leave an answer that has begun unfinished: the client sees it torn off."""
+    exchange.failure = error.code
+    if exchange.started:
+        return
+    body = errors.encoded(error, exchange.request_id)
+    await exchange.reply(body, status=error.status, headers=errors.headers(error))
+
+
+def _log_line(exchange: Exchange, ended_at: float) -> None:
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    first = exchange.first_byte_at
+    facts = {
+        "request_id": exchange.request_id,
+        "route": f"{exchange.method} {exchange.route}",
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "ms": round((ended_at - exchange.begun_at) * 1e3, 2),
+        "first_byte_ms": None if first is None else round((first - exchange.begun_at) * 1e3, 2),
+        "bytes": exchange.sent_bytes,
+    }
+    _log.info(" ".join(f"{name}={value}" for name, value in facts.items()), extra={"facts": facts})

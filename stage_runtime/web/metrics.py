@@ -1,0 +1,125 @@
+"""Prometheus' text of what the desk counts and what HTTP sees. Called by the probes and, per request, by `front`.
+
+The desk's numbers are read when asked for. Names begin with ``omnipipeline_``; what each key of `Desk.metrics`
+becomes:
+
+    requests            {(kind, outcome): n}          requests_total{kind,outcome}
+    stages              {stage: {name: number|hist}}  stage_<name>{stage}
+    relays              {relay: {name: number}}       relay_<name>{relay}
+    any other           number | hist                 <name>
+    any other           {label: number}               <name>{name}
+
+A histogram is ``{"buckets": {upper bound: count so far}, "sum": s}`` with cumulative counts, ``+Inf`` last. A name
+that ends in ``_total`` is a counter, every other a gauge; relays only count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from stage_runtime.coordinator.events import Desk
+from stage_runtime.web.exchange import Exchange
+
+CONTENT_TYPE: Final[bytes] = CONTENT_TYPE_PLAIN_0_0_4.encode()
+_PREFIX: Final = "omnipipeline_"
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+Families = dict[str, Any]  # by name; prometheus_client's base type of families has no ``add_metric``
+
+
+class Metrics:
+    """All metrics of the coordinator's process."""
+
+    def __init__(self, desk: Desk) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each of ours, which no dashboard reads
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_DeskCollector(desk))
+        labels = ("route",)
+        self._answers = Counter(
+            f"{_PREFIX}http_requests",
+            "Answers by route, status and outcome.",
+            (*labels, "status", "outcome"),
+            registry=registry,
+        )
+        self._first_byte = Histogram(
+            f"{_PREFIX}http_first_byte_seconds",
+            "Request read to first byte out.",
+            labels,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            f"{_PREFIX}http_request_seconds",
+            "Request read to last byte out.",
+            labels,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._sent = Counter(f"{_PREFIX}http_sent_bytes", "Bytes of answers' bodies.", labels, registry=registry)
+        self._registry = registry
+
+    def observe(self, exchange: Exchange, ended_at: float) -> None:
+        """Count one finished exchange."""
+        route = f"{exchange.method} {exchange.route}" if exchange.route != "unknown" else "unknown"
+        self._answers.labels(route, str(exchange.status), exchange.outcome).inc()
+        self._seconds.labels(route).observe(ended_at - exchange.begun_at)
+        self._sent.labels(route).inc(exchange.sent_bytes)
+        if exchange.first_byte_at is not None:
+            self._first_byte.labels(route).observe(exchange.first_byte_at - exchange.begun_at)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _DeskCollector(Collector):
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def collect(self) -> Iterator[Metric]:
+        families: Families = {}
+        for key, value in self._desk.metrics().items():
+            match key:
+                case "requests":
+                    for (kind, outcome), number in value.items():
+                        _add(families, "requests_total", {"kind": kind, "outcome": outcome}, number)
+                case "stages":
+                    _add_each(families, "stage", value, counters=False)
+                case "relays":
+                    _add_each(families, "relay", value, counters=True)
+                case _:
+                    _add_other(families, key, value)
+        return iter(families.values())
+
+
+def _add_each(families: Families, label: str, rows: Mapping[str, Mapping[str, Any]], *, counters: bool) -> None:
+    for name, row in rows.items():
+        for key, value in row.items():
+            counts = counters and not key.endswith(("_total", "_in_use"))
+            _add(families, f"{label}_{key}" + ("_total" if counts else ""), {label: name}, value)
+
+
+def _add_other(families: Families, key: str, value: Any) -> None:
+    if isinstance(value, Mapping) and "buckets" not in value:
+        for label, number in value.items():
+            _add(families, key, {"name": str(label)}, number)
+    else:
+        _add(families, key, {}, value)
+
+
+def _add(families: Families, name: str, labels: dict[str, str], value: Any) -> None:
+    """One sample. What is neither a number nor a histogram has no place here and is left out (a name, a list)."""
+    full, values = _PREFIX + name, list(labels.values())
+    if isinstance(value, Mapping):
+        family = families.setdefault(full, HistogramMetricFamily(full, name, labels=list(labels)))
+        buckets = [(str(bound), float(count)) for bound, count in value["buckets"].items()]
+        family.add_metric(values, buckets, value["sum"])
+    elif isinstance(value, (int, float)):
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        families.setdefault(full, kind(full, name, labels=list(labels))).add_metric(values, float(value))

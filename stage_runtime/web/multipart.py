@@ -1,0 +1,120 @@
+"""A multipart body, already read and bounded, as its parts. Pure; called by the routes that take files.
+
+Not starlette's `request.form()`: that spools to temporary files, which a read-only root file system has not, and
+hands the bytes over in pieces that would be joined again here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from stage_runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+MAX_PARTS: Final = 256
+MAX_HEADER_BYTES: Final = 8192
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One field (``filename`` is None) or file."""
+
+    name: str
+    filename: str | None
+    content_type: str
+    data: bytes
+
+
+def is_form(content_type: str | None) -> bool:
+    return (content_type or "").lower().startswith("multipart/form-data")
+
+
+def parse(body: bytes, content_type: str) -> list[Part]:
+    """All parts in order.
+
+    Raises: InvalidRequest: no boundary, a torn or malformed body, too many parts, a part without a name.
+    """
+    _, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if not boundary:
+        raise InvalidRequest("content-type: multipart/form-data without a boundary")
+    collector = _Collector()
+    try:
+        parser = MultipartParser(boundary, collector.callbacks())
+        parser.write(body)
+        parser.finalize()
+    except MultipartParseError as error:
+        raise InvalidRequest(f"the body is no multipart/form-data: {error}") from None
+    if not collector.ended:
+        raise InvalidRequest("the body is no multipart/form-data: its last boundary is missing")
+    return collector.parts
+
+
+class _Collector:
+    """The parser's callbacks."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.ended = False
+        self._field = bytearray()
+        self._value = bytearray()
+        self._headers: dict[str, str] = {}
+        self._data = bytearray()
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": self._on_field,
+            "on_header_value": self._on_value,
+            "on_header_end": self._end_header,
+            "on_part_data": self._on_data,
+            "on_part_end": self._end,
+            "on_end": self._on_end,
+        }
+
+    def _begin(self) -> None:
+        if len(self.parts) >= MAX_PARTS:
+            raise InvalidRequest(f"the form has more than {MAX_PARTS} parts")
+        self._headers, self._data = {}, bytearray()
+
+    def _on_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+        self._bound(self._field)
+
+    def _on_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+        self._bound(self._value)
+
+    def _end_header(self) -> None:
+        self._headers[self._field.decode("latin-1").lower()] = self._value.decode("utf-8", "replace")
+        self._field, self._value = bytearray(), bytearray()
+
+    def _on_data(self, data: bytes, start: int, end: int) -> None:
+        self._data += memoryview(data)[start:end]
+
+    def _end(self) -> None:
+        _, options = parse_options_header(self._headers.get("content-disposition", ""))
+        name = options.get(b"name")
+        if name is None:
+            raise InvalidRequest("the form has a part without a name")
+        filename = options.get(b"filename")
+        part = Part(
+            name=name.decode("utf-8", "replace"),
+            filename=None if filename is None else filename.decode("utf-8", "replace"),
+            content_type=self._headers.get("content-type", "application/octet-stream"),
+            data=bytes(self._data),
+        )
+        self.parts.append(part)
+
+    def _on_end(self) -> None:
+        self.ended = True
+
+    @staticmethod
+    def _bound(header: bytearray) -> None:
+        if len(header) > MAX_HEADER_BYTES:
+            raise InvalidRequest(f"the form has a part header of more than {MAX_HEADER_BYTES} bytes")

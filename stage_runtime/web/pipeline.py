@@ -1,0 +1,86 @@
+"""POST /v1/pipeline, and what is known of a request: GET and DELETE /v1/requests/{id}."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from starlette.routing import Route
+
+from stage_runtime.errors import RequestError
+from stage_runtime.web import endpoints, errors, multipart, schemas, serving
+from stage_runtime.web.endpoints import Service
+from stage_runtime.web.exchange import Exchange
+from stage_runtime.web.translating import pipelines
+from stage_runtime.web.translating.outputs import Event
+
+
+def routes(service: Service) -> list[Route]:
+    made = _Pipeline(service)
+    return [
+        endpoints.route("/v1/pipeline", ["POST"], made.run),
+        endpoints.route("/v1/requests/{id}", ["GET"], made.show),
+        endpoints.route("/v1/requests/{id}", ["DELETE"], made.cancel),
+    ]
+
+
+class _Pipeline:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def run(self, exchange: Exchange) -> None:
+        """POST /v1/pipeline."""
+        service, settings = self._service, self._service.settings
+        request_id = exchange.name_request(endpoints.new_id("pipeline"))
+        body = _read(await exchange.body(settings.max_body_bytes), exchange.header(b"content-type"))
+        request = pipelines.request(body, request_id)
+        timeout_s = exchange.timeout_s(body.timeout)
+        if request.stream:
+            voice = _NamedVoice(request_id)
+            await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            return
+        results = pipelines.Results()
+        await serving.collect(service.desk, exchange, request, timeout_s, results.add)
+        await exchange.reply(msgspec.json.encode({"id": request_id, "results": results.finish()}))
+
+    async def show(self, exchange: Exchange) -> None:
+        """GET /v1/requests/{id}."""
+        request_id = exchange.scope["path_params"]["id"]
+        record = self._service.desk.record(request_id)
+        if record is None:
+            raise _unknown(request_id)
+        await exchange.reply(msgspec.json.encode(record))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """DELETE /v1/requests/{id}: 200 whether it was still in flight or not, 404 when nobody knows it."""
+        request_id = exchange.scope["path_params"]["id"]
+        cancelled = self._service.desk.abort(request_id, "cancelled by DELETE /v1/requests")
+        if not cancelled and self._service.desk.record(request_id) is None:
+            raise _unknown(request_id)
+        await exchange.reply(msgspec.json.encode({"id": request_id, "cancelled": cancelled}))
+
+
+class _NamedVoice:
+    """Events by name: ``chunk``, ``result``, ``error``. The last terminal's result is the end."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def add(self, event: Event) -> Iterator[bytes]:
+        yield serving.named_frame(*pipelines.named(event))
+
+    def finish(self) -> tuple[bytes, ...]:
+        return ()
+
+    def fail(self, error: RequestError) -> bytes:
+        return serving.named_frame("error", errors.body(error, self._request_id))
+
+
+def _read(raw: bytes, content_type: str | None) -> schemas.PipelineBody:
+    if content_type is not None and multipart.is_form(content_type):
+        return pipelines.from_form(multipart.parse(raw, content_type))
+    return pipelines.decode(raw)
+
+
+def _unknown(request_id: str) -> RequestError:
+    return RequestError("not_found", f"no request {request_id!r} is in flight or has finished lately", param="id")

@@ -1,0 +1,229 @@
+"""The bodies that clients send, as msgspec types: what is read, what is refused, by which name.
+
+Types and the words of their errors only; what they mean is said in `translating`. Unknown parameters are refused
+(a typo must not be a silent default); inside of messages unknown keys are skipped, since clients send back what
+other servers gave them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from stage_runtime.errors import InvalidRequest
+
+Body = TypeVar("Body")
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Url(msgspec.Struct):
+    url: str
+
+
+class InputAudio(msgspec.Struct):
+    data: str
+    format: str
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
+    input_audio: InputAudio
+
+
+class ImageUrlPart(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: Url
+
+
+class AudioUrlPart(msgspec.Struct, tag_field="type", tag="audio_url"):
+    audio_url: Url
+
+
+class VideoUrlPart(msgspec.Struct, tag_field="type", tag="video_url"):
+    video_url: Url
+
+
+Part = TextPart | RefusalPart | AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart
+
+
+class Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+
+
+class VoiceId(msgspec.Struct):
+    id: str
+
+
+class AudioOut(msgspec.Struct, forbid_unknown_fields=True):
+    format: str | None = None
+    voice: str | VoiceId | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    model: str | None = None
+    modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] | None = None
+    audio: AudioOut | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout: Seconds | None = None
+    # handed on to the stages as they are
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    min_p: Share | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, float] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    # accepted, without effect
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+    # accepted only as what says nothing: see `translating.chat.REFUSED`
+    n: int | None = None
+    store: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: Any = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    prediction: Any = None
+    moderation: Any = None
+    web_search_options: Any = None
+
+
+class SpeechBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/audio/speech."""
+
+    input: Annotated[str, Meta(min_length=1)]
+    model: str | None = None
+    voice: str | VoiceId | None = None
+    instructions: str | None = None
+    response_format: str | None = None
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    seed: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
+class TranscriptionFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/audio/transcriptions, the fields beside ``file``."""
+
+    model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+    response_format: str | None = None
+    temperature: Share | None = None
+    stream: bool | None = None
+    timestamp_granularities: list[Literal["word", "segment"]] | None = None
+    chunking_strategy: Any = None
+    include: list[str] | None = None
+    seed: int | None = None
+    user: str | None = None
+    timeout: Seconds | None = None
+
+
+class PipelineBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/pipeline."""
+
+    inputs: Any
+    params: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    timeout: Seconds | None = None
+
+
+def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) -> Body:
+    """A JSON body as its type.
+
+    Raises: InvalidRequest: what is wrong and where: ``messages[1].content[0].type: …``.
+    """
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise refusal(str(error), body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is no JSON: {error}") from None
+
+
+def convert(fields: dict[str, Any], body: type[Body]) -> Body:
+    """Form fields as their type; strings become numbers and booleans where the type says so.
+
+    Raises: InvalidRequest: as `decode`.
+    """
+    try:
+        return msgspec.convert(fields, body, strict=False)
+    except msgspec.ValidationError as error:
+        raise refusal(str(error), body) from None
+
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$")
+
+
+def refusal(message: str, body: Any) -> InvalidRequest:
+    """msgspec's complaint in a client's words, with the parameter's name."""
+    found = _AT.match(message)
+    what, path = (found["what"], found["path"] or "") if found else (message, "")
+    if (field := _FIELD.match(what)) is not None:
+        name = f"{path}.{field['name']}" if path else field["name"]
+        if field["fault"] == "missing required":
+            return InvalidRequest(f"{name}: required", param=name)
+        return InvalidRequest(f"{name}: unknown parameter{_nearest(field['name'], path, body)}", param=name)
+    what = what[:1].lower() + what[1:] + _allowed(path)
+    return InvalidRequest(f"{path or 'body'}: {what}", param=path or None)
+
+
+def _nearest(name: str, path: str, body: Any) -> str:
+    if path:
+        return ""
+    near = difflib.get_close_matches(name, body.__struct_fields__, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _allowed(path: str) -> str:
+    if re.search(r"content\[\d+\]\.type$", path):
+        return "; known are text, input_audio, image_url, audio_url, video_url"
+    return ""

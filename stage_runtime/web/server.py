@@ -1,0 +1,108 @@
+"""uvicorn inside of a loop that runs already, as a task that can be drained. Called by `processes`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from stage_runtime.errors import ConfigurationError
+
+BACKLOG = 2048
+POLL_S = 0.005
+
+
+class Server:
+    """Serves ``app`` from `__aenter__` to `stop`.
+
+    port: 0 takes a free one; `port` and `url` say which.
+    drain_s: how long open answers may go on once it stops; what is left then is cut off (and so aborted).
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0) -> None:
+        self._app = app
+        self._host = host
+        self._wanted_port = port
+        self._drain_s = drain_s
+        self._server: _Uvicorn | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.port = port  #: The real one, once it is started.
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    async def __aenter__(self) -> Server:
+        """Listen and serve.
+
+        Raises: ConfigurationError: the address cannot be had; says which.
+        """
+        listener = _listen(self._host, self._wanted_port)
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self._app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=75,  # longer than the 60 s for which nginx and cloud balancers keep a connection
+        )
+        self._server = _Uvicorn(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise ConfigurationError(f"{self.url}: the server ended before it began")
+            await asyncio.sleep(POLL_S)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop(drain_s=0.0 if kind is not None else None)
+
+    async def stop(self, *, drain_s: float | None = None) -> None:
+        """Take no new connection, let open answers end for ``drain_s`` seconds, then cut them off. Once is enough."""
+        if self._server is None or self._task is None:
+            return
+        server, task = self._server, self._task
+        limit_s = self._drain_s if drain_s is None else drain_s
+        server.config.timeout_graceful_shutdown = limit_s  # type: ignore[assignment]  # seconds, fractions too
+        server.should_exit = True
+        await task
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+        for connection in list(server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        self._server = self._task = None
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process: it has more to end than this."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener

@@ -1,0 +1,140 @@
+"""A request at the desk for the length of an HTTP exchange: admitted, read, and let go of whatever happens.
+
+Called by the routes. Knows events and sockets, but nothing of what events mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import msgspec
+
+from stage_runtime.coordinator.events import ChunkEvent, Desk, ResultEvent
+from stage_runtime.errors import RequestError
+from stage_runtime.web import errors
+from stage_runtime.web.exchange import Exchange
+from stage_runtime.wire.values import OmniRequest
+
+Event = ChunkEvent | ResultEvent
+_log = logging.getLogger(__name__)
+
+#: ``X-Accel-Buffering``: nginx holds an answer back until 4 to 8 KiB are there unless it is told not to.
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+def data_frame(value: Any) -> bytes:
+    """One event without a name, as OpenAI's streams have them."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_frame(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Voice(Protocol):
+    """How one route says events: the frames of its stream."""
+
+    def add(self, event: Event) -> Iterable[bytes]: ...
+
+    def finish(self) -> Iterable[bytes]: ...
+
+    def fail(self, error: RequestError) -> bytes: ...
+
+
+@asynccontextmanager
+async def admitted(
+    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None
+) -> AsyncIterator[AsyncIterator[Event]]:
+    """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
+    handle = desk.admit(request, timeout_s=timeout_s, trace=exchange.trace())
+    watch = exchange.watch(lambda: handle.abort("the client disconnected"))
+    try:
+        yield handle.events()
+    finally:
+        watch.cancel()
+        handle.abort("nobody reads the answer")  # changes nothing when it is over
+
+
+async def collect(
+    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None, add: Callable[[Event], None]
+) -> None:
+    """Hand every event to ``add``, up to the end."""
+    async with admitted(desk, exchange, request, timeout_s) as events:
+        async for event in events:
+            add(event)
+
+
+async def stream(
+    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None, voice: Voice, heartbeat_s: float
+) -> None:
+    """Answer with server-sent events. The head goes out with the first of them: until then an error has a status."""
+    async with admitted(desk, exchange, request, timeout_s) as events, EventStream(exchange, heartbeat_s) as out:
+        try:
+            async for event in events:
+                await out.send(b"".join(voice.add(event)))
+            await out.send(b"".join(voice.finish()))
+        except RequestError as error:
+            await _say(out, exchange, voice, error)
+        except Exception:
+            _log.exception("request %s: %s failed", exchange.request_id, exchange.route)
+            await _say(out, exchange, voice, errors.internal(exchange.request_id))
+        await out.end()
+
+
+async def _say(out: EventStream, exchange: Exchange, voice: Voice, error: RequestError) -> None:
+    if not exchange.started:
+        raise error
+    exchange.failure = error.code
+    await out.send(voice.fail(error))
+
+
+class EventStream:
+    """Server-sent events, and a comment whenever the stages have been silent for a while.
+
+    The comments keep proxies from cutting a quiet stream, and show a client that is gone without a word.
+    """
+
+    def __init__(self, exchange: Exchange, heartbeat_s: float) -> None:
+        self._exchange = exchange
+        self._heartbeat_s = heartbeat_s
+        self._loop = asyncio.get_running_loop()
+        self._spoke_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # a comment must not overtake the head, nor the other way round
+
+    async def __aenter__(self) -> EventStream:
+        self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._beat is not None:
+            self._beat.cancel()
+
+    async def send(self, frames: bytes) -> None:
+        """Whole events; none: nothing. Waits while the client reads slower than it is written to."""
+        if not frames:
+            return
+        self._spoke_at = self._loop.time()
+        async with self._turn:
+            if not self._exchange.started:
+                await self._exchange.start(b"text/event-stream; charset=utf-8", _UNBUFFERED)
+            await self._exchange.write(frames)
+
+    async def end(self) -> None:
+        await self.__aexit__()
+        await self._exchange.end()
+
+    def _tick(self) -> None:
+        silent_s = self._loop.time() - self._spoke_at
+        if silent_s >= self._heartbeat_s and (self._beat is None or self._beat.done()):
+            # a piece of its own, so it never stands inside of an event
+            self._beat = self._loop.create_task(self.send(b": waiting\n\n"))
+            silent_s = 0.0
+        self._timer = self._loop.call_later(max(0.01, self._heartbeat_s - silent_s), self._tick)

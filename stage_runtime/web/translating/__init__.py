@@ -1,0 +1,1 @@
+"""HTTP bodies to `OmniRequest`, events to what OpenAI's clients read. Pure: no socket, no desk, no clock of its own."""

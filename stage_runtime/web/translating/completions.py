@@ -1,0 +1,139 @@
+"""Events as OpenAI's `chat.completion` and `chat.completion.chunk` objects. Pure; called by the chat route.
+
+Text is ``content``, whichever terminal says it, and once more the audio's transcript when audio was asked for (in a
+stream: with the last audio piece, so that a client which shows both shows nothing twice).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+from stage_runtime.web.sound import encoding
+from stage_runtime.web.translating import jsonable
+from stage_runtime.web.translating.chat import ChatCall
+from stage_runtime.web.translating.outputs import Event, Outputs
+from stage_runtime.wire.values import Audio, Note, Text
+
+AUDIO_LIFE_S = 3600  # OpenAI keeps an answer's audio for an hour; this server keeps none, clients read the field
+
+
+class Completion:
+    """Collects a request's events into one answer."""
+
+    def __init__(self, *, call: ChatCall, request_id: str, model: str, created: int) -> None:
+        self._call = call
+        self._base = {"id": request_id, "created": created, "model": model}
+        self._outputs = Outputs()
+        self._text: dict[str, list[str]] = {}  #: By stage: two terminals' words are not mixed.
+        self._audio: list[tuple[str, Audio]] = []
+        self._notes: list[dict[str, Any]] = []
+
+    def add(self, event: Event) -> None:
+        for shown in self._outputs.take(event):
+            match shown:
+                case Text():
+                    self._text.setdefault(event.stage, []).append(shown.text)
+                case Audio():
+                    if self._call.audio is not None:
+                        self._audio.append((event.stage, shown))
+                case Note():
+                    self._notes.append(note(event.stage, shown))
+
+    def finish(self) -> dict[str, Any]:
+        """The `chat.completion`.
+
+        Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show.
+        """
+        self._outputs.check("chat")
+        text = "".join(piece for pieces in self._text.values() for piece in pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": text if self._call.text else None, "refusal": None}
+        if self._audio and self._call.audio is not None:
+            message["audio"] = self._sound(self._call.audio, text)
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._outputs.reason or "stop"}
+        answer = {**self._base, "object": "chat.completion", "choices": [choice], "usage": usage(self._outputs)}
+        return {**answer, "notes": self._notes} if self._notes else answer
+
+    def _sound(self, format: str, transcript: str) -> dict[str, Any]:
+        data = encoding.encode(format, (piece for _, piece in self._audio), stage=self._audio[0][0])
+        return {
+            "id": f"audio-{self._base['id']}",
+            "data": base64.b64encode(data).decode(),
+            "expires_at": int(str(self._base["created"])) + AUDIO_LIFE_S,
+            "transcript": transcript,
+        }
+
+
+class CompletionChunks:
+    """Turns a request's events into chunks, one by one."""
+
+    def __init__(self, *, call: ChatCall, request_id: str, model: str, created: int) -> None:
+        self._call = call
+        self._created = created
+        self._audio_id = f"audio-{request_id}"
+        self._base = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model}
+        self._outputs = Outputs()
+        self._encoder = encoding.encoder(call.audio) if call.audio is not None else None
+        self._transcript: list[str] = []
+        self._begun = False
+        self._sounded = False
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        for shown in self._outputs.take(event):
+            match shown:
+                case Text():
+                    yield from self._text(shown.text)
+                case Audio() if self._encoder is not None:
+                    yield from self._sound(self._encoder.write(shown, stage=event.stage))
+                case Note():
+                    yield from self._delta({}, notes=[note(event.stage, shown)])
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """The last chunks: the audio's end, the reason, the usage if it was asked for.
+
+        Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show.
+        """
+        self._outputs.check("chat")
+        if self._encoder is not None:
+            yield from self._sound(self._encoder.close())
+        if self._sounded:
+            end = {"id": self._audio_id, "transcript": "".join(self._transcript)}
+            yield from self._delta({"audio": {**end, "expires_at": self._created + AUDIO_LIFE_S}})
+        yield from self._delta({}, reason=self._outputs.reason or "stop")
+        if self._call.include_usage:
+            yield {**self._base, "choices": [], "usage": usage(self._outputs)}
+
+    def _text(self, text: str) -> Iterator[dict[str, Any]]:
+        if self._encoder is not None:
+            self._transcript.append(text)
+        if self._call.text:
+            yield from self._delta({"content": text})
+
+    def _sound(self, data: bytes) -> Iterator[dict[str, Any]]:
+        if data:
+            self._sounded = True
+            yield from self._delta({"audio": {"id": self._audio_id, "data": base64.b64encode(data).decode()}})
+
+    def _delta(self, delta: dict[str, Any], *, reason: str | None = None, **extra: Any) -> Iterator[dict[str, Any]]:
+        if not self._begun:
+            self._begun = True
+            yield self._chunk({"role": "assistant", "content": "" if self._call.text else None}, None, {})
+        yield self._chunk(delta, reason, extra)
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None, extra: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        chunk = {**self._base, "choices": [choice], **extra}
+        if self._call.include_usage:
+            chunk["usage"] = None  # as OpenAI: every chunk has the field, only the last one a value
+        return chunk
+
+
+def usage(outputs: Outputs) -> dict[str, int]:
+    """Zeros when no terminal gave a `Usage`: clients index into this object without looking."""
+    prompt, completion = outputs.prompt_tokens, outputs.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def note(stage: str, given: Note) -> dict[str, Any]:
+    return {"stage": stage, "name": given.name, "value": jsonable.plain(given.value)}

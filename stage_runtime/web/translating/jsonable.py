@@ -1,0 +1,41 @@
+"""Any value of the wire as plain JSON, for `/v1/pipeline` and notes. Pure.
+
+bytes become ``{"bytes": base64}``, tensors ``{"dtype", "shape", "data": base64}``, the client outputs and registered
+types objects of their fields (`Text` and its kin with a ``type``), a NaN or infinity null.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Text, Usage
+
+_TYPES = {Text: "text", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note"}
+
+
+def plain(value: Any) -> Any:
+    """``value`` made of what JSON knows."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes() | bytearray() | memoryview():
+            return {"bytes": base64.b64encode(value).decode()}
+        case RawTensor():
+            return _tensor(value.dtype, value.shape, value.data)
+        case dict():
+            return {str(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case msgspec.Struct():
+            fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+            return {"type": _TYPES[type(value)], **fields} if type(value) in _TYPES else fields
+    array = np.ascontiguousarray(value)
+    return _tensor(array.dtype.name, np.shape(value), array.tobytes())
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}

@@ -1,0 +1,103 @@
+"""Media inside of chat messages: base64 and data URLs to bytes; which URLs must be fetched. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from stage_runtime.errors import InvalidRequest
+from stage_runtime.web import schemas
+from stage_runtime.wire.values import Media
+
+_MIMES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg", "pcm16": "audio/pcm"}
+_URL_PARTS = schemas.ImageUrlPart | schemas.AudioUrlPart | schemas.VideoUrlPart
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A URL to fetch, for which kind of part, and the parameter it stands in."""
+
+    url: str
+    type: str
+    param: str
+
+
+def to_fetch(messages: list[schemas.Message]) -> Iterator[Place]:
+    """The http URLs that a chat's messages hold."""
+    for param, part in _parts(messages):
+        if isinstance(part, _URL_PARTS):
+            type, url = _type_and_url(part)
+            if not url.startswith("data:"):
+                yield Place(url, type, f"{param}.{type}_url.url")
+
+
+def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) -> list[dict[str, Any]]:
+    """One message's content as a list of parts, as stages get them.
+
+    Raises: InvalidRequest: a part's data is no base64, or its URL no data URL.
+    """
+    if message.content is None:
+        return []
+    if isinstance(message.content, str):
+        return [{"type": "text", "text": message.content}]
+    return [_part(part, f"messages[{index}].content[{place}]", fetched) for place, part in enumerate(message.content)]
+
+
+def _part(part: schemas.Part, param: str, fetched: Mapping[str, Media]) -> dict[str, Any]:
+    match part:
+        case schemas.TextPart():
+            return {"type": "text", "text": part.text}
+        case schemas.RefusalPart():
+            return {"type": "text", "text": part.refusal}
+        case schemas.AudioPart():
+            data = _base64(part.input_audio.data, f"{param}.input_audio.data")
+            format = part.input_audio.format
+            return {"type": "audio", "mime": _MIMES.get(format, f"audio/{format}"), "data": data}
+    type, url = _type_and_url(part)
+    found = fetched.get(url)
+    if found is None:
+        found = data_url(url, type, f"{param}.{type}_url.url")
+    return {"type": type, "mime": found.mime, "data": found.data}
+
+
+def data_url(url: str, type: str, param: str) -> Media:
+    """``data:image/png;base64,…`` as what it holds.
+
+    Raises: InvalidRequest: no data URL, or of another kind than ``type``.
+    """
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:") or not comma:
+        raise InvalidRequest(f"{param}: no data URL (data:{type}/…;base64,…)", param=param)
+    mime, *options = head[len("data:") :].split(";")
+    if not mime.startswith(f"{type}/"):
+        raise InvalidRequest(f"{param}: a data URL of type {mime or 'text/plain'!r}, not {type}/…", param=param)
+    raw = _base64(data, param) if "base64" in options else urllib.parse.unquote_to_bytes(data)
+    return Media(type, mime, raw)
+
+
+def _base64(text: str, param: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"{param}: no base64: {error}", param=param) from None
+
+
+def _type_and_url(part: _URL_PARTS) -> tuple[str, str]:
+    match part:
+        case schemas.ImageUrlPart():
+            return "image", part.image_url.url
+        case schemas.AudioUrlPart():
+            return "audio", part.audio_url.url
+        case schemas.VideoUrlPart():
+            return "video", part.video_url.url
+
+
+def _parts(messages: list[schemas.Message]) -> Iterator[tuple[str, schemas.Part]]:
+    for index, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for place, part in enumerate(message.content):
+                yield f"messages[{index}].content[{place}]", part

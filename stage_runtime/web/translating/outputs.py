@@ -1,0 +1,75 @@
+"""What terminal stages give a client, sorted: the common half of chat, speech and transcription.
+
+A result's `Text` or `Audio` is "all of it": a stage that has streamed any of that kind has said it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.errors import RequestError
+from stage_runtime.wire.values import Audio, Finish, Note, Text, Usage
+
+Event = ChunkEvent | ResultEvent
+Shown = Text | Audio | Note
+_OUTPUTS = (Text, Audio, Usage, Finish, Note)
+
+
+class Outputs:
+    """Takes a request's events in order; adds up what is only known at the end."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.reason: str | None = None
+        self._streamed: set[tuple[str, type[Any]]] = set()
+        self._known = False  #: Any of the client outputs was seen.
+        self._unknown: tuple[str, str] | None = None  #: The first (stage, type) that no OpenAI route can show.
+
+    def take(self, event: Event) -> Iterator[Shown]:
+        """What the event has for the client's eyes and ears, in order."""
+        for value in _values(event):
+            if not isinstance(value, _OUTPUTS):
+                self._unknown = self._unknown or (event.stage, type(value).__name__)
+                continue
+            self._known = True
+            match value:
+                case Usage():
+                    self.prompt_tokens += value.prompt_tokens
+                    self.completion_tokens += value.completion_tokens
+                case Finish():
+                    # a request cut short anywhere was cut short
+                    self.reason = value.reason if self.reason in (None, "stop") else self.reason
+                case Text() | Audio() if self._is_repeated(event, type(value)):
+                    pass
+                case _:
+                    yield value
+
+    def check(self, route: str) -> None:
+        """At the end: a pipeline whose terminals say nothing that this route can show is at fault.
+
+        Raises: RequestError: stage_failed, naming the stage and what it gave.
+        """
+        if self._unknown is None or self._known:
+            return
+        stage, kind = self._unknown
+        raise RequestError(
+            "stage_failed",
+            f"stage {stage!r} gave the client a {kind}: {route} shows omni.Text, omni.Audio, omni.Usage, omni.Finish "
+            "and omni.Note; other values reach clients by /v1/pipeline",
+            stage=stage,
+        )
+
+    def _is_repeated(self, event: Event, kind: type[Any]) -> bool:
+        if isinstance(event, ChunkEvent):
+            self._streamed.add((event.stage, kind))
+            return False
+        return (event.stage, kind) in self._streamed
+
+
+def _values(event: Event) -> list[Any]:
+    if event.data is None:
+        return []
+    return event.data if isinstance(event.data, list) else [event.data]

@@ -1,0 +1,36 @@
+"""A real server on a real socket, over a desk in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import msgspec
+
+from stage_runtime.web import server
+from stage_runtime.web.app import make_app
+from stage_runtime.web.settings import WebSettings
+from tests.web.desk import Script, ScriptedDesk
+
+ALL = WebSettings(model="org/hello", serves=("chat", "speech", "transcription"), created=1700000000)
+
+
+class Running(msgspec.Struct, frozen=True):
+    """A server and the desk behind it."""
+
+    desk: ScriptedDesk
+    server: server.Server
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@asynccontextmanager
+async def start(script: Script, settings: WebSettings = ALL, *, cap: int = 8) -> AsyncIterator[Running]:
+    desk = ScriptedDesk(script, cap=cap)
+    async with server.Server(make_app(desk, settings), port=0, drain_s=2.0) as running:
+        yield Running(desk, running)
