@@ -38,7 +38,8 @@ class Metrics:
     """All metrics of the coordinator's process."""
 
     def __init__(self, desk: Desk) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each of ours, which no dashboard reads
+        # the library's second series for each of ours, which no dashboard reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_DeskCollector(desk))
         labels = ("route",)

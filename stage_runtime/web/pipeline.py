@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 from starlette.routing import Route
@@ -66,11 +66,9 @@ class _NamedVoice:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
-    def add(self, event: Event) -> Iterator[bytes]:
-        yield serving.named_frame(*pipelines.named(event))
-
-    def finish(self) -> tuple[bytes, ...]:
-        return ()
+    async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        async for event in events:
+            yield serving.named_frame(*pipelines.named(event))
 
     def fail(self, error: RequestError) -> bytes:
         return serving.named_frame("error", errors.body(error, self._request_id))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +23,10 @@ Event = ChunkEvent | ResultEvent
 _log = logging.getLogger(__name__)
 
 #: ``X-Accel-Buffering``: nginx holds an answer back until 4 to 8 KiB are there unless it is told not to.
-_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+DONE = b"data: [DONE]\n\n"  #: The last frame of an OpenAI stream that is whole; none that fails has it.
 
 
 def data_frame(value: Any) -> bytes:
@@ -36,13 +39,13 @@ def named_frame(name: str, value: Any) -> bytes:
 
 
 class Voice(Protocol):
-    """How one route says events: the frames of its stream."""
+    """How one route says events."""
 
-    def add(self, event: Event) -> Iterable[bytes]: ...
+    def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        """Whole events of the stream, several at once where they are ready together."""
 
-    def finish(self) -> Iterable[bytes]: ...
-
-    def fail(self, error: RequestError) -> bytes: ...
+    def fail(self, error: RequestError) -> bytes:
+        """The last frame of a stream that cannot go on."""
 
 
 @asynccontextmanager
@@ -52,15 +55,18 @@ async def admitted(
     """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
     handle = desk.admit(request, timeout_s=timeout_s, trace=exchange.trace())
     watch = exchange.watch(lambda: handle.abort("the client disconnected"))
+    events = handle.events()
     try:
-        yield handle.events()
+        yield events
     finally:
         watch.cancel()
         handle.abort("nobody reads the answer")  # changes nothing when it is over
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
 
 
 async def collect(
-    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None, add: Callable[[Event], None]
+    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None, add: Callable[[Event], object]
 ) -> None:
     """Hand every event to ``add``, up to the end."""
     async with admitted(desk, exchange, request, timeout_s) as events:
@@ -74,9 +80,9 @@ async def stream(
     """Answer with server-sent events. The head goes out with the first of them: until then an error has a status."""
     async with admitted(desk, exchange, request, timeout_s) as events, EventStream(exchange, heartbeat_s) as out:
         try:
-            async for event in events:
-                await out.send(b"".join(voice.add(event)))
-            await out.send(b"".join(voice.finish()))
+            async with aclosing(voice.frames(events)) as frames:
+                async for ready in frames:
+                    await out.send(ready)
         except RequestError as error:
             await _say(out, exchange, voice, error)
         except Exception:
@@ -124,7 +130,7 @@ class EventStream:
         self._spoke_at = self._loop.time()
         async with self._turn:
             if not self._exchange.started:
-                await self._exchange.start(b"text/event-stream; charset=utf-8", _UNBUFFERED)
+                await self._exchange.start(b"text/event-stream; charset=utf-8", UNBUFFERED)
             await self._exchange.write(frames)
 
     async def end(self) -> None:

@@ -47,6 +47,11 @@ class Outputs:
                 case _:
                     yield value
 
+    def tokens(self) -> dict[str, int]:
+        """As OpenAI's audio routes name them."""
+        total = self.prompt_tokens + self.completion_tokens
+        return {"input_tokens": self.prompt_tokens, "output_tokens": self.completion_tokens, "total_tokens": total}
+
     def check(self, route: str) -> None:
         """At the end: a pipeline whose terminals say nothing that this route can show is at fault.
 

@@ -1,0 +1,40 @@
+"""GET /v1/models: the one model that there is."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.routing import Route
+
+from stage_runtime.errors import RequestError
+from stage_runtime.web import endpoints
+from stage_runtime.web.endpoints import Service
+from stage_runtime.web.exchange import Exchange
+
+
+def routes(service: Service) -> list[Route]:
+    made = _Models(service)
+    return [
+        endpoints.route("/v1/models", ["GET"], made.list_all),
+        endpoints.route("/v1/models/{id:path}", ["GET"], made.one),  # a model's id may hold slashes
+    ]
+
+
+class _Models:
+    def __init__(self, service: Service) -> None:
+        self._model = {
+            "id": service.settings.model,
+            "object": "model",
+            "created": service.settings.created or int(time.time()),
+            "owned_by": "omnipipeline",
+        }
+
+    async def list_all(self, exchange: Exchange) -> None:
+        await exchange.reply(msgspec.json.encode({"object": "list", "data": [self._model]}))
+
+    async def one(self, exchange: Exchange) -> None:
+        asked = exchange.scope["path_params"]["id"]
+        if asked != self._model["id"]:
+            raise RequestError("not_found", f"no model {asked!r}; there is {self._model['id']!r}", param="model")
+        await exchange.reply(msgspec.json.encode(self._model))

@@ -1,0 +1,94 @@
+"""POST /v1/audio/speech: sound sent while it is made, as bytes of a file or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from starlette.routing import Route
+
+from stage_runtime.errors import RequestError
+from stage_runtime.web import endpoints, errors, serving
+from stage_runtime.web.endpoints import Service
+from stage_runtime.web.exchange import Exchange
+from stage_runtime.web.sound import encoding
+from stage_runtime.web.translating import speaking
+from stage_runtime.web.translating.outputs import Event, Outputs
+from stage_runtime.wire.values import Audio
+
+
+def routes(service: Service) -> list[Route]:
+    return [endpoints.route("/v1/audio/speech", ["POST"], _Speech(service).speak)]
+
+
+class _Speech:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def speak(self, exchange: Exchange) -> None:
+        """POST /v1/audio/speech."""
+        service, settings = self._service, self._service.settings
+        request_id = exchange.name_request(endpoints.new_id("speech"))
+        service.check_served("speech")
+        body = speaking.decode(await exchange.body(settings.max_body_bytes))
+        request = speaking.request(body, request_id)
+        timeout_s = exchange.timeout_s(body.timeout)
+        format = speaking.format_name(body)
+        if body.stream_format == "sse":
+            voice = _SoundVoice(format, request_id)
+            await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            return
+        async with serving.admitted(service.desk, exchange, request, timeout_s) as events:
+            await _send(exchange, encoding.FORMATS[format].mime, _pieces(events, Outputs(), format))
+
+
+async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, None]) -> None:
+    """The head goes out with the first piece; an error after it tears the answer off, which clients notice."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if not exchange.started:
+                await exchange.start(mime.encode(), serving.UNBUFFERED)
+            await exchange.write(piece)
+    await exchange.end()
+
+
+async def _pieces(events: AsyncIterator[Event], outputs: Outputs, format: str) -> AsyncGenerator[bytes, None]:
+    """The file's bytes as they become known.
+
+    Raises: RequestError: the request failed, or no terminal gave any sound.
+    """
+    made = encoding.encoder(format)
+    heard = False
+    async for event in events:
+        for shown in outputs.take(event):
+            if isinstance(shown, Audio):
+                heard = True
+                # libsndfile takes about 10 ms for a second of mp3: the loop has others to serve
+                if piece := await asyncio.to_thread(made.write, shown, stage=event.stage):
+                    yield piece
+    outputs.check("speech")
+    if not heard:
+        raise RequestError("stage_failed", "no terminal stage gave an omni.Audio")
+    if piece := await asyncio.to_thread(made.close):
+        yield piece
+
+
+class _SoundVoice:
+    """``stream_format: sse``."""
+
+    def __init__(self, format: str, request_id: str) -> None:
+        self._format = format
+        self._request_id = request_id
+
+    async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        outputs = Outputs()
+        async with aclosing(_pieces(events, outputs, self._format)) as pieces:
+            async for piece in pieces:
+                audio = base64.b64encode(piece).decode()
+                yield serving.data_frame({"type": "speech.audio.delta", "audio": audio})
+        yield serving.data_frame({"type": "speech.audio.done", "usage": outputs.tokens()}) + serving.DONE
+
+    def fail(self, error: RequestError) -> bytes:
+        return serving.data_frame(errors.body(error, self._request_id))

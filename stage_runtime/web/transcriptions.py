@@ -1,0 +1,71 @@
+"""POST /v1/audio/transcriptions: a form in, text out, all at once or as it is heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import msgspec
+from starlette.routing import Route
+
+from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.web import endpoints, errors, multipart, serving
+from stage_runtime.web.endpoints import Service
+from stage_runtime.web.exchange import Exchange
+from stage_runtime.web.sound import reading
+from stage_runtime.web.translating import transcribing
+from stage_runtime.web.translating.outputs import Event
+from stage_runtime.web.translating.transcribing import Transcript
+
+
+def routes(service: Service) -> list[Route]:
+    return [endpoints.route("/v1/audio/transcriptions", ["POST"], _Transcriptions(service).transcribe)]
+
+
+class _Transcriptions:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def transcribe(self, exchange: Exchange) -> None:
+        """POST /v1/audio/transcriptions."""
+        service, settings = self._service, self._service.settings
+        request_id = exchange.name_request(endpoints.new_id("transcription"))
+        service.check_served("transcription")
+        raw = await exchange.body(settings.max_body_bytes)
+        call = transcribing.read(multipart.parse(raw, _form_type(exchange)))
+        request = transcribing.request(call, request_id)
+        timeout_s = exchange.timeout_s(call.fields.timeout)
+        transcript = Transcript()
+        if request.stream:
+            voice = _DeltaVoice(transcript, request_id)
+            await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            return
+        await serving.collect(service.desk, exchange, request, timeout_s, lambda event: list(transcript.add(event)))
+        transcript.check()
+        if call.format == "text":
+            await exchange.reply(transcript.text.encode(), content_type=b"text/plain; charset=utf-8")
+            return
+        file_s = await asyncio.to_thread(reading.duration_s, call.file.data)
+        await exchange.reply(msgspec.json.encode(transcript.answer(call, file_s)))
+
+
+class _DeltaVoice:
+    def __init__(self, transcript: Transcript, request_id: str) -> None:
+        self._transcript = transcript
+        self._request_id = request_id
+
+    async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+        async for event in events:
+            yield b"".join(map(serving.data_frame, self._transcript.add(event)))
+        self._transcript.check()
+        yield serving.data_frame(self._transcript.done()) + serving.DONE
+
+    def fail(self, error: RequestError) -> bytes:
+        return serving.data_frame(errors.body(error, self._request_id))
+
+
+def _form_type(exchange: Exchange) -> str:
+    given = exchange.header(b"content-type")
+    if given is None or not multipart.is_form(given):
+        raise InvalidRequest("content-type: transcriptions take multipart/form-data with a file")
+    return given
