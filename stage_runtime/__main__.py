@@ -6,6 +6,7 @@ does (`processes`), the commands of people (`cli`; every other first argument is
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections.abc import Callable
@@ -19,12 +20,13 @@ EXIT_FAILED = 1  # in a factory or the configuration; reported, so starting agai
 
 def main() -> int:
     """Run the role that the command line names."""
+    faulthandler.enable()  # a supervisor sends SIGABRT to a loader that hangs: its stacks are the explanation
     match sys.argv[1:]:
-        case ["stage"]:
+        case ["stage", *_]:  # what follows is a name for people who look at a list of processes
             return _guarded(_stage)
-        case ["coordinator"]:
+        case ["coordinator", *_]:
             return _guarded(_coordinator)
-        case ["supervisor"]:
+        case ["supervisor", *_]:
             return _guarded(_supervisor)
         case _:
             from stage_runtime import cli

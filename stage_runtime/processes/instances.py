@@ -100,6 +100,10 @@ class Instance:
         children = self.children
         return bool(children) and not self._stopping.is_set() and all(c.ready and not c.exited.done() for c in children)
 
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
     def stop(self) -> None:
         """Let it drain; a second time: let it end at once."""
         if self._stopping.is_set():

@@ -1,0 +1,49 @@
+"""The command ``omni``: what people type.
+
+Here: the list of commands. Not here: what they do; each stands in a module of its own and is imported when it is
+called, so that ``omni --help`` loads nothing. Called by the script ``omni`` and by ``python -m stage_runtime``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+#: command -> (module, its one line in --help). Order is the order of a first day with it.
+COMMANDS = {
+    "init": ("stage_runtime.cli.init", "Write a new pipeline to edit."),
+    "up": ("stage_runtime.cli.up", "Run a pipeline on this machine."),
+    "plan": ("stage_runtime.cli.plan", "Show processes, pods, GPUs and the transport of each edge."),
+    "validate": ("stage_runtime.cli.validate", "Name every fault of a pipeline."),
+    "convert": ("stage_runtime.cli.convert", "Print a pipeline as the Kubernetes resource."),
+    "scale": ("stage_runtime.cli.scale", "Change the replicas of a group of a running `omni up`."),
+    "restart": ("stage_runtime.cli.restart", "Replace the processes of a group of a running `omni up`."),
+    "stage": ("stage_runtime.cli.stage", "Run one process group's process, as its environment says."),
+    "coordinator": ("stage_runtime.cli.coordinator", "Run the coordinator's process, as its environment says."),
+}
+
+
+class _Commands(click.Group):
+    """Finds a command's module when it is named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        command = module.command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="omnipipeline", prog_name="omni")
+def main() -> None:
+    """Pipelines of model stages: one YAML, on a laptop and on Kubernetes."""

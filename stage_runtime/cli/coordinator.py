@@ -1,0 +1,17 @@
+"""``omni coordinator``: the coordinator in the foreground; docs/cli.md lists the variables it reads."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+
+@click.command("coordinator")
+def command() -> None:
+    """Run the coordinator in the foreground, as its environment says.
+
+    This process becomes `python -m stage_runtime coordinator`, the way supervisors start it.
+    """
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "stage_runtime", "coordinator"])

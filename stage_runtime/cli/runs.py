@@ -1,0 +1,46 @@
+"""Finding the `omni up` that an order is meant for, and giving it.
+
+Called by `scale` and `restart`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes import admin, rundir
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def run_options(function: Function) -> Function:
+    """Options that say which run is meant, when there are several."""
+    function = click.option("--base-path", metavar="FOLDER", help="The spec's endpoints.basePath, if it has one.")(
+        function
+    )
+    return click.option("--pipeline", metavar="NAME", help="The pipeline; needed when several run here.")(function)
+
+
+def order(what: admin.Scale | admin.Restart, pipeline: str | None, base_path: str | None) -> None:
+    """Give the order to the one run that is meant.
+
+    Raises: ConfigurationError: none or several are meant, or it was refused.
+    """
+    asyncio.run(admin.send(find(pipeline, base_path), what))
+
+
+def find(pipeline: str | None, base_path: str | None) -> Path:
+    """Folder of the one run that is meant."""
+    runs = list(rundir.running(base_path))
+    meant = [(folder, facts) for folder, facts in runs if pipeline in (None, facts.get("pipeline"))]
+    if len(meant) == 1:
+        return meant[0][0]
+    there = ", ".join(f"{facts.get('pipeline')} (pid {facts.get('pid')})" for _, facts in runs) or "none"
+    problem = f"--pipeline {pipeline}: " if pipeline else ""
+    problem += "several `omni up` run here, say which with --pipeline" if meant else "no such `omni up` runs here"
+    raise ConfigurationError(f"{problem}; running: {there}")

@@ -1,0 +1,22 @@
+"""``omni scale GROUP N``: more or fewer replicas of a process group of a running `omni up`."""
+
+from __future__ import annotations
+
+import click
+
+from stage_runtime.cli import options, runs
+from stage_runtime.processes import admin
+
+
+@click.command("scale")
+@click.argument("group")
+@click.argument("replicas", type=click.IntRange(1, 1000))
+@runs.run_options
+def command(group: str, replicas: int, pipeline: str | None, base_path: str | None) -> None:
+    """Change the replicas of a process group of a running `omni up`, without losing a request.
+
+    Returns when new instances are ready, or old ones have finished what was bound to them.
+    """
+    with options.told_plainly():
+        runs.order(admin.Scale(group=group, replicas=replicas), pipeline, base_path)
+    click.echo(f"{group}: {replicas} replica{'' if replicas == 1 else 's'}")

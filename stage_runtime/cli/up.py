@@ -1,0 +1,94 @@
+"""``omni up``: run a pipeline here, show how it starts, stop it on ^C.
+
+Here: the order of things and signals. Not here: running processes (`processes.local`), how it looks (`screens`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+
+import click
+
+from stage_runtime.cli import options, screens
+from stage_runtime.processes import admin
+from stage_runtime.processes.instances import StartupFailed
+from stage_runtime.processes.local import STARTUP_S, LocalOptions, LocalPipeline
+
+EXIT_INTERRUPTED = 130  # by ^C before it was up, as shells have it
+
+
+@click.command("up")
+@options.pipeline_options
+@click.option("--cpu", is_flag=True, help="Run on a machine without GPUs: GPU ids become nothing.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve HTTP at.")
+@click.option("--port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. [default: the spec's]")
+@click.option(
+    "--startup-timeout",
+    type=click.FloatRange(min=1),
+    default=STARTUP_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up on a stage that does nothing for so long while it loads.",
+)
+@click.option("--debug-values", is_flag=True, help="Find stages that write to values they share (slow).")
+@click.option("--no-tty", is_flag=True, help="Plain lines instead of a live table.")
+def command(
+    file: str,
+    overrides: tuple[str, ...],
+    cpu: bool,
+    host: str,
+    port: int | None,
+    startup_timeout: float,
+    debug_values: bool,
+    no_tty: bool,
+) -> None:
+    """Run a pipeline on this machine: the coordinator, and every process group as processes of its own.
+
+    ^C lets requests finish and stops everything; a second ^C stops at once.
+    """
+    told = LocalOptions(cpu=cpu, host=host, port=port, startup_s=startup_timeout, debug_values=debug_values)
+    with options.told_plainly(), screens.choose(plain=no_tty) as screen:
+        sys.exit(asyncio.run(_up(file, overrides, told, screen)))
+
+
+async def _up(file: str, overrides: tuple[str, ...], told: LocalOptions, screen: screens.Screen) -> int:
+    pipeline = LocalPipeline(file, overrides=overrides, options=told, on_change=screen.changed, on_line=screen.printed)
+    screen.starting(pipeline.plan, pipeline.views)
+    start = asyncio.create_task(pipeline.start())
+    ending = asyncio.Event()
+    _on_signals(lambda: _end(pipeline, screen, start, ending))
+    try:
+        await start
+    except StartupFailed as failure:
+        screen.failed(failure)
+        return options.EXIT_FAULT
+    except asyncio.CancelledError:
+        screen.over()
+        return EXIT_INTERRUPTED
+    screen.up(pipeline.url)
+    async with admin.Server(pipeline):
+        await ending.wait()
+        await pipeline.stop()
+    screen.over()
+    return 0
+
+
+def _end(pipeline: LocalPipeline, screen: screens.Screen, start: asyncio.Task[None], ending: asyncio.Event) -> None:
+    """The first ^C drains, or gives up starting; the second cuts short."""
+    if not start.done():
+        start.cancel()
+        return
+    if ending.is_set():
+        pipeline.ask_to_stop()
+        return
+    screen.draining()
+    ending.set()
+
+
+def _on_signals(act: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, act)

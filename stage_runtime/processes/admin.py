@@ -1,0 +1,108 @@
+"""Orders to a running `omni up`: a Unix socket in its run folder, one JSON line each way.
+
+Here: both ends. Not here: carrying them out (`local`), finding runs (`rundir`). The server is opened by `cli.up`, the
+client is called by `cli.scale` and `cli.restart`. The folder is 0700: whoever can reach the socket is the user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import msgspec
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes.instances import StartupFailed
+
+SOCKET = "admin.sock"
+MAX_LINE = 1 << 16
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="order", tag=str.lower):
+    """Base of what can be asked for."""
+
+
+class Scale(Order, frozen=True, kw_only=True):
+    group: str
+    replicas: int
+
+
+class Restart(Order, frozen=True, kw_only=True):
+    group: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """``error`` is empty when it was done."""
+
+    error: str = ""
+
+
+class Pipeline(Protocol):
+    """What the server needs of `local.LocalPipeline`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    async def scale(self, group: str, replicas: int) -> None: ...
+
+    async def restart(self, group: str) -> None: ...
+
+
+class Server:
+    """Takes orders as long as it is open."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    async def __aenter__(self) -> Server:
+        self._server = await asyncio.start_unix_server(self._serve, self._pipeline.folder / SOCKET, limit=MAX_LINE)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = await self._answer(await reader.readline())
+            writer.write(msgspec.json.encode(answer) + b"\n")
+            await writer.drain()
+        except (ConnectionError, ValueError):  # gone, or a line without an end
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, line: bytes) -> Answer:
+        try:
+            match msgspec.json.decode(line, type=Scale | Restart):
+                case Scale(group=group, replicas=replicas):
+                    await self._pipeline.scale(group, replicas)
+                case Restart(group=group):
+                    await self._pipeline.restart(group)
+        except (msgspec.MsgspecError, ConfigurationError, StartupFailed) as error:
+            return Answer(error=str(error))
+        return Answer()
+
+
+async def send(folder: Path, order: Scale | Restart) -> None:
+    """Give an order to the run whose folder this is, and wait until it is carried out.
+
+    Raises: ConfigurationError: it was refused, or nobody listens.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(folder / SOCKET)
+    except OSError as error:
+        raise ConfigurationError(f"{folder / SOCKET}: {error.strerror}: is it starting or stopping?") from error
+    try:
+        writer.write(msgspec.json.encode(order) + b"\n")
+        line = await reader.readline()
+    finally:
+        writer.close()
+    if not line:
+        raise ConfigurationError("it stopped before the order was carried out")
+    answer = msgspec.json.decode(line, type=Answer)
+    if answer.error:
+        raise ConfigurationError(answer.error)
