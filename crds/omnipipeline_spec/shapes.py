@@ -19,7 +19,7 @@ from msgspec import inspect
 from omnipipeline_spec import quantities
 from omnipipeline_spec.canonical import NotCanonical, canonical, join
 from omnipipeline_spec.errors import Fault
-from omnipipeline_spec.values import extra_of, fields_of, is_list, is_optional, unwrap, without_none
+from omnipipeline_spec.values import extra_of, fields_of, is_list, is_optional, may_be_empty, unwrap, without_none
 
 #: ``resource``: camelCase and lists, as the API server takes it. ``plain``: snake_case and lone values as well.
 Spelling = Literal["resource", "plain"]
@@ -112,7 +112,7 @@ class _Walk:
 
     def field(self, value: Any, field: inspect.Field, cleaned: dict[str, Any], path: str) -> None:
         optional = is_optional(unwrap(field.type)[0])
-        unset = value is None or (value == "" and optional)
+        unset = value is None or (value == "" and optional and may_be_empty(field.type))
         if unset:
             if field.required:
                 self.refuse(path, "is required")

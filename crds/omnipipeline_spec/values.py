@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from omnipipeline_spec.quantities import NAME_PATTERN
+
 #: ``extra`` of a list field that may be written as one value: ``next: thinker``.
 SCALAR_OR_LIST = {"scalar": True}
 #: ``extra`` of a field that only Python and plain files have; the resource says it otherwise.
@@ -56,6 +58,12 @@ def without_none(kind: inspect.Type) -> inspect.Type:
     members = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
     lists = [member for member in members if is_list(unwrap(member)[0])]
     return unwrap((lists or members)[0])[0]
+
+
+def may_be_empty(kind: inspect.Type) -> bool:
+    """Whether ``""`` stands for "unset": in strings that are no name of a stage or process and no quantity."""
+    inner = without_none(kind)
+    return isinstance(inner, inspect.StrType) and inner.pattern != NAME_PATTERN and "quantity" not in extra_of(kind)
 
 
 def extra_of(kind: inspect.Type) -> dict[str, Any]:
@@ -122,8 +130,8 @@ def _normaliser(field: inspect.Field) -> Callable[[Any], Any] | None:
         quantities = "quantity" in extra_of(kind.value_type)
         return _as_quantities if quantities else (lambda given: {} if given is None else given)
     if "quantity" in extra:
-        return lambda given: str(given) if type(given) is int else (given or None)
-    if isinstance(kind, inspect.StrType) and is_optional(unwrap(field.type)[0]):
+        return lambda given: str(given) if type(given) is int else given
+    if is_optional(unwrap(field.type)[0]) and may_be_empty(field.type):
         return lambda given: None if given == "" else given
     return None
 

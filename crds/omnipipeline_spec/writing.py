@@ -37,9 +37,12 @@ def convert(spec: PipelineConfig, *, name: str | None = None) -> str:
     return to_yaml(resource(topology.check(spec), name=name))
 
 
-def to_yaml(value: Any) -> str:
-    """YAML that Go reads as it was meant; keys in the order given."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+def to_yaml(value: Any, *, compact: bool = False) -> str:
+    """YAML that Go reads as it was meant; keys in the order given. ``compact``: innermost maps take one line."""
+    style = None if compact else False
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style
+    )
     return text
 
 
@@ -49,6 +52,11 @@ class _Dumper(yaml.SafeDumper):
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)  # lists stand indented below their key
+
+
+def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
+    lone = all(isinstance(item, str | int | float | bool) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True if lone else None)
 
 
 def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -65,3 +73,4 @@ def _stays(text: str) -> bool:
 
 
 _Dumper.add_representer(str, _string)
+_Dumper.add_representer(list, _list)

@@ -1,0 +1,229 @@
+"""The rules that the API server checks before a pipeline is stored, in CEL, beside the types they hold for.
+
+Here: one table. Not here: the same rules with better words and the ones CEL cannot say (`graph`, `placement`,
+`deployment`); whatever passes those passes these, and a test on a real API server holds it. Called by `schema`.
+
+Every list they walk has a bound, or the API server's cost estimate refuses the CRD; 64 stages with 16 edges each is
+what it admits at run time too. ``orValue``, ``map`` and indexing of ``filter`` lose those bounds, so names are looked
+up by ``exists``. A rule on a stage names the culprit, a rule on the spec cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from omnipipeline_spec import cluster
+from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """One ``x-kubernetes-validations`` entry."""
+
+    rule: str
+    message: str
+    names_culprit: bool = False  #: The message follows ``stage NAME``.
+
+
+def _process(stage: str) -> str:
+    return f"(has({stage}.process) ? {stage}.process : {stage}.name)"
+
+
+def _all_are_stages(field: str) -> Rule:
+    return Rule(
+        rule=f"self.stages.all(s, !has(s.{field}) || s.{field}.all(n, self.stages.exists(t, t.name == n)))",
+        message=f"every name in {field} must be a stage",
+    )
+
+
+def _not_itself(field: str) -> Rule:
+    return Rule(
+        rule=f"!has(self.{field}) || !(self.name in self.{field})",
+        message=f"must not stand in its own {field}",
+        names_culprit=True,
+    )
+
+
+def _needs(function: str, field: str) -> Rule:
+    return Rule(
+        rule=f"!has(self.{function}) || self.{function} == '' || (has(self.{field}) && size(self.{field}) > 0)",
+        message=f"has {function}, which needs {field}",
+        names_culprit=True,
+    )
+
+
+_PIPELINE: Final = (
+    _all_are_stages("next"),
+    _all_are_stages("waitFor"),
+    _all_are_stages("streamTo"),
+    Rule(rule="self.stages.exists(s, has(s.terminal) && s.terminal)", message="one stage at least must be terminal"),
+    Rule(
+        rule="!has(self.entryStage) || self.stages.exists(s, s.name == self.entryStage)",
+        message="entryStage must be a stage",
+    ),
+    Rule(
+        rule=f"!has(self.processGroups) || self.processGroups.all(g, self.stages.exists(s, {_process('s')} == g.name))",
+        message="every name in processGroups must be a process of a stage",
+    ),
+    Rule(
+        rule=f"self.stages.all(s, s.tpSize == 1 || self.stages.exists_one(t, {_process('t')} == {_process('s')}))",
+        message="the process of a stage with tpSize > 1 must have no other stage",
+    ),
+    Rule(
+        rule="!has(self.fusedStages) || self.fusedStages.all(f, f.all(n, "
+        "self.stages.exists(s, s.name == n && s.tpSize == 1)))",
+        message="every name in fusedStages must be a stage with tpSize 1",
+    ),
+    Rule(
+        rule="!has(self.runtimeOverrides) || self.runtimeOverrides.all(k, self.stages.exists(s, s.name == k))",
+        message="every key of runtimeOverrides must be a stage",
+    ),
+    Rule(
+        rule=f"self.stages.all(s, {_process('s')} != 'coordinator')",
+        message="no process may be called coordinator",
+    ),
+    Rule(
+        rule="self.stages.all(a, !has(a.gpu) || size(a.gpu) != 1 || self.stages.all(b, "
+        f"{_process('b')} != {_process('a')} || !has(b.gpu) || size(b.gpu) == 0 || b.gpu[0] == a.gpu[0]))",
+        message="stages of one process must share one GPU",
+    ),
+    Rule(
+        rule="self.stages.all(a, !has(a.gpu) || has(a.gpuMemory) || !self.stages.exists(b, "
+        f"{_process('b')} != {_process('a')} && has(b.gpu) && b.gpu.exists(g, g in a.gpu)))",
+        message="stages whose processes share a GPU must have a gpuMemory budget",
+    ),
+    Rule(
+        rule="self.stages.all(a, !has(a.gpu) || a.gpu.all(g, self.stages.filter(b, has(b.gpu) && g in b.gpu && "
+        "has(b.gpuMemory) && has(b.gpuMemory.fraction)).map(b, b.gpuMemory.fraction).sum() "
+        "<= self.gpuMemoryLimit + 0.0001))",
+        message="the gpuMemory fractions on one GPU must not sum to more than gpuMemoryLimit",
+    ),
+    Rule(
+        rule="!has(self.modelCache) || !has(self.modelCache.prefetch) || !has(self.modelCache.prefetch.enabled) || "
+        "!self.modelCache.prefetch.enabled || (has(self.modelPath) && self.modelPath != '')",
+        message="modelCache.prefetch has nothing to fetch without modelPath",
+    ),
+)
+
+_STAGE: Final = (
+    Rule(
+        rule="(has(self.terminal) && self.terminal) != (has(self.next) && size(self.next) > 0)",
+        message="must have exactly one of next and terminal: true",
+        names_culprit=True,
+    ),
+    _not_itself("next"),
+    _not_itself("streamTo"),
+    _not_itself("waitFor"),
+    _needs("routeFn", "next"),
+    Rule(
+        rule="(has(self.waitFor) && size(self.waitFor) > 0) == (has(self.mergeFn) && self.mergeFn != '')",
+        message="must have both waitFor and mergeFn, or neither",
+        names_culprit=True,
+    ),
+    _needs("waitForFn", "waitFor"),
+    _needs("streamDoneToFn", "streamTo"),
+    Rule(
+        rule="self.tpSize == 1 ? (!has(self.gpu) || size(self.gpu) <= 1) : "
+        "(has(self.gpu) && size(self.gpu) == self.tpSize)",
+        message="must list one GPU id per rank of tpSize; without ranks at most one",
+        names_culprit=True,
+    ),
+    Rule(
+        rule="self.tpSize > 1 || (has(self.process) && self.process != '')",
+        message="must declare its process; only a stage with tpSize > 1 may leave it out",
+        names_culprit=True,
+    ),
+    Rule(
+        rule="!has(self.gpuMemory) || (has(self.gpu) && size(self.gpu) > 0)",
+        message="has gpuMemory, but no gpu",
+        names_culprit=True,
+    ),
+    Rule(
+        rule="!has(self.projectPayload) || self.projectPayload.all(k, (has(self.next) && k in self.next) || "
+        "(has(self.streamTo) && k in self.streamTo))",
+        message="may project only for targets in next or streamTo",
+        names_culprit=True,
+    ),
+    Rule(
+        rule="self.name != 'coordinator'", message="has a name that is reserved", names_culprit=True
+    ),
+)
+
+#: Type -> its rules. The root's rule stands in `schema`, because the root is no type of ours.
+RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
+    PipelineConfig: _PIPELINE,
+    StageConfig: _STAGE,
+    GpuMemory: (
+        Rule(rule="has(self.fraction) != has(self.bytes)", message="must have exactly one of fraction and bytes"),
+        Rule(
+            rule="!has(self.bytes) || (type(self.bytes) == int ? self.bytes > 0 : isQuantity(self.bytes) && "
+            "quantity(self.bytes).isGreaterThan(quantity('0')))",
+            message="bytes must be a quantity of more than 0",
+        ),
+    ),
+    cluster.EnvVar: (
+        Rule(
+            rule="!(has(self.value) && self.value != '' && has(self.valueFrom))",
+            message="must not have both value and valueFrom",
+        ),
+    ),
+    cluster.EnvSource: (
+        Rule(
+            rule="[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef), "
+            "has(self.resourceFieldRef)].exists_one(given, given)",
+            message="must have exactly one source",
+        ),
+    ),
+    cluster.EnvFrom: (
+        Rule(
+            rule="has(self.secretRef) != has(self.configMapRef)",
+            message="must have exactly one of secretRef and configMapRef",
+        ),
+    ),
+    cluster.Control: (
+        Rule(
+            rule="self.deadAfterSeconds > self.heartbeatSeconds",
+            message="deadAfterSeconds must be more than heartbeatSeconds",
+        ),
+    ),
+    cluster.Http: (
+        Rule(
+            rule="!(self.port in [8001, 8081]) && (self.port < 5549 || self.port > 5613)",
+            message="port must not be 8001 (admin), 8081 (probes) or 5549 to 5613 (control)",
+        ),
+    ),
+    cluster.ModelCache: (
+        Rule(
+            rule="self.type != 'PersistentVolumeClaim' || "
+            "(has(self.claimName) && self.claimName != '') != has(self.size)",
+            message="a PersistentVolumeClaim must have exactly one of claimName and size",
+        ),
+        Rule(
+            rule="self.type == 'PersistentVolumeClaim' || !((has(self.claimName) && self.claimName != '') || "
+            "(has(self.storageClassName) && self.storageClassName != ''))",
+            message="claimName and storageClassName need type PersistentVolumeClaim",
+        ),
+        Rule(
+            rule="self.type == 'PersistentVolumeClaim' || !has(self.prefetch) || !has(self.prefetch.enabled) || "
+            "!self.prefetch.enabled",
+            message="prefetch needs type PersistentVolumeClaim",
+        ),
+    ),
+    cluster.ProfilingStorage: (
+        Rule(
+            rule="has(self.emptyDir) != (has(self.claimName) && self.claimName != '')",
+            message="must have exactly one of emptyDir and claimName",
+        ),
+    ),
+}
+
+ROOT: Final = (
+    Rule(
+        rule="self.metadata.name.size() <= 38 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && "
+        "!self.metadata.name.endsWith('-peers')",
+        message="metadata.name must be at most 38 lower case letters, digits and -, a letter first, no - last, and not "
+        "end in -peers",
+    ),
+)

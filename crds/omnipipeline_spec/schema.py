@@ -1,0 +1,216 @@
+"""The CRD, generated from the types: ``python -m omnipipeline_spec.schema`` writes crds/omnipipelines.yaml.
+
+Here: types -> structural OpenAPI schema, with descriptions, defaults, bounds, list types and the rules of `celrules`;
+columns, names and the status subresource. Not here: any field (`pipeline`, `cluster`, `status`). Called by
+``make crds`` and by a test that compares. Never edit the YAML: v1alpha1's defaults are frozen, because a CRD default
+that changes rewrites stored objects without an event; later defaults belong in the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import inspect
+
+from omnipipeline_spec import celrules
+from omnipipeline_spec.celrules import Rule
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.status import PipelineStatus
+from omnipipeline_spec.values import (
+    default_of,
+    extra_of,
+    fields_of,
+    is_list,
+    is_optional,
+    may_be_empty,
+    unwrap,
+    without_none,
+)
+from omnipipeline_spec.writing import KIND, to_yaml
+
+GROUP: Final = "omnipipeline.dev"
+VERSION: Final = "v1alpha1"
+PLURAL: Final = "omnipipelines"
+PATH: Final = Path(__file__).resolve().parents[1] / f"{PLURAL}.yaml"
+HEADER: Final = "# Generated from crds/omnipipeline_spec by `make crds`; never edited.\n"
+
+
+def crd() -> dict[str, Any]:
+    """The CustomResourceDefinition as plain values."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["omni", "opl"],
+                "categories": ["all", "omni"],
+            },
+            "versions": [_version()],
+        },
+    }
+
+
+def render() -> str:
+    """The CRD as the file holds it."""
+    return HEADER + to_yaml(crd(), compact=True)
+
+
+def _version() -> dict[str, Any]:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": _columns(),
+        "schema": {"openAPIV3Schema": _root()},
+    }
+
+
+def _columns() -> list[dict[str, Any]]:
+    ready, available = (f'.status.conditions[?(@.type=="{kind}")]' for kind in ("Ready", "Available"))
+    columns: Sequence[tuple[str, str, str, int]] = (
+        ("Ready", "string", f"{ready}.status", 0),
+        ("Reason", "string", f"{ready}.reason", 0),
+        ("Stages", "string", ".status.stagesReady", 0),
+        ("GPUs", "integer", ".status.gpus.requested", 0),
+        ("Model", "string", ".spec.modelPath", 0),
+        ("URL", "string", ".status.endpoint.url", 0),
+        ("Age", "date", ".metadata.creationTimestamp", 0),
+        ("Available", "string", f"{available}.status", 1),
+        ("Revision", "string", ".status.revision.current", 1),
+        ("Message", "string", f"{ready}.message", 1),
+    )
+    return [
+        {"name": name, "type": kind, "jsonPath": path} | ({"priority": priority} if priority else {})
+        for name, kind, path, priority in columns
+    ]
+
+
+def _root() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": "A pipeline of stages that serves a model, as one resource.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": {"description": "What the pipeline is and where it runs.", **_struct(PipelineConfig)},
+            "status": {"description": "What the operator last saw.", **_struct(PipelineStatus)},
+        },
+        "x-kubernetes-validations": [_rule(rule) for rule in celrules.ROOT],
+    }
+
+
+def _struct(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    fields = [field for field in fields_of(struct) if "outside_resource" not in extra_of(field.type)]
+    required = [field.encode_name for field in fields if field.required]
+    rules = [_rule(rule) for rule in celrules.RULES.get(struct, ())]
+    return {
+        "type": "object",
+        **({"required": required} if required else {}),
+        "properties": {field.encode_name: _field(field) for field in fields},
+        **({"x-kubernetes-validations": rules} if rules else {}),
+    }
+
+
+def _field(field: inspect.Field) -> dict[str, Any]:
+    optional = is_optional(unwrap(field.type)[0])
+    schema = {"description": description_of(field), **_type(without_none(field.type), extra_of(field.type))}
+    pattern = schema.get("pattern")
+    if optional and pattern and may_be_empty(field.type):
+        schema["pattern"] = f"^$|{pattern}"  # "" is how a template says unset; `shapes` reads it so
+    default = None if field.required else default_of(field)
+    if isinstance(default, bool | int | float | str) and default:
+        schema["default"] = default
+    return schema
+
+
+def description_of(field: inspect.Field) -> str:
+    """What the field's annotation says of it."""
+    kind = field.type
+    found = ""
+    while isinstance(kind, inspect.Metadata):
+        found = (kind.extra_json_schema or {}).get("description", found)
+        kind = kind.type
+    return found
+
+
+def _type(kind: inspect.Type, extra: dict[str, Any]) -> dict[str, Any]:
+    if is_list(kind):
+        return _list(kind, extra)
+    match kind:
+        case inspect.StructType():
+            return _struct(kind.cls)
+        case inspect.DictType():
+            return _map(kind)
+        case inspect.StrType() if "quantity" in extra:
+            either = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
+            return either | _bounds(kind.max_length, "maxLength") | {"pattern": kind.pattern}
+        case inspect.StrType():
+            form = {"pattern": kind.pattern} if kind.pattern else {}
+            form |= {"format": extra["format"]} if "format" in extra else {}
+            return {"type": "string", **_bounds(kind.max_length, "maxLength"), **form}
+        case inspect.BoolType():
+            return {"type": "boolean"}
+        case inspect.IntType():
+            return {"type": "integer", "format": "int64", **_range(kind)}
+        case inspect.FloatType():
+            return {"type": "number", **_range(kind)}
+        case inspect.LiteralType():
+            return {"type": "string", "enum": list(kind.values)}
+    raise TypeError(f"{kind} has no place in a structural schema")
+
+
+def _list(kind: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    schema = {
+        "type": "array",
+        **_bounds(kind.min_length, "minItems"),
+        **_bounds(kind.max_length, "maxItems"),
+        "items": _type(without_none(kind.item_type), extra_of(kind.item_type)),
+    }
+    if "map_key" in extra:
+        return schema | {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [extra["map_key"]]}
+    return schema | {"x-kubernetes-list-type": "set" if "unique" in extra else "atomic"}
+
+
+def _map(kind: inspect.DictType) -> dict[str, Any]:
+    value = without_none(kind.value_type)
+    bounds = _bounds(kind.max_length, "maxProperties")
+    if isinstance(value, inspect.AnyType):
+        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **bounds}
+    return {"type": "object", "additionalProperties": _type(value, extra_of(kind.value_type)), **bounds}
+
+
+def _range(kind: inspect.IntType | inspect.FloatType) -> dict[str, Any]:
+    lower = {"minimum": kind.gt, "exclusiveMinimum": True} if kind.gt is not None else _bounds(kind.ge, "minimum")
+    return lower | _bounds(kind.le, "maximum")
+
+
+def _bounds(value: float | None, name: str) -> dict[str, Any]:
+    return {} if value is None else {name: value}
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    if not rule.names_culprit:
+        return {"rule": rule.rule, "message": rule.message}
+    return {
+        "rule": rule.rule,
+        "message": f"a stage {rule.message}",
+        "messageExpression": f"'stage ' + self.name + ' {rule.message}'",
+    }
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")
+    print(f"wrote {PATH}")

@@ -1,0 +1,88 @@
+"""What the operator reports of a pipeline: the resource's ``status``.
+
+Here: value types only; the CRD is generated from them. Not here: how they are found out (the operator's ``changes``).
+Called by `schema`; the operator writes these fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from omnipipeline_spec.cluster import doc
+from omnipipeline_spec.quantities import ShortText, Text
+from omnipipeline_spec.values import Spec
+
+Count = Annotated[int, Meta(ge=0)]
+Message = Annotated[str, Meta(max_length=32768)]
+
+
+class Endpoint(Spec, frozen=True, kw_only=True):
+    """Where clients reach the pipeline."""
+
+    url: Annotated[Text | None, doc("Inside the cluster.")] = None
+    external: Annotated[Text | None, doc("From outside, when an Ingress or a load balancer has an address.")] = None
+
+
+class GpuCounts(Spec, frozen=True, kw_only=True):
+    """GPUs of all pods."""
+
+    requested: Annotated[Count, doc("GPUs that the spec asks for.")] = 0
+    ready: Annotated[Count, doc("GPUs of ready pods.")] = 0
+    terminating: Annotated[Count, doc("GPUs of pods on their way out.")] = 0
+
+
+class Revisions(Spec, frozen=True, kw_only=True):
+    """Pipeline revisions."""
+
+    current: Annotated[ShortText | None, doc("The one that serves.")] = None
+    update: Annotated[ShortText | None, doc("The one the spec asks for.")] = None
+
+
+class UnitStatus(Spec, frozen=True, kw_only=True):
+    """One pod unit."""
+
+    name: Annotated[ShortText, doc("The unit, called after its first process group.")]
+    workload: Annotated[ShortText | None, doc("Name of its Deployment.")] = None
+    replicas: Annotated[Count, doc("Instances that the spec asks for.")] = 0
+    ready: Annotated[Count, doc("Ready pods.")] = 0
+    updated: Annotated[Count, doc("Pods of the revision the spec asks for.")] = 0
+    registered: Annotated[Count, doc("Instances the coordinator can bind requests to.")] = 0
+    revision: Annotated[ShortText | None, doc("Revision of the unit that the spec asks for.")] = None
+    reason: Annotated[ShortText | None, doc("Why it is not ready, in one word.")] = None
+    message: Annotated[Message | None, doc("Why it is not ready: the worst pod, its container and the cause.")] = None
+
+
+class Condition(Spec, frozen=True, kw_only=True):
+    """One aspect of the pipeline's state."""
+
+    type: Annotated[
+        ShortText,
+        doc("Ready, Available, Accepted, Scheduled, CoordinatorReady, StagesReady, Exposed, Progressing, Suspended."),
+    ]
+    status: Annotated[Literal["True", "False", "Unknown"], doc("Whether it holds.")]
+    observed_generation: Annotated[Count | None, doc("Generation of the spec that it speaks of.")] = None
+    last_transition_time: Annotated[
+        Annotated[str, Meta(max_length=64, extra={"format": "date-time"})] | None, doc("When the status changed last.")
+    ] = None
+    reason: Annotated[ShortText | None, doc("Why, in one CamelCase word.")] = None
+    message: Annotated[Message | None, doc("Why, for people.")] = None
+
+
+class PipelineStatus(Spec, frozen=True, kw_only=True):
+    """What the operator last saw."""
+
+    observed_generation: Annotated[Count | None, doc("Generation of the spec that the status speaks of.")] = None
+    endpoint: Annotated[Endpoint, doc("Where clients reach the pipeline.")] = field(default_factory=Endpoint)
+    stages_ready: Annotated[ShortText | None, doc("Ready stages of all, as 4/5.")] = None
+    gpus: Annotated[GpuCounts, doc("GPUs of all pods.")] = field(default_factory=GpuCounts)
+    revision: Annotated[Revisions, doc("Pipeline revisions.")] = field(default_factory=Revisions)
+    units: Annotated[
+        Annotated[Sequence[UnitStatus], Meta(max_length=65, extra={"map_key": "name"})], doc("The pod units.")
+    ] = ()
+    conditions: Annotated[
+        Annotated[Sequence[Condition], Meta(max_length=32, extra={"map_key": "type"})],
+        doc("Aspects of the state; Ready means that what serves is this generation."),
+    ] = ()
