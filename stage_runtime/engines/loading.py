@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnipipeline_spec.plan import StagePlan
-
 from stage_runtime.api import Batched, Simple, StageContext, Streaming
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine

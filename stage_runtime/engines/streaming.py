@@ -44,7 +44,9 @@ class StreamingEngine(LoopEngine):
     def on_abort(self, work: Work) -> None:
         self._sessions.pop(work, None)
 
-    def _session(self, event: events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed) -> RequestSession:
+    def _session(
+        self, event: events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed
+    ) -> RequestSession:
         session = self._sessions.get(event.work)
         if session is None:
             session = RequestSession(event.work, self.outbox, self._sources)

@@ -53,18 +53,20 @@ class Fetching:
         request_id: str,
         then: Callable[[Fetched], None],
         failed: Callable[[Exception], None],
+        *,
+        holder: str = "",
     ) -> None:
         """Get the buffer behind ``body`` and call ``then``: now if it is here, else when it has come.
 
-        failed: called instead when it cannot be had (`TransferError`, `ProtocolError`).
+        holder: the stage that will look at it. failed: called instead when it cannot be had (`TransferError`, `ProtocolError`).
         """
-        if not body.relay:
+        if not body.transfer:
             then(Fetched(body, None))
             return
         try:
-            operation = self._relays.get(body.relay, body.metadata, request_id=request_id, peer=peer)
+            operation = self._relays.get(body.transfer, request_id=request_id, peer=peer, holder=holder)
             if operation.done():
-                self._landed(body, operation.result(), then)
+                self._landed(body, operation.take(), then)
                 return
         except (TransferError, ProtocolError) as error:
             failed(error)
@@ -85,7 +87,8 @@ class Fetching:
         failed: Callable[[Exception], None],
     ) -> None:
         try:
-            buffer = await operation.wait_for_completion(GRACE_S + operation.nbytes / SLOWEST_BYTES_PER_S)
+            nbytes = max((ref.offset + ref.nbytes for ref in body.refs), default=0)
+            buffer = await operation.wait_for_completion(GRACE_S + nbytes / SLOWEST_BYTES_PER_S)
         except (TransferError, ProtocolError) as error:
             failed(error)
             return

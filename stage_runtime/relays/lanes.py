@@ -61,8 +61,8 @@ class Lanes:
         self._relays = relays
         self._say = say
         self._lanes: dict[Edge, Lane] = {}
-        self._out: dict[tuple[str, str, int], Lane] = {}  #: (peer, relay, transfer) -> the lane whose credit it has
-        self._operations: dict[tuple[str, str, int], RelayOperation] = {}  #: Kept until released.
+        #: (peer, transfer) -> the operation, kept until it is released, and the lane whose credit it has.
+        self._out: dict[tuple[str, int], tuple[RelayOperation, Lane]] = {}
         self._starved: set[Edge] = set()  #: Lanes that found no slot, whatever their credits.
         self._lock = Lock()
 
@@ -83,17 +83,16 @@ class Lanes:
             lane.waiting.append(parcel)
         return True
 
-    def released(self, peer: str, relay: str, transfers: tuple[int, ...]) -> None:
+    def released(self, peer: str, transfers: tuple[int, ...]) -> None:
         """A receiver has let go. On the I/O thread: what waited for that is copied and sent from here."""
         freed: dict[Edge, Lane] = {}
         for transfer in transfers:
-            key = (peer, relay, transfer)
             with self._lock:
-                lane = self._out.pop(key, None)
-                self._operations.pop(key, None)
-            if lane is None:
+                found = self._out.pop((peer, transfer), None)
+            if found is None:
                 continue  # repeated, or of a life that is over
-            self._relays.released(peer, relay, transfer)
+            lane = found[1]
+            self._relays.released(peer, transfer)
             with lane.lock:
                 lane.window.give()
             freed[lane.edge] = lane
@@ -113,7 +112,6 @@ class Lanes:
             self._starved.difference_update(gone)
             for key in [key for key in self._out if key[0] == peer]:
                 del self._out[key]
-                self._operations.pop(key, None)
         for lane in lanes:
             with lane.lock:
                 lane.closed = True
@@ -166,17 +164,15 @@ class Lanes:
             with self._lock:
                 self._starved.add(lane.edge)
             return False
-        key = (peer, operation.relay, operation.transfer)
+        key = (peer, int(operation.transfer))
         with self._lock:
-            self._out[key] = lane
-            self._operations[key] = operation
-        body = Body(
-            extracted.value_bytes,
-            tuple(extracted.refs),
-            relay=operation.relay,
-            metadata=operation.metadata,
-            pressed=lane.window.exhausted,
-        )
+            self._out[key] = (operation, lane)
+        refs = tuple(extracted.refs)
+        body = Body(extracted.value_bytes, refs, transfer=operation.metadata, pressed=lane.window.exhausted)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
-        self._say(peer, parcel.make(body))
+        if not self._say(peer, parcel.make(body)):
+            with self._lock:
+                self._out.pop(key, None)
+            lane.window.give()
+            self._relays.discard(operation)
         return True

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-from omnipipeline_spec.plan import PipelineRevision
 
+from omnipipeline_spec.plan import PipelineRevision
 from stage_runtime.wire.messages import Member
 
 
@@ -52,9 +52,11 @@ class Membership:
         self.revisions: tuple[PipelineRevision, ...] = tuple(revisions)  #: Newest last.
         self.instances: dict[str, Instance] = {}
         self._weights: dict[str, float] = {}  #: revision -> smooth weighted round-robin state
+        self._eligible: dict[tuple[str, str, str], list[Instance]] | None = None  #: By (group, unit, revision).
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
         self.revisions = tuple(revisions)
+        self._eligible = None
 
     def join(self, member: Member) -> list[str]:
         """Add or replace a member. Returns incarnations that this proves gone: another life at the same endpoint."""
@@ -63,6 +65,7 @@ class Membership:
             for known, instance in self.instances.items()
             if instance.member.endpoint == member.endpoint and known != member.incarnation
         ]
+        self._eligible = None
         known = self.instances.get(member.incarnation)
         if known is None:
             self.instances[member.incarnation] = Instance(member, ready=member.ready)
@@ -71,7 +74,18 @@ class Membership:
         return gone
 
     def leave(self, incarnation: str) -> Instance | None:
+        self._eligible = None
         return self.instances.pop(incarnation, None)
+
+    def mark(self, incarnation: str, *, ready: bool | None = None, draining: bool | None = None) -> bool:
+        """Note what an instance says of itself. False when it is not a member."""
+        instance = self.instances.get(incarnation)
+        if instance is None:
+            return False
+        self._eligible = None
+        instance.ready = instance.ready if ready is None else ready
+        instance.draining = instance.draining if draining is None else draining
+        return True
 
     def bind(self, *, avoid: Iterable[str] = ()) -> tuple[PipelineRevision, dict[str, str]]:
         """Choose a revision and one instance per group.
@@ -81,7 +95,7 @@ class Membership:
         Raises:  Unbindable: no revision has a complete set; names what the newest lacks.
         """
         shunned = set(avoid)
-        by_group = self._eligible()
+        by_group = self.eligible()
         sets = {
             revision.revision: min(
                 (len(by_group.get((group, unit, revision.units[unit]), ())) for group, unit in revision.groups.items()),
@@ -123,7 +137,7 @@ class Membership:
 
     def lacking(self, *, any_revision: bool = False) -> list[str]:
         """Groups without a ready instance: of the newest revision, or of the one that lacks fewest."""
-        by_group = self._eligible()
+        by_group = self.eligible()
         missing = [
             [group for group, unit in one.groups.items() if not by_group.get((group, unit, one.units[unit]))]
             for one in self.revisions
@@ -132,8 +146,11 @@ class Membership:
             return ["(no pipeline revision known)"]
         return min(missing, key=len) if any_revision else missing[-1]
 
-    def _eligible(self) -> dict[tuple[str, str, str], list[Instance]]:
-        found: dict[tuple[str, str, str], list[Instance]] = {}
+    def eligible(self) -> dict[tuple[str, str, str], list[Instance]]:
+        """Ready, not draining; by (group, unit, unit revision)."""
+        if self._eligible is not None:
+            return self._eligible
+        found = self._eligible = {}
         for instance in self.instances.values():
             if instance.eligible:
                 member = instance.member

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnipipeline_spec.plan import StagePlan
-
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import HookError, RequestError
 from stage_runtime.rules import routing
@@ -42,7 +41,9 @@ class Hooks:
         return routing.route(plan.name, plan.next, returned), None
 
     def active_sources(self, request_id: str, source: str, payload: StagePayload) -> Any:
-        return None if self._wait_for is None else self._call("wait_for_fn", self._wait_for, request_id, source, payload)
+        return (
+            None if self._wait_for is None else self._call("wait_for_fn", self._wait_for, request_id, source, payload)
+        )
 
     def merge(self, inputs: dict[str, StagePayload]) -> StagePayload:
         """One payload of several. Data that the function returns gets the request of the first input."""

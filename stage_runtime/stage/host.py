@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from omnipipeline_spec.plan import StagePlan
-
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.events import Admin as AdminEvent
 from stage_runtime.relays import payloads
@@ -82,8 +81,7 @@ class Host:
         self._watch = watch
         self._ready = False
         self._loading = len(plans)
-        self._releases: deque[tuple[str, str, int]] = deque()
-        self._releasing = False
+        self._releases: dict[str, list[int]] = {}
         self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed) for plan in plans}
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
@@ -176,12 +174,11 @@ class Host:
 
     # --- what the process does with it --------------------------------------------------------------------------
 
-    def release(self, peer: str, relay: str, transfer: int) -> None:
-        """A view of a peer's slot has died; in any thread, perhaps inside the garbage collector: only noted here."""
-        self._releases.append((peer, relay, transfer))
-        if not self._releasing:
-            self._releasing = True
-            self._loop.call_soon_threadsafe(self._send_releases)
+    def release(self, peer: str, transfer: int) -> None:
+        """The last view of what a peer put has died: tell it, all that died lately in one message."""
+        if not self._releases:
+            self._loop.call_soon(self._send_releases)
+        self._releases.setdefault(peer, []).append(transfer)
 
     def beat(self) -> None:
         """Tell every coordinator how it goes."""
@@ -234,6 +231,7 @@ class Host:
                 message.header.request_id,
                 lambda fetched: intake.payload(message.header, "", fetched),
                 lambda error: intake.lost(message.header, error),
+                holder=message.target,
             )
 
     def _data_ready(self, sender: str, message: DataReady) -> None:
@@ -252,6 +250,7 @@ class Host:
                 header.request_id,
                 lambda fetched: self._arrived(intake, message, fetched),
                 lambda error: intake.lost(header, error),
+                holder=message.target,
             )
 
     @staticmethod
@@ -273,12 +272,10 @@ class Host:
                 stage.intake.abort(request_id, attempt)
 
     def _release(self, sender: str, message: Release) -> None:
-        self.lanes.released(sender, message.relay, message.transfers)
+        self.lanes.released(sender, message.transfers)
 
     def _consumed(self, sender: str, message: Consumed) -> None:
-        tell_consumed(
-            self.sibling(message.source), message.request_id, message.attempt, message.target, message.count
-        )
+        tell_consumed(self.sibling(message.source), message.request_id, message.attempt, message.target, message.count)
 
     # --- members ------------------------------------------------------------------------------------------------
 
@@ -353,10 +350,6 @@ class Host:
         self._loop.call_soon_threadsafe(self._on_failed, name, error)
 
     def _send_releases(self) -> None:
-        self._releasing = False
-        batches: dict[tuple[str, str], list[int]] = {}
-        while self._releases:
-            peer, relay, transfer = self._releases.popleft()
-            batches.setdefault((peer, relay), []).append(transfer)
-        for (peer, relay), transfers in batches.items():
-            self.say(peer, Release(relay, tuple(transfers)))
+        releases, self._releases = self._releases, {}
+        for peer, transfers in releases.items():
+            self.say(peer, Release(tuple(transfers)))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from threading import Lock, Thread
 
 from omnipipeline_spec.plan import StagePlan
-
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.engines.simple import TakesNoChunks

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from omnipipeline_spec.plan import StagePlan
-
 from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, ProtocolError, RequestError, TransferError, ValueRefused
 from stage_runtime.relays import payloads

@@ -28,14 +28,14 @@ class Registration:
         endpoints: Sequence[str],
         resolve: Resolve,
         hello: Callable[[str], Hello],
-        describe: Callable[[], Member],
+        welcomed: Callable[[], None],
     ) -> None:
         self.coordinators: dict[str, Member] = {}  #: Those that said Welcome, by incarnation.
         self._channels = channels
         self._endpoints = endpoints
         self._resolve = resolve
         self._hello = hello
-        self._describe = describe
+        self._on_welcome = welcomed
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
 
@@ -64,6 +64,7 @@ class Registration:
         self._known[message.via] = sender
         self._publishers[sender] = message.publisher
         self._channels.subscribe(message.publisher)
+        self._on_welcome()
         log.info("registered with coordinator %s at %s", sender, message.via)
         return True
 

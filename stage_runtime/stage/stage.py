@@ -7,7 +7,6 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from omnipipeline_spec.plan import StagePlan
-
 from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.intake import Intake

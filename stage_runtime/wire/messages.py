@@ -43,14 +43,13 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 class Body(msgspec.Struct, frozen=True, array_like=True):
     """A payload's or chunk's data: a tensor-free value, and where its tensors are.
 
-    Either everything rides ``inline``, or ``relay`` and ``metadata`` say where to fetch one flat buffer.
+    Either everything rides ``inline``, or ``transfer`` is the relay's metadata of one flat buffer.
     """
 
     value: bytes = b""  #: MessagePack; empty when the value itself is the last part of the buffer.
     refs: tuple[TensorRef, ...] = ()
     inline: bytes = b""
-    relay: str = ""
-    metadata: bytes = b""
+    transfer: bytes = b""
     pressed: bool = False  #: The sender's last credit of this edge: copy it out and release at once.
 
 
@@ -148,7 +147,6 @@ class Abort(Said, frozen=True, tag=5):
 class Release(Said, frozen=True, tag=6):
     """Receiver → sender: these transfers' slots are free again, and their credits with them."""
 
-    relay: Name
     transfers: tuple[int, ...]
 
 

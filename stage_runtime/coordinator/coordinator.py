@@ -1,0 +1,135 @@
+"""The coordinator's ear: what is said to it goes to the roster or to the desk. `sockets.channels.Handler`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from stage_runtime.coordinator.desk import RequestDesk
+from stage_runtime.coordinator.roster import Roster
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.wire.messages import (
+    Beat,
+    Complete,
+    Goodbye,
+    HandBack,
+    Hello,
+    Message,
+    Ready,
+    Release,
+    Shutdown,
+    Stream,
+)
+from stage_runtime.wire.values import OmniRequest
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """One coordinator without its sockets: `wire` brings them. On the I/O thread."""
+
+    roster: Roster
+    desk: RequestDesk
+
+    def __init__(self, plan: CoordinatorPlan, *, incarnation: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.incarnation = incarnation
+        self._plan = plan
+        self._loop = loop
+        self._releases: dict[str, list[int]] = {}
+        self._channels: Channels
+        self._handle: dict[type, Callable[[str, Any], None]] = {
+            Stream: lambda sender, message: self.desk.stream(sender, message),
+            Complete: lambda sender, message: self.desk.complete(sender, message),
+            HandBack: lambda sender, message: self.desk.hand_back(sender, message),
+            Release: lambda sender, message: self.desk.lanes.released(sender, message.transfers),
+            Beat: lambda sender, message: self.roster.beat(sender, message),
+            Ready: self._ready,
+            Goodbye: lambda sender, message: self.roster.goodbye(sender, message),
+        }
+
+    def wire(
+        self,
+        channels: Channels,
+        relays: Relays,
+        *,
+        endpoint: str,
+        publisher: str,
+        revisions: Sequence[PipelineRevision],
+        terminal_stages: Callable[[OmniRequest], Any] | None = None,
+    ) -> None:
+        """Take the ends of the planes, before anything is said.
+
+        endpoint, publisher: as the others must know them. terminal_stages: the pipeline's terminalStagesFn.
+        """
+        self._channels = channels
+        self.roster = Roster(
+            pipeline=self._plan.pipeline,
+            incarnation=self.incarnation,
+            endpoint=endpoint,
+            publisher=publisher,
+            revisions=revisions,
+            channels=channels,
+            relays=relays,
+            bound_to=lambda incarnation: self.desk.bound_to(incarnation),
+        )
+        self.desk = RequestDesk(
+            self._plan,
+            self.roster,
+            loop=self._loop,
+            relays=relays,
+            say=channels.send,
+            publish=channels.publish,
+            terminal_stages=terminal_stages,
+        )
+
+    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+
+    def introduced(self, sender: str, message: Message) -> bool:
+        if not isinstance(message, Hello):
+            return False
+        before = set(self.roster.membership.instances)
+        welcome = self.roster.hello(sender, message)
+        for replaced in before - set(self.roster.membership.instances):
+            self.desk.instance_lost(replaced)
+        return welcome
+
+    def heard(self, sender: str, message: Message) -> None:
+        handle = self._handle.get(type(message))
+        if handle is not None:
+            handle(sender, message)
+
+    def lost(self, peer: str) -> None:
+        if self.roster.bury(peer):
+            self.desk.instance_lost(peer)
+
+    # --- what the process does with it --------------------------------------------------------------------------
+
+    def release(self, peer: str, transfer: int) -> None:
+        """The last view of what a stage put has died: tell it, all that died lately in one message."""
+        if not self._releases:
+            self._loop.call_soon(self._send_releases)
+        self._releases.setdefault(peer, []).append(transfer)
+
+    def update_revisions(self, revisions: Sequence[PipelineRevision]) -> None:
+        """The list of revisions has changed: new requests may go to other instances."""
+        self.roster.update(revisions)
+        self.desk.instances_changed()
+
+    def shut_down(self, incarnation: str, reason: str) -> bool:
+        """Ask an instance to drain and exit. False when it is not a member."""
+        return self._channels.send(incarnation, Shutdown(reason))
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _ready(self, sender: str, message: Ready) -> None:
+        if self.roster.ready_now(sender):
+            self.desk.instances_changed()
+
+    def _send_releases(self) -> None:
+        releases, self._releases = self._releases, {}
+        for peer, transfers in releases.items():
+            self._channels.send(peer, Release(tuple(transfers)))

@@ -1,0 +1,484 @@
+"""The desk: admits requests, binds them, follows them to their one end. Implements `events.Desk`; knows no HTTP.
+
+What may happen to a request and what follows is `rules.requests`' table; who may be bound is `rules.members`'.
+Here both are fed and carried out. Everything runs on the coordinator's I/O thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from stage_runtime.coordinator.events import RequestRecord
+from stage_runtime.coordinator.roster import Roster
+from stage_runtime.coordinator.tallies import Tallies
+from stage_runtime.coordinator.tickets import Resulted, Streamed, Ticket
+from stage_runtime.errors import ProtocolError, RequestError, ValueRefused
+from stage_runtime.relays import payloads
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.fetching import Fetched, Fetching
+from stage_runtime.relays.lanes import Lanes, Parcel
+from stage_runtime.rules import routing
+from stage_runtime.rules.members import Unbindable
+from stage_runtime.rules.requests import (
+    Cancelled,
+    ChunkCame,
+    DeadlinePassed,
+    Event,
+    HandedBack,
+    InstanceLost,
+    Instruction,
+    StageFailed,
+    State,
+    TerminalDone,
+    Tracked,
+)
+from stage_runtime.wire.messages import (
+    Abort,
+    Body,
+    Complete,
+    Consumed,
+    Ended,
+    Failure,
+    HandBack,
+    Header,
+    Message,
+    Stream,
+    Submit,
+)
+from stage_runtime.wire.values import OmniRequest
+
+log = logging.getLogger(__name__)
+
+COORDINATOR: Final = "coordinator"
+NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
+RETRY_AFTER_S: Final = 1.0
+ENDED_EVERY_S: Final = 0.02
+CONSUMED_EVERY: Final = 64  # a quarter of a stream's window
+BODY_CREDITS: Final = 8  # bodies under way to one entry instance
+KEPT_NBYTES: Final = 512 << 20  # bodies kept for a retry, all requests together; beyond it a request has none
+
+
+class RequestDesk:
+    """All requests of one coordinator."""
+
+    def __init__(
+        self,
+        plan: CoordinatorPlan,
+        roster: Roster,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        relays: Relays,
+        say: Callable[[str, Message], bool],
+        publish: Callable[[Message], None],
+        terminal_stages: Callable[[OmniRequest], Any] | None = None,
+    ) -> None:
+        self.tallies = Tallies()
+        self.lanes = Lanes(relays, say)
+        self._plan = plan
+        self._roster = roster
+        self._loop = loop
+        self._relays = relays
+        self._fetching = Fetching(relays, loop)
+        self._say = say
+        self._publish = publish
+        self._terminal_stages = terminal_stages
+        self._tickets: dict[str, Ticket] = {}
+        self._by_instance: dict[str, set[str]] = {}  #: incarnation -> ids of requests bound to it
+        self._stranded: dict[str, asyncio.TimerHandle] = {}  #: Requests to bind again when somebody comes.
+        self._ended: dict[str, list[tuple[str, int]]] = {}
+        self._untold: dict[tuple[str, str], int] = {}  #: (request id, stage) -> chunks read, not told to its producer
+        self._kept_nbytes = 0
+        self._refusing: str | None = None  #: Why nothing is admitted any more.
+        self._started_at = time.monotonic()
+
+    # --- events.Desk --------------------------------------------------------------------------------------------
+
+    def admit(self, request: OmniRequest, *, timeout_s: float | None = None, trace: str | None = None) -> Ticket:
+        plan = self._plan
+        if self._refusing is not None:
+            raise RequestError("unavailable", self._refusing, request_id=request.id, retry_after_s=RETRY_AFTER_S)
+        if request.id in self._tickets:
+            raise RequestError("duplicate_request", f"request {request.id} is in flight", request_id=request.id)
+        if len(self._tickets) >= plan.max_in_flight:
+            raise RequestError(
+                "rate_limited",
+                f"{plan.max_in_flight} requests are in flight",
+                request_id=request.id,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        revision, bindings = self._bind(request.id, set())
+        try:
+            ticket = self._ticket(request, revision, timeout_s, trace)
+        except BaseException:
+            self._roster.membership.unbind(bindings)
+            raise
+        self._tickets[request.id] = ticket
+        self._submit(ticket, revision, bindings)
+        return ticket
+
+    def abort(self, request_id: str, reason: str) -> bool:
+        ticket = self._tickets.get(request_id)
+        return ticket is not None and self._cancel(ticket, reason)
+
+    def record(self, request_id: str) -> RequestRecord | None:
+        ticket = self._tickets.get(request_id)
+        return ticket.record() if ticket is not None else self.tallies.record(request_id)
+
+    def status(self) -> Mapping[str, Any]:
+        return {
+            "pipeline": self._plan.pipeline,
+            "coordinator": self._roster.incarnation,
+            "ready": self.ready(),
+            "in_flight": len(self._tickets),
+            "stranded": len(self._stranded),
+            **self._roster.status(),
+        }
+
+    def ready(self) -> bool:
+        return self._roster.ready()
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {
+            "requests": dict(self.tallies.outcomes),
+            "in_flight": len(self._tickets),
+            "retried_total": self.tallies.retried,
+            "stages": _merged(self.tallies.stages(), self._roster.loads()),
+            "instances_ready": self._roster.ready_count(),
+            "lanes_outstanding": self.lanes.outstanding,
+            "lanes_queued": self.lanes.queued,
+            "kept_bytes": self._kept_nbytes,
+            "relay": self._relays.stats(),
+            "control": self._roster.counters(),
+        }
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._tickets)
+
+    def refuse(self, reason: str) -> None:
+        """Admit nothing more."""
+        self._refusing = reason
+
+    def fail_all(self, reason: str) -> None:
+        """End everything that is in flight."""
+        for ticket in list(self._tickets.values()):
+            self._carry_out(ticket, ticket.tracked.fail(Failure("unavailable", reason)), None)
+
+    def close(self) -> None:
+        self._fetching.close()
+        for timer in self._stranded.values():
+            timer.cancel()
+
+    # --- what processes say -------------------------------------------------------------------------------------
+
+    def stream(self, sender: str, message: Stream) -> None:
+        self._fetching.fetch(
+            sender,
+            message.body,
+            message.request_id,
+            lambda fetched: self._chunk(message, fetched),
+            lambda error: self._broken(message, error),
+        )
+
+    def complete(self, sender: str, message: Complete) -> None:
+        if message.failure is not None:
+            ticket = self._current(message)
+            if ticket is not None:
+                self._learn(ticket, message)
+                self._happen(ticket, StageFailed(message.attempt, message.failure))
+        elif message.body is None:
+            self._result(message, None)
+        else:
+            self._fetching.fetch(
+                sender,
+                message.body,
+                message.request_id,
+                lambda fetched: self._result(message, fetched),
+                lambda error: self._broken(message, error),
+            )
+
+    def hand_back(self, sender: str, message: HandBack) -> None:
+        ticket = self._tickets.get(message.request_id)
+        if ticket is not None:
+            ticket.avoid.add(sender)
+            self._happen(ticket, HandedBack(message.attempt))
+
+    def instance_lost(self, incarnation: str) -> None:
+        """An instance is proven gone; its requests are bound elsewhere or fail."""
+        self.lanes.forget(incarnation)
+        self._ended.pop(incarnation, None)
+        for request_id in list(self._by_instance.get(incarnation, ())):
+            ticket = self._tickets[request_id]
+            ticket.avoid.add(incarnation)
+            stage = next(stage for stage, bound in ticket.bindings.items() if bound == incarnation)
+            self._happen(ticket, InstanceLost(stage, ticket.tracked.attempt))
+        self._by_instance.pop(incarnation, None)
+
+    def instances_changed(self) -> None:
+        """Somebody is ready: requests that wait for an instance may go."""
+        for request_id in list(self._stranded):
+            ticket = self._tickets.get(request_id)
+            if ticket is not None and self._rebind(ticket):
+                self._stranded.pop(request_id).cancel()
+
+    def bound_to(self, incarnation: str) -> int:
+        """How many requests are bound to an instance."""
+        return len(self._by_instance.get(incarnation, ()))
+
+    # --- admitting ----------------------------------------------------------------------------------------------
+
+    def _bind(self, request_id: str, avoid: set[str]) -> tuple[PipelineRevision, dict[str, str]]:
+        try:
+            return self._roster.membership.bind(avoid=avoid)
+        except Unbindable as error:
+            raise RequestError(
+                "unavailable",
+                str(error),
+                stage=error.groups[0],
+                request_id=request_id,
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
+
+    def _ticket(
+        self, request: OmniRequest, revision: PipelineRevision, timeout_s: float | None, trace: str | None
+    ) -> Ticket:
+        terminals = revision.terminals
+        if self._terminal_stages is not None:
+            try:
+                terminals = routing.terminals(terminals, self._terminal_stages(request))
+            except RequestError:
+                raise
+            except Exception as error:
+                raise RequestError(
+                    "stage_failed",
+                    f"terminal_stages_fn: {type(error).__name__}: {error}",
+                    hook="terminal_stages_fn",
+                    request_id=request.id,
+                ) from error
+        try:
+            extracted = payloads.extract({"request": request, "data": request.inputs}, where="request", as_fields=True)
+        except ValueRefused as error:
+            raise RequestError("invalid_request", str(error), request_id=request.id) from error
+        limit_s = self._plan.request_timeout_s
+        timeout_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
+        kept = self._kept_nbytes + extracted.nbytes <= KEPT_NBYTES
+        tracked = Tracked(request.id, terminals, retries=self._plan.retries if kept else 0)
+        ticket = Ticket(
+            request,
+            tracked,
+            extracted,
+            cancel=self._cancel,
+            consumed=self._consumed,
+            traceparent=trace,
+            deadline=self._loop.time() + timeout_s,
+        )
+        self._kept_nbytes += extracted.nbytes
+        ticket.timer = self._loop.call_at(ticket.deadline, self._happen, ticket, DeadlinePassed())
+        return ticket
+
+    def _submit(self, ticket: Ticket, revision: PipelineRevision, bindings: dict[str, str]) -> None:
+        ticket.bindings = bindings
+        ticket.revision = revision.revision
+        ticket.begin_attempt()
+        for incarnation in set(bindings.values()):
+            self._by_instance.setdefault(incarnation, set()).add(ticket.id)
+        entry = revision.entry
+        attempt = ticket.tracked.attempt
+
+        def make(body: Body) -> Message:
+            remaining_ms = max(0, int((ticket.deadline - self._loop.time()) * 1000))
+            header = Header(ticket.id, attempt, self._roster.incarnation, bindings, remaining_ms, ticket.traceparent)
+            return Submit(header, entry, body)
+
+        assert ticket.extracted is not None
+        parcel = Parcel(ticket, ticket.extracted, make, self._plan.relay_backend)
+        self.lanes.ship((COORDINATOR, entry, bindings[entry]), parcel, credits=BODY_CREDITS)
+
+    # --- following ----------------------------------------------------------------------------------------------
+
+    def _current(self, message: Stream | Complete) -> Ticket | None:
+        ticket = self._tickets.get(message.request_id)
+        if ticket is None or ticket.tracked.attempt != message.attempt:
+            return None
+        return ticket
+
+    def _chunk(self, message: Stream, fetched: Fetched) -> None:
+        ticket = self._current(message)
+        inbound = ticket.streams.get(message.source) if ticket is not None else None
+        if ticket is None or inbound is None:
+            fetched.discard()
+            return
+        streamed = Streamed(message.source, message.chunk_id, message.modality, fetched)
+        try:
+            ready = inbound.offer(message.chunk_id, streamed)
+        except ProtocolError as error:
+            self._broken(message, error)
+            return
+        for one in ready:
+            if Instruction.DELIVER in self._happen(ticket, ChunkCame(message.source, message.attempt)):
+                ticket.push(one)
+        self._end_if_whole(ticket, message.source, message.attempt)
+
+    def _result(self, message: Complete, fetched: Fetched | None) -> None:
+        ticket = self._current(message)
+        inbound = ticket.streams.get(message.source) if ticket is not None else None
+        if ticket is None or inbound is None:
+            if fetched is not None:
+                fetched.discard()
+            return
+        self._learn(ticket, message)
+        try:
+            inbound.end(message.chunks)
+        except ProtocolError as error:
+            self._broken(message, error)
+            return
+        ticket.endings[message.source] = (message.chunks, fetched)
+        self._end_if_whole(ticket, message.source, message.attempt)
+
+    def _end_if_whole(self, ticket: Ticket, source: str, attempt: int) -> None:
+        """A terminal is through once its result and all its chunks are here, in whatever order they came."""
+        if source in ticket.endings and ticket.streams[source].closed:
+            _, fetched = ticket.endings.pop(source)
+            self._happen(ticket, TerminalDone(source, attempt), Resulted(source, fetched))
+
+    def _broken(self, message: Stream | Complete, error: Exception) -> None:
+        ticket = self._current(message)
+        if ticket is not None:
+            failure = Failure("transport_failed", str(error), message.source, "relay")
+            self._happen(ticket, StageFailed(message.attempt, failure))
+
+    def _learn(self, ticket: Ticket, message: Complete) -> None:
+        for timing in message.timings:
+            ticket.timings[timing.stage] = timing
+
+    def _happen(self, ticket: Ticket, event: Event, delivered: Resulted | None = None) -> tuple[Instruction, ...]:
+        instructions = ticket.tracked.handle(event)
+        self._carry_out(ticket, instructions, delivered)
+        return instructions
+
+    def _carry_out(self, ticket: Ticket, instructions: tuple[Instruction, ...], delivered: Resulted | None) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Instruction.DELIVER:
+                    if delivered is not None:
+                        ticket.push(delivered)
+                case Instruction.ABORT:
+                    self._abort_attempt(ticket)
+                case Instruction.REBIND:
+                    ticket.tracked.attempt += 1
+                    self.tallies.retried += 1
+                    if not self._rebind(ticket):
+                        self._strand(ticket)
+                case Instruction.FINISH:
+                    self._note_ended(ticket)
+                    self._forget(ticket)
+                    ticket.finish()
+                case Instruction.FAIL:
+                    failure = ticket.tracked.failure
+                    assert failure is not None
+                    self._forget(ticket)
+                    retry_after_s = RETRY_AFTER_S if failure.code in ("unavailable", "rate_limited") else None
+                    ticket.fail(failure, retry_after_s=retry_after_s)
+
+    def _cancel(self, ticket: Ticket, reason: str) -> bool:
+        return bool(self._happen(ticket, Cancelled(reason)))
+
+    def _consumed(self, ticket: Ticket, stage: str, count: int) -> None:
+        """The reader took chunks; their producer may send more."""
+        key = (ticket.id, stage)
+        untold = self._untold.get(key, 0) + count
+        if untold >= CONSUMED_EVERY and not ticket.cancelled:
+            said = Consumed(ticket.id, ticket.tracked.attempt, stage, COORDINATOR, untold)
+            self._say(ticket.bindings.get(stage, ""), said)
+            untold = 0
+        self._untold[key] = untold
+        if ticket.cancelled:
+            self._untold.pop(key, None)
+
+    # --- ending -------------------------------------------------------------------------------------------------
+
+    def _abort_attempt(self, ticket: Ticket) -> None:
+        """Tell everybody that this attempt could have reached; then its instances carry one less."""
+        said = Abort(ticket.id, ticket.tracked.attempt, self._roster.incarnation, ticket.tracked.state.value)
+        for incarnation in set(ticket.bindings.values()):
+            self._say(incarnation, said)
+        self._publish(said)
+        self._unbind(ticket)
+        self.lanes.drop_cancelled()
+
+    def _unbind(self, ticket: Ticket) -> None:
+        self._roster.membership.unbind(ticket.bindings)
+        for incarnation in set(ticket.bindings.values()):
+            bound = self._by_instance.get(incarnation)
+            if bound is not None:
+                bound.discard(ticket.id)
+                if not bound:
+                    del self._by_instance[incarnation]
+                    self._roster.unbound(incarnation)
+
+    def _rebind(self, ticket: Ticket) -> bool:
+        try:
+            revision, bindings = self._bind(ticket.id, ticket.avoid)
+        except RequestError:
+            return False
+        log.info("request %s is sent again, attempt %d", ticket.id, ticket.tracked.attempt)
+        self._submit(ticket, revision, bindings)
+        return True
+
+    def _strand(self, ticket: Ticket) -> None:
+        ticket.bindings = {}
+
+        def give_up() -> None:
+            self._stranded.pop(ticket.id, None)
+            lacking = ", ".join(self._roster.membership.lacking())
+            failure = Failure("unavailable", f"no instance of {lacking} came within {NEW_INSTANCE_WAIT_S:.0f} s")
+            if ticket.tracked.state is State.RUNNING:
+                self._carry_out(ticket, ticket.tracked.fail(failure), None)
+
+        self._stranded[ticket.id] = self._loop.call_later(NEW_INSTANCE_WAIT_S, give_up)
+
+    def _forget(self, ticket: Ticket) -> None:
+        if self._tickets.pop(ticket.id, None) is None:
+            return
+        stranded = self._stranded.pop(ticket.id, None)
+        if stranded is not None:
+            stranded.cancel()
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+        if ticket.extracted is not None:
+            self._kept_nbytes -= ticket.extracted.nbytes
+            ticket.extracted = None
+        for stage in ticket.streams:
+            self._untold.pop((ticket.id, stage), None)
+        ticket.ended_at = time.monotonic()
+        self.tallies.timed(ticket.timings.values())
+        failure = ticket.tracked.failure
+        self.tallies.ended(ticket.record(), failure.code if failure is not None else "completed")
+
+    def _note_ended(self, ticket: Ticket) -> None:
+        """Stages that a request has not passed to its end (unread streams, branches not taken) learn that it is over."""
+        self._unbind(ticket)
+        if not self._roster.leaves_rest(ticket.revision):
+            return
+        if not self._ended:
+            self._loop.call_later(ENDED_EVERY_S, self._tell_ended)
+        for incarnation in set(ticket.bindings.values()):
+            self._ended.setdefault(incarnation, []).append((ticket.id, ticket.tracked.attempt))
+
+    def _tell_ended(self) -> None:
+        ended, self._ended = self._ended, {}
+        for incarnation, requests in ended.items():
+            self._say(incarnation, Ended(tuple(requests)))
+
+
+def _merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    merged: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for name, row in part.items():
+            merged.setdefault(name, {}).update(row)
+    return merged

@@ -1,0 +1,214 @@
+"""Who belongs to the pipeline, as this coordinator sees it: Hello, Welcome, Ready, beats, goodbyes, losses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from omnipipeline_spec.plan import PipelineRevision
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.rules.members import Membership
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.wire.messages import (
+    PROTOCOL,
+    Beat,
+    Goodbye,
+    Hello,
+    Member,
+    Members,
+    Message,
+    Refused,
+    Unbound,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+READY_AFTER_S: Final = 30.0  # a coordinator without a complete set is ready then: a 503 that names a stage says more
+BURIED_KEPT: Final = 1000
+
+
+class Roster:
+    """All members and the revisions they may serve. On the I/O thread."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: str,
+        incarnation: str,
+        endpoint: str,
+        publisher: str,
+        revisions: Sequence[PipelineRevision],
+        channels: Channels,
+        relays: Relays,
+        bound_to: Callable[[str], int],
+    ) -> None:
+        self.incarnation = incarnation
+        self.membership = Membership(revisions)
+        self._pipeline = pipeline
+        self._endpoint = endpoint
+        self._publisher = publisher
+        self._channels = channels
+        self._relays = relays
+        self._bound_to = bound_to
+        self._beats: dict[str, Beat] = {}
+        self._buried: dict[str, None] = {}  #: Incarnations declared dead, oldest first.
+        self._started_at = time.monotonic()
+        self._was_complete = False
+        self._rests = _rests(revisions)
+
+    # --- what processes say -------------------------------------------------------------------------------------
+
+    def hello(self, sender: str, message: Hello) -> bool:
+        """A process introduces itself. True when it has a link now."""
+        refusal = self._refusal(sender, message)
+        if refusal is not None:
+            log.warning("%s of group %s is refused: %s", sender, message.member.group, refusal)
+            link = self._channels.connect(sender, message.member.endpoint)
+            link.send(Refused(refusal, sender in self._buried))
+            return False
+        if self._channels.link(sender) is not None and sender in self.membership.instances:
+            return True  # our Welcome is on its way
+        member = message.member
+        self._channels.connect(sender, member.endpoint)
+        self._relays.open(sender, member.relays)
+        others = tuple(instance.member for instance in self.membership.instances.values())
+        for gone in self.membership.join(member):
+            self.bury(gone)
+        me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
+        self._channels.send(sender, Welcome(self._publisher, me, message.via, others))
+        self._tell_all(Members(joined=(member,)), but=sender)
+        log.info("%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint)
+        return True
+
+    def ready_now(self, sender: str) -> bool:
+        """An instance takes requests from now on."""
+        if not self.membership.mark(sender, ready=True):
+            return False
+        self._was_complete = self._was_complete or self.membership.complete()
+        log.info("%s (%s) is ready", self.membership.instances[sender].member.group, sender)
+        return True
+
+    def beat(self, sender: str, message: Beat) -> None:
+        self._beats[sender] = message
+        self.membership.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
+
+    def goodbye(self, sender: str, message: Goodbye) -> None:
+        if self.membership.mark(sender, draining=True):
+            log.info("%s is draining: %s", sender, message.reason)
+            self.unbound(sender)
+
+    def unbound(self, incarnation: str) -> None:
+        """A request less is bound to it; a draining instance is told when it was the last."""
+        instance = self.membership.instances.get(incarnation)
+        if instance is not None and instance.draining and not self._bound_to(incarnation):
+            self._channels.send(incarnation, Unbound())
+
+    def bury(self, incarnation: str) -> bool:
+        """It is gone for good: late words of this life are ignored. False when it was no member."""
+        instance = self.membership.leave(incarnation)
+        if instance is None:
+            return False
+        self._buried[incarnation] = None
+        if len(self._buried) > BURIED_KEPT:
+            del self._buried[next(iter(self._buried))]
+        self._beats.pop(incarnation, None)
+        self._channels.drop(incarnation)
+        self._tell_all(Members(gone=(incarnation,)))
+        log.info("%s (%s) has left", instance.member.group, incarnation)
+        return True
+
+    # --- what others ask ----------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Once complete, always ready: a missing stage is a 503 with its name, not a pod without traffic."""
+        return self._was_complete or time.monotonic() - self._started_at > READY_AFTER_S
+
+    def ready_count(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for instance in self.membership.instances.values():
+            counts[instance.member.group] += instance.eligible
+        return dict(counts)
+
+    def leaves_rest(self, revision: str) -> bool:
+        """Whether a request of ``revision`` may be complete while some stage still holds something of it."""
+        return self._rests.get(revision, True)
+
+    def update(self, revisions: Sequence[PipelineRevision]) -> None:
+        """The list of revisions has changed."""
+        self.membership.update(revisions)
+        self._rests = _rests(revisions)
+
+    def loads(self) -> dict[str, dict[str, int]]:
+        """Per stage, what the last beats say is waiting and running, all instances together."""
+        found: dict[str, dict[str, int]] = {}
+        for beat in self._beats.values():
+            for name, count in beat.waiting.items():
+                row = found.setdefault(name, {"waiting": 0, "running": 0})
+                row["waiting"] += count
+                row["running"] += beat.running.get(name, 0)
+        return found
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._channels.counters)
+
+    def status(self) -> Mapping[str, Any]:
+        return {
+            "complete": self.membership.complete(),
+            "lacking": [] if self.membership.complete() else self.membership.lacking(any_revision=True),
+            "revisions": [one.revision for one in self.membership.revisions],
+            "instances": [
+                {
+                    "incarnation": incarnation,
+                    "group": instance.member.group,
+                    "unit": instance.member.unit,
+                    "revision": instance.member.revision,
+                    "endpoint": instance.member.endpoint,
+                    "stages": list(instance.member.stages),
+                    "ready": instance.ready,
+                    "draining": instance.draining,
+                    "waiting": instance.waiting,
+                    "running": instance.running,
+                    "bound": instance.bound,
+                    "served": instance.served,
+                    "gauges": self._beats[incarnation].gauges if incarnation in self._beats else {},
+                }
+                for incarnation, instance in self.membership.instances.items()
+            ],
+        }
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _refusal(self, sender: str, message: Hello) -> str | None:
+        member = message.member
+        if sender != member.incarnation:
+            return f"says it is {member.incarnation}"
+        if sender in self._buried:
+            return "this incarnation was declared dead"
+        if message.pipeline != self._pipeline:
+            return f"belongs to pipeline {message.pipeline!r}, this is {self._pipeline!r}"
+        if not message.edges.startswith(f"{PROTOCOL}:"):
+            return f"speaks edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
+        return None
+
+    def _tell_all(self, message: Message, *, but: str = "") -> None:
+        for incarnation in self.membership.instances:
+            if incarnation != but:
+                self._channels.send(incarnation, message)
+
+
+def _rests(revisions: Sequence[PipelineRevision]) -> dict[str, bool]:
+    return {one.revision: _may_leave_rest(one) for one in revisions}
+
+
+def _may_leave_rest(revision: PipelineRevision) -> bool:
+    """A straight line of normal edges leaves nothing behind: its one terminal is through last."""
+    sources = [source for source, _, _ in revision.edges]
+    return (
+        len(revision.terminals) > 1
+        or len(set(sources)) < len(sources)
+        or any(kind == "stream" for _, _, kind in revision.edges)
+    )

@@ -1,0 +1,187 @@
+"""One admitted request at the desk: its events on the way to whoever reads them. `events.RequestHandle`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent, StageTiming
+from stage_runtime.errors import RequestError
+from stage_runtime.relays.fetching import Fetched
+from stage_runtime.relays.payloads import Extracted
+from stage_runtime.rules.requests import State, Tracked
+from stage_runtime.rules.streams import Inbound
+from stage_runtime.wire.messages import Failure, Timing
+from stage_runtime.wire.values import OmniRequest
+
+
+class Streamed(msgspec.Struct):
+    """A chunk that has arrived: opened when it is read."""
+
+    stage: str
+    index: int
+    modality: str | None
+    fetched: Fetched
+
+
+class Resulted(msgspec.Struct):
+    """A terminal's result: opened when it is read. ``fetched`` None: it gave none."""
+
+    stage: str
+    fetched: Fetched | None
+
+
+class Ticket:
+    """Everything the desk knows of one request. Owned by the I/O thread.
+
+    cancel, consumed: how it speaks to the desk, so that it does not hold it.
+    """
+
+    def __init__(
+        self,
+        request: OmniRequest,
+        tracked: Tracked,
+        extracted: Extracted,
+        *,
+        cancel: Callable[[Ticket, str], bool],
+        consumed: Callable[[Ticket, str, int], None],
+        traceparent: str | None,
+        deadline: float,
+    ) -> None:
+        self.tracked = tracked
+        self.kind = request.kind
+        self.extracted: Extracted | None = extracted  #: Kept while a retry is possible.
+        self.bindings: dict[str, str] = {}
+        self.revision = ""
+        self.traceparent = traceparent
+        self.deadline = deadline  #: On the loop's clock.
+        self.timer: asyncio.TimerHandle | None = None
+        self.timings: dict[str, Timing] = {}
+        self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
+        self.streams: dict[str, Inbound[Streamed]] = {}
+        self.endings: dict[str, tuple[int, Fetched | None]] = {}  #: stage -> (chunks, result), not delivered yet
+        self.admitted_at = time.monotonic()
+        self.first_event_at: float | None = None
+        self.ended_at: float | None = None
+        self._cancel = cancel
+        self._consumed = consumed
+        self._events: deque[Streamed | Resulted] = deque()
+        self._failure: RequestError | None = None
+        self._finished = False
+        self._changed: asyncio.Future[None] | None = None
+
+    # --- events.RequestHandle -----------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        return self.tracked.id
+
+    async def events(self) -> AsyncIterator[ChunkEvent | ResultEvent]:
+        try:
+            while True:
+                while self._events:
+                    yield self._open(self._events.popleft())
+                if self._failure is not None:
+                    raise self._failure
+                if self._finished:
+                    return
+                self._changed = asyncio.get_running_loop().create_future()
+                await self._changed
+        finally:
+            if not self._finished and self._failure is None:
+                self._cancel(self, "the client went away")
+
+    def abort(self, reason: str) -> bool:
+        return self._cancel(self, reason)
+
+    # --- the desk's side ----------------------------------------------------------------------------------------
+
+    # relays.lanes.Wanted
+    @property
+    def request_id(self) -> str:
+        return self.tracked.id
+
+    @property
+    def cancelled(self) -> bool:
+        return self.tracked.state is not State.RUNNING
+
+    def begin_attempt(self) -> None:
+        """A new attempt begins: what an earlier one said partly is dropped."""
+        self.streams = {stage: Inbound() for stage in self.tracked.terminals}
+        self.endings.clear()
+
+    def push(self, event: Streamed | Resulted) -> None:
+        if self.first_event_at is None:
+            self.first_event_at = time.monotonic()
+        self._events.append(event)
+        self._wake()
+
+    def finish(self) -> None:
+        self._finished = True
+        self._wake()
+
+    def fail(self, failure: Failure, *, retry_after_s: float | None = None) -> None:
+        self._failure = RequestError(
+            failure.code,
+            failure.message,
+            stage=failure.stage,
+            hook=failure.hook,
+            request_id=self.id,
+            param=failure.param,
+            retry_after_s=retry_after_s,
+        )
+        if failure.code != "stage_failed" or not self.tracked.streamed:
+            self._events.clear()  # partial results are dropped; what was streamed already stays said
+        self._wake()
+
+    def record(self) -> RequestRecord:
+        now = self.ended_at or time.monotonic()
+        failure = self.tracked.failure
+        first = self.first_event_at
+        return RequestRecord(
+            id=self.id,
+            kind=self.kind,
+            state=self.tracked.state.value,
+            age_ms=_ms(time.monotonic() - self.admitted_at),
+            attempt=self.tracked.attempt,
+            bindings=self.bindings,
+            waiting_for=tuple(sorted(self.tracked.waiting)) if self.tracked.state is State.RUNNING else (),
+            first_event_ms=None if first is None else _ms(first - self.admitted_at),
+            total_ms=None if self.ended_at is None else _ms(now - self.admitted_at),
+            stages={
+                name: StageTiming(queue_ms=timing.queue_us / 1000, run_ms=timing.run_us / 1000)
+                for name, timing in self.timings.items()
+            },
+            error=None
+            if failure is None
+            else {"code": failure.code, "message": failure.message, "stage": failure.stage},
+        )
+
+    def _open(self, event: Streamed | Resulted) -> ChunkEvent | ResultEvent:
+        if isinstance(event, Resulted):
+            if event.fetched is None:
+                return ResultEvent(stage=event.stage, has_data=False)
+            return ResultEvent(stage=event.stage, data=event.fetched.open(torch=False))
+        fields: dict[str, Any] = event.fetched.open(torch=False)
+        self._consumed(self, event.stage, 1)
+        return ChunkEvent(
+            stage=event.stage,
+            index=event.index,
+            data=fields.get("data"),
+            modality=event.modality,
+            metadata=fields.get("metadata"),
+        )
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None and not changed.done():
+            changed.set_result(None)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,213 @@
+"""Wiring of one process of a process group: sockets, relays, stages; loading, draining, the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import signal
+from typing import Final
+
+import msgspec
+import uvloop
+
+from omnipipeline_spec.plan import StagePlan
+from stage_runtime.engines import loading
+from stage_runtime.engines.base import Engine
+from stage_runtime.processes import logs, statuspipe, surroundings
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.settings import StageSettings
+from stage_runtime.sockets import addresses
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.context import Context
+from stage_runtime.stage.host import Host
+from stage_runtime.stage.registration import Registration
+from stage_runtime.stage.watching import Watch
+from stage_runtime.wire.messages import PROTOCOL, Hello, Incarnation, Member
+
+log = logging.getLogger(__name__)
+
+EXIT_DRAINED: Final = 0
+EXIT_FAILED: Final = 1  # a factory or the configuration: starting again would end the same way
+EXIT_CRASHED: Final = 3  # an engine's own loop ended
+IDLE_EVERY_S: Final = 0.02
+SETTLE_S: Final = 2.0
+THREADS_S: Final = 1.0
+
+
+def run(settings: StageSettings) -> int:
+    """Serve this process's stages until told to stop. Returns the exit code."""
+    logs.configure(settings.log_format, name=settings.process)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(StageProcess(settings).serve())
+
+
+class StageProcess:
+    """One life of one process."""
+
+    def __init__(self, settings: StageSettings) -> None:
+        self._settings = settings
+        self._over: asyncio.Future[int]
+        self._loaded = False
+        self._stopping = False
+        self._unbound: set[str] = set()
+
+    async def serve(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._over = loop.create_future()
+        async with contextlib.AsyncExitStack() as stack:
+            self._wire(stack)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+            tasks = [asyncio.create_task(self._registration.run()), asyncio.create_task(self._beat())]
+            for task in tasks:
+                stack.callback(task.cancel)
+            self._host.load(self._make)
+            code = await self._over
+            if code == EXIT_DRAINED and not self._host.close(THREADS_S):
+                log.warning("a stage's thread did not end; leaving it")
+        return code
+
+    # --- wiring -------------------------------------------------------------------------------------------------
+
+    def _wire(self, stack: contextlib.AsyncExitStack) -> None:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        self._incarnation = Incarnation(secrets.token_hex(8))
+        security = surroundings.security(settings.control_key)
+        self._host = Host(
+            settings.stages(),
+            incarnation=self._incarnation,
+            loop=loop,
+            on_loaded=self._all_loaded,
+            on_failed=self._failed,
+            on_shutdown=self._stop,
+            on_unbound=self._unbound.add,
+            watch=Watch() if settings.debug_values else None,
+        )
+        channels = Channels(
+            self._host,
+            incarnation=self._incarnation,
+            loop=loop,
+            security=security,
+            dead_after_s=settings.plan.dead_after_s,
+        )
+        stack.callback(channels.close)
+        stack.push_async_callback(channels.settled, SETTLE_S)
+        self._relays = Relays(
+            loop=loop,
+            incarnation=self._incarnation,
+            on_release=self._host.release,
+            security=security,
+            settings=surroundings.relay_settings(settings),
+        )
+        stack.callback(self._relays.close)
+        self._endpoint = surroundings.advertised(settings.advertise, channels.bind(settings.listen))
+        self._registration = Registration(
+            channels,
+            endpoints=settings.coordinators,
+            resolve=_resolve,
+            hello=self._hello,
+            welcomed=self._welcomed,
+        )
+        self._host.wire(channels, self._registration, self._relays)
+
+    def _hello(self, via: str) -> Hello:
+        return Hello(self._member(), edges_hash(self._settings.stages()), self._settings.plan.pipeline, via)
+
+    def _member(self) -> Member:
+        settings = self._settings
+        return Member(
+            self._incarnation,
+            settings.group.name,
+            settings.plan.name,
+            settings.plan.revision,
+            self._endpoint,
+            self._relays.facts(),
+            tuple(stage.name for stage in settings.stages()),
+            self._loaded,
+        )
+
+    def _make(self, plan: StagePlan) -> Engine:
+        """The stage's engine; on its own thread."""
+        settings = self._settings
+        self._report_progress(plan.name, "loading")
+        gpu_id = settings.gpu_id(plan)
+        context = Context(
+            plan,
+            model_path=settings.plan.model_path,
+            gpu_id=gpu_id,
+            tp_rank=settings.tp_rank,
+            rendezvous=settings.rendezvous,
+            allocate=self._relays.allocate,
+            progress=self._report_progress,
+            emit=lambda *_, **__: None,
+        )
+        return loading.create(plan, context, model_path=settings.plan.model_path, gpu_id=gpu_id)
+
+    def _report_progress(self, stage: str, message: str) -> None:
+        statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def _all_loaded(self) -> None:
+        self._loaded = True
+        statuspipe.report(self._settings.status_fd, statuspipe.Ready())
+        log.info("ready: %s", ", ".join(self._host.stages))
+        self._host.announce_ready()
+
+    def _welcomed(self) -> None:
+        statuspipe.report(self._settings.status_fd, statuspipe.Registered())
+
+    def _failed(self, stage: str, error: BaseException) -> None:
+        """A stage cannot be loaded, or its engine has crashed."""
+        code = EXIT_CRASHED if self._loaded else EXIT_FAILED
+        log.error("stage %s: %s", stage, error, exc_info=error)
+        statuspipe.report(self._settings.status_fd, statuspipe.failed(error, stage=stage))
+        if not self._over.done():
+            # Leave the loop one turn: what the crash made of its requests is on its way out.
+            asyncio.get_running_loop().call_later(IDLE_EVERY_S, self._finish, code)
+
+    def _stop(self, reason: str) -> None:
+        """Drain; a second time: end now."""
+        if self._stopping or not self._loaded:
+            self._finish(EXIT_DRAINED)
+            return
+        self._stopping = True
+        statuspipe.report(self._settings.status_fd, statuspipe.Draining())
+        log.info("draining: %s", reason)
+        self._host.goodbye(reason)
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Until every coordinator says that nothing is bound here, and nothing is left to send."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.plan.drain_timeout_s
+        while loop.time() < deadline:
+            if self._unbound.issuperset(self._registration.coordinators) and self._host.idle:
+                break
+            await asyncio.sleep(IDLE_EVERY_S)
+        else:
+            log.warning("not drained within %.0f s", self._settings.plan.drain_timeout_s)
+        self._finish(EXIT_DRAINED)
+
+    def _finish(self, code: int) -> None:
+        if not self._over.done():
+            self._over.set_result(code)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.plan.heartbeat_s)
+            self._host.beat()
+
+
+def edges_hash(stages: tuple[StagePlan, ...]) -> str:
+    """Protocol and declared edges of a process, in one word: what a coordinator compares before it lets one in."""
+    edges = [(stage.name, stage.next, stage.stream_to, stage.wait_for) for stage in stages]
+    return f"{PROTOCOL}:{hashlib.blake2b(msgspec.msgpack.encode(edges), digest_size=8).hexdigest()}"
+
+
+async def _resolve(endpoint: str) -> list[str]:
+    return await asyncio.get_running_loop().run_in_executor(None, addresses.resolve, endpoint)

@@ -1,0 +1,50 @@
+"""What a factory is told of where it runs: `api.StageContext`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from omnipipeline_spec.plan import StagePlan
+
+Allocate = Callable[[tuple[int, ...], Any], Any]
+Progress = Callable[[str, str], None]
+Emit = Callable[..., None]
+
+
+class Context:
+    """One stage, one rank."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        *,
+        model_path: str | None,
+        gpu_id: int | None,
+        tp_rank: int,
+        rendezvous: str | None,
+        allocate: Allocate,
+        progress: Progress,
+        emit: Emit,
+    ) -> None:
+        self.name = plan.name
+        self.device = "cpu" if gpu_id is None else f"cuda:{gpu_id}"
+        self.model_path = model_path
+        self.tp_rank = tp_rank
+        self.tp_size = plan.tp_size
+        self.rendezvous = rendezvous  #: ``tcp://host:port`` at which the ranks of this TP stage meet.
+        self.logger = logging.getLogger(f"stage.{plan.name}")
+        self._allocate = allocate
+        self._progress = progress
+        self._emit = emit
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self._allocate(shape, dtype)
+
+    def emit(self, event: str, request_id: str, **metadata: Any) -> None:
+        self._emit(event, request_id, stage=self.name, **metadata)
+
+    def progress(self, message: str) -> None:
+        self._progress(self.name, message)
+        self.logger.info("%s", message)
