@@ -103,10 +103,10 @@ class LiveTable(Lines):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._views: Views = tuple
+        self._spinner = Spinner("dots", style="yellow")
         self._live = Live(
             console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._render, transient=True
         )
-        self._spinner = Spinner("dots", style="yellow")
 
     def starting(self, plan: PipelinePlan, views: Views) -> None:
         super().starting(plan, views)
@@ -128,6 +128,10 @@ class LiveTable(Lines):
     def over(self) -> None:
         self._live.stop()
         super().over()
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._live.stop()
 
     def _settle(self) -> None:
         """Leave the table as it is now above what follows."""
@@ -151,7 +155,7 @@ def choose(*, plain: bool) -> Iterator[Screen]:
     try:
         yield screen
     finally:
-        screen._live.stop()
+        screen.close()
 
 
 def table(views: Sequence[ProcessView]) -> Table:

@@ -62,12 +62,19 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 class StartupFailed(Exception):
     """A process ended, or did nothing, before it was ready; starting it again would end the same way."""
 
-    def __init__(self, process: str, problem: str, *, stage: str = "", traceback: str = "") -> None:
+    def __init__(
+        self, process: str, problem: str, *, stage: str = "", traceback: str = "", tail: Sequence[str] = ()
+    ) -> None:
         super().__init__(f"{process}: {problem}")
         self.process = process
         self.problem = problem
         self.stage = stage
-        self.traceback = traceback  #: Of the child, or the end of what it printed.
+        self.traceback = traceback  #: As the child reported it.
+        self.tail = tuple(tail)  #: The end of what it printed; whoever watches has seen it.
+
+    def explanation(self) -> str:
+        """All that is known, for a log that shows nothing else."""
+        return "\n".join([str(self), self.traceback or "\n".join(self.tail)]).rstrip()
 
 
 class Instance:
@@ -129,6 +136,9 @@ class Instance:
                 await self._rest(RESTART_DELAYS_S[min(len(deaths), len(RESTART_DELAYS_S)) - 1])
                 self.restarts += 1
             self._finish("stopped")
+        except asyncio.CancelledError:
+            self._finish("stopped")
+            raise
         except BaseException:
             self._finish("failed")
             raise
@@ -220,7 +230,7 @@ class Instance:
             child.command.name,
             f"no progress for {idle_s:.0f} s while starting{f' ({said})' if said else ''}: no output, "
             "no processor time, no input or output",
-            traceback="\n".join(child.tail),
+            tail=child.tail,
         )
 
     def _forgive(self, deaths: Sequence[bool]) -> None:
@@ -232,16 +242,9 @@ class Instance:
         assert child is not None
         in_a_row = next((n for n, had_been_ready in enumerate(reversed(deaths)) if had_been_ready), len(deaths))
         limit = self.patience.give_up_after
-        if self.was_ready and not self.fragile and (limit is None or in_a_row < limit):
-            self._resting = _why(child)[0]
-            return
-        problem, traceback = _why(child)
-        raise StartupFailed(
-            child.command.name,
-            problem,
-            stage=child.failure.stage if child.failure is not None else "",
-            traceback=traceback,
-        )
+        if not self.was_ready or self.fragile or (limit is not None and in_a_row >= limit):
+            raise _failure(child)
+        self._resting = _problem(child)
 
     async def _rest(self, delay_s: float) -> None:
         self._on_change(self)
@@ -306,9 +309,20 @@ def _to_blame(dead: Sequence[Child]) -> Child:
     return next((child for child in dead if child.failure is not None), dead[0])
 
 
-def _why(child: Child) -> tuple[str, str]:
-    """What ended a process: one line, and the text behind it."""
-    code = child.exited.result()
+def _failure(child: Child) -> StartupFailed:
+    said = child.failure
+    return StartupFailed(
+        child.command.name,
+        _problem(child),
+        stage=said.stage if said is not None else "",
+        traceback=said.traceback if said is not None else "",
+        tail=child.tail,
+    )
+
+
+def _problem(child: Child) -> str:
+    """What ended a process, in one line."""
     if child.failure is not None:
-        return child.failure.error, child.failure.traceback
-    return f"ended before its time ({describe_exit(code)})", "\n".join(child.tail)
+        return child.failure.error
+    last = next((line for line in reversed(child.tail) if line), "")
+    return f"ended before its time ({describe_exit(child.exited.result())}){f': {last}' if last else ''}"

@@ -57,9 +57,8 @@ def environment(base: Mapping[str, str], *, path: Sequence[Path], code_dir: Path
     path: folders to import from, ahead of PYTHONPATH. Never the working directory: it would surprise.
     """
     kept = {name: value for name, value in base.items() if not name.startswith("OMNI_") or name in INHERITED}
-    folders = [str(folder) for folder in path] + [kept["PYTHONPATH"]] * bool(kept.get("PYTHONPATH"))
-    if folders:
-        kept["PYTHONPATH"] = os.pathsep.join(folders)
+    folders = [*map(str, path), kept.get("PYTHONPATH", "")]
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     if code_dir is not None:
         kept["OMNI_CODE_DIR"] = str(code_dir)
     return {**kept, "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,104 @@
+"""``omni plan``: what a pipeline becomes, before anything of it exists.
+
+Here: the table, and choosing a form. Not here: pictures (`drawing`), the plan itself (the contract).
+"""
+
+from __future__ import annotations
+
+import click
+import msgspec
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
+from stage_runtime.cli import options
+from stage_runtime.cli.drawing import mermaid, svg
+
+TRANSPORTS = {"in_process": "same process", "same_pod": "same pod", "network": "between pods"}
+WIDTH_WITHOUT_TERMINAL = 160  # a file has no edge; 80 columns would cut names
+
+
+@click.command("plan")
+@options.pipeline_options
+@click.option("--cpu", is_flag=True, help="As `omni up --cpu` would run it.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["table", "mermaid", "svg", "json"]),
+    default="table",
+    show_default=True,
+    help="svg is a picture for a file; json is the whole plan.",
+)
+def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str) -> None:
+    """Show process groups, pods, GPUs and the transport of each edge. Nothing is started and no cluster is asked."""
+    with options.told_plainly():
+        loaded = loading.load(file, overrides=overrides)
+        plan = planning.plan(loaded.spec, name=loaded.name)
+    if cpu:
+        plan = planning.without_gpus(plan)
+    match output:
+        case "json":
+            click.echo(msgspec.json.format(msgspec.json.encode(plan)).decode())
+        case "svg":
+            click.echo(svg.render(plan), nl=False)
+        case "mermaid":
+            click.echo(mermaid.render(plan), nl=False)
+        case _:
+            console = Console(highlight=False)
+            if not console.is_terminal:
+                console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+            console.print(tables(plan))
+
+
+def tables(plan: PipelinePlan) -> Group:
+    """Processes, then edges, under one line about the whole."""
+    current = plan.current
+    head = Text.assemble(
+        (plan.pipeline, "bold"),
+        f"  revision {current.revision}  entry {current.entry}  terminal {', '.join(current.terminals)}",
+        f"  serves {', '.join((*plan.coordinator.serves, '/v1/pipeline'))}",
+    )
+    return Group(head, "", _processes(plan), "", _edges(plan))
+
+
+def _processes(plan: PipelinePlan) -> Table:
+    drawn = _table("POD", "PROCESS", "STAGES", "GPUS", "REPLICAS")
+    for unit in plan.units:
+        for group in unit.groups:
+            first = group.index == 0
+            drawn.add_row(
+                Text(unit.name if first else "", style="bold"),
+                "\n".join(group.processes),
+                ", ".join(group.stages),
+                _gpus(unit, group),
+                str(plan.replicas[unit.name]) if first else "",
+            )
+    return drawn
+
+
+def _gpus(unit: UnitPlan, group: GroupPlan) -> str:
+    """The author's ids; on the line of each rank that rank's own."""
+    stages = [stage for stage in unit.stages if stage.name in group.stages and stage.gpus]
+    if group.tp_size > 1:
+        return "\n".join(str(unit.gpu_ids[position]) for stage in stages for position in stage.gpus)
+    return ", ".join(map(str, sorted({unit.gpu_ids[position] for stage in stages for position in stage.gpus})))
+
+
+def _edges(plan: PipelinePlan) -> Table:
+    drawn = _table("FROM", "TO", "KIND", "TRANSPORT", "RELAY")
+    for edge in plan.edges:
+        drawn.add_row(edge.source, edge.target, edge.kind, TRANSPORTS[edge.transport], _relay(edge))
+    return drawn
+
+
+def _relay(edge: EdgePlan) -> str:
+    return "by reference" if edge.relay == "in_process" else edge.relay
+
+
+def _table(*headings: str) -> Table:
+    drawn = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        drawn.add_column(heading)
+    return drawn
