@@ -1,7 +1,7 @@
 """One form of every value before it is compared or hashed.
 
 Here: `canonical` (what JSON and a Go API server leave of a value: 1.0 is 1, tuples
-are lists, keys are sorted), its bytes and its
+are lists, keys are sorted, a null entry is none), its bytes and its
 hash. Not here: which values are refused (`shapes`). Called by `shapes` and `planning`.
 """
 
@@ -45,7 +45,8 @@ def canonical(value: Any, place: str = "") -> Any:
             return [canonical(item, f"{place}[{index}]") for index, item in enumerate(value)]
         case Mapping():
             keys = sorted(_key(key, place) for key in value)  # as Go writes a map
-            return {key: canonical(value[key], join(place, key)) for key in keys}
+            # `kubectl apply` drops a null, create and server-side apply keep it: null is unset, here as in every field.
+            return {key: canonical(value[key], join(place, key)) for key in keys if value[key] is not None}
     raise NotCanonical(place, f"{value!r} is of type {type(value).__name__}; a spec holds what JSON can say")
 
 

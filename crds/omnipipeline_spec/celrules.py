@@ -146,9 +146,7 @@ _STAGE: Final = (
         message="may project only for targets in next or streamTo",
         names_culprit=True,
     ),
-    Rule(
-        rule="self.name != 'coordinator'", message="has a name that is reserved", names_culprit=True
-    ),
+    Rule(rule="self.name != 'coordinator'", message="has a name that is reserved", names_culprit=True),
 )
 
 #: Type -> its rules. The root's rule stands in `schema`, because the root is no type of ours.

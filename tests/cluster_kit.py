@@ -1,0 +1,137 @@
+"""A real API server for tests marked ``cluster``: the one KUBECONFIG names, else the kit beside the checkout.
+
+Here: session fixtures ``api_server`` (control plane is enough) and ``node_cluster`` (pods run). Not here: what is
+tested. Used through tests/conftest.py. In CI a missing cluster is a failure, never a skip: a test that silently does
+not run proves nothing. The kit: ``$OMNI_CLUSTER_KIT``, else ../shared/cluster/cluster; a cluster that was up before
+is left up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_S = 300.0  # the first start unpacks binaries and may install packages
+COMMAND_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How to talk to it."""
+
+    kubeconfig: Path
+    environment: dict[str, str]
+
+    def kubectl(
+        self, *arguments: str, stdin: str | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run kubectl; with ``check`` a failure shows what kubectl said."""
+        done = subprocess.run(
+            ["kubectl", *arguments],
+            input=stdin,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"kubectl {' '.join(arguments)}: {done.stderr or done.stdout}")
+        return done
+
+
+def kit() -> Path | None:
+    """The kit's program, when there is one."""
+    named = os.environ.get("OMNI_CLUSTER_KIT")
+    found = Path(named) if named else REPOSITORY.parent / "shared" / "cluster" / "cluster"
+    return found if found.is_file() else None
+
+
+def _run(program: Path, *arguments: str) -> str:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=START_S)
+    if done.returncode:
+        pytest.fail(f"{program.name} {' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _answers(kubeconfig: Path, environment: dict[str, str]) -> bool:
+    if not kubeconfig.is_file():
+        return False
+    asked = subprocess.run(
+        ["kubectl", "--request-timeout=3s", "get", "--raw", "/readyz"],
+        env=environment,
+        capture_output=True,
+        timeout=COMMAND_S,
+    )
+    return asked.returncode == 0
+
+
+def _cluster_of(printed: str) -> Cluster:
+    """From the line that the kit prints: ``export KUBECONFIG=… PATH=…:$PATH``."""
+    found = re.search(r"export KUBECONFIG=(\S+) PATH=(\S+?):\$PATH", printed)
+    assert found is not None, printed
+    path = f"{found[2]}:{os.environ['PATH']}"
+    return Cluster(kubeconfig=Path(found[1]), environment={**os.environ, "KUBECONFIG": found[1], "PATH": path})
+
+
+class _Kit:
+    """The kit, started as far as the tests of this session need, stopped only if it was started here."""
+
+    def __init__(self, program: Path) -> None:
+        self.program = program
+        state = Path(os.environ.get("CLUSTER_DIR", "/run/omni-cluster"))
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(state / "admin.conf"),
+            "PATH": f"{state}/bin:{os.environ['PATH']}",
+        }
+        self.was_up = _answers(state / "admin.conf", environment)
+
+    def up(self, *arguments: str) -> Cluster:
+        return _cluster_of(_run(self.program, "up", *arguments))
+
+    def down(self) -> None:
+        if not self.was_up:
+            _run(self.program, "down")
+
+
+@pytest.fixture(scope="session")
+def cluster_kit() -> Iterator[_Kit | Cluster]:
+    """What the two fixtures below start from."""
+    given = os.environ.get("KUBECONFIG")
+    if given:
+        yield Cluster(kubeconfig=Path(given), environment=dict(os.environ))
+        return
+    program = kit()
+    if program is None:
+        missing = "no cluster: KUBECONFIG is not set and there is no kit ($OMNI_CLUSTER_KIT)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    started = _Kit(program)
+    try:
+        yield started
+    finally:
+        started.down()
+
+
+def _up(source: _Kit | Cluster, arguments: Sequence[str]) -> Cluster:
+    return source if isinstance(source, Cluster) else source.up(*arguments)
+
+
+@pytest.fixture(scope="session")
+def api_server(cluster_kit: _Kit | Cluster) -> Cluster:
+    """A cluster whose pods need not run."""
+    return _up(cluster_kit, ["--no-node"])
+
+
+@pytest.fixture(scope="session")
+def node_cluster(cluster_kit: _Kit | Cluster) -> Cluster:
+    """A cluster with a node that runs pods."""
+    return _up(cluster_kit, [])

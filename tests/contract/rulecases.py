@@ -1,0 +1,185 @@
+"""For every CEL rule a resource that keeps it and one that breaks it alone.
+
+Written as edits of one small sound spec; keyed by the type that has the rule and by the rule's message, so a rule
+without a case, or a case without a rule, is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Document = dict[str, Any]
+
+
+def stage(name: str, **fields: Any) -> Document:
+    """A stage; terminal unless it has next, in a process of its own name unless it says otherwise."""
+    base: Document = {"name": name, "process": name, "factory": "work:make"}
+    if "next" not in fields:
+        base["terminal"] = True
+    return {key: value for key, value in {**base, **fields}.items() if value is not None}
+
+
+def spec(*stages: Document, **fields: Any) -> Document:
+    return {"stages": list(stages), **fields}
+
+
+def pair(first: Mapping[str, Any] = {}, second: Mapping[str, Any] = {}, **fields: Any) -> Document:
+    """a → b, with further fields."""
+    return spec(stage("a", **{"next": ["b"], **first}), stage("b", **second), **fields)
+
+
+def _join(**fields: Any) -> Document:
+    return spec(stage("a", next=["b", "c"]), stage("b", next=["c"]), stage("c", **fields))
+
+
+_HALF = {"fraction": 0.5}
+_TP = {"tpSize": 2, "gpu": [0, 1], "process": None}
+_CLAIM = {"type": "PersistentVolumeClaim", "size": "10Gi"}
+
+#: (type, message) -> (good, bad)
+CASES: dict[tuple[str, str], tuple[Document, Document]] = {
+    ("PipelineConfig", "every name in next must be a stage"): (pair(), pair({"next": ["b", "ghost"]})),
+    ("PipelineConfig", "every name in waitFor must be a stage"): (
+        _join(waitFor=["a", "b"], mergeFn="work:merge"),
+        _join(waitFor=["a", "ghost"], mergeFn="work:merge"),
+    ),
+    ("PipelineConfig", "every name in streamTo must be a stage"): (
+        pair({"streamTo": ["b"]}),
+        pair({"streamTo": ["b", "ghost"]}),
+    ),
+    ("PipelineConfig", "one stage at least must be terminal"): (
+        pair(),
+        spec(stage("a", next=["b"]), stage("b", next=["a"])),
+    ),
+    ("PipelineConfig", "entryStage must be a stage"): (pair(entryStage="a"), pair(entryStage="ghost")),
+    ("PipelineConfig", "every name in processGroups must be a process of a stage"): (
+        pair({"process": "front"}, processGroups=[{"name": "front"}]),
+        pair({"process": "front"}, processGroups=[{"name": "a"}]),
+    ),
+    ("PipelineConfig", "the process of a stage with tpSize > 1 must have no other stage"): (
+        pair(_TP),
+        pair({**_TP, "process": "b"}),
+    ),
+    ("PipelineConfig", "every name in fusedStages must be a stage with tpSize 1"): (
+        pair(fusedStages=[["a", "b"]]),
+        pair(_TP, fusedStages=[["a", "b"]]),
+    ),
+    ("PipelineConfig", "every key of runtimeOverrides must be a stage"): (
+        pair(runtimeOverrides={"a": {"x": 1}}),
+        pair(runtimeOverrides={"ghost": {"x": 1}}),
+    ),
+    ("PipelineConfig", "no process may be called coordinator"): (
+        pair({"process": "coordinator-2"}),
+        pair({"process": "coordinator"}),
+    ),
+    ("PipelineConfig", "stages of one process must share one GPU"): (
+        pair({"process": "p", "gpu": [0]}, {"process": "p", "gpu": [0]}),
+        pair({"process": "p", "gpu": [0]}, {"process": "p", "gpu": [1]}),
+    ),
+    ("PipelineConfig", "stages whose processes share a GPU must have a gpuMemory budget"): (
+        pair({"gpu": [0], "gpuMemory": {"fraction": 0.4}}, {"gpu": [0], "gpuMemory": {"fraction": 0.4}}),
+        pair({"gpu": [0], "gpuMemory": {"fraction": 0.4}}, {"gpu": [0]}),
+    ),
+    ("PipelineConfig", "the gpuMemory fractions on one GPU must not sum to more than gpuMemoryLimit"): (
+        pair({"gpu": [0], "gpuMemory": _HALF}, {"gpu": [0], "gpuMemory": _HALF}, gpuMemoryLimit=1),
+        pair({"gpu": [0], "gpuMemory": _HALF}, {"gpu": [0], "gpuMemory": _HALF}),
+    ),
+    ("PipelineConfig", "modelCache.prefetch has nothing to fetch without modelPath"): (
+        pair(modelPath="some/model", modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
+        pair(modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
+    ),
+    ("StageConfig", "must have exactly one of next and terminal: true"): (
+        pair(),
+        pair({"terminal": True}),
+    ),
+    ("StageConfig", "must not stand in its own next"): (pair(), pair({"next": ["a", "b"]})),
+    ("StageConfig", "must not stand in its own streamTo"): (
+        pair({"streamTo": ["b"]}),
+        pair({"streamTo": ["a"]}),
+    ),
+    ("StageConfig", "must not stand in its own waitFor"): (
+        _join(waitFor=["a", "b"], mergeFn="work:merge"),
+        _join(waitFor=["a", "b", "c"], mergeFn="work:merge"),
+    ),
+    ("StageConfig", "has routeFn, which needs next"): (
+        pair({"routeFn": "work:route"}, {"routeFn": ""}),
+        pair({}, {"routeFn": "work:route"}),
+    ),
+    ("StageConfig", "must have both waitFor and mergeFn, or neither"): (
+        _join(waitFor=["a", "b"], mergeFn="work:merge"),
+        _join(waitFor=["a", "b"]),
+    ),
+    ("StageConfig", "has waitForFn, which needs waitFor"): (
+        _join(waitFor=["a", "b"], mergeFn="work:merge", waitForFn="work:choose"),
+        _join(waitForFn="work:choose"),
+    ),
+    ("StageConfig", "has streamDoneToFn, which needs streamTo"): (
+        pair({"streamTo": ["b"], "streamDoneToFn": "work:done"}),
+        pair({"streamDoneToFn": "work:done"}),
+    ),
+    ("StageConfig", "must list one GPU id per rank of tpSize; without ranks at most one"): (
+        pair(_TP),
+        pair({**_TP, "gpu": [0]}),
+    ),
+    ("StageConfig", "must declare its process; only a stage with tpSize > 1 may leave it out"): (
+        pair(_TP),
+        pair({"process": None}),
+    ),
+    ("StageConfig", "has gpuMemory, but no gpu"): (
+        pair({"gpu": [0], "gpuMemory": _HALF}),
+        pair({"gpuMemory": _HALF}),
+    ),
+    ("StageConfig", "may project only for targets in next or streamTo"): (
+        pair({"projectPayload": {"b": "work:project"}}),
+        pair({"projectPayload": {"ghost": "work:project"}}),
+    ),
+    ("StageConfig", "has a name that is reserved"): (
+        pair(),
+        spec(stage("coordinator", process="p")),
+    ),
+    ("GpuMemory", "must have exactly one of fraction and bytes"): (
+        pair({"gpu": [0], "gpuMemory": {"bytes": "12Gi"}}),
+        pair({"gpu": [0], "gpuMemory": {"bytes": "12Gi", "fraction": 0.5}}),
+    ),
+    ("GpuMemory", "bytes must be a quantity of more than 0"): (
+        pair({"gpu": [0], "gpuMemory": {"bytes": 1 << 30}}),
+        pair({"gpu": [0], "gpuMemory": {"bytes": 0}}),
+    ),
+    ("EnvVar", "must not have both value and valueFrom"): (
+        pair(env=[{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]),
+        pair(env=[{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]),
+    ),
+    ("EnvSource", "must have exactly one source"): (
+        pair(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]),
+        pair(env=[{"name": "A", "valueFrom": {}}]),
+    ),
+    ("EnvFrom", "must have exactly one of secretRef and configMapRef"): (
+        pair(envFrom=[{"secretRef": {"name": "hub"}}]),
+        pair(envFrom=[{"prefix": "HUB_"}]),
+    ),
+    ("Control", "deadAfterSeconds must be more than heartbeatSeconds"): (
+        pair(control={"heartbeatSeconds": 2}),
+        pair(control={"heartbeatSeconds": 3}),
+    ),
+    ("Http", "port must not be 8001 (admin), 8081 (probes) or 5549 to 5613 (control)"): (
+        pair(coordinator={"http": {"port": 80}}),
+        pair(coordinator={"http": {"port": 5613}}),
+    ),
+    ("ModelCache", "a PersistentVolumeClaim must have exactly one of claimName and size"): (
+        pair(modelCache=_CLAIM),
+        pair(modelCache={**_CLAIM, "claimName": "mine"}),
+    ),
+    ("ModelCache", "claimName and storageClassName need type PersistentVolumeClaim"): (
+        pair(modelCache={"type": "EmptyDir", "size": "1Gi"}),
+        pair(modelCache={"type": "EmptyDir", "claimName": "mine"}),
+    ),
+    ("ModelCache", "prefetch needs type PersistentVolumeClaim"): (
+        pair(modelPath="some/model", modelCache={"type": "EmptyDir", "prefetch": {"enabled": False}}),
+        pair(modelPath="some/model", modelCache={"type": "EmptyDir", "prefetch": {"enabled": True}}),
+    ),
+    ("ProfilingStorage", "must have exactly one of emptyDir and claimName"): (
+        pair(profiling={"storage": {"emptyDir": {}}}),
+        pair(profiling={"storage": {}}),
+    ),
+}
