@@ -11,7 +11,7 @@ Release message → the sender's `released` (the slot is FREE). A peer whose inc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NewType, Protocol
 
 import msgspec
@@ -39,13 +39,27 @@ class RelayOperation(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What the other end's `Relay.get` needs, opaque to everybody else."""
+        """What the other end's `Relay.get` needs, opaque to everybody else. Whoever reads it is taken to announce it:
+        until then nobody can know of the transfer.
+        """
+
+    @property
+    def transfer(self) -> TransferId: ...
+
+    @property
+    def peer(self) -> Peer: ...
 
     async def wait_for_completion(self, timeout: float | None = None) -> memoryview:
         """A put: until the receiver has released it (gives an empty view). A get: until the bytes are here.
 
         Returns: of a get, the flat buffer; the slot behind it is released when its last view dies.
         Raises:  TransferError: the peer is gone, the metadata lies, or ``timeout`` seconds have passed.
+        """
+
+    def take(self) -> memoryview:
+        """The buffer of a get that is done, without waiting. Once, as `wait_for_completion` gives it.
+
+        Raises: TransferError: it failed, or was taken already.
         """
 
     def done(self) -> bool:
@@ -63,29 +77,51 @@ class Relay(Protocol):
     def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
         """Learn a peer's facts. True when this relay can move bytes to and from it; never raises for bad facts."""
 
-    def put(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation | None:
-        """Start moving ``pack`` to ``peer``; from any thread. None when no slot is free now: try after a release."""
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> RelayOperation | None:
+        """Start moving ``pack`` to ``peer``; from any thread. None when no slot is free now: try after a release.
+
+        like: this relay's operation for the same pack towards another peer, which may share what it holds.
+        """
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation:
         """As `put`, waiting for a slot."""
 
-    def get(self, metadata: bytes, *, request_id: str, peer: Peer) -> RelayOperation:
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> RelayOperation:
         """Fetch what ``peer`` put; on the I/O thread.
 
+        holder: who will look at the buffer, for `pins`.
         Raises: TransferError: the metadata is no transfer of that peer's.
         """
 
     async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> RelayOperation:
         """As `get`, waiting for the bytes."""
 
-    def released(self, peer: Peer, transfer: TransferId) -> None:
-        """``peer`` has let go of a transfer of ours. Unknown, late or repeated ids change nothing."""
+    def decline(self, metadata: bytes, *, peer: Peer) -> None:
+        """Let go of an announced transfer that is not wanted, without a `get`: it is released at once.
+
+        Raises: TransferError: the metadata is no transfer of that peer's.
+        """
+
+    def released(self, peer: Peer, transfer: TransferId) -> bool:
+        """``peer`` has let go of a transfer of ours. Unknown, late or repeated ids change nothing.
+
+        Returns: whether it was a transfer of this relay's that ``peer`` had.
+        """
 
     def cleanup(self, request_id: str) -> None:
-        """A request was aborted: drop what was put for it and never announced, and what arrived unasked for."""
+        """A request was aborted: drop what was put for it and never announced, and what arrived unasked for.
+
+        What was announced stays until its receiver releases it or is forgotten: somebody may be reading it.
+        """
 
     def forget(self, peer: Peer) -> None:
         """``peer``'s incarnation is proven gone: free all that it held of ours, fail what we await from it."""
+
+    @property
+    def pins(self) -> Iterable[Any]:
+        """Received buffers that somebody still looks at (`operations.Pin`)."""
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges for /metrics: bytes and transfers sent and received, slots and bytes in use."""

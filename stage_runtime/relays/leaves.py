@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from stage_runtime.relays import memory
 from stage_runtime.wire import tensorrefs
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor
@@ -78,7 +79,7 @@ def tensor_bytes(tensor: Any) -> memoryview:
         return EMPTY
     if _dtype_name(tensor.dtype) not in tensorrefs.NUMPY_DTYPES:
         tensor = tensor.reshape(-1).view(sys.modules["torch"].uint8)
-    return memoryview(tensor.numpy().reshape(-1).view(np.uint8))
+    return memory.view(tensor.numpy().reshape(-1).view(np.uint8))
 
 
 def array_problem(array: np.ndarray[Any, Any]) -> str | None:
@@ -100,7 +101,7 @@ def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     array = native_array(array)
     if not array.size:
         return EMPTY
-    return memoryview(array.reshape(-1).view(np.uint8))  # reshape copies what is not contiguous
+    return memory.view(array.reshape(-1).view(np.uint8))  # reshape copies what is not contiguous
 
 
 def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -251,12 +251,21 @@ def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], b
         refs = refs[:-1]
     restored = [leaves.restored(ref, view, torch=torch) for ref in refs]
 
-    def hook(code: int, data: memoryview) -> Any:
-        if code == PART:
-            return restored[int.from_bytes(data, "big")]
-        return _structure(code, data, hook)
+    return msgspec.msgpack.decode(encoded, ext_hook=_Placeholders(restored))
 
-    return msgspec.msgpack.decode(encoded, ext_hook=hook)
+
+class _Placeholders:
+    """What stands for a placeholder. No closure: one that calls itself is a cycle, and would keep the views alive."""
+
+    __slots__ = ("_restored",)
+
+    def __init__(self, restored: list[Any]) -> None:
+        self._restored = restored
+
+    def __call__(self, code: int, data: memoryview) -> Any:
+        if code == PART:
+            return self._restored[int.from_bytes(data, "big")]
+        return _structure(code, data, self)
 
 
 def _hook(code: int, data: memoryview) -> Any:

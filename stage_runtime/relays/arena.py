@@ -1,0 +1,239 @@
+"""One large piece of memory per process that peers on the same machine may map, and its slots.
+
+An anonymous file (memfd): nothing is left behind when the process is killed, and no ``/dev/shm`` limits it. It is
+sparse and much larger than what is used: pages come with use, lowest address first, so the same ones stay warm; what
+lies far above recent use is given back (`trim`). Sealed against shrinking, or a peer that reads could be killed by it.
+Who holds which slot is `slots`' table; what is sent to whom is the relay's business.
+"""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import itertools
+import math
+import mmap
+import os
+import secrets
+import struct
+import threading
+import weakref
+from typing import Any, Final
+
+import numpy as np
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.relays import memory
+from stage_runtime.relays.base import ALIGNMENT
+from stage_runtime.relays.slots import Event, Extents, Slot, State
+
+PAGE: Final = 4096
+MAGIC: Final = b"omni-arena-1\0\0\0\0"
+TOKEN_NBYTES: Final = 16
+HEADER: Final = struct.Struct("<QQ")  # of a slot: generation (0: free), size; padded to ALIGNMENT
+TAIL_NBYTES: Final = 64 << 10  # room behind an author's tensor for the small rest of its payload
+
+
+class Arena:
+    """This process's arena. Every method may be called from any thread."""
+
+    def __init__(self, nbytes: int, *, prefault_nbytes: int = 0) -> None:
+        """nbytes: most that can be in use at once; taken from the machine only as it is used.
+
+        Raises: ConfigurationError: the system gives no such memory.
+        """
+        self.nbytes = nbytes + -nbytes % PAGE + PAGE
+        try:
+            self.fd, self._map = _create(self.nbytes)
+        except OSError as error:
+            raise ConfigurationError(f"relay arena of {nbytes} bytes: {error.strerror}") from error
+        self.token = secrets.token_bytes(TOKEN_NBYTES)
+        self._map[: len(MAGIC) + TOKEN_NBYTES] = MAGIC + self.token
+        self._view = memoryview(self._map)
+        self._bytes: np.ndarray[Any, Any] = np.frombuffer(self._map, np.uint8)
+        self._address = self._bytes.ctypes.data
+        self._kept = min(PAGE + prefault_nbytes, self.nbytes)  #: Never given back.
+        memory.populate(self._map, self._kept)
+        self._lock = threading.Lock()
+        self._extents = Extents(PAGE, self.nbytes, PAGE)
+        self._generations = itertools.count(1)
+        self._slots: dict[int, Slot] = {}  #: By start: all that are not FREE.
+        self._in_use = 0
+        self._peak = PAGE  #: Highest end in use since the last `trim`.
+        self._touched = self._kept  #: Above, no page of the file exists.
+        #: Slots whose author's tensor died. Weak references fill it: at any moment, in any thread, without the lock.
+        self._orphans: collections.deque[Slot] = collections.deque()
+        #: By start of its slot, what an author (or the tcp relay) has allocated: keeps the weak references alive.
+        self._regions: dict[int, weakref.ref[Any]] = {}
+
+    def allocate(self, nbytes: int, *, tail_nbytes: int = 0) -> Slot | None:
+        """A FILLING slot with room for ``nbytes``; None when there is no room now."""
+        with self._lock:
+            self._reap()
+            extent = self._extents.allocate(ALIGNMENT + nbytes + tail_nbytes)
+            if extent is None:
+                return None
+            start, size = extent
+            slot = Slot(start, size, start + ALIGNMENT, nbytes, next(self._generations))
+            slot.take(Event.ALLOCATED)
+            self._slots[start] = slot
+            self._in_use += size
+            end = start + size
+            self._peak = max(self._peak, end)
+            self._touched = max(self._touched, end)
+        HEADER.pack_into(self._map, start, slot.generation, size)
+        return slot
+
+    def write(self, slot: Slot, at: int, part: memoryview) -> None:
+        """Copy ``part`` to ``at`` bytes behind the slot's beginning of data. Long copies run without the GIL."""
+        start = slot.offset + at
+        nbytes = len(part)
+        if nbytes < memory.NOGIL_NBYTES:
+            self._view[start : start + nbytes] = part
+        else:
+            self._bytes[start : start + nbytes] = np.frombuffer(part, np.uint8)
+
+    def sent(self, slot: Slot) -> None:
+        """One more receiver has the slot."""
+        with self._lock:
+            slot.take(Event.SENT)
+            slot.receivers += 1
+
+    def share(self, slot: Slot) -> bool:
+        """As `sent`, for a slot that was sent before. False when it is free, or its request was aborted."""
+        with self._lock:
+            if slot.state not in (State.IN_FLIGHT, State.ACKED):
+                return False
+            slot.take(Event.SENT)
+            slot.receivers += 1
+            return True
+
+    def released(self, slot: Slot) -> bool:
+        """One receiver less. True when the slot is free now."""
+        with self._lock:
+            self._reap()
+            slot.receivers -= 1
+            if slot.receivers:
+                return False
+            slot.take(Event.RELEASED)
+            return self._free_unless_held(slot)
+
+    def aborted(self, slot: Slot) -> None:
+        """The request is over and nobody can say whether the receivers still read."""
+        with self._lock:
+            slot.take(Event.ABORTED)
+
+    def drop(self, slot: Slot) -> bool:
+        """The sender needs the slot no more. True when it is free now; else the last receiver frees it."""
+        with self._lock:
+            self._reap()
+            slot.owned = False
+            return self._free_unless_held(slot)
+
+    def allocate_region(self, nbytes: int, *, tail_nbytes: int = 0) -> np.ndarray[Any, Any] | None:
+        """A slot as an array of bytes, whose last view's death frees it, once no receiver has it. None when there is
+        no room. What is sent of it is not copied.
+        """
+        slot = self.allocate(nbytes, tail_nbytes=tail_nbytes)
+        if slot is None:
+            return None
+        region = memory.region(self._map, slot.offset, nbytes)
+        with self._lock:
+            self._regions[slot.start] = weakref.ref(region, lambda _: self._orphans.append(slot))
+        return region
+
+    def allocate_tensor(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """As `allocate_region`, a torch tensor, with room behind it for the small rest of its payload."""
+        import torch
+
+        count = math.prod(shape)
+        region = self.allocate_region(count * dtype.itemsize, tail_nbytes=TAIL_NBYTES) if count else None
+        if region is None:
+            return None if count else torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(memory.view(region), dtype=torch.uint8).view(dtype).view(shape)
+
+    def find(self, part: memoryview) -> tuple[Slot, int] | None:
+        """The slot of an author's tensor in which ``part`` lies, and where in its data; None when it lies elsewhere."""
+        if not self._regions:
+            return None
+        offset = memory.address(part) - self._address
+        if not 0 <= offset < self.nbytes:
+            return None
+        with self._lock:
+            for start in self._regions:
+                slot = self._slots.get(start)
+                if slot is not None and slot.offset <= offset and offset + len(part) <= slot.offset + slot.nbytes:
+                    return slot, offset - slot.offset
+        return None
+
+    def claim_tail(self, slot: Slot) -> bool:
+        """True for the first who asks: only one payload's rest can lie behind an author's tensor."""
+        with self._lock:
+            first = not slot.tail_used
+            slot.tail_used = True
+            return first
+
+    def trim(self, most_nbytes: int = 256 << 20) -> int:
+        """Give back pages above all recent use, at most ``most_nbytes`` at once, for it holds the GIL. To be called
+        every few seconds. Returns: bytes given back.
+        """
+        with self._lock:
+            self._reap()
+            above = max(self._peak, self._kept)
+            self._peak = max((slot.start + slot.size for slot in self._slots.values()), default=PAGE)
+            start = max(above, self._touched - most_nbytes)
+            nbytes = self._touched - start
+            if nbytes > 0:
+                self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
+                self._touched = start
+            return max(nbytes, 0)
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            self._reap()
+            states = collections.Counter(slot.state for slot in self._slots.values())
+            return {
+                "arena_bytes": self.nbytes - PAGE,
+                "arena_bytes_in_use": self._in_use,
+                "arena_bytes_resident": self._touched,
+                **{f"slots_{state.value}": states[state] for state in State if state is not State.FREE},
+            }
+
+    def close(self) -> None:
+        """Give up the file. Memory that tensors still lie in stays until they die."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _free_unless_held(self, slot: Slot) -> bool:
+        if slot.owned or slot.receivers:
+            return False
+        slot.take(Event.DROPPED)
+        self._extents.free(slot.start, slot.size)
+        del self._slots[slot.start]
+        self._regions.pop(slot.start, None)
+        self._in_use -= slot.size
+        HEADER.pack_into(self._map, slot.start, 0, 0)
+        return True
+
+    def _reap(self) -> None:
+        """Drop what authors have let go of. Under the lock."""
+        while self._orphans:
+            slot = self._orphans.popleft()
+            slot.owned = False
+            self._free_unless_held(slot)
+
+
+def _create(nbytes: int) -> tuple[int, mmap.mmap]:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("omni-arena", flags | memory.MFD_NOEXEC_SEAL)
+    except OSError:  # before Linux 6.3
+        fd = os.memfd_create("omni-arena", flags)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd, mmap.mmap(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise

@@ -1,0 +1,266 @@
+"""What the tcp relay has received and nobody has fetched, and who waits for what: assembly, bounds, refusals.
+
+Nothing from the socket is trusted: a message without our token, from a peer that was not opened, or that does not
+fit its transfer is counted and dropped. Used by `tcp`, whose thread brings the messages; all else is on the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import hmac
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import zmq
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import memory
+from stage_runtime.relays.base import ALIGNMENT, Peer, TransferId
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.operations import GetOperation, Pins
+
+REMEMBERED: Final = 10_000  # dropped transfers whose late pieces are known as such
+WORD: Final = 8  # alignment of a frame that may be used where it lies
+
+Key = tuple[Peer, TransferId]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What stands before every frame. offset: of the frame, in the transfer of ``nbytes``."""
+
+    token: bytes
+    sender: str
+    transfer: int
+    request_id: str
+    nbytes: int
+    offset: int
+
+
+class _Transfer:
+    """One that has begun to arrive."""
+
+    __slots__ = ("end", "nbytes", "region", "request_id")
+
+    def __init__(self, request_id: str, nbytes: int) -> None:
+        self.request_id = request_id
+        self.nbytes = nbytes
+        self.region: Any = None  #: The buffer: the frame itself when it came whole.
+        self.end = 0  #: Where the next piece belongs. They come in order, for they come over one connection.
+
+    def take(self, header: Header, body: memoryview) -> bool:
+        """Is it the next piece? Between parts there may be the gap that aligns the next one."""
+        gap = header.offset - self.end
+        if header.nbytes != self.nbytes or not 0 <= gap < ALIGNMENT:
+            return False
+        self.end = header.offset + len(body)
+        return True
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """Somebody who waits."""
+
+    operation: GetOperation
+    nbytes: int
+    request_id: str
+    holder: str
+
+
+class Arrivals:
+    """Transfers between the socket and `get`."""
+
+    def __init__(self, context: RelayContext, pins: Pins, token: bytes) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._pins = pins
+        self._token = token
+        self._decode = msgspec.msgpack.Decoder(Header).decode
+        self._lock = threading.Lock()
+        self._peers: set[Peer] = set()
+        #: Begun, and complete: a transfer is in one of them. Those in neither ``_claims`` are unclaimed.
+        self._coming: dict[Key, _Transfer] = {}
+        self._here: dict[Key, _Transfer] = {}
+        self._claims: dict[Key, _Claim] = {}
+        #: Why a transfer will not come; its late pieces are ignored. Bounded: the oldest are forgotten.
+        self._lost: collections.OrderedDict[Key, str] = collections.OrderedDict()
+        self._unclaimed_bytes = 0
+        self._counts = dict.fromkeys(
+            ("received_transfers", "received_bytes", "garbage_messages", "dropped_transfers"), 0
+        )
+
+    def open(self, peer: Peer) -> None:
+        with self._lock:
+            self._peers.add(peer)
+
+    def message(self, frames: Sequence[zmq.Frame]) -> None:
+        """One message, in the receiving thread."""
+        header = self._header(frames)
+        if header is None:
+            self._counts["garbage_messages"] += 1
+            return
+        key = (Peer(header.sender), TransferId(header.transfer))
+        body = frames[1].buffer
+        with self._lock:
+            transfer = self._wanted(key, header, body)
+        if transfer is None:
+            return
+        if transfer.region is None:
+            transfer.region = self._region(header, body)
+        if len(body) != transfer.nbytes or transfer.region.ctypes.data != memory.address(body):
+            transfer.region[header.offset : transfer.end] = np.frombuffer(body, np.uint8)
+        if transfer.end == transfer.nbytes:
+            self._complete(key, transfer)
+
+    def claim(self, operation: GetOperation, nbytes: int, *, request_id: str, holder: str) -> None:
+        """Somebody wants a transfer: now, or when it is here.
+
+        Raises: TransferError: it cannot come any more, or is claimed already.
+        """
+        key = (operation.peer, operation.transfer)
+        claim = _Claim(operation, nbytes, request_id, holder)
+        with self._lock:
+            if key[0] not in self._peers:
+                raise TransferError(f"transfer {key[1]} from {key[0]}, which is not open")
+            if key in self._claims or key in self._pins:
+                raise TransferError(f"transfer {key[1]} from {key[0]} was fetched twice")
+            lost = self._lost.pop(key, None)
+            here = self._here.pop(key, None)
+            if lost is None and here is None:
+                self._claims[key] = claim
+            begun = here or self._coming.get(key)
+            if begun is not None:
+                self._unclaimed_bytes -= begun.nbytes
+        if lost is not None:
+            self._context.on_release(*key)
+            raise TransferError(f"transfer {key[1]} from {key[0]}: {lost}")
+        if here is not None:
+            self._deliver(key, claim, here)
+
+    def decline(self, peer: Peer, transfer: TransferId) -> None:
+        """Nobody wants that transfer: release it, whatever has arrived of it."""
+        with self._lock:
+            self._drop((peer, transfer), "declined")
+        self._context.on_release(peer, transfer)
+
+    def cleanup(self, request_id: str) -> None:
+        """Drop what has come for an aborted request, and what is awaited."""
+        with self._lock:
+            ended = {key: claim for key, claim in self._claims.items() if claim.request_id == request_id}
+            for key in [*self._of(lambda _, transfer: transfer.request_id == request_id), *ended]:
+                self._drop(key, "its request was aborted")
+        for key, claim in ended.items():
+            claim.operation.fail(TransferError(f"transfer {key[1]} from {key[0]}: its request was aborted"))
+            self._context.on_release(*key)
+
+    def forget(self, peer: Peer) -> None:
+        """That peer is gone: nothing more comes."""
+        with self._lock:
+            self._peers.discard(peer)
+            ended = {key: claim for key, claim in self._claims.items() if key[0] == peer}
+            for key in [*self._of(lambda key, _: key[0] == peer), *ended]:
+                self._drop(key, "its sender is gone")
+            for key in [key for key in self._lost if key[0] == peer]:
+                del self._lost[key]
+        for key, claim in ended.items():
+            claim.operation.fail(TransferError(f"transfer {key[1]}: its sender {peer} is gone"))
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            return {**self._counts, "unclaimed_bytes": self._unclaimed_bytes, "awaited_transfers": len(self._claims)}
+
+    def _header(self, frames: Sequence[zmq.Frame]) -> Header | None:
+        """What the message says it is; None when it is not to be believed."""
+        if len(frames) != 2:
+            return None
+        try:
+            header = self._decode(frames[0].buffer)
+        except msgspec.MsgspecError:
+            return None
+        nbytes = len(frames[1].buffer)
+        fits = 0 <= header.offset and header.offset + nbytes <= header.nbytes <= self._settings.transfer_bytes
+        with self._lock:
+            known = header.sender in self._peers
+        return header if fits and known and hmac.compare_digest(header.token, self._token) else None
+
+    def _wanted(self, key: Key, header: Header, body: memoryview) -> _Transfer | None:
+        """The transfer whose next piece this is. Under the lock."""
+        if key in self._lost:
+            return None
+        transfer = self._coming.get(key)
+        if transfer is None:
+            if key in self._here or key in self._pins:
+                self._counts["garbage_messages"] += 1
+                return None
+            claimed = key in self._claims
+            if not claimed and self._unclaimed_bytes + header.nbytes > self._settings.unclaimed_bytes:
+                self._lose(key, "it came long before it was announced, and there was no room for it")
+                return None
+            transfer = self._coming[key] = _Transfer(header.request_id, header.nbytes)
+            self._unclaimed_bytes += 0 if claimed else header.nbytes
+        if not transfer.take(header, body):
+            self._lose(key, "a piece of it was lost")
+            return None
+        return transfer
+
+    def _region(self, header: Header, body: memoryview) -> Any:
+        """The buffer of a transfer that begins: the frame itself if it is the whole, else from the arena, whose pages
+        are warm.
+        """
+        if len(body) == header.nbytes and memory.address(body) % WORD == 0:
+            return np.frombuffer(body, np.uint8)
+        region = self._context.arena.allocate_region(header.nbytes)
+        return memory.fresh(header.nbytes) if region is None else region
+
+    def _complete(self, key: Key, transfer: _Transfer) -> None:
+        """All is here. In the receiving thread."""
+        with self._lock:
+            if self._coming.pop(key, None) is None:
+                return  # dropped meanwhile
+            self._counts["received_transfers"] += 1
+            self._counts["received_bytes"] += transfer.nbytes
+            claim = self._claims.pop(key, None)
+            if claim is None:
+                self._here[key] = transfer
+                return
+        self._on_loop(self._deliver, key, claim, transfer)
+
+    def _deliver(self, key: Key, claim: _Claim, transfer: _Transfer) -> None:
+        """Hand a transfer to who claimed it. On the loop."""
+        region, transfer.region = transfer.region, None
+        self._pins.add(region, *key, request_id=claim.request_id, holder=claim.holder, nbytes=transfer.nbytes)
+        if claim.nbytes != transfer.nbytes:
+            sizes = f"{transfer.nbytes} bytes came, {claim.nbytes} were announced"
+            claim.operation.fail(TransferError(f"transfer {key[1]} from {key[0]}: {sizes}"))
+        else:
+            claim.operation.arrived(memory.view(region))
+
+    def _drop(self, key: Key, why: str) -> None:
+        """Forget a transfer, come or to come. Under the lock."""
+        claim = self._claims.pop(key, None)
+        transfer = self._coming.pop(key, None) or self._here.pop(key, None)
+        if transfer is not None and claim is None:
+            self._unclaimed_bytes -= transfer.nbytes
+        self._lost[key] = why
+        if len(self._lost) > REMEMBERED:
+            self._lost.popitem(last=False)
+
+    def _lose(self, key: Key, why: str) -> None:
+        """A transfer cannot be completed. In the receiving thread, under the lock."""
+        claim = self._claims.get(key)
+        self._drop(key, why)
+        self._counts["dropped_transfers"] += 1
+        if claim is not None:
+            del self._lost[key]
+            claim.operation.fail(TransferError(f"transfer {key[1]} from {key[0]}: {why}"))
+            self._on_loop(self._context.on_release, *key)
+
+    def _of(self, wanted: Callable[[Key, _Transfer], bool]) -> list[Key]:
+        return [key for table in (self._coming, self._here) for key, value in table.items() if wanted(key, value)]
+
+    def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
+        try:
+            self._context.loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass

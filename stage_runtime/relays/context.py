@@ -1,0 +1,51 @@
+"""What a backend is made with: the process's loop, name, arena and settings. Made by `choosing.Relays`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.base import Peer, Release
+
+
+class Security(Protocol):
+    """What guards TCP sockets (`sockets.addresses.Security`)."""
+
+    def server(self, socket: Any) -> None:
+        """Called before ``bind``."""
+
+    def client(self, socket: Any) -> None:
+        """Called before ``connect``."""
+
+    def guard(self, context: Any) -> Any:
+        """Admit members only to that context's server sockets. Returns something with ``stop()``."""
+
+
+class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and addresses of this process's relays."""
+
+    arena_bytes: int = 4 << 30  #: Most that may be in flight by shm; taken from the machine only as it is used.
+    prefault_bytes: int = 32 << 20  #: Arena pages taken at the start and kept.
+    bind: str = "tcp://127.0.0.1:*"  #: Of the tcp relay: ``tcp://host:port`` (``*``: any) or ``ipc:///path``.
+    advertise_host: str | None = None  #: The host that peers are told, when ``bind`` says 0.0.0.0.
+    piece_bytes: int = 4 << 20  #: The tcp relay cuts transfers over ``whole_bytes`` into pieces of this size.
+    whole_bytes: int = 32 << 20  #: Up to here a tcp transfer is one frame, which the receiver need not copy.
+    unreleased_bytes: int = 2 << 30  #: By tcp: put to all peers and not released; more has to wait.
+    unclaimed_bytes: int = 1 << 30  #: By tcp: arrived and not fetched; more is dropped and its request fails.
+    transfer_bytes: int = 8 << 30  #: A single transfer that says it is larger is garbage.
+
+
+class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The surroundings of a backend."""
+
+    loop: asyncio.AbstractEventLoop
+    incarnation: Peer
+    on_release: Release  #: Called on the loop.
+    ids: Iterator[int]  #: Transfer ids, shared by all backends of the process.
+    arena: Arena
+    security: Security | None
+    settings: RelaySettings

@@ -1,0 +1,259 @@
+"""The relay for peers on the same machine: bytes are copied once, into our arena, and read where they lie.
+
+A peer maps our arena once, through ``/proc/<pid>/fd/<fd>``: that takes the same boot, process-id namespace and user,
+and a token in the arena's first bytes proves that it is the one meant. Whoever cannot (a pod elsewhere, a
+container with processes of its own) is served by another relay. Nothing is created or removed per message.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import arena, memory
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.base import ALIGNMENT, Pack, Peer, RelayOperation, TransferId
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.operations import Completion, GetOperation, Ledger, Pins, PutOperation
+from stage_runtime.relays.slots import Slot
+
+MAPPED_NBYTES: Final = 64 << 20  # of a peer's arena, whose page tables are made when it is mapped
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a peer must know to map our arena."""
+
+    boot_id: str
+    pid_namespace: int
+    uid: int
+    pid: int
+    fd: int
+    nbytes: int
+    token: str
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transfer lies in the sender's arena; the slot at ``start`` must still be of that generation."""
+
+    transfer: int
+    start: int
+    offset: int
+    nbytes: int
+    generation: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Metadata).decode
+
+
+class ShmRelay:
+    """Shared memory towards all peers of this machine."""
+
+    name = "shm"
+
+    def __init__(self, context: RelayContext) -> None:
+        self._context = context
+        self._loop = context.loop
+        self._arena: Arena = context.arena
+        self._ledger = Ledger(context.loop)
+        self._pins = Pins(context.loop, context.on_release)
+        self._peers: dict[Peer, mmap.mmap] = {}
+        self._counts = dict.fromkeys(
+            ("sent_transfers", "sent_bytes", "copied_bytes", "received_transfers", "received_bytes"), 0
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return msgspec.to_builtins(_own_facts(self._arena))  # type: ignore[no-any-return]
+
+    def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
+        if peer in self._peers:
+            return True
+        try:
+            mapping = _mapped(msgspec.convert(facts, Facts))
+        except (OSError, ValueError, OverflowError):  # ValidationError is a ValueError
+            return False
+        if mapping is None:
+            return False
+        self._peers[peer] = mapping
+        return True
+
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None:
+        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
+        placed = self._shared(like) or self._in_place(pack) or self._copied(pack)
+        if placed is None:
+            return None
+        slot, offset = placed
+        transfer = TransferId(next(self._context.ids))
+        metadata = _encode(Metadata(transfer, slot.start, offset, pack.nbytes, slot.generation))
+        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, placed, metadata)
+        self._ledger.add(put)
+        self._counts["sent_transfers"] += 1
+        self._counts["sent_bytes"] += pack.nbytes
+        return put
+
+    async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
+        while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
+            await self._ledger.room()
+        return put
+
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
+        """As `base.Relay.get`. holder: who will look at the bytes, for `pins`."""
+        said = self._said(metadata, peer)
+        mapping = self._peers.get(peer)
+        if mapping is None:
+            raise TransferError(f"shm transfer {said.transfer} from {peer}, whose arena is not mapped")
+        transfer = TransferId(said.transfer)
+        region = self._region(mapping, said, peer)
+        self._pins.add(region, peer, transfer, request_id=request_id, holder=holder, nbytes=said.nbytes)
+        self._counts["received_transfers"] += 1
+        self._counts["received_bytes"] += said.nbytes
+        operation = GetOperation(Completion(self._loop), transfer, peer, metadata)
+        operation.arrived(memory.view(region))
+        return operation
+
+    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
+        return self.get(metadata, request_id=request_id, peer=peer)
+
+    def decline(self, metadata: bytes, *, peer: Peer) -> None:
+        self._context.on_release(peer, TransferId(self._said(metadata, peer).transfer))
+
+    def released(self, peer: Peer, transfer: TransferId) -> bool:
+        """As `base.Relay.released`. Returns: whether it was a transfer of ours."""
+        put = self._ledger.released(peer, transfer)
+        if put is None:
+            return False
+        self._release(put)
+        self._ledger.wake()
+        return True
+
+    def cleanup(self, request_id: str) -> None:
+        unknown, announced = self._ledger.aborted(request_id)
+        for put in unknown:
+            self._release(put)
+        for put in announced:
+            self._arena.aborted(put.resource[0])
+        if unknown:
+            self._ledger.wake()
+
+    def forget(self, peer: Peer) -> None:
+        for put in self._ledger.held_by(peer):
+            self._release(put, TransferError(f"{peer} is gone"))
+        self._ledger.wake()
+        self._pins.forget(peer)
+        self._peers.pop(peer, None)  # views that are still held keep the mapping, and so the dead peer's pages
+
+    @property
+    def pins(self) -> Pins:
+        return self._pins
+
+    def stats(self) -> dict[str, int]:
+        return {**self._counts, "unreleased_transfers": len(self._ledger), **self._pins.stats()}
+
+    def close(self) -> None:
+        for put in self._ledger.all():
+            self._release(put, TransferError("the relay was closed"))
+        for peer in list(self._peers):
+            self.forget(peer)
+
+    def _copied(self, pack: Pack) -> tuple[Slot, int] | None:
+        slot = self._arena.allocate(pack.nbytes)
+        if slot is None:
+            return None
+        for part, offset in zip(pack.parts, pack.offsets, strict=True):
+            self._arena.write(slot, offset, part)
+        self._counts["copied_bytes"] += pack.nbytes
+        self._arena.sent(slot)
+        self._arena.drop(slot)
+        return slot, slot.offset
+
+    def _in_place(self, pack: Pack) -> tuple[Slot, int] | None:
+        """Of a pack whose largest part is an author's tensor in our arena: its slot, the rest copied behind it."""
+        found = self._arena.find(pack.parts[0]) if pack.parts else None
+        if found is None:
+            return None
+        slot, start = found
+        rest = pack.parts[1:]
+        if start % ALIGNMENT or (rest and not self._fits_behind(slot, start, pack)):
+            return None
+        for part, offset in zip(rest, pack.offsets[1:], strict=True):
+            self._arena.write(slot, start + offset, part)
+            self._counts["copied_bytes"] += len(part)
+        self._arena.sent(slot)
+        return slot, slot.offset + start
+
+    def _fits_behind(self, slot: Slot, start: int, pack: Pack) -> bool:
+        behind = start + pack.offsets[1] >= slot.nbytes
+        room = slot.start + slot.size - slot.offset
+        return behind and start + pack.nbytes <= room and self._arena.claim_tail(slot)
+
+    def _shared(self, like: RelayOperation | None) -> tuple[Slot, int] | None:
+        if not isinstance(like, PutOperation) or not self._arena.share(like.resource[0]):
+            return None
+        return like.resource  # type: ignore[no-any-return]
+
+    def _release(self, put: PutOperation, error: TransferError | None = None) -> None:
+        put.finish(error)
+        self._arena.released(put.resource[0])
+
+    def _said(self, metadata: bytes, peer: Peer) -> Metadata:
+        try:
+            return _decode(metadata)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"shm metadata from {peer}: {error}") from None
+
+    def _region(self, mapping: mmap.mmap, said: Metadata, peer: Peer) -> Any:
+        inside = arena.PAGE <= said.start <= said.offset - ALIGNMENT and said.offset + said.nbytes <= len(mapping)
+        if said.nbytes < 0 or not inside:
+            raise TransferError(
+                f"shm transfer {said.transfer} from {peer}: not inside its arena of {len(mapping)} bytes"
+            )
+        generation, size = arena.HEADER.unpack_from(mapping, said.start)
+        if generation != said.generation or said.offset + said.nbytes > said.start + size:
+            raise TransferError(f"shm transfer {said.transfer} from {peer}: its slot has another use now")
+        return memory.region(mapping, said.offset, said.nbytes)
+
+
+def _own_facts(own: Arena) -> Facts:
+    return Facts(
+        boot_id=_boot_id(),
+        pid_namespace=_pid_namespace(),
+        uid=os.geteuid(),
+        pid=os.getpid(),
+        fd=own.fd,
+        nbytes=own.nbytes,
+        token=own.token.hex(),
+    )
+
+
+def _mapped(facts: Facts) -> mmap.mmap | None:
+    """The arena that ``facts`` describe; None when it cannot be the one that is reachable here."""
+    if (facts.boot_id, facts.pid_namespace) != (_boot_id(), _pid_namespace()):
+        return None
+    fd = os.open(f"/proc/{facts.pid:d}/fd/{facts.fd:d}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != facts.nbytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return None
+        mapping = mmap.mmap(fd, facts.nbytes)
+    finally:
+        os.close(fd)
+    if mapping[: len(arena.MAGIC) + arena.TOKEN_NBYTES] != arena.MAGIC + bytes.fromhex(facts.token):
+        mapping.close()
+        return None
+    return mapping
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

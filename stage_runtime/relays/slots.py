@@ -1,0 +1,132 @@
+"""Which part of an arena is whose: the allocator of extents and the life of a slot, as a table.
+
+Pure: no memory is touched here (`arena` owns it), nothing is locked (`arena` does).
+"""
+
+from __future__ import annotations
+
+import bisect
+from enum import Enum
+from typing import Final
+
+
+class State(Enum):
+    FREE = "free"
+    FILLING = "filling"  #: Bytes are being written; nobody else knows of it.
+    IN_FLIGHT = "in_flight"  #: Some receiver may read it.
+    ACKED = "acked"  #: No receiver has it; its author may still hold the tensor that lies in it.
+    QUARANTINED = "quarantined"  #: Its request is gone, but a receiver may still read: not to be reused.
+
+
+class Event(Enum):
+    ALLOCATED = "allocated"
+    SENT = "sent"  #: Put to one more receiver.
+    RELEASED = "released"  #: The last receiver has let go, or is proven gone.
+    ABORTED = "aborted"  #: The request is over while receivers have it.
+    DROPPED = "dropped"  #: The sender has let go.
+
+
+TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
+    State.FREE: {Event.ALLOCATED: State.FILLING},
+    State.FILLING: {Event.SENT: State.IN_FLIGHT, Event.DROPPED: State.FREE},
+    State.IN_FLIGHT: {
+        Event.SENT: State.IN_FLIGHT,
+        Event.RELEASED: State.ACKED,
+        Event.ABORTED: State.QUARANTINED,
+    },
+    State.ACKED: {Event.SENT: State.IN_FLIGHT, Event.DROPPED: State.FREE},
+    State.QUARANTINED: {
+        Event.SENT: State.QUARANTINED,
+        Event.RELEASED: State.ACKED,
+        Event.ABORTED: State.QUARANTINED,
+    },
+}
+
+
+class IllegalTransition(Exception):
+    """A slot was told what cannot happen in its state: a fault of this program."""
+
+
+class Slot:
+    """One extent in use.
+
+    start, size: the extent, header and slack included. offset, nbytes: the data inside. generation: unique per use.
+    """
+
+    __slots__ = ("generation", "nbytes", "offset", "owned", "receivers", "size", "start", "state", "tail_used")
+
+    def __init__(self, start: int, size: int, offset: int, nbytes: int, generation: int) -> None:
+        self.start = start
+        self.size = size
+        self.offset = offset
+        self.nbytes = nbytes
+        self.generation = generation
+        self.state = State.FREE
+        self.receivers = 0  #: Transfers that are not released.
+        self.owned = True  #: The sender still holds it: it is filling it, or an author's tensor lies in it.
+        self.tail_used = False  #: Something was appended behind an author's tensor.
+
+    def take(self, event: Event) -> State:
+        """Move on.
+
+        Raises: IllegalTransition: and nothing has changed.
+        """
+        after = TRANSITIONS[self.state].get(event)
+        if after is None:
+            raise IllegalTransition(f"slot at {self.start} is {self.state.value}: it cannot be {event.value}")
+        self.state = after
+        return after
+
+
+class Extents:
+    """A first-fit allocator that always takes the lowest address, so that the same pages stay in use and warm.
+
+    Freed extents are merged with their neighbours at once.
+    """
+
+    def __init__(self, start: int, end: int, unit: int) -> None:
+        """``start`` and ``end`` are multiples of ``unit``, and so is all that is given out."""
+        self._unit = unit
+        #: Starts of the free extents, ascending, and the end of each: never touching, never empty.
+        self._starts = [start] if end > start else []
+        self._ends = [end] if end > start else []
+
+    def allocate(self, nbytes: int) -> tuple[int, int] | None:
+        """``(start, size)`` of the lowest free extent that holds ``nbytes``; None when there is none."""
+        size = max(nbytes, 1)
+        size += -size % self._unit
+        for index, start in enumerate(self._starts):
+            rest = self._ends[index] - start - size
+            if rest > 0:
+                self._starts[index] = start + size
+                return start, size
+            if rest == 0:
+                del self._starts[index], self._ends[index]
+                return start, size
+        return None
+
+    def free(self, start: int, size: int) -> None:
+        """Take back what `allocate` gave.
+
+        Raises: ValueError: part of it is free already; nothing has changed.
+        """
+        end = start + size
+        index = bisect.bisect_right(self._starts, start)
+        if (index and self._ends[index - 1] > start) or (index < len(self._starts) and self._starts[index] < end):
+            raise ValueError(f"extent {start}..{end} is free already")
+        joins_before = index > 0 and self._ends[index - 1] == start
+        joins_after = index < len(self._starts) and self._starts[index] == end
+        if joins_before and joins_after:
+            self._ends[index - 1] = self._ends[index]
+            del self._starts[index], self._ends[index]
+        elif joins_before:
+            self._ends[index - 1] = end
+        elif joins_after:
+            self._starts[index] = start
+        else:
+            self._starts.insert(index, start)
+            self._ends.insert(index, end)
+
+    def free_extents(self) -> list[tuple[int, int]]:
+        """``(start, end)`` of all that is free, ascending."""
+        return list(zip(self._starts, self._ends, strict=True))

@@ -1,0 +1,321 @@
+"""The relay that always works: bytes are pushed over ZMQ sockets of its own, so bulk never delays control messages.
+
+`put` sends at once; the bytes may be here before the message that announces them, or after. Each message is a header
+and one frame: a whole transfer, which becomes the receiver's buffer as it is, or a piece of a larger one. A thread
+receives (its copies run without the GIL); `arrivals` keeps what is not fetched yet, and its bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.relays import memory
+from stage_runtime.relays.arrivals import Arrivals, Header
+from stage_runtime.relays.base import Pack, Peer, RelayOperation, TransferId
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.operations import Completion, GetOperation, Ledger, Pins, PutOperation
+
+log = logging.getLogger(__name__)
+
+RECEIVE_HWM: Final = 16  # messages; the receiving thread empties the queue at once, `Arrivals` bounds what it keeps
+JOINED_NBYTES: Final = 256 << 10  # smaller packs are joined into one frame: a copy is cheaper than frames
+HEADER_NBYTES: Final = 64 << 10  # more than any header takes
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a peer must know to send to us. token: nobody who was not told it is listened to."""
+
+    endpoint: str
+    token: str
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """Which of the sender's transfers is announced."""
+
+    transfer: int
+    nbytes: int
+
+
+class _Route:
+    """The socket towards one peer. ZMQ sockets may change threads, but not be used by two at once."""
+
+    def __init__(self, socket: zmq.Socket[bytes], token: bytes) -> None:
+        self.socket = socket
+        self.token = token
+        self.lock = threading.Lock()
+        self.closed = False
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Metadata).decode
+
+
+class TcpRelay:
+    """PUSH sockets to every peer, one PULL socket for all that comes."""
+
+    name = "tcp"
+
+    def __init__(self, context: RelayContext) -> None:
+        """Raises: ConfigurationError: the address cannot be bound."""
+        self._context = context
+        self._loop = context.loop
+        self._settings = context.settings
+        self._ledger = Ledger(context.loop)
+        self._pins = Pins(context.loop, context.on_release)
+        self._token = secrets.token_bytes(16)
+        self._arrivals = Arrivals(context, self._pins, self._token)
+        self._routes: dict[Peer, _Route] = {}
+        self._lock = threading.Lock()
+        self._unreleased_bytes = 0
+        self._counts = dict.fromkeys(("sent_transfers", "sent_bytes"), 0)
+        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
+        self._socket, self._endpoint = self._bound()
+        self._stop = self._zmq.socket(zmq.PAIR)
+        self._stop.bind("inproc://stop")
+        self._thread = threading.Thread(target=self._receive, name="omni-relay-tcp", daemon=True)
+        self._thread.start()
+
+    def facts(self) -> dict[str, Any]:
+        return msgspec.to_builtins(Facts(self._endpoint, self._token.hex()))  # type: ignore[no-any-return]
+
+    def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
+        if peer in self._routes:
+            return True
+        socket = self._zmq.socket(zmq.PUSH)
+        try:
+            said = msgspec.convert(facts, Facts)
+            token = bytes.fromhex(said.token)
+            self._tune(socket)
+            socket.sndhwm = 0  # `unreleased_bytes` bounds it, and nothing is copied to wait here
+            if self._context.security is not None and said.endpoint.startswith("tcp://"):
+                self._context.security.client(socket)
+            socket.connect(said.endpoint)
+        except (ValueError, zmq.ZMQError):  # ValidationError is a ValueError
+            socket.close(linger=0)
+            return False
+        self._routes[peer] = _Route(socket, token)
+        self._arrivals.open(peer)
+        return True
+
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None:
+        """As `base.Relay.put`. ``like`` saves nothing here: every receiver is sent the bytes, from where they lie."""
+        route = self._routes.get(peer)
+        if route is None:
+            raise TransferError(f"the tcp relay is not open towards {peer}")
+        with self._lock:
+            if self._unreleased_bytes and self._unreleased_bytes + pack.nbytes > self._settings.unreleased_bytes:
+                return None
+            self._unreleased_bytes += pack.nbytes
+            self._counts["sent_transfers"] += 1
+            self._counts["sent_bytes"] += pack.nbytes
+        transfer = TransferId(next(self._context.ids))
+        metadata = _encode(Metadata(transfer, pack.nbytes))
+        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, pack, metadata)
+        self._ledger.add(put)
+        self._send(route, put, pack)
+        return put
+
+    async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
+        while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
+            await self._ledger.room()
+        return put
+
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
+        """As `base.Relay.get`. holder: who will look at the bytes, for `pins`."""
+        said = self._said(metadata, peer)
+        operation = GetOperation(Completion(self._loop), TransferId(said.transfer), peer, metadata)
+        self._arrivals.claim(operation, said.nbytes, request_id=request_id, holder=holder)
+        return operation
+
+    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
+        operation = self.get(metadata, request_id=request_id, peer=peer)
+        await operation.wait()
+        return operation
+
+    def decline(self, metadata: bytes, *, peer: Peer) -> None:
+        self._arrivals.decline(peer, TransferId(self._said(metadata, peer).transfer))
+
+    def released(self, peer: Peer, transfer: TransferId) -> bool:
+        """As `base.Relay.released`. Returns: whether it was a transfer of ours."""
+        put = self._ledger.released(peer, transfer)
+        if put is None:
+            return False
+        self._release(put)
+        self._ledger.wake()
+        return True
+
+    def cleanup(self, request_id: str) -> None:
+        unknown, _ = self._ledger.aborted(request_id)  # of the others, the receivers will say that they are through
+        for put in unknown:
+            self._release(put)
+        if unknown:
+            self._ledger.wake()
+        self._arrivals.cleanup(request_id)
+
+    def forget(self, peer: Peer) -> None:
+        route = self._routes.pop(peer, None)
+        if route is not None:
+            with route.lock:
+                route.closed = True
+                route.socket.close(linger=0)
+        for put in self._ledger.held_by(peer):
+            self._release(put, TransferError(f"{peer} is gone"))
+        self._ledger.wake()
+        self._arrivals.forget(peer)
+        self._pins.forget(peer)
+
+    @property
+    def pins(self) -> Pins:
+        return self._pins
+
+    def stats(self) -> dict[str, int]:
+        return {
+            **self._counts,
+            "unreleased_transfers": len(self._ledger),
+            "unreleased_bytes": self._unreleased_bytes,
+            **self._arrivals.stats(),
+            **self._pins.stats(),
+        }
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._stop.send(b"")
+            self._thread.join()
+        for put in self._ledger.all():
+            self._release(put, TransferError("the relay was closed"))
+        for peer in list(self._routes):
+            self.forget(peer)
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
+        self._stop.close(linger=0)
+        self._socket.close(linger=0)
+        self._zmq.term()
+
+    @property
+    def _is_tcp(self) -> bool:
+        return self._settings.bind.startswith("tcp://")
+
+    def _bound(self) -> tuple[zmq.Socket[bytes], str]:
+        socket = self._zmq.socket(zmq.PULL)
+        self._tune(socket)
+        socket.rcvhwm = RECEIVE_HWM
+        socket.maxmsgsize = max(self._settings.whole_bytes, self._settings.piece_bytes) + HEADER_NBYTES
+        if self._context.security is not None and self._is_tcp:
+            self._context.security.server(socket)
+        try:
+            socket.bind(self._settings.bind)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigurationError(f"tcp relay cannot bind {self._settings.bind}: {error}") from error
+        endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if self._is_tcp and self._settings.advertise_host is not None:
+            host = self._settings.advertise_host
+            port = endpoint.rpartition(":")[2]
+            endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return socket, endpoint
+
+    def _tune(self, socket: zmq.Socket[bytes]) -> None:
+        socket.linger = 0
+        socket.ipv6 = True
+        # Heartbeats would wait behind bulk; the kernel's do not. Whether a peer is dead, the control plane says.
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = 5
+        socket.tcp_keepalive_intvl = 2
+        socket.tcp_keepalive_cnt = 3
+
+    def _send(self, route: _Route, put: PutOperation, pack: Pack) -> None:
+        with route.lock:
+            if route.closed:
+                return  # `forget` has ended the put, or is about to
+            for offset, body in _frames(pack, self._settings):
+                header = Header(
+                    token=route.token,
+                    sender=self._context.incarnation,
+                    transfer=put.transfer,
+                    request_id=put.request_id,
+                    nbytes=pack.nbytes,
+                    offset=offset,
+                )
+                route.socket.send(_encode(header), zmq.SNDMORE)
+                route.socket.send(body, copy=False)
+
+    def _said(self, metadata: bytes, peer: Peer) -> Metadata:
+        try:
+            return _decode(metadata)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"tcp metadata from {peer}: {error}") from None
+
+    def _release(self, put: PutOperation, error: TransferError | None = None) -> None:
+        with self._lock:
+            self._unreleased_bytes -= put.nbytes
+        put.resource = None
+        put.finish(error)
+
+    def _receive(self) -> None:
+        """The receiving thread: until `close` says stop."""
+        stop = self._zmq.socket(zmq.PAIR)
+        stop.connect("inproc://stop")
+        poller = zmq.Poller()
+        poller.register(stop, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        while True:
+            if any(socket is stop for socket, _ in poller.poll()):
+                stop.close(linger=0)
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                continue
+            try:
+                self._arrivals.message(frames)
+            except Exception:
+                log.exception("tcp relay: a message was dropped")
+            del frames
+
+
+def _frames(pack: Pack, settings: Any) -> Iterator[tuple[int, memoryview | bytes]]:
+    """The pack as ``(offset, bytes)`` in order: whole if it is one part or small, else in pieces."""
+    if pack.nbytes <= JOINED_NBYTES and len(pack.parts) != 1:
+        yield 0, _joined(pack, 0, len(pack.parts))
+        return
+    if len(pack.parts) == 1 and pack.nbytes <= settings.whole_bytes:
+        yield 0, pack.parts[0]
+        return
+    index = 0
+    while index < len(pack.parts):
+        part, offset = pack.parts[index], pack.offsets[index]
+        following = index + 1
+        if len(part) < memory.NOGIL_NBYTES:
+            while (
+                following < len(pack.parts)
+                and pack.offsets[following] + len(pack.parts[following]) - offset <= JOINED_NBYTES
+            ):
+                following += 1
+            yield offset, _joined(pack, index, following)
+        else:
+            for start in range(0, len(part), settings.piece_bytes):
+                yield offset + start, part[start : start + settings.piece_bytes]
+        index = following
+
+
+def _joined(pack: Pack, first: int, behind: int) -> bytes:
+    """Parts ``first`` .. ``behind`` - 1 with the gaps between them."""
+    if first == behind:
+        return b""
+    base = pack.offsets[first]
+    joined = bytearray(pack.offsets[behind - 1] + len(pack.parts[behind - 1]) - base)
+    for part, offset in zip(pack.parts[first:behind], pack.offsets[first:behind], strict=True):
+        joined[offset - base : offset - base + len(part)] = part
+    return bytes(joined)
