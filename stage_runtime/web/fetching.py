@@ -21,6 +21,7 @@ from stage_runtime.web.translating.media import Place
 from stage_runtime.wire.values import Media
 
 MAX_REDIRECTS: Final = 3
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -102,15 +103,20 @@ class Fetcher:
 async def _public_address(host: str, port: int, place: Place) -> str:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(item[4][0]) for item in found]
-    if not addresses or not all(_is_public(address) for address in addresses):
+    if not addresses or not all(is_public(address) for address in addresses):
         raise _refused(place, "its host is not on the public Internet")
     return addresses[0]
 
 
-def _is_public(address: str) -> bool:
+def is_public(address: str) -> bool:
+    """Whether an address is reachable by everybody; an IPv4 address inside of an IPv6 one counts as itself."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
-        parsed = parsed.ipv4_mapped
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
+        if parsed in _NAT64:
+            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if inner is not None and not inner.is_global:
+            return False
     return parsed.is_global and not parsed.is_multicast
 
 

@@ -15,6 +15,7 @@ that ends in ``_total`` is a counter, every other a gauge; relays only count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -119,8 +120,14 @@ def _add(families: Families, name: str, labels: dict[str, str], value: Any) -> N
     full, values = _PREFIX + name, list(labels.values())
     if isinstance(value, Mapping):
         family = families.setdefault(full, HistogramMetricFamily(full, name, labels=list(labels)))
-        buckets = [(str(bound), float(count)) for bound, count in value["buckets"].items()]
+        buckets = [(_bound(bound), float(count)) for bound, count in value["buckets"].items()]
         family.add_metric(values, buckets, value["sum"])
     elif isinstance(value, (int, float)):
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         families.setdefault(full, kind(full, name, labels=list(labels))).add_metric(values, float(value))
+
+
+def _bound(bound: Any) -> str:
+    """As Prometheus writes it, so that ``1`` and ``1.0`` are one bucket."""
+    number = float(bound)
+    return "+Inf" if math.isinf(number) else repr(number)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 MAX_PARTS: Final = 256
-MAX_HEADER_BYTES: Final = 8192
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,11 +83,9 @@ class _Collector:
 
     def _on_field(self, data: bytes, start: int, end: int) -> None:
         self._field += data[start:end]
-        self._bound(self._field)
 
     def _on_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
-        self._bound(self._value)
 
     def _end_header(self) -> None:
         self._headers[self._field.decode("latin-1").lower()] = self._value.decode("utf-8", "replace")
@@ -113,8 +110,3 @@ class _Collector:
 
     def _on_end(self) -> None:
         self.ended = True
-
-    @staticmethod
-    def _bound(header: bytearray) -> None:
-        if len(header) > MAX_HEADER_BYTES:
-            raise InvalidRequest(f"the form has a part header of more than {MAX_HEADER_BYTES} bytes")

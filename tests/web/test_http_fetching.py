@@ -1,0 +1,149 @@
+"""Fetching media by URL: from allowed hosts, bounded, and never from inside the network. A real little server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from stage_runtime.errors import InvalidRequest
+from stage_runtime.web.fetching import Fetcher, is_public
+from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.translating.media import Place
+from stage_runtime.wire.values import Media
+
+PNG = b"\x89PNG" + b"x" * 2000
+
+
+class Site:
+    """Answers GET by path; remembers the Host headers."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.hosts: list[str] = []
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.hosts.append(next(line[6:] for line in head.split("\r\n") if line.lower().startswith("host: ")))
+        match head.split(" ")[1]:
+            case "/a.png":
+                answer = b"200 OK\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n" % len(PNG) + PNG
+            case "/moved":
+                answer = b"302 Found\r\nlocation: /a.png\r\ncontent-length: 0\r\n\r\n"
+            case "/away":
+                answer = b"302 Found\r\nlocation: http://127.0.0.2:%d/a.png\r\ncontent-length: 0\r\n\r\n" % self.port
+            case "/round":
+                answer = b"302 Found\r\nlocation: /round\r\ncontent-length: 0\r\n\r\n"
+            case "/page":
+                answer = b"200 OK\r\ncontent-type: text/html\r\ncontent-length: 2\r\n\r\nhi"
+            case "/endless":
+                answer = b"200 OK\r\ncontent-type: image/png\r\n\r\n" + b"x" * 9000
+            case "/slow":
+                await reader.read()
+                writer.close()
+                return
+            case _:
+                answer = b"404 Not Found\r\ncontent-length: 0\r\n\r\n"
+        writer.write(b"HTTP/1.1 " + answer)
+        await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    made = Site()
+    server = await asyncio.start_server(made, "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield made
+
+
+def fetcher(*hosts: str, timeout_s: float = 5.0) -> Fetcher:
+    return Fetcher(WebSettings(model="m", media_hosts=hosts, media_timeout_s=timeout_s, max_body_bytes=4000))
+
+
+def place(url: str, type: str = "image") -> Place:
+    return Place(url, type, "messages[0].content[0].image_url.url")
+
+
+@pytest.mark.parametrize("path", ["a.png", "moved"])
+async def test_an_image_of_an_allowed_host_is_fetched_redirects_on_it_too(path: str) -> None:
+    async with site() as there:
+        url = f"http://127.0.0.1:{there.port}/{path}"
+        found = await fetcher(f"127.0.0.1:{there.port}").fetch([place(url), place(url)])
+    assert found == {url: Media("image", "image/png", PNG)}
+    assert set(there.hosts) == {f"127.0.0.1:{there.port}"}
+    assert len(there.hosts) == (1 if path == "a.png" else 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("away", "it redirects to another host"),
+        ("round", "more than 3 redirects"),
+        ("page", "it is text/html, not image/…"),
+        ("endless", "it is larger than 4000 bytes"),
+        ("slow", "not fetched within 0.3 s"),
+        ("nothing", "its host answered 404"),
+    ],
+)
+async def test_what_is_no_image_in_time_and_size_is_refused(path: str, problem: str) -> None:
+    async with site() as there:
+        with pytest.raises(InvalidRequest) as caught:
+            url = f"http://127.0.0.1:{there.port}/{path}"
+            await fetcher(f"127.0.0.1:{there.port}", timeout_s=0.3 if path == "slow" else 5.0).fetch([place(url)])
+    assert caught.value.message == f"messages[0].content[0].image_url.url: {problem}"
+    assert caught.value.param == "messages[0].content[0].image_url.url"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "problem"),
+    [
+        ((), "127.0.0.1", "is none of the pipeline's mediaHosts"),
+        (("example.com",), "127.0.0.1", "is none of the pipeline's mediaHosts"),
+        (("127.0.0.1",), "127.0.0.1", "is none of the pipeline's mediaHosts"),  # without the port: only 80 and 443
+        (("example.com",), "example.com@127.0.0.1", "is none of the pipeline's mediaHosts"),
+        (("localhost:{port}",), "localhost", "its host is not on the public Internet"),
+    ],
+)
+async def test_no_host_is_reached_that_is_not_named_or_is_inside(
+    allowed: tuple[str, ...], host: str, problem: str
+) -> None:
+    async with site() as there:
+        names = [name.format(port=there.port) for name in allowed]
+        with pytest.raises(InvalidRequest, match=problem):
+            await fetcher(*names).fetch([place(f"http://{host}:{there.port}/a.png")])
+    assert there.hosts == []
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://h/a", "file:///etc/passwd", "//h/a", "a.png", "http://", "http://[::", "http://h\x00/"]
+)
+async def test_what_is_no_http_url_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest):
+        await fetcher("h").fetch([place(url)])
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("64:ff9b::a00:1", False),
+        ("2002:a00:1::", False),
+    ],
+)
+def test_addresses_inside_the_network_are_not_public_however_they_are_written(address: str, public: bool) -> None:
+    assert is_public(address) is public

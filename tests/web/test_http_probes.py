@@ -1,0 +1,147 @@
+"""Probes, metrics and the OpenAPI document, on the public port and on one of their own."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+import pytest
+from fastapi import APIRouter
+from prometheus_client.parser import text_string_to_metric_families
+
+from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.web.app import make_app
+from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.probes import make_probes
+from stage_runtime.web.server import Server
+from stage_runtime.wire.values import Text
+from tests.web.desk import ScriptedDesk, play
+from tests.web.running import ALL, start
+
+OK = play(ResultEvent(stage="talk", data=Text("ok")))
+NUMBERS = {
+    "requests": {("chat", "completed"): 3, ("pipeline", "deadline"): 1},
+    "in_flight": 2,
+    "admitted_total": 9,
+    "stages": {
+        "talk": {
+            "waiting": 1,
+            "running": 2,
+            "queue_seconds": {"buckets": {"0.1": 1, "1": 2, "+Inf": 3}, "sum": 4.5},
+            "instances": ["talk-1"],
+        }
+    },
+    "relays": {"shm": {"bytes_sent": 100, "slots_in_use": 1}},
+    "members": {"ready": 2, "gone": 1},
+}
+
+
+def samples(text: str) -> dict[str, float]:
+    """``name{label=value}`` -> number, as Prometheus reads them."""
+    return {
+        sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_what_the_desk_counts_is_what_prometheus_reads() -> None:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+        running.desk.numbers = NUMBERS
+        answer = await client.get("/metrics")
+    found = {name: value for name, value in samples(answer.text).items() if "_http_" not in name}
+    assert found == {
+        "omnipipeline_requests_total,kind=chat,outcome=completed": 3,
+        "omnipipeline_requests_total,kind=pipeline,outcome=deadline": 1,
+        "omnipipeline_in_flight": 2,
+        "omnipipeline_admitted_total": 9,
+        "omnipipeline_stage_waiting,stage=talk": 1,
+        "omnipipeline_stage_running,stage=talk": 2,
+        "omnipipeline_stage_queue_seconds_bucket,le=0.1,stage=talk": 1,
+        "omnipipeline_stage_queue_seconds_bucket,le=1.0,stage=talk": 2,
+        "omnipipeline_stage_queue_seconds_bucket,le=+Inf,stage=talk": 3,
+        "omnipipeline_stage_queue_seconds_count,stage=talk": 3,
+        "omnipipeline_stage_queue_seconds_sum,stage=talk": 4.5,
+        "omnipipeline_relay_bytes_sent_total,relay=shm": 100,
+        "omnipipeline_relay_slots_in_use,relay=shm": 1,
+        "omnipipeline_members,name=ready": 2,
+        "omnipipeline_members,name=gone": 1,
+    }
+
+
+async def test_answers_are_counted_by_pattern_and_never_by_what_a_client_wrote() -> None:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+        sent = await client.post("/v1/pipeline", json={"inputs": 1})
+        await client.get("/v1/requests/one")
+        await client.get("/v1/requests/two")
+        await client.get("/any/thing")
+        found = samples((await client.get("/metrics")).text)
+    prefix = "omnipipeline_http_"
+    assert found[f"{prefix}requests_total,outcome=completed,route=POST /v1/pipeline,status=200"] == 1
+    assert found[f"{prefix}requests_total,outcome=not_found,route=GET /v1/requests/{{id}},status=404"] == 2
+    assert found[f"{prefix}requests_total,outcome=unsupported_endpoint,route=unknown,status=404"] == 1
+    assert found[f"{prefix}sent_bytes_total,route=POST /v1/pipeline"] == len(sent.content)
+    assert found[f"{prefix}first_byte_seconds_count,route=POST /v1/pipeline"] == 1
+
+
+async def test_ready_follows_the_desk_and_live_does_not() -> None:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+        ready = await client.get("/readyz")
+        running.desk.is_ready = False
+        waiting, live, status = await client.get("/readyz"), await client.get("/livez"), await client.get("/status")
+    assert (ready.status_code, waiting.status_code, live.status_code) == (200, 503, 200)
+    assert "/status" in waiting.text
+    assert status.json() == {"in_flight": 0}
+
+
+async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> None:
+    desk = ScriptedDesk(OK)
+    metrics = Metrics(desk)
+    public = make_app(desk, msgspec.structs.replace(ALL, probes=False), metrics=metrics)
+    async with Server(public, port=0) as first, Server(make_probes(desk, metrics), port=0) as second:
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{first.url}/metrics")).status_code == 404
+            assert (await client.get(f"{second.url}/v1/models")).status_code == 404
+            await client.post(f"{first.url}/v1/pipeline", json={"inputs": 1})
+            text = (await client.get(f"{second.url}/metrics")).text
+    assert samples(text)["omnipipeline_http_sent_bytes_total,route=POST /v1/pipeline"] > 0
+
+
+async def test_admin_routers_of_others_are_behind_the_keys_and_fail_in_our_shape() -> None:
+    router = APIRouter()
+
+    @router.post("/start_profile")
+    async def begin(run_id: int) -> dict[str, int]:
+        return {"run_id": run_id}
+
+    desk = ScriptedDesk(OK)
+    app = make_app(desk, msgspec.structs.replace(ALL, api_keys=("k",)), admin=[router])
+    async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
+        closed = await client.post("/start_profile?run_id=1")
+        client.headers["authorization"] = "Bearer k"
+        good, bad = await client.post("/start_profile?run_id=1"), await client.post("/start_profile?run_id=x")
+    assert (closed.status_code, good.json()) == (401, {"run_id": 1})
+    assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
+    assert bad.json()["error"]["param"] == "query.run_id"
+
+
+@pytest.mark.parametrize("serves", [(), ("chat",), ("chat", "speech", "transcription")])
+async def test_the_document_has_the_routes_that_are_served_and_no_dangling_reference(serves: tuple[str, ...]) -> None:
+    async with start(OK, msgspec.structs.replace(ALL, serves=serves)) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            document = (await client.get("/openapi.json")).json()
+    routes = {"chat": "/v1/chat/completions", "speech": "/v1/audio/speech", "transcription": "/v1/audio/transcriptions"}
+    always = {"/v1/pipeline", "/v1/requests/{id}", "/v1/models"}
+    assert set(document["paths"]) == always | {routes[name] for name in serves}
+    schemas = document["components"]["schemas"]
+    used = {item.removeprefix("#/components/schemas/") for item in references(document)}
+    assert used - set(schemas) == set()
+    assert "temperature" in schemas["ChatBody"]["properties"]
+
+
+def references(node: object) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*map(references, node))
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(references, node.values()))
+    return set()
