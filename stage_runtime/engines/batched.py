@@ -28,6 +28,7 @@ class BatchedEngine:
             batch = self._gather(inbox, outbox)
             if batch:
                 self._one(batch, outbox)
+                del batch  # or its payloads would be held until the next batch is gathered
             elif inbox.closed:
                 return
 
