@@ -90,8 +90,10 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """PID 1 of a stage pod."""
 
     plan: UnitPlan
+    plan_file: Path
     coordinators: str  #: Passed on as it is.
     address: str  #: The pod's IP address, that peers are told.
+    control_port: int = CONTROL_PORT  #: Of the first group.
     probe_host: str = "0.0.0.0"
     probe_port: int = PROBE_PORT
     termination_log: Path = Path(TERMINATION_LOG)
@@ -163,8 +165,10 @@ def supervisor(environ: Mapping[str, str]) -> SupervisorSettings:
     plan = _plan(read, UnitPlan)
     return SupervisorSettings(
         plan=plan,
+        plan_file=Path(read.text("OMNI_PLAN")),
         coordinators=read.text("OMNI_COORDINATOR"),
         address=read.text("OMNI_POD_IP"),
+        control_port=read.port("OMNI_CONTROL_PORT", CONTROL_PORT),
         probe_host=read.optional("OMNI_PROBE_HOST") or "0.0.0.0",
         probe_port=read.port("OMNI_PROBE_PORT", PROBE_PORT),
         termination_log=Path(read.optional("OMNI_TERMINATION_LOG") or TERMINATION_LOG),

@@ -51,6 +51,12 @@ def resident_bytes(pid: int) -> int:
     return 0 if fields is None else int(fields[21]) * _PAGE
 
 
+def is_zombie_of(pid: int, parent: int) -> bool:
+    """Whether ``pid`` has ended and waits for ``parent`` to take notice."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] == "Z" and int(fields[1]) == parent
+
+
 def _stat(pid: int) -> list[str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")

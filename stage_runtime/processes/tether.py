@@ -1,8 +1,8 @@
-"""Runs a command that dies with the process that started it: ``python -I -S tether.py PARENT COMMAND…``.
+"""Who ends with whom: ``python -I -S tether.py PARENT COMMAND…`` runs a command that dies with its starter.
 
-Here: the few lines between fork and the real program. They stand in a program of their own, not in a `preexec_fn`:
-after a fork of a process with threads only exec is safe. Not here: anything that needs an import beyond the standard
-library (this file is run without site-packages, in about 10 ms). Called by `children`.
+Here: the two requests to Linux about it. What lies between fork and the real program stands in a program of its own,
+not in a `preexec_fn`: after a fork of a process with threads only exec is safe. Not here: anything that needs an import
+beyond the standard library (this file is run without site-packages, in about 10 ms). Called by `children` and `pod`.
 """
 
 import ctypes
@@ -11,6 +11,12 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across exec of a program without set-uid
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends before them, as PID 1 of a container is."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def main() -> None:

@@ -37,23 +37,27 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 def arrange(
     sizes: Mapping[str, Size], edges: Iterable[Edge], *, gap_x: float, gap_y: float, ranks: Mapping[str, int] = {}
 ) -> Arrangement:
-    """Columns of boxes, so that edges lead to the right; those that close a cycle lead back.
+    """Columns of boxes, so that edges lead to the right; those that close a cycle lead back, on lanes of their own.
 
     sizes: in the order that decides where nothing else does. ranks: columns that are to be kept (0 is the first,
     -1 the last).
     """
     known = [edge for edge in dict.fromkeys(edges) if edge[0] in sizes and edge[1] in sizes and edge[0] != edge[1]]
-    forward = _acyclic(list(sizes), known)
+    forward, back = _acyclic(list(sizes), known)
     layer_of = _pinned(_layers(list(sizes), forward), ranks)
     columns, links, chains = _with_lanes(list(sizes), forward, layer_of)
-    every = {**sizes, **{lane: Size(0.0, LANE) for chain in chains.values() for lane in chain}}
+    every: dict[str, Size] = {**sizes, **{lane: Size(0.0, LANE) for chain in chains.values() for lane in chain}}
     _order(columns, links)
     centres = _centres(columns, links, every, gap_y)
-    return _placed(columns, centres, every, gap_x, chains)
+    found = _placed(columns, centres, every, gap_x, chains)
+    led_back = {(a, b): found.bends[b, a][::-1] for a, b in back if (b, a) in found.bends}
+    return msgspec.structs.replace(found, bends={**found.bends, **led_back})
 
 
-def _acyclic(names: Sequence[str], edges: Sequence[Edge]) -> list[Edge]:
-    """The edges without those that a walk in the given order finds to lead back."""
+def _acyclic(names: Sequence[str], edges: Sequence[Edge]) -> tuple[list[Edge], list[Edge]]:
+    """Edges without a cycle, and those that a walk in the given order found to lead back: turned round, they are
+    among the first.
+    """
     followers: dict[str, list[str]] = {name: [] for name in names}
     for source, target in edges:
         followers[source].append(target)
@@ -74,7 +78,8 @@ def _acyclic(names: Sequence[str], edges: Sequence[Edge]) -> list[Edge]:
     for name in names:
         if name not in done:
             walk(name)
-    return [edge for edge in edges if edge not in back]
+    turned = ((target, source) if (source, target) in back else (source, target) for source, target in edges)
+    return list(dict.fromkeys(turned)), [edge for edge in edges if edge in back]
 
 
 def _layers(names: Sequence[str], edges: Sequence[Edge]) -> dict[str, int]:

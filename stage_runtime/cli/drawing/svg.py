@@ -10,17 +10,17 @@ from xml.sax.saxutils import escape
 
 from omnipipeline_spec.plan import PipelinePlan
 from stage_runtime.cli.drawing import picture
-from stage_runtime.cli.drawing.arranging import Point
-from stage_runtime.cli.drawing.picture import Box, Line, Picture
+from stage_runtime.cli.drawing.picture import Picture
+from stage_runtime.cli.drawing.routes import Box, Line
 
 MARGIN = 22.0
 TITLE_HEIGHT = 40.0
 LEGEND_HEIGHT = 40.0
 LEGEND = (
-    ("normal in_process", "same process, by reference"),
-    ("normal same_pod", "same pod, shared memory or CUDA IPC"),
-    ("normal network", "between pods"),
-    ("stream network", "stream of chunks"),
+    ("normal", "in_process", "same process, by reference"),
+    ("normal", "same_pod", "same pod, shared memory or CUDA IPC"),
+    ("normal", "network", "between pods"),
+    ("stream", "network", "stream of chunks"),
 )
 
 _STYLE = """
@@ -56,11 +56,9 @@ text { font: 11.5px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neu
 def render(plan: PipelinePlan) -> str:
     """The whole document."""
     drawn = picture.draw(plan)
-    legend_width = sum(picture.text_width(text, 11.5) + 66 for _, text in LEGEND)
-    lowest = max((box.corner.y + box.size.height for box in drawn.boxes), default=0.0)
-    depth = max([lowest, *(picture.middle(line).y + 12 for line in drawn.lines if line.back)])
+    legend_width = sum(picture.text_width(text, 11.5) + 66 for _, _, text in LEGEND)
     width = max(drawn.size.width, legend_width) + 2 * MARGIN
-    height = depth + 2 * MARGIN + TITLE_HEIGHT + LEGEND_HEIGHT
+    height = drawn.size.height + 2 * MARGIN + TITLE_HEIGHT + LEGEND_HEIGHT
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -81,9 +79,10 @@ def render(plan: PipelinePlan) -> str:
 
 def _summary(plan: PipelinePlan) -> str:
     stages = sum(len(unit.stages) for unit in plan.units)
-    processes = sum(len(group.processes) for unit in plan.units for group in unit.groups)
-    gpus = sum(len(unit.gpu_ids) * plan.replicas[unit.name] for unit in plan.units)
-    counts = [(stages, "stage"), (processes, "process"), (len(plan.units), "pod"), (gpus, "GPU")]
+    times = plan.replicas
+    processes = sum(len(group.processes) * times[unit.name] for unit in plan.units for group in unit.groups)
+    gpus = sum(len(unit.gpu_ids) * times[unit.name] for unit in plan.units)
+    counts = [(stages, "stage"), (processes, "process"), (sum(times.values()), "pod"), (gpus, "GPU")]
     return ", ".join(f"{n} {noun}{'' if n == 1 else 'es' if noun == 'process' else 's'}" for n, noun in counts if n)
 
 
@@ -97,7 +96,7 @@ def _body(drawn: Picture) -> Iterable[str]:
         if box.kind in ("stage", "end"):
             yield from _card(box)
     for line in drawn.lines:
-        if line.label:
+        if line.wish.label:
             yield _label(line)
 
 
@@ -129,28 +128,24 @@ def _card(box: Box) -> Iterable[str]:
 
 
 def _path(line: Line) -> str:
-    tone = line.transport or "http"
-    dashed = " stream" if line.kind == "stream" else ""
-    return f'<path class="line {tone}{dashed}" d="{picture.curve(line)}" marker-end="url(#tip-{tone})"/>'
+    return _stroke(line.wish.transport, line.wish.kind, line.path)
+
+
+def _stroke(transport: str, kind: str, path: str) -> str:
+    dashed = " stream" if kind == "stream" else ""
+    return f'<path class="line {transport}{dashed}" d="{path}" marker-end="url(#tip-{transport})"/>'
 
 
 def _label(line: Line) -> str:
-    at = picture.middle(line)
-    width = picture.text_width(line.label, 11.5) + 8
+    at, label = line.middle, line.wish.label
+    width = picture.text_width(label, 11.5) + 8
     back = f'<rect class="label" x="{at.x - width / 2:.1f}" y="{at.y - 8:.1f}" width="{width:.1f}" height="16" rx="4"/>'
-    return back + _text("", line.label, at.x, at.y + 4, anchor="middle")
+    return back + _text("", label, at.x, at.y + 4, anchor="middle")
 
 
 def _legend(left: float, y: float) -> Iterable[str]:
-    for classes, text in LEGEND:
-        kind, transport = classes.split()
-        line = Line(
-            kind="stream" if kind == "stream" else "normal",
-            transport=transport,
-            label="",
-            points=(Point(left, y - 4), Point(left + 30, y - 4)),
-        )
-        yield _path(line)
+    for kind, transport, text in LEGEND:
+        yield _stroke(transport, kind, f"M{left:.1f},{y - 4:.1f} H{left + 30:.1f}")
         yield _text("", text, left + 40, y)
         left += picture.text_width(text, 11.5) + 66
 

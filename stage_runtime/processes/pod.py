@@ -1,0 +1,204 @@
+"""PID 1 of a stage pod: all process groups of a pod unit under one supervisor, with probes for the kubelet.
+
+Here: what a pod adds to the supervisor: fixed ports, probes, the termination message, adopted zombies. Not here:
+starting and restarting (`supervisor`), the same for a whole pipeline on one machine (`local`). Called by `__main__`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+
+from omnipipeline_spec.plan import GroupPlan
+from stage_runtime.processes import activity, codefiles, launching, rundir, tether
+from stage_runtime.processes.instances import Patience, ProcessView, StartupFailed
+from stage_runtime.processes.launching import Addresses, StageLaunch
+from stage_runtime.processes.probes import ProbeServer, Reply, Routes
+from stage_runtime.processes.supervisor import Supervisor
+from stage_runtime.settings import SupervisorSettings
+
+EXIT_FAILED = 1
+#: Deaths before ready, in a row, after which the pod ends: CrashLoopBackOff then says why, where people look.
+GIVE_UP_AFTER = 5
+MAX_TERMINATION_MESSAGE = 4096  # bytes; the kubelet keeps no more
+
+
+def run(settings: SupervisorSettings) -> int:
+    """Run the pod's processes until SIGTERM (exit code 0) or until one cannot start (1)."""
+    return asyncio.run(Pod(settings).run())
+
+
+class Pod:
+    """One pod unit in this container."""
+
+    def __init__(self, settings: SupervisorSettings) -> None:
+        self._settings = settings
+        self._alone = sum(len(group.processes) for group in settings.plan.groups) == 1
+        self._supervisor = Supervisor(on_change=self._changed, on_line=self._printed)
+        self._stopping = False
+
+    async def run(self) -> int:
+        """See `run`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        tether.adopt_orphans()  # as PID 1 we do anyway
+        loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
+        folder = rundir.RunDir(None)
+        try:
+            async with ProbeServer(self.routes(), host=self._settings.probe_host, port=self._settings.probe_port):
+                self._launch(folder)
+                return await self._until_over()
+        finally:
+            await self._supervisor.close()
+            folder.remove()
+
+    def routes(self) -> Routes:
+        """What the kubelet and Prometheus ask for."""
+        return {"/livez": self._livez, "/readyz": self._readyz, "/metrics": self._metrics, "/status": self._status}
+
+    def _launch(self, folder: rundir.RunDir) -> None:
+        told = self._settings
+        code_dir = folder.path / "code" if told.plan.code else None
+        if code_dir is not None:
+            codefiles.write(told.plan.code, code_dir)
+        path = () if code_dir is None else (code_dir,)
+        common = launching.environment(os.environ, path=path, code_dir=code_dir) | told.passed_on
+        patience = Patience(startup_s=told.startup_timeout_s, grace_s=told.grace_s, give_up_after=GIVE_UP_AFTER)
+        for group in told.plan.groups:
+            launch = StageLaunch(
+                unit=told.plan,
+                group=group,
+                plan_file=told.plan_file,
+                replica=0,
+                coordinators=told.coordinators,
+                environment=common,
+                addresses=_addresses(told.address, told.control_port + group.index, group, folder.path),
+            )
+            self._supervisor.add(launching.stage_instance(launch), patience)
+        self._supervisor.settle()  # a pod forgives the death of what had been ready, though others still load
+
+    async def _until_over(self) -> int:
+        over = asyncio.ensure_future(self._supervisor.gone())
+        failed = asyncio.ensure_future(self._supervisor.until(lambda: False))
+        await asyncio.wait([over, failed], return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
+        over.cancel()
+        failure = self._supervisor.failure
+        if failure is None or self._stopping:
+            return 0
+        self._explain(failure)
+        return EXIT_FAILED
+
+    def _explain(self, failure: StartupFailed) -> None:
+        text = failure.explanation()
+        print(text, file=sys.stderr, flush=True)
+        try:
+            # The first line and the end of the traceback: what `kubectl describe` has room for.
+            self._settings.termination_log.write_bytes(_clipped(text))
+        except OSError as error:  # not in a container
+            print(f"{self._settings.termination_log}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._supervisor.ask_all_to_stop()
+
+    def _reap_adopted(self) -> None:
+        """Bury orphans that the kernel has given to us; our own children are their `Child`'s to bury."""
+        own = {child.pid for one in self._supervisor.instances() for child in one.children if not child.exited.done()}
+        for entry in os.listdir("/proc"):
+            if entry.isdecimal() and int(entry) not in own and activity.is_zombie_of(int(entry), os.getpid()):
+                os.waitpid(int(entry), os.WNOHANG)
+
+    def _changed(self, view: ProcessView) -> None:
+        if not self._alone or view.state in ("restarting", "failed"):
+            print(f"{view.process}: {view.state}{f': {view.message}' if view.message else ''}", flush=True)
+
+    def _printed(self, process: str, line: str) -> None:
+        plain = self._alone or line.startswith("{")  # a JSON log line names its process itself
+        print(line if plain else f"{process} | {line}", flush=True)
+
+    def _livez(self) -> Reply:
+        return Reply(body="alive\n")  # PID 1 is; the model never counts
+
+    def _readyz(self) -> Reply:
+        if self._stopping:
+            return Reply(body="draining\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        waiting = [view for view in self._supervisor.views() if view.state != "ready"]
+        if not waiting:
+            return Reply(body="ready\n")
+        lines = "".join(f"{view.process}: {view.state} {view.message}".rstrip() + "\n" for view in waiting)
+        return Reply(body=lines, status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _status(self) -> Reply:
+        plan = self._settings.plan
+        body = {
+            "pipeline": plan.pipeline,
+            "unit": plan.name,
+            "revision": plan.revision,
+            "draining": self._stopping,
+            "processes": [msgspec.to_builtins(view) for view in self._supervisor.views()],
+        }
+        return Reply(body=json.dumps(body) + "\n", content_type="application/json")
+
+    def _metrics(self) -> Reply:
+        views = self._supervisor.views()
+        running = [(view, view.pid) for view in views if view.pid is not None]
+        families: Sequence[tuple[str, str, str, list[tuple[ProcessView, float]]]] = (
+            ("ready", "gauge", "Whether the process can serve.", [(view, view.state == "ready") for view in views]),
+            ("restarts_total", "counter", "Starts after the first.", [(view, view.restarts) for view in views]),
+            (
+                "resident_memory_bytes",
+                "gauge",
+                "Memory of the process.",
+                [(view, activity.resident_bytes(pid)) for view, pid in running],
+            ),
+            (
+                "cpu_seconds_total",
+                "counter",
+                "Processor time of the process and what it has started.",
+                [(view, activity.of_session(pid).cpu_s) for view, pid in running],
+            ),
+        )
+        return Reply(body="".join(map(self._family, families)), content_type="text/plain; version=0.0.4")
+
+    def _family(self, family: tuple[str, str, str, list[tuple[ProcessView, float]]]) -> str:
+        short, kind, text, samples = family
+        name = f"omni_process_{short}"
+        plan = self._settings.plan
+        lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        for view, value in samples:
+            labels = f'pipeline="{plan.pipeline}",unit="{plan.name}",process="{view.process}"'
+            lines.append(f"{name}{{{labels}}} {float(value):g}")
+        return "\n".join(lines) + "\n"
+
+
+def _addresses(pod_ip: str, port: int, group: GroupPlan, folder: Path) -> Callable[[], Addresses]:
+    """Rank 0 on its fixed port, for everybody; the other ranks on Unix sockets, for rank 0 alone."""
+    fresh = launching.local_addresses(folder, group.processes)
+    everywhere, host = ("[::]", f"[{pod_ip}]") if ":" in pod_ip else ("0.0.0.0", pod_ip)
+
+    def addresses() -> Addresses:
+        return Addresses(
+            listen=f"tcp://{everywhere}:{port}", advertise=f"tcp://{host}:{port}", followers=fresh().followers
+        )
+
+    return addresses
+
+
+def _clipped(text: str) -> bytes:
+    """The first line and as much of the end as there is room for."""
+    whole = text.encode()
+    if len(whole) <= MAX_TERMINATION_MESSAGE:
+        return whole
+    first = whole.split(b"\n", 1)[0][:1024] + "\n…\n".encode()
+    tail = whole[len(first) - MAX_TERMINATION_MESSAGE :]
+    return first + tail.decode(errors="ignore").encode()

@@ -1,0 +1,179 @@
+"""A whole pipeline of real processes on this machine, as `omni up` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from omnipipeline_spec import loading
+from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes import rundir
+from stage_runtime.processes.instances import ProcessView, StartupFailed
+from stage_runtime.processes.local import LocalOptions, LocalPipeline
+
+HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
+ANY_PORT = LocalOptions(port=0)
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A folder for runs that no other test looks into. pytest's own paths are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
+def pipeline(base: Path, **changes: Any) -> LocalPipeline:
+    """Hello, in a run folder of its own."""
+    options = changes.pop("options", ANY_PORT)
+    overrides = [*changes.pop("overrides", ()), f"endpoints.basePath={base}"]
+    return LocalPipeline(HELLO, overrides=overrides, options=options, **changes)
+
+
+async def ask(url: str, words: str, **more: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        return await client.post("/v1/pipeline", json={"inputs": words}, **more)
+
+
+async def eventually(holds: Callable[[], bool], within_s: float = 15.0) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "it never came about"
+        await asyncio.sleep(0.02)
+
+
+def left_over(base: Path, pids: dict[str, int], shared_before: set[str]) -> list[str]:
+    alive = [name for name, pid in pids.items() if psutil.pid_exists(pid)]
+    return alive + os.listdir(base) + sorted(set(os.listdir("/dev/shm")) - shared_before)
+
+
+async def test_hello_answers_and_leaves_nothing_behind(base: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    async with pipeline(base) as running:
+        answer = await ask(running.url, "hello there")
+        assert answer.status_code == 200, answer.text
+        assert "HELLO!!" in answer.text
+        pids = running.pids()
+        assert sorted(pids) == ["coordinator", "front", "voice"]
+        assert (running.folder.stat().st_mode & 0o777) == 0o700
+    assert left_over(base, pids, shared) == []
+
+
+async def test_a_killed_stage_process_comes_back_and_the_pipeline_answers_again(base: Path) -> None:
+    async with pipeline(base) as running:
+        killed = running.pids()["voice"]
+        os.kill(killed, signal.SIGKILL)
+        await eventually(lambda: running.pids().get("voice", killed) != killed)
+        await running.ready()
+        deadline = time.monotonic() + 10
+        while (await ask(running.url, "again")).status_code != 200:
+            assert time.monotonic() < deadline
+        views = {view.process: view for view in running.views()}
+        assert (views["voice"].restarts, views["front"].restarts) == (1, 0)
+
+
+async def test_a_factory_that_raises_fails_the_start_with_its_traceback_and_stops_the_others(base: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    seen: list[ProcessView] = []
+    broken = pipeline(base, overrides=["stages.shout.factoryArgs={volume: 11}"], on_change=seen.append)
+    with pytest.raises(StartupFailed) as caught:
+        await broken.start()
+    assert (caught.value.process, caught.value.stage) == ("voice", "shout")
+    assert "volume" in caught.value.problem
+    assert "Traceback" in caught.value.traceback
+    started = {f"{view.process}#{view.pid}": view.pid for view in seen if view.pid is not None}
+    assert left_over(base, started, shared) == []
+
+
+async def test_scaling_and_restarting_under_load_loses_no_request(base: Path) -> None:
+    outcomes: list[int] = []
+
+    async def load(url: str, stop: asyncio.Event) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            while not stop.is_set():
+                outcomes.append((await client.post("/v1/pipeline", json={"inputs": "a b c"})).status_code)
+
+    async with pipeline(base) as running:
+        stop = asyncio.Event()
+        clients = [asyncio.create_task(load(running.url, stop)) for _ in range(3)]
+        await running.scale("voice", 3)
+        assert sorted(running.pids()) == ["coordinator", "front", "voice", "voice.1", "voice.2"]
+        first = running.pids()["front"]
+        await running.restart("front")
+        assert first not in running.pids().values()
+        await running.scale("voice", 1)
+        assert [name for name in running.pids() if name.startswith("voice")] == ["voice"]
+        stop.set()
+        await asyncio.gather(*clients)
+    assert len(outcomes) > 10
+    assert set(outcomes) == {200}
+
+
+async def test_replicas_of_the_spec_are_started(base: Path) -> None:
+    overrides = ["processGroups=[{name: voice, replicas: 2}]"]
+    async with pipeline(base, overrides=overrides) as running:
+        assert sorted(running.pids()) == ["coordinator", "front", "voice", "voice.1"]
+
+
+async def test_an_order_for_a_group_that_is_not_there_names_those_that_are(base: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'vioce' is no process group of hello: front, voice"):
+        await pipeline(base).scale("vioce", 2)
+
+
+async def test_a_port_that_is_taken_is_said_before_anything_starts(base: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"port {port} of 127.0.0.1 is taken: choose another with --port"):
+            await pipeline(base, options=LocalOptions(port=port)).start()
+
+
+async def test_socket_paths_too_long_for_the_kernel_are_refused_with_what_to_shorten() -> None:
+    spec = PipelineConfig(
+        name="long",
+        stages=[StageConfig(name="only", process="p" * 60, factory="m:f", terminal=True)],
+        endpoints=EndpointsConfig(base_path="/tmp/" + "d" * 60),
+    )
+    with pytest.raises(ConfigurationError, match=r"'p{60}' would have a path of \d+ bytes.*shorten endpoints.basePath"):
+        await LocalPipeline(spec, options=ANY_PORT).start()
+
+
+def test_the_budget_admits_exactly_what_the_kernel_admits(base: Path) -> None:
+    room = rundir.MAX_SOCKET_PATH - len("/tmp/omni-xxxxxxxx/")
+    rundir.check_budget("/tmp", {"s" * room: "fits"})
+    with pytest.raises(ConfigurationError, match="by 1"):
+        rundir.check_budget("/tmp", {"s" * (room + 1): "does not"})
+
+
+def test_a_run_that_was_killed_is_swept_up_and_a_living_one_is_not(base: Path) -> None:
+    living, dead = rundir.RunDir(str(base)), rundir.RunDir(str(base))
+    foreign = base / "omni-notes"
+    foreign.mkdir()
+    os.close(dead._lock)  # as the kernel does when its owner is killed
+    rundir.sweep(str(base))
+    assert sorted(base.iterdir()) == sorted([living.path, foreign])
+    living.remove()
+
+
+async def test_two_pipelines_run_side_by_side(base: Path) -> None:
+    async with pipeline(base) as one, pipeline(base) as other:
+        assert one.url != other.url
+        for url in (one.url, other.url):
+            assert (await ask(url, "hi")).status_code == 200
+
+
+def test_a_spec_in_python_needs_no_file() -> None:
+    spec = loading.load(HELLO).spec
+    assert LocalPipeline(spec).plan.pipeline == "hello"

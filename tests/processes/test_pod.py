@@ -1,0 +1,205 @@
+"""PID 1 of a stage pod: real processes over TCP with CURVE, probes, the termination message, orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from omnipipeline_spec import planning
+from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
+from stage_runtime.processes import pod
+from stage_runtime.processes.launching import free_port
+
+ECHO = """
+    import subprocess
+    def create():
+        return lambda payload: {"echo": payload.data}
+    def orphan():
+        subprocess.run(["sh", "-c", "sleep 1 & echo $! > $ORPHAN_FILE"], check=True)
+        return create()
+    def broken():
+        raise OSError("no weights at /models")
+"""
+
+
+class Ports:
+    def __init__(self) -> None:
+        self.control, self.publish, self.http, self.stage, self.probe = (free_port() for _ in range(5))
+
+
+@contextmanager
+def process(role: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OMNI_")}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "stage_runtime", role],
+        env={**clean, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+@contextmanager
+def stage_pod(tmp_path: Path, ports: Ports, factory: str) -> Iterator[subprocess.Popen[str]]:
+    spec = PipelineConfig(
+        name="pods",
+        stages=[StageConfig(name="echo", process="echo", factory=f"pod_stages:{factory}", terminal=True)],
+        code=Code(inline={"pod_stages.py": textwrap.dedent(ECHO)}),
+    )
+    plan = planning.plan(spec)
+    (tmp_path / "coordinator.json").write_bytes(msgspec.json.encode(plan.coordinator))
+    (tmp_path / "unit.json").write_bytes(msgspec.json.encode(plan.units[0]))
+    (tmp_path / "revisions.json").write_bytes(msgspec.json.encode([plan.current]))
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    env = {
+        "OMNI_PLAN": str(tmp_path / "unit.json"),
+        "OMNI_COORDINATOR": f"tcp://127.0.0.1:{ports.control}",
+        "OMNI_CONTROL_KEY_FILE": str(tmp_path / "key"),
+        "OMNI_POD_IP": "127.0.0.1",
+        "OMNI_CONTROL_PORT": str(ports.stage),
+        "OMNI_PROBE_HOST": "127.0.0.1",
+        "OMNI_PROBE_PORT": str(ports.probe),
+        "OMNI_TERMINATION_LOG": str(tmp_path / "termination-log"),
+        "ORPHAN_FILE": str(tmp_path / "orphan"),
+    }
+    with process("supervisor", env) as child:
+        yield child
+
+
+@contextmanager
+def coordinator(tmp_path: Path, ports: Ports) -> Iterator[subprocess.Popen[str]]:
+    env = {
+        "OMNI_PLAN": str(tmp_path / "coordinator.json"),
+        "OMNI_REVISIONS": str(tmp_path / "revisions.json"),
+        "OMNI_LISTEN": f"tcp://127.0.0.1:{ports.control}",
+        "OMNI_PUBLISH": f"tcp://127.0.0.1:{ports.publish}",
+        "OMNI_HTTP_PORT": str(ports.http),
+        "OMNI_CONTROL_KEY_FILE": str(tmp_path / "key"),
+    }
+    with process("coordinator", env) as child:
+        yield child
+
+
+def probe(ports: Ports, path: str) -> httpx.Response | None:
+    try:
+        return httpx.get(f"http://127.0.0.1:{ports.probe}{path}", timeout=5)
+    except httpx.TransportError:
+        return None
+
+
+def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.05)
+
+
+def answers(ports: Ports, path: str, status: int) -> bool:
+    reply = probe(ports, path)
+    return reply is not None and reply.status_code == status
+
+
+def test_a_pod_is_alive_at_once_ready_when_registered_and_drains_on_sigterm(tmp_path: Path) -> None:
+    ports = Ports()
+    with stage_pod(tmp_path, ports, "create") as running:
+        eventually(lambda: answers(ports, "/livez", 200))
+        reply = probe(ports, "/readyz")  # no coordinator yet
+        assert reply is not None
+        assert reply.status_code == 503
+        assert reply.text.startswith("echo: ")
+        with coordinator(tmp_path, ports):
+            eventually(lambda: answers(ports, "/readyz", 200))
+            answer = httpx.post(f"http://127.0.0.1:{ports.http}/v1/pipeline", json={"inputs": "hi"}, timeout=20)
+            assert answer.json()["results"] == {"echo": {"echo": "hi"}}
+            (view,) = json.loads(httpx.get(f"http://127.0.0.1:{ports.probe}/status").text)["processes"]
+            assert (view["process"], view["state"]) == ("echo", "ready")
+            assert 'omni_process_ready{pipeline="pods",unit="echo",process="echo"} 1' in probe_text(ports, "/metrics")
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(20) == 0
+        assert not psutil.pid_exists(view["pid"])
+
+
+def probe_text(ports: Ports, path: str) -> str:
+    reply = probe(ports, path)
+    assert reply is not None
+    return reply.text
+
+
+def test_a_stage_that_cannot_start_ends_the_pod_with_its_traceback_as_termination_message(tmp_path: Path) -> None:
+    with stage_pod(tmp_path, Ports(), "broken") as running:
+        assert running.wait(30) == 1
+    message = (tmp_path / "termination-log").read_text()
+    assert message.startswith("echo: OSError: no weights at /models\n")
+    assert 'raise OSError("no weights at /models")' in message
+
+
+def test_a_killed_process_is_started_again_in_the_same_pod(tmp_path: Path) -> None:
+    ports = Ports()
+    with stage_pod(tmp_path, ports, "create") as running, coordinator(tmp_path, ports):
+        eventually(lambda: answers(ports, "/readyz", 200))
+        (stage,) = psutil.Process(running.pid).children()
+        stage.kill()
+        eventually(
+            lambda: 'restarts_total{pipeline="pods",unit="echo",process="echo"} 1' in probe_text(ports, "/metrics")
+        )
+        eventually(lambda: answers(ports, "/readyz", 200))
+        assert running.poll() is None
+
+
+def test_orphans_of_a_stage_are_buried(tmp_path: Path) -> None:
+    ports = Ports()
+    with stage_pod(tmp_path, ports, "orphan") as running:
+        eventually(lambda: (tmp_path / "orphan").exists() and (tmp_path / "orphan").read_text())
+        orphan = int((tmp_path / "orphan").read_text())
+        eventually(lambda: psutil.Process(orphan).ppid() == running.pid)  # adopted
+        eventually(lambda: not psutil.pid_exists(orphan))  # a zombie would still be there
+
+
+def test_the_termination_message_keeps_its_first_line_and_its_end() -> None:
+    text = "echo: the problem\n" + "frame\n" * 5000 + "ValueError: the cause"
+    clipped = pod._clipped(text)
+    assert len(clipped) <= pod.MAX_TERMINATION_MESSAGE
+    assert clipped.startswith(b"echo: the problem\n")
+    assert clipped.endswith(b"ValueError: the cause")
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n", 200),
+        (b"HEAD /livez?verbose=1 HTTP/1.0\r\n\r\n", 200),
+        (b"GET /secret HTTP/1.1\r\n\r\n", 404),
+        (b"POST /livez HTTP/1.1\r\n\r\n", 405),
+        (b"\x16\x03\x01 nonsense\r\n\r\n", 400),
+    ],
+)
+async def test_probes_answer_only_what_they_should(request_head: bytes, status: int) -> None:
+    import asyncio
+
+    from stage_runtime.processes.probes import ProbeServer, Reply
+
+    async with ProbeServer({"/livez": lambda: Reply(body="alive\n")}, host="127.0.0.1", port=0) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request_head)
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert answer.endswith(b"alive\n") == request_head.startswith(b"GET /livez")
