@@ -131,7 +131,6 @@ class _Walk:
             return None
         if not self.plain:
             self.refuse(path, f"is a lone value; the resource holds lists: write [{value}]")
-            return None
         return [] if value == "" else [value]
 
     def value(self, given: Any, kind: inspect.Type, extra: dict[str, Any], path: str) -> Any:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import valid_specs
 from cluster_kit import Cluster
+from hypothesis import HealthCheck, given, settings
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from rulecases import CASES, Document, pair, stage
@@ -266,3 +268,10 @@ spec:
       l: ~, m: [], n: {}, o: 1e21, p: .5, q: -0.0, r: 0x1F, s: 1e400, t: {z: 1, a: [1.0, 2]}, u: ""}
   - {name: second, process: p, factory: "work:make", terminal: true, gpu: [0]}
 """
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(document=valid_specs.documents())
+def test_what_the_planner_takes_the_api_server_takes(document: Document, api: client.ApiClient, crd: None) -> None:
+    assert offline_faults(document) == ()
+    assert _refusal(api, schema.GROUP, document) is None

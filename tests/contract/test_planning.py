@@ -1,0 +1,306 @@
+"""From a spec to what every process is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from rulecases import Document, pair, spec, stage
+
+from omnipipeline_spec import canonical, planning
+from omnipipeline_spec.errors import InvalidPipeline
+from omnipipeline_spec.loading import from_resource
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from omnipipeline_spec.plan import EdgePlan, GroupPlan, PipelinePlan, RelayPlan, StagePlan, UnitPlan
+from omnipipeline_spec.writing import API_VERSION, KIND
+
+
+def plan_of(document: Document) -> PipelinePlan:
+    resource = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "p"}, "spec": document}
+    return planning.plan(from_resource(resource).spec)
+
+
+def unit_of(document: Document, name: str) -> UnitPlan:
+    return next(unit for unit in plan_of(document).units if unit.name == name)
+
+
+def revisions(document: Document) -> dict[str, str]:
+    plan = plan_of(document)
+    return {unit.name: unit.revision for unit in plan.units} | {"coordinator": plan.coordinator.revision}
+
+
+def test_the_whole_plan_of_a_small_pipeline() -> None:
+    document = pair(
+        {"streamTo": ["b"], "process": "front", "factoryArgs": {"x": 1.0, "y": 1}},
+        {"process": "back", "relay": {"slotSizeMb": 1, "credits": 4}},
+        runtimeOverrides={"a": {"y": 2, "z": 3}},
+    )
+    plan = plan_of(document)
+    first, second = plan.units
+    assert first == UnitPlan(
+        pipeline="p",
+        name="front",
+        groups=(GroupPlan(name="front", unit="front", index=0, stages=("a",), processes=("front",)),),
+        stages=(
+            StagePlan(
+                name="a",
+                group="front",
+                factory="work:make",
+                factory_args={"x": 1, "y": 2, "z": 3},
+                next=("b",),
+                stream_to=("b",),
+                entry=True,
+            ),
+        ),
+        revision=first.revision,
+    )
+    assert second.stages == (
+        StagePlan(
+            name="b",
+            group="back",
+            factory="work:make",
+            terminal=True,
+            inputs_from=("a",),
+            stream_from=("a",),
+            relay=RelayPlan(slot_bytes=1 << 20, credits=4),
+        ),
+    )
+    assert plan.edges == (
+        EdgePlan(source="a", target="b", kind="normal", transport="network", relay="tcp"),
+        EdgePlan(source="a", target="b", kind="stream", transport="network", relay="tcp"),
+    )
+    assert plan.replicas == {"front": 1, "back": 1}
+    assert plan.local_gpus == {"front": ((),), "back": ((),)}
+    assert plan.current.units == {"front": first.revision, "back": second.revision}
+    assert plan.current.stages == {"a": "front", "b": "back"}
+    assert (plan.current.entry, plan.current.terminals) == ("a", ("b",))
+    assert plan.current.edges == (("a", "b", "normal"), ("a", "b", "stream"))
+    assert (plan.coordinator.pipeline, plan.coordinator.model) == ("p", "p")
+
+
+def test_groups_that_share_a_gpu_share_a_unit_and_its_devices_are_renumbered() -> None:
+    plan = plan_of(
+        spec(
+            stage("cpu", next=["thinker"]),
+            stage("thinker", next=["talker"], process=None, tpSize=2, gpu=[7, 4], gpuMemory={"fraction": 0.5}),
+            stage("talker", next=["vocoder"], gpu=[4], gpuMemory={"fraction": 0.3}),
+            stage("vocoder", gpu=[9]),
+        )
+    )
+    assert {unit.name: (tuple(group.name for group in unit.groups), unit.gpu_ids) for unit in plan.units} == {
+        "cpu": (("cpu",), ()),
+        "thinker": (("thinker", "talker"), (4, 7)),
+        "vocoder": (("vocoder",), (9,)),
+    }
+    shared = plan.units[1]
+    assert [(each.name, each.gpus, each.gpu_memory_fraction) for each in shared.stages] == [
+        ("thinker", (1, 0), 0.5),
+        ("talker", (0,), 0.3),
+    ]
+    assert [(group.name, group.index, group.processes) for group in shared.groups] == [
+        ("thinker", 0, ("thinker_tp0", "thinker_tp1")),
+        ("talker", 1, ("talker",)),
+    ]
+    assert shared.pod == {"gpus": 2, "gpuResourceName": "nvidia.com/gpu"}
+    assert plan.local_gpus == {"cpu": ((),), "thinker": ((4, 7),), "talker": ((4,),), "vocoder": ((9,),)}
+
+
+def test_fusion_merges_whole_groups_and_keeps_the_firsts_name() -> None:
+    plan = plan_of(
+        spec(
+            stage("a", next=["b"], process="front"),
+            stage("b", next=["c"], process="back"),
+            stage("c", next=["d"], process="back"),
+            stage("d", process="tail"),
+            fusedStages=[["a", "b"], ["c", "d"]],
+            processGroups=[{"name": "front", "replicas": 3}],
+        )
+    )
+    assert [(group.name, group.stages) for unit in plan.units for group in unit.groups] == [
+        ("front", ("a", "b", "c", "d"))
+    ]
+    assert plan.replicas == {"front": 3}
+    assert {edge.relay for edge in plan.edges} == {"in_process"}
+
+
+def test_the_process_of_a_tensor_parallel_stage_is_the_prefix_of_its_ranks() -> None:
+    unit = unit_of(pair({"tpSize": 2, "gpu": [0, 1], "process": "big"}), "big")
+    assert unit.groups[0].processes == ("big_tp0", "big_tp1")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fields", "transport", "relay"),
+    [
+        ({"process": "p"}, {"process": "p"}, {}, "in_process", "in_process"),
+        ({}, {}, {}, "network", "tcp"),
+        ({}, {}, {"relayBackend": "shm"}, "network", "tcp"),
+        ({}, {}, {"relayBackend": "nixl"}, "network", "nixl"),
+        ({}, {}, {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}}, "network", "nixl"),
+        ("gpu", "gpu", {}, "same_pod", "cuda_ipc"),
+        ("gpu", "gpu", {"relayBackend": "shm"}, "same_pod", "shm"),
+    ],
+)
+def test_an_edge_travels_as_its_ends_are_placed(
+    first: Any, second: Any, fields: Document, transport: str, relay: str
+) -> None:
+    on_gpu = {"gpu": [3], "gpuMemory": {"fraction": 0.4}}
+    ends = [on_gpu if end == "gpu" else end for end in (first, second)]
+    (edge,) = plan_of(pair(*ends, **fields)).edges
+    assert (edge.transport, edge.relay) == (transport, relay)
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "given", "device"),
+    [
+        ("auto", [0], {}, "cuda"),
+        ("auto", [], {}, "cpu"),
+        ("nixl", [0], {}, "cuda"),
+        ("shm", [0], {}, "cpu"),
+        ("nccl", [0], {"device": "cpu"}, "cpu"),
+    ],
+)
+def test_a_relays_device_follows_placement_and_backend(backend: str, gpu: list[int], given: Any, device: str) -> None:
+    unit = unit_of(pair({"gpu": gpu, "relay": given}, relayBackend=backend), "a")
+    assert unit.stages[0].relay.device == device
+
+
+def test_settings_of_groups_in_one_pod_are_put_together() -> None:
+    half = {"gpu": [0], "gpuMemory": {"fraction": 0.4}}
+    unit = unit_of(
+        pair(
+            half,
+            half,
+            processGroups=[
+                {
+                    "name": "a",
+                    "replicas": 2,
+                    "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}},
+                    "sharedMemory": "1Gi",
+                    "drain": {"timeoutSeconds": 30},
+                    "placement": {"nodeSelector": {"gpu": "h100"}},
+                },
+                {
+                    "name": "b",
+                    "resources": {"requests": {"cpu": 1}, "limits": {"memory": "4Gi"}},
+                    "sharedMemory": "512Mi",
+                    "drain": {"timeoutSeconds": 60},
+                    "startup": {"deadlineSeconds": 60},
+                    "gpuResourceName": "amd.com/gpu",
+                },
+            ],
+        ),
+        "a",
+    )
+    assert unit.pod == {
+        "gpuResourceName": "amd.com/gpu",
+        "gpus": 1,
+        "placement": {"nodeSelector": {"gpu": "h100"}},
+        "resources": {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+        "sharedMemory": "1536Mi",
+    }
+    assert (unit.drain_timeout_s, unit.startup_deadline_s, unit.stuck_after_s) == (60.0, 60.0, 300.0)
+
+
+def test_local_replicas_have_the_devices_they_are_given() -> None:
+    group = {"name": "a", "replicas": 2, "localGpus": [[4], [5]]}
+    assert plan_of(pair({"gpu": [0]}, processGroups=[group])).local_gpus["a"] == ((4,), (5,))
+    group = {"name": "a", "replicas": 2}
+    assert plan_of(pair({"gpu": [0]}, processGroups=[group])).local_gpus["a"] == ((0,), (0,))
+
+
+BASE = pair(
+    {"process": "front"},
+    {"process": "back"},
+    processGroups=[{"name": "front"}],
+    modelPath="m",
+    modelCache={"type": "PersistentVolumeClaim", "size": "1Gi"},
+)
+REVISION_CASES: dict[str, tuple[Document, set[str]]] = {
+    "replicas": ({"processGroups": [{"name": "front", "replicas": 3}]}, set()),
+    "local devices' absence": ({"processGroups": []}, set()),
+    "exposure": ({"expose": {"service": {"type": "NodePort"}, "ingress": {"host": "x"}}}, set()),
+    "rollout": ({"rollout": {"maxSurge": 2, "paused": True}}, set()),
+    "disruption": ({"disruption": {"podDisruptionBudget": {}}}, set()),
+    "network policy": ({"networkPolicy": {}}, set()),
+    "suspension": ({"suspend": True}, set()),
+    "profiling but its storage": ({"profiling": {"enabled": False, "maxSeconds": 5}}, set()),
+    "the size of the cache's claim": ({"modelCache": {"type": "PersistentVolumeClaim", "size": "2Gi"}}, set()),
+    "a name for the default": ({"gpuMemoryLimit": 0.95, "relayBackend": "auto", "suspend": False}, set()),
+    "the local sockets' folder": ({"endpoints": {"basePath": "/tmp/x"}}, set()),
+    "profiling storage": ({"profiling": {"storage": {"claimName": "x"}}}, {"front", "back", "coordinator"}),
+    "the cache's claim": (
+        {"modelCache": {"type": "PersistentVolumeClaim", "claimName": "x"}},
+        {"front", "back", "coordinator"},
+    ),
+    "a restart": ({"restartedAt": "now"}, {"front", "back", "coordinator"}),
+    "the image": ({"image": "x:1"}, {"front", "back", "coordinator"}),
+    "code": ({"code": {"inline": {"a.py": "1"}}}, {"front", "back", "coordinator"}),
+    "one group's resources": (
+        {"processGroups": [{"name": "front", "resources": {"limits": {"cpu": 1}}}]},
+        {"front"},
+    ),
+    "one stage's arguments": ({"runtimeOverrides": {"b": {"x": 1}}}, {"back"}),
+    "admission": ({"coordinator": {"http": {"maxInFlight": 9}}}, {"coordinator"}),
+    "what is served": ({"serves": ["chat"]}, {"coordinator"}),
+}
+
+
+@pytest.mark.parametrize("name", REVISION_CASES)
+def test_a_change_gives_new_revisions_to_what_it_must_restart_and_to_nothing_else(name: str) -> None:
+    change, restarted = REVISION_CASES[name]
+    before, after = revisions(BASE), revisions({**BASE, **change})
+    assert {unit for unit in before if before[unit] != after[unit]} == restarted
+
+
+def test_a_revision_is_eight_hex_digits_and_the_same_on_every_machine() -> None:
+    assert revisions(pair()) == {"a": "429206df", "b": "b92febe4", "coordinator": "55b2bc67"}
+
+
+def test_a_unit_of_a_neighbours_edge_changes_only_with_its_own_declared_edges() -> None:
+    three = [stage("a", next=["b"]), stage("b", next=["c"]), stage("c")]
+    before = revisions(spec(*three))
+    after = revisions(spec(stage("a", next=["b", "c"]), *three[1:]))
+    assert {unit for unit in before if before[unit] != after[unit]} == {"a", "c"}
+
+
+def test_a_plan_has_the_given_name_or_one_made_of_the_model() -> None:
+    config = PipelineConfig(
+        model_path="Org/Some_Model-7B", stages=[StageConfig(name="a", process="a", factory="w:m", terminal=True)]
+    )
+    assert planning.plan(config).pipeline == "some-model-7b"
+    assert planning.plan(config, name="mine").pipeline == "mine"
+    assert planning.plan(config).coordinator.model == "Org/Some_Model-7B"
+
+
+def test_a_bad_name_and_the_specs_faults_are_told_together() -> None:
+    config = PipelineConfig(stages=[StageConfig(name="a", factory="w:m", terminal=True)])
+    with pytest.raises(InvalidPipeline) as raised:
+        planning.plan(config, name="x-peers")
+    assert [fault.path for fault in raised.value.faults] == ["metadata.name", "stages[0].process"]
+
+
+def test_on_a_cpu_ids_become_nothing_and_ranks_stay() -> None:
+    plan = plan_of(
+        pair(
+            {"tpSize": 2, "gpu": [0, 1], "process": None, "gpuMemory": {"fraction": 0.5}},
+            {"gpu": [0], "gpuMemory": {"fraction": 0.4}},
+        )
+    )
+    bare = planning.without_gpus(plan)
+    (unit,) = bare.units
+    assert [(each.name, each.gpus, each.tp_size, each.relay.device) for each in unit.stages] == [
+        ("a", (), 2, "cpu"),
+        ("b", (), 1, "cpu"),
+    ]
+    assert unit.gpu_ids == () and unit.pod == {}
+    assert unit.revision != plan.units[0].revision
+    assert [edge.relay for edge in bare.edges] == ["shm"]
+    assert bare.local_gpus == {"a": ((),), "b": ((),)}
+
+
+def test_a_number_that_equals_its_default_is_not_hashed_however_it_was_made() -> None:
+    computed = UnitPlan(pipeline="p", name="u", groups=(), stages=(), drain_timeout_s=float("120"))
+    decoded = msgspec.json.decode(b'{"pipeline":"p","name":"u","groups":[],"stages":[]}', type=UnitPlan)
+    assert canonical.encode(computed) == canonical.encode(decoded)
+    assert b"drain" not in canonical.encode(computed)

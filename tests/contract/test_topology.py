@@ -1,0 +1,449 @@
+"""Each fault of a pipeline, with its path, its words and the names involved; and all of them at once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from rulecases import Document, pair, spec, stage
+
+from omnipipeline_spec import placement, topology
+from omnipipeline_spec.errors import InvalidPipeline
+from omnipipeline_spec.loading import from_resource
+from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+from omnipipeline_spec.writing import API_VERSION, KIND
+
+
+def faults(document: Document) -> list[str]:
+    """What is said of a spec, one line a fault."""
+    try:
+        from_resource({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "p"}, "spec": document})
+    except InvalidPipeline as error:
+        return [str(fault) for fault in error.faults]
+    return []
+
+
+def on_gpu(gpu: int, **budget: Any) -> Document:
+    return {"gpu": [gpu]} | ({"gpuMemory": budget} if budget else {})
+
+
+TP: Document = {"tpSize": 2, "gpu": [0, 1], "process": None}
+THREE = ["a", "b", "c"]
+
+
+def chain(*names: str, **fields: Document) -> list[Document]:
+    """Stages one after the other; ``fields`` adds to the stage of that name."""
+    following = dict(itertools.pairwise(names))
+    return [
+        stage(name, **({"next": [following[name]]} if name in following else {}) | fields.get(name, {}))
+        for name in names
+    ]
+
+
+CASES: dict[str, tuple[Document, list[str]]] = {
+    "unknown names are listed sorted": (
+        pair({"next": ["zz", "b", "yy"], "waitFor": ["gone"], "mergeFn": "w:m", "streamTo": ["b", "xx"]}),
+        [
+            "stages[0].next: 'yy', 'zz' are no stages",
+            "stages[0].waitFor: 'gone' is no stage",
+            "stages[0].streamTo: 'xx' is no stage",
+            "stages[0].waitFor: 'a' is the entry: new requests come from no stage, so its fan-in is never complete",
+        ],
+    ),
+    "a projection needs an edge": (
+        pair({"projectPayload": {"b": "w:p", "c": "w:p"}}),
+        ["stages[0].projectPayload: 'c' stand neither in next nor in streamTo of 'a'"],
+    ),
+    "neither next nor terminal": (
+        spec(stage("a", terminal=None), stage("b")),
+        [
+            "stages[0]: 'a' has neither next nor terminal: true; exactly one of the two must be set",
+            "stages[1]: 'b' cannot be reached from the entry 'a'",
+        ],
+    ),
+    "both next and terminal": (
+        pair({"terminal": True}),
+        ["stages[0]: 'a' is terminal and has next; exactly one of the two must be set"],
+    ),
+    "a route on a terminal stage": (
+        pair({}, {"routeFn": "w:r"}),
+        ["stages[1].routeFn: 'b' has no next to choose from; it is terminal"],
+    ),
+    "a fan-in without its merge, hooks without their fields": (
+        spec(
+            stage("a", next=["b"], streamDoneToFn="w:d"),
+            stage("b", next=["c"], waitFor=["a"]),
+            stage("c", mergeFn="w:m", waitForFn="w:f"),
+        ),
+        [
+            "stages[0].streamDoneToFn: of 'a' has no targets without streamTo",
+            "stages[1].mergeFn: of 'b' is required, because waitFor is set",
+            "stages[2].mergeFn: of 'c' has nothing to merge without waitFor",
+            "stages[2].waitForFn: of 'c' has nothing to choose from without waitFor",
+        ],
+    ),
+    "a source that never routes here": (
+        spec(stage("a", next=["b", "c"]), stage("b", streamTo=["c"]), stage("c", waitFor=["a", "b"], mergeFn="w:m")),
+        [
+            "stages[2].waitFor: 'b' never routes to 'c', so its fan-in is never complete: add it to next of 'b'",
+        ],
+    ),
+    "names of the pipeline": (
+        pair(entryStage="x", runtimeOverrides={"y": {}}, fusedStages=[["a", "z"]]),
+        [
+            "entryStage: 'x' is no stage",
+            "runtimeOverrides.y: 'y' is no stage",
+            "fusedStages[0]: 'z' is no stage",
+        ],
+    ),
+    "no terminal, and a cycle with its way": (
+        spec(stage("a", next=["b"]), stage("b", next=["c"]), stage("c", next=["b"])),
+        [
+            "stages: no stage is terminal, so no request would ever end",
+            "stages[1]: the graph goes round in a cycle: b → c → b",
+        ],
+    ),
+    "a cycle through a stream": (
+        spec(stage("a", next=["b"]), stage("b", streamTo=["a"])),
+        ["stages[0]: the graph goes round in a cycle: a → b → a"],
+    ),
+    "a stage that names itself": (
+        pair({"next": ["a", "b"]}),
+        ["stages[0].next: 'a' names itself"],
+    ),
+    "a stage out of reach, seen from the entry": (
+        spec(*chain(*THREE), entryStage="b"),
+        ["stages[0]: 'a' cannot be reached from the entry 'b'"],
+    ),
+    "every missing process": (
+        pair({"process": None}, {"process": None}),
+        [
+            f"stages[{index}].process: of '{name}' is required: stages with the same value share an OS process, there "
+            "is no default"
+            for index, name in enumerate("ab")
+        ],
+    ),
+    "reserved names": (
+        spec(stage("coordinator", process="p", next=["b"]), stage("b", process="coordinator")),
+        [
+            "stages[0].name: 'coordinator' is the coordinator's own name",
+            "stages[1].process: 'coordinator' is the coordinator's own name",
+        ],
+    ),
+    "ranks and ids": (
+        spec(
+            stage("a", next=["b"], tpSize=2, gpu=[0], process=None),
+            stage("b", next=["c"], gpu=[1, 2]),
+            stage("c", gpu=[5, 5], tpSize=2),
+        ),
+        [
+            "stages[2].gpu[1]: 5 stands already at stages[2].gpu[0]",
+            "stages[0].gpu: of 'a' must list 2 distinct ids, one per rank of tpSize; it lists 1",
+            "stages[1].gpu: of 'b' lists 2 ids, but its tpSize is 1: a stage without ranks has one GPU",
+            "stages[1].process: process group 'b' would span several GPUs: 'b' on GPU 1, 2; give them processes of "
+            "their own",
+        ],
+    ),
+    "the process of ranks is their own": (
+        pair({**TP, "process": "p"}, {"process": "p"}),
+        ["stages[0].process: 'p' is the process of 'b' too; the ranks of 'a' share none"],
+    ),
+    "derived names of ranks": (
+        pair(TP, {"process": "a_tp1"}),
+        ["stages[1].process: 'a_tp1', process group 'a_tp1', collides with a rank of 'a': both are called 'a-tp1'"],
+    ),
+    "names that are one on the cluster": (
+        spec(stage("a_b", next=["a-b"], process="x_y"), stage("a-b", process="x-y")),
+        [
+            "stages[1].process: 'x-y', process group 'x-y', collides with process group 'x_y': both are called 'x-y'",
+            "stages[1].name: 'a-b' and 'a_b' are one name once _ became -",
+        ],
+    ),
+    "two GPUs in one process": (
+        pair({"process": "p", "gpu": [0]}, {"process": "p", "gpu": [1]}),
+        [
+            "stages[0].process: process group 'p' would span several GPUs: 'a' on GPU 0, 'b' on GPU 1; give them "
+            "processes of their own",
+        ],
+    ),
+    "a shared GPU without budgets": (
+        pair(on_gpu(0), on_gpu(0, fraction=0.5)),
+        ["stages[0].gpuMemory: of 'a' is required: processes 'a', 'b' share GPU 0"],
+    ),
+    "budgets beyond the limit, with their sum": (
+        pair(on_gpu(0, fraction=0.5), on_gpu(0, fraction=0.6)),
+        [
+            "stages[0].gpuMemory: the budgets on GPU 0 sum to 1.1 (a 0.5 + b 0.6); gpuMemoryLimit is 0.95",
+        ],
+    ),
+    "a limit of one's own": (
+        pair(on_gpu(0, fraction=0.5), on_gpu(0, fraction=0.3), gpuMemoryLimit=0.7),
+        ["stages[0].gpuMemory: the budgets on GPU 0 sum to 0.8 (a 0.5 + b 0.3); gpuMemoryLimit is 0.7"],
+    ),
+    "budgets that fit exactly, in binary too": (
+        pair(on_gpu(0, fraction=0.65), on_gpu(0, fraction=0.3)),
+        [],
+    ),
+    "both kinds on one GPU": (
+        pair(on_gpu(0, fraction=0.5), on_gpu(0, bytes="1Gi")),
+        [
+            "stages[1].gpuMemory: GPU 0 has budgets by fraction ('a') and by bytes ('b'); they cannot be added up",
+        ],
+    ),
+    "budgets of the wrong form": (
+        spec(
+            stage("a", next=["b"], gpuMemory={"fraction": 0.5}),
+            stage("b", next=["c"], gpu=[0], gpuMemory={}),
+            stage("c", gpu=[1], gpuMemory={"bytes": "0"}),
+        ),
+        [
+            "stages[0].gpuMemory: of 'a' budgets a GPU, but the stage has none",
+            "stages[1].gpuMemory: of 'b' must have exactly one of fraction and bytes",
+            "stages[2].gpuMemory.bytes: '0' must be more than 0",
+        ],
+    ),
+    "fusion of what is not a line": (
+        spec(
+            stage("a", next=["b", "c"]),
+            stage("b", next=["d"]),
+            stage("c", next=["d"]),
+            stage("d"),
+            fusedStages=[["a", "b"], ["c", "d"]],
+        ),
+        [
+            "fusedStages[0]: 'a' must route to 'b' alone to be fused with it; it routes to 'b', 'c'",
+            "fusedStages[1]: 'd' must get results from 'c' alone to be fused with it; 'b' routes to it too",
+        ],
+    ),
+    "fusion across a gap, backwards, and twice": (
+        spec(*chain(*THREE), fusedStages=[["a", "c"], ["b", "a"]]),
+        [
+            "fusedStages[0]: 'a' must route to 'c' alone to be fused with it; it routes to 'b'",
+            "fusedStages[0]: 'c' must get results from 'a' alone to be fused with it; 'b' routes to it too",
+            "fusedStages[1]: 'a' stands in fusedStages[0] too: write one list",
+            "fusedStages[1]: 'b' must route to 'a' alone to be fused with it; it routes to 'c'",
+        ],
+    ),
+    "fusion with ranks": (
+        pair(TP, fusedStages=[["a", "b"]]),
+        [
+            "fusedStages[0]: 'a' has tpSize > 1; its ranks own their processes",
+        ],
+    ),
+    "fusion over two GPUs": (
+        pair(on_gpu(0), on_gpu(1), fusedStages=[["a", "b"]]),
+        [
+            "stages[0].process: process group 'a' would span several GPUs: 'a' on GPU 0, 'b' on GPU 1; give them "
+            "processes of their own",
+        ],
+    ),
+    "refining what is not there, and what was absorbed": (
+        pair(fusedStages=[["a", "b"]], processGroups=[{"name": "b"}, {"name": "x"}]),
+        [
+            "processGroups[0].name: 'b' was fused into process group 'a': refine that one",
+            "processGroups[1].name: 'x' is no process group; there are 'a'",
+        ],
+    ),
+    "one pod, two replica counts": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[{"name": "a", "replicas": 2}, {"name": "b", "replicas": 3}],
+        ),
+        [
+            "processGroups[1].replicas: process groups that share a GPU share a pod, which has one replicas; it "
+            "differs: 'a': 2, 'b': 3",
+        ],
+    ),
+    "one pod, two places and two templates": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[
+                {"name": "a", "placement": {"nodeSelector": {"x": "1"}}, "podTemplate": {"spec": {}}},
+                {"name": "b", "placement": {"nodeSelector": {"x": "2"}}, "podTemplate": {"spec": {"hostIPC": True}}},
+            ],
+        ),
+        [
+            f"processGroups[1].{field}: process groups that share a GPU share a pod, which has one {field}; it "
+            "differs: 'a', 'b'"
+            for field in ("placement", "podTemplate")
+        ],
+    ),
+    "one pod through a third group": (
+        spec(
+            stage("a", next=["b"], **on_gpu(0, fraction=0.4)),
+            stage("b", next=["c"], tpSize=2, gpu=[0, 1], gpuMemory={"fraction": 0.4}),
+            stage("c", **on_gpu(1, fraction=0.4)),
+            processGroups=[{"name": "a", "replicas": 1}, {"name": "c", "replicas": 2}],
+        ),
+        [
+            "processGroups[1].replicas: process groups that share a GPU share a pod, which has one replicas; it "
+            "differs: 'a': 1, 'c': 2",
+        ],
+    ),
+    "devices of local replicas": (
+        spec(
+            *chain("a", "b", "c", a=on_gpu(0), c=TP | {"gpu": [1, 2]}),
+            processGroups=[
+                {"name": "a", "replicas": 2, "localGpus": [[0]]},
+                {"name": "b", "localGpus": [[1]]},
+                {"name": "c", "localGpus": [[3, 3]]},
+            ],
+        ),
+        [
+            "processGroups[0].localGpus: of 'a' must have one list per replica: 2, not 1",
+            "processGroups[1].localGpus: process group 'b' runs on the CPU and has no devices",
+            "processGroups[2].localGpus[0]: [3, 3] must be 2 distinct device ids, as the stages of 'c' have",
+        ],
+    ),
+    "environment": (
+        pair(
+            env=[
+                {"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+                {"name": "B", "valueFrom": {}},
+                {"name": "OMNI_PLAN", "value": "x"},
+            ],
+            envFrom=[{}],
+        ),
+        [
+            "env[0]: 'A' has both value and valueFrom",
+            "env[1].valueFrom: of 'B' must have exactly one source",
+            "env[2].name: 'OMNI_PLAN' is set by the operator itself",
+            "envFrom[0]: must have exactly one of secretRef and configMapRef",
+        ],
+    ),
+    "code": (
+        pair(code={"inline": {"../x.py": "1", "a/b.py": "2"}}),
+        [
+            "code.inline['../x.py']: '../x.py' is no file name: letters, digits, '.', '-' and '_' (no folders)",
+            "code.inline['a/b.py']: 'a/b.py' is no file name: letters, digits, '.', '-' and '_' (no folders)",
+        ],
+    ),
+    "too much code": (
+        pair(code={"inline": {name: "#" * 200_000 for name in ("a.py", "b.py", "c.py")}}),
+        ["code.inline: holds 600000 bytes, at most 524288 fit: build an image FROM ours instead"],
+    ),
+    "limits below requests": (
+        pair(processGroups=[{"name": "a", "resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1G"}}}]),
+        ["processGroups[0].resources.limits.memory: 1G is less than the request of 2Gi"],
+    ),
+    "ports and beats": (
+        pair(coordinator={"http": {"port": 8001}}, control={"heartbeatSeconds": 5}),
+        [
+            "coordinator.http.port: 8001 is taken in every pod (admin, probes or control)",
+            "control.deadAfterSeconds: 3 must be more than heartbeatSeconds 5, or every peer is dead between two beats",
+        ],
+    ),
+    "the cache": (
+        pair(modelCache={"type": "PersistentVolumeClaim", "prefetch": {"enabled": True}}),
+        [
+            "modelCache: of type PersistentVolumeClaim must have exactly one of claimName and size",
+            "modelCache.prefetch: has nothing to fetch without modelPath",
+        ],
+    ),
+    "the cache of another type": (
+        pair(modelPath="m", modelCache={"claimName": "c", "prefetch": {"enabled": True}}),
+        [
+            "modelCache: of type None has no claimName and no storageClassName",
+            "modelCache.prefetch: needs type PersistentVolumeClaim; None keeps nothing between pods",
+        ],
+    ),
+    "profiling storage": (
+        pair(profiling={"storage": {}}),
+        ["profiling.storage: must have exactly one of emptyDir and claimName"],
+    ),
+    "no way between pods": (
+        pair(relayBackend="shm", dataPlane={"allowTCP": False}),
+        [
+            "dataPlane.allowTCP: is false, but 'a' and 'b' run in different pods and relayBackend 'shm' cannot reach "
+            "from one to the other without it",
+        ],
+    ),
+    "rdma is a way between pods": (
+        pair(dataPlane={"allowTCP": False, "rdma": {"resourceName": "rdma/hca"}}),
+        [],
+    ),
+    "one pod needs no way": (
+        pair({"process": "p"}, {"process": "p"}, relayBackend="shm", dataPlane={"allowTCP": False}),
+        [],
+    ),
+    "duplicates": (
+        spec(stage("a", next=["b", "b"]), stage("b", process="x"), stage("b", process="y")),
+        [
+            "stages[0].next[1]: 'b' stands already at stages[0].next[0]",
+            "stages[2].name: 'b' stands already at stages[1].name",
+        ],
+    ),
+    "instances' names": (
+        pair({"process": "p@r1"}),
+        ["stages[0].process: 'p@r1' ends like the name of an instance; the suffix @rN is reserved"],
+    ),
+    "no stages": ({"stages": []}, ["stages: has 0 entries, at least 1 are needed"]),
+    "no spec at all": ({}, ["stages: is required"]),
+    "form and meaning at once": (
+        pair({"next": ["ghost"], "tp_size": 2, "contextLength": 1}),
+        [
+            "stages[0].tp_size: unknown key; did you mean tpSize?",
+            "stages[0].contextLength: unknown key; known are factory, factoryArgs, gpu, gpuMemory, mergeFn, name, "
+            "next, process, projectPayload, relay, routeFn, streamDoneToFn, streamTo, terminal, tpSize, waitFor, "
+            "waitForFn",
+            "stages[0].next: 'ghost' is no stage",
+            "stages[1]: 'b' cannot be reached from the entry 'a'",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_fault_is_told_with_its_path(name: str) -> None:
+    document, told = CASES[name]
+    assert faults(document) == told
+
+
+def test_a_fault_carries_the_names_involved() -> None:
+    found = topology.faults(
+        PipelineConfig(
+            stages=[
+                StageConfig(name="a", process="p", factory="w:m", next="b", gpu=0, gpu_memory=GpuMemory(fraction=0.6)),
+                StageConfig(
+                    name="b", process="q", factory="w:m", terminal=True, gpu=0, gpu_memory=GpuMemory(fraction=0.6)
+                ),
+            ]
+        )
+    )
+    assert [fault.names for fault in found] == [("a", "b")]
+
+
+def test_a_value_built_in_python_is_checked_as_a_file_is() -> None:
+    spec_ = PipelineConfig(stages=[StageConfig(name="A", process="p", factory="nowhere", tp_size=0, terminal=True)])
+    assert [fault.path for fault in topology.faults(spec_)] == [
+        "stages[0].name",
+        "stages[0].factory",
+        "stages[0].tpSize",
+    ]
+    with pytest.raises(InvalidPipeline, match="3 faults"):
+        topology.check(spec_)
+
+
+def test_a_scalar_gpu_cannot_serve_several_ranks() -> None:
+    spec_ = PipelineConfig(stages=[StageConfig(name="a", factory="w:m", tp_size=2, gpu=0, terminal=True)])
+    assert [str(fault) for fault in topology.faults(spec_)] == [
+        "stages[0].gpu: of 'a' must list 2 distinct ids, one per rank of tpSize; it lists 1"
+    ]
+
+
+def test_budgets_in_bytes_are_held_against_the_devices_that_are_there() -> None:
+    spec_ = PipelineConfig(
+        stages=[
+            StageConfig(name="a", process="p", factory="w:m", next="b", gpu=0, gpu_memory=GpuMemory(bytes="12Gi")),
+            StageConfig(name="b", process="q", factory="w:m", terminal=True, gpu=0, gpu_memory=GpuMemory(bytes="11Gi")),
+        ]
+    )
+    assert topology.faults(spec_) == ()
+    assert list(placement.over_capacity(spec_, {0: 25 << 30, 1: 1})) == []
+    assert [str(fault) for fault in placement.over_capacity(spec_, {0: 24 << 30})] == [
+        "stages[0].gpuMemory: the budgets on GPU 0 sum to 24696061952 bytes (a 12Gi + b 11Gi); it has 25769803776 "
+        "bytes, of which gpuMemoryLimit 0.95 allows 24481313587"
+    ]
