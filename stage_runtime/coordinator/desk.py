@@ -392,12 +392,12 @@ class RequestDesk:
         """The reader took chunks; their producer may send more."""
         key = (ticket.id, stage)
         untold = self._untold.get(key, 0) + count
-        if untold >= CONSUMED_EVERY and not ticket.cancelled:
+        if untold >= CONSUMED_EVERY and not ticket.dead:
             said = Consumed(ticket.id, ticket.tracked.attempt, stage, COORDINATOR, untold)
             self._say(ticket.bindings.get(stage, ""), said)
             untold = 0
         self._untold[key] = untold
-        if ticket.cancelled:
+        if ticket.dead:
             self._untold.pop(key, None)
 
     # --- ending -------------------------------------------------------------------------------------------------

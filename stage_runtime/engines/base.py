@@ -60,6 +60,7 @@ class Engine(Protocol):
     """What a factory's return value is made into."""
 
     takes_chunks: bool  #: Whether stream chunks may be sent to it.
+    concurrency: int  #: Requests at once. The ranks of a TP stage need 1: they must see the same order.
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         """Work until the inbox closes. On the stage's scheduler thread."""
@@ -69,7 +70,7 @@ _CLOSED: Final = object()
 
 
 class Inbox:
-    """What waits for a stage's engine, in order of arrival."""
+    """What waits for a stage's engine, in order of arrival. `tensor_parallel` has a leader's and a follower's."""
 
     def __init__(self, fail: Callable[[Work, BaseException], None]) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -17,6 +17,7 @@ class BatchedEngine:
     """Takes what has come within ``max_wait_s`` of the first, up to ``max_batch``."""
 
     takes_chunks = False
+    concurrency = 1  # batches
 
     def __init__(self, fn: Callable[[list[StagePayload]], list[Any]], max_batch: int, max_wait_s: float) -> None:
         self._fn = fn

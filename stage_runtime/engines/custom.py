@@ -21,6 +21,7 @@ class CustomEngine:
     """Gives the author's object an inbox and an outbox that know requests by id."""
 
     takes_chunks = True
+    concurrency = 1  # loops; how many requests it takes is its own business
 
     def __init__(self, engine: Runs) -> None:
         self._engine = engine

@@ -24,7 +24,7 @@ class LoopEngine:
     outbox: Outbox
 
     def __init__(self, concurrency: int) -> None:
-        self._concurrency = concurrency
+        self.concurrency = concurrency
         self._running: dict[Work, asyncio.Task[None]] = {}
         self._waiting: deque[tuple[Work, Callable[[], Coroutine[Any, Any, None]]]] = deque()
 
@@ -42,7 +42,7 @@ class LoopEngine:
 
     def launch(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``make()`` for ``work`` as soon as there is a place."""
-        if len(self._running) < self._concurrency:
+        if len(self._running) < self.concurrency:
             self._begin(work, make)
         else:
             self._waiting.append((work, make))
@@ -95,7 +95,7 @@ class LoopEngine:
 
     def _ended(self, work: Work) -> None:
         self._running.pop(work, None)
-        while self._waiting and len(self._running) < self._concurrency:
+        while self._waiting and len(self._running) < self.concurrency:
             waiting, make = self._waiting.popleft()
             if not waiting.cancelled:
                 self._begin(waiting, make)

@@ -27,12 +27,12 @@ class SyncEngine:
 
     def __init__(self, fn: Callable[[StagePayload], Any], concurrency: int) -> None:
         self._fn = fn
-        self._concurrency = concurrency
+        self.concurrency = concurrency
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         others = [
             Thread(target=self._work, args=(inbox, outbox), name=f"worker-{index}", daemon=True)
-            for index in range(1, self._concurrency)
+            for index in range(1, self.concurrency)
         ]
         for thread in others:
             thread.start()

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import secrets
 import signal
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -20,12 +22,14 @@ from stage_runtime.processes import logs, statuspipe, surroundings
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets import addresses
-from stage_runtime.sockets.channels import Channels
+from stage_runtime.sockets.channels import Channels, Handler
 from stage_runtime.stage.context import Context
+from stage_runtime.stage.follower import FollowerHost
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.registration import Registration
+from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.stage.watching import Watch
-from stage_runtime.wire.messages import PROTOCOL, Hello, Incarnation, Member
+from stage_runtime.wire.messages import PROTOCOL, Hello, Incarnation, Member, RankHello
 
 log = logging.getLogger(__name__)
 
@@ -34,34 +38,163 @@ EXIT_FAILED: Final = 1  # a factory or the configuration: starting again would e
 EXIT_CRASHED: Final = 3  # an engine's own loop ended
 IDLE_EVERY_S: Final = 0.02
 SETTLE_S: Final = 2.0
+GREET_EVERY_S: Final = 0.1
 THREADS_S: Final = 1.0
 
 
 def run(settings: StageSettings) -> int:
     """Serve this process's stages until told to stop. Returns the exit code."""
     logs.configure(settings.log_format, name=settings.process)
+    _meet_ranks(settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if settings.tp_rank > 0:
+            return runner.run(FollowerProcess(settings).serve())
         return runner.run(StageProcess(settings).serve())
 
 
-class StageProcess:
-    """One life of one process."""
+def _meet_ranks(settings: StageSettings) -> None:
+    """What torch.distributed's ``env://`` reads, for factories of a TP stage."""
+    if settings.rendezvous is None:
+        return
+    host, _, port = settings.rendezvous.removeprefix("tcp://").rpartition(":")
+    os.environ.update(
+        MASTER_ADDR=host,
+        MASTER_PORT=port,
+        RANK=str(settings.tp_rank),
+        LOCAL_RANK=str(settings.tp_rank),
+        WORLD_SIZE=str(settings.group.tp_size),
+    )
+
+
+class Process:
+    """What all ranks have in common: planes, loading, signals, the exit code."""
+
+    _relays: Relays
+    _endpoint: str
+    _over: asyncio.Future[int]
 
     def __init__(self, settings: StageSettings) -> None:
         self._settings = settings
-        self._over: asyncio.Future[int]
+        self._incarnation = Incarnation(secrets.token_hex(8))
         self._loaded = False
-        self._stopping = False
-        self._unbound: set[str] = set()
 
-    async def serve(self) -> int:
+    def _listen(
+        self, handler: Handler, release: Callable[[str, int], None], stack: contextlib.AsyncExitStack
+    ) -> Channels:
+        """Open both planes; ``stack`` closes them, relays first."""
+        settings = self._settings
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
+        security = surroundings.security(settings.control_key)
+        channels = Channels(
+            handler,
+            incarnation=self._incarnation,
+            loop=loop,
+            security=security,
+            dead_after_s=settings.plan.dead_after_s,
+        )
+        stack.callback(channels.close)
+        stack.push_async_callback(channels.settled, SETTLE_S)
+        self._relays = Relays(
+            loop=loop,
+            incarnation=self._incarnation,
+            on_release=release,
+            security=security,
+            settings=surroundings.relay_settings(settings),
+        )
+        stack.callback(self._relays.close)
+        self._endpoint = surroundings.advertised(settings.advertise, channels.bind(settings.listen))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+        return channels
+
+    def _stop(self, reason: str) -> None:
+        self._finish(EXIT_DRAINED)
+
+    def _make(self, plan: StagePlan) -> Engine:
+        """The stage's engine; on its own thread."""
+        settings = self._settings
+        self._report_progress(plan.name, "loading")
+        gpu_id = settings.gpu_id(plan)
+        context = Context(
+            plan,
+            model_path=settings.plan.model_path,
+            gpu_id=gpu_id,
+            tp_rank=settings.tp_rank,
+            rendezvous=settings.rendezvous,
+            allocate=self._relays.allocate,
+            progress=self._report_progress,
+            emit=lambda *_, **__: None,
+        )
+        return loading.create(plan, context, model_path=settings.plan.model_path, gpu_id=gpu_id)
+
+    def _report_progress(self, stage: str, message: str) -> None:
+        statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))
+
+    def _failed(self, stage: str, error: BaseException) -> None:
+        """A stage cannot be loaded, or its engine has crashed."""
+        code = EXIT_CRASHED if self._loaded else EXIT_FAILED
+        log.error("stage %s: %s", stage, error, exc_info=error)
+        statuspipe.report(self._settings.status_fd, statuspipe.failed(error, stage=stage))
+        # Leave the loop one turn: what the crash made of its requests is on its way out.
+        asyncio.get_running_loop().call_later(IDLE_EVERY_S, self._finish, code)
+
+    def _finish(self, code: int) -> None:
+        if not self._over.done():
+            self._over.set_result(code)
+
+
+class FollowerProcess(Process):
+    """Rank 1.. of a TP stage: lives and dies with rank 0, which needs it while it drains."""
+
+    _stopping = False
+
+    async def serve(self) -> int:
+        settings = self._settings
+        async with contextlib.AsyncExitStack() as stack:
+            host = FollowerHost(
+                settings.stages()[0],
+                rank=settings.tp_rank,
+                loop=asyncio.get_running_loop(),
+                on_loaded=self._all_loaded,
+                on_failed=self._failed,
+                on_lost=self._lost_leader,
+            )
+            channels = self._listen(host, host.release, stack)
+            host.wire(channels, self._relays, endpoint=self._endpoint)
+            stack.callback(host.close)
+            host.load(self._make)
+            return await self._over
+
+    def _all_loaded(self) -> None:
+        self._loaded = True
+        statuspipe.report(self._settings.status_fd, statuspipe.Ready())
+
+    def _stop(self, reason: str) -> None:
+        if self._stopping or not self._loaded:
+            self._finish(EXIT_DRAINED)
+        self._stopping = True
+
+    def _lost_leader(self, reason: str) -> None:
+        log.info("%s", reason)
+        self._finish(EXIT_DRAINED if self._stopping else EXIT_CRASHED)
+
+
+class StageProcess(Process):
+    """One life of one process of a group; of a TP stage, its rank 0."""
+
+    def __init__(self, settings: StageSettings) -> None:
+        super().__init__(settings)
+        self._stopping = False
+        self._unbound: set[str] = set()
+        self._leader = Leader(settings.tp_endpoints) if settings.group.tp_size > 1 else None
+
+    async def serve(self) -> int:
         async with contextlib.AsyncExitStack() as stack:
             self._wire(stack)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
             tasks = [asyncio.create_task(self._registration.run()), asyncio.create_task(self._beat())]
+            if self._leader is not None:
+                tasks.append(asyncio.create_task(self._greet(self._leader)))
             for task in tasks:
                 stack.callback(task.cancel)
             self._host.load(self._make)
@@ -74,37 +207,18 @@ class StageProcess:
 
     def _wire(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
-        loop = asyncio.get_running_loop()
-        self._incarnation = Incarnation(secrets.token_hex(8))
-        security = surroundings.security(settings.control_key)
         self._host = Host(
             settings.stages(),
             incarnation=self._incarnation,
-            loop=loop,
+            loop=asyncio.get_running_loop(),
             on_loaded=self._all_loaded,
             on_failed=self._failed,
             on_shutdown=self._stop,
             on_unbound=self._unbound.add,
             watch=Watch() if settings.debug_values else None,
+            leader=self._leader,
         )
-        channels = Channels(
-            self._host,
-            incarnation=self._incarnation,
-            loop=loop,
-            security=security,
-            dead_after_s=settings.plan.dead_after_s,
-        )
-        stack.callback(channels.close)
-        stack.push_async_callback(channels.settled, SETTLE_S)
-        self._relays = Relays(
-            loop=loop,
-            incarnation=self._incarnation,
-            on_release=self._host.release,
-            security=security,
-            settings=surroundings.relay_settings(settings),
-        )
-        stack.callback(self._relays.close)
-        self._endpoint = surroundings.advertised(settings.advertise, channels.bind(settings.listen))
+        channels = self._listen(self._host, self._host.release, stack)
         self._registration = Registration(
             channels,
             endpoints=settings.coordinators,
@@ -130,26 +244,6 @@ class StageProcess:
             self._loaded,
         )
 
-    def _make(self, plan: StagePlan) -> Engine:
-        """The stage's engine; on its own thread."""
-        settings = self._settings
-        self._report_progress(plan.name, "loading")
-        gpu_id = settings.gpu_id(plan)
-        context = Context(
-            plan,
-            model_path=settings.plan.model_path,
-            gpu_id=gpu_id,
-            tp_rank=settings.tp_rank,
-            rendezvous=settings.rendezvous,
-            allocate=self._relays.allocate,
-            progress=self._report_progress,
-            emit=lambda *_, **__: None,
-        )
-        return loading.create(plan, context, model_path=settings.plan.model_path, gpu_id=gpu_id)
-
-    def _report_progress(self, stage: str, message: str) -> None:
-        statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))
-
     # --- what happens -------------------------------------------------------------------------------------------
 
     def _all_loaded(self) -> None:
@@ -160,15 +254,6 @@ class StageProcess:
 
     def _welcomed(self) -> None:
         statuspipe.report(self._settings.status_fd, statuspipe.Registered())
-
-    def _failed(self, stage: str, error: BaseException) -> None:
-        """A stage cannot be loaded, or its engine has crashed."""
-        code = EXIT_CRASHED if self._loaded else EXIT_FAILED
-        log.error("stage %s: %s", stage, error, exc_info=error)
-        statuspipe.report(self._settings.status_fd, statuspipe.failed(error, stage=stage))
-        if not self._over.done():
-            # Leave the loop one turn: what the crash made of its requests is on its way out.
-            asyncio.get_running_loop().call_later(IDLE_EVERY_S, self._finish, code)
 
     def _stop(self, reason: str) -> None:
         """Drain; a second time: end now."""
@@ -193,9 +278,11 @@ class StageProcess:
             log.warning("not drained within %.0f s", self._settings.plan.drain_timeout_s)
         self._finish(EXIT_DRAINED)
 
-    def _finish(self, code: int) -> None:
-        if not self._over.done():
-            self._over.set_result(code)
+    async def _greet(self, leader: Leader) -> None:
+        """Find the followers."""
+        while not leader.complete():
+            leader.greet(lambda via: RankHello(0, self._endpoint, self._relays.facts(), via))
+            await asyncio.sleep(GREET_EVERY_S)
 
     async def _beat(self) -> None:
         while True:

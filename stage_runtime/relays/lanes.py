@@ -31,7 +31,7 @@ class Wanted(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
-    def cancelled(self) -> bool: ...
+    def dead(self) -> bool: ...
 
 
 class Parcel(msgspec.Struct):
@@ -123,7 +123,7 @@ class Lanes:
         for lane in list(self._lanes.values()):
             if lane.waiting:
                 with lane.lock:
-                    lane.waiting = deque(parcel for parcel in lane.waiting if not parcel.work.cancelled)
+                    lane.waiting = deque(parcel for parcel in lane.waiting if not parcel.work.dead)
 
     @property
     def outstanding(self) -> int:
@@ -145,7 +145,7 @@ class Lanes:
     def _advance(self, lane: Lane) -> None:
         with lane.lock:
             while lane.waiting:
-                if lane.waiting[0].work.cancelled:
+                if lane.waiting[0].work.dead:
                     lane.waiting.popleft()
                 elif self._start(lane, lane.waiting[0]):
                     lane.waiting.popleft()

@@ -381,7 +381,7 @@ class Channels:
         if self._security is not None and not is_local(check(endpoint)):
             self._security.server(socket)
         socket.bind(check(endpoint))
-        return socket.last_endpoint.decode().rstrip("\0")
+        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         if self._security is not None and not is_local(check(endpoint)):
@@ -389,17 +389,21 @@ class Channels:
         socket.connect(check(endpoint))
 
     def _read(self, socket: zmq.Socket[bytes], ready: Callable[[], None]) -> None:
-        self._loop.add_reader(socket.getsockopt(zmq.FD), ready)
+        self._loop.add_reader(_descriptor(socket), ready)
         self._loop.call_soon(ready)  # an edge may have come before we listened
 
     def _forget(self, socket: zmq.Socket[bytes]) -> None:
-        self._loop.remove_reader(socket.getsockopt(zmq.FD))
+        self._loop.remove_reader(_descriptor(socket))
         socket.close(linger=0)
 
     def _close_link(self, link: Link) -> None:
         self._owing.discard(link)
         self._resends.pop(link, None)
         monitor = self._monitors.pop(link)
-        self._loop.remove_reader(monitor.getsockopt(zmq.FD))
+        self._loop.remove_reader(_descriptor(monitor))
         link.close()
         monitor.close(linger=0)
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))

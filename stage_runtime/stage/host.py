@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines.base import Engine
@@ -23,6 +23,7 @@ from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.outbox import tell_consumed
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.stage import Stage
+from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.stage.watching import Watch
 from stage_runtime.wire.messages import (
     Abort,
@@ -38,6 +39,8 @@ from stage_runtime.wire.messages import (
     Message,
     ProfilerStart,
     ProfilerStop,
+    RankFailed,
+    RankHello,
     Ready,
     Refused,
     Release,
@@ -48,6 +51,8 @@ from stage_runtime.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+RANKS_AGREE_S: Final = 5.0  # within which all ranks have raised what one has raised
 
 
 class Host:
@@ -64,6 +69,7 @@ class Host:
         on_shutdown: Callable[[str], None],
         on_unbound: Callable[[str], None],
         watch: Watch | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
@@ -79,10 +85,11 @@ class Host:
         self._on_shutdown = on_shutdown
         self._on_unbound = on_unbound
         self._watch = watch
+        self._leader = leader
         self._ready = False
         self._loading = len(plans)
         self._releases: dict[str, list[int]] = {}
-        self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed) for plan in plans}
+        self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed, leader=leader) for plan in plans}
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         } - set(self.stages)
@@ -100,6 +107,8 @@ class Host:
             Admin: self._admin,
             ProfilerStart: self._admin_all,
             ProfilerStop: self._admin_all,
+            RankHello: self._rank_hello,
+            RankFailed: self._rank_failed,
         }
 
     def wire(self, channels: Channels, registration: Registration, relays: Relays) -> None:
@@ -109,6 +118,8 @@ class Host:
         self.relays = relays
         self.lanes = Lanes(relays, channels.send)
         self._fetching = Fetching(relays, self._loop)
+        if self._leader is not None:
+            self._leader.wire(channels, self.lanes, next(iter(self.stages)))
 
     def load(self, make: Callable[[StagePlan], Engine]) -> None:
         """Load every stage's engine, one after the other, each on its own thread."""
@@ -127,6 +138,9 @@ class Host:
     def introduced(self, sender: str, message: Message) -> bool:
         if isinstance(message, Welcome):
             return self.registration.welcomed(sender, message)
+        if isinstance(message, RankHello) and self._leader is not None and self._leader.introduced(sender, message):
+            self.relays.open(sender, message.relays)
+            return True
         if isinstance(message, Refused):
             log.error("a coordinator refuses this process: %s", message.reason)
             self.counters["refused"] += 1
@@ -143,7 +157,9 @@ class Host:
 
     def lost(self, peer: str) -> None:
         self._forget(peer)
-        if self.registration.lost(peer):
+        if self._leader is not None and self._leader.is_follower(peer):
+            self._on_failed(next(iter(self.stages)), ConnectionError(f"a follower rank ({peer}) is gone"))
+        elif self.registration.lost(peer):
             orphans = sum(stage.intake.abort_owner(peer) for stage in self.stages.values())
             log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
         elif peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
@@ -343,8 +359,29 @@ class Host:
             self._on_failed(name, error)
             return
         self._loading -= 1
-        if self._loading == 0:
+        self._check_loaded()
+
+    def _check_loaded(self) -> None:
+        if self._loading == 0 and (self._leader is None or self._leader.complete()):
+            self._loading = -1
             self._on_loaded()
+
+    def _rank_hello(self, sender: str, message: RankHello) -> None:
+        assert self._leader is not None
+        if message.ready:
+            self._leader.ready.add(sender)
+            self._check_loaded()
+
+    def _rank_failed(self, sender: str, message: RankFailed) -> None:
+        """Computing failed on one rank. On all of them: rank 0 says so itself. On that one alone: they are apart."""
+
+        def look() -> None:
+            for name, stage in self.stages.items():
+                if any(work.request_id == message.request_id and not work.over for work in stage.intake.works()):
+                    error = RuntimeError(f"rank {message.rank} failed alone, the ranks are apart: {message.error}")
+                    self._on_failed(name, error)
+
+        self._loop.call_later(RANKS_AGREE_S, look)
 
     def _stage_crashed(self, name: str, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._on_failed, name, error)

@@ -168,14 +168,14 @@ class Intake:
                 gathering = None
                 if plan.wait_for:
                     gathering = Gathering(plan.name, plan.wait_for, static=not self._hooks.has_wait_for)
-                work = RequestWork(header, gathering=gathering, sources=plan.stream_from)
+                work = RequestWork(header, gathering=gathering, sources=plan.stream_from, lockstep=plan.tp_size > 1)
                 self._works[header.request_id] = work
         if superseded is not None:
             self._drop(superseded)
         return work
 
     def _drop(self, work: RequestWork) -> None:
-        work.cancelled = True
+        work.aborted = True
         if work.finish():
             self._inbox.put(events.Abort(work.request_id, work))
 

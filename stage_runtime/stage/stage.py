@@ -7,10 +7,12 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from omnipipeline_spec.plan import StagePlan
-from stage_runtime.engines.base import Engine, Inbox
+from stage_runtime.engines.base import Engine, Inbox, Work
+from stage_runtime.stage import tensor_parallel
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.outbox import StageOutbox, Surroundings
+from stage_runtime.stage.tensor_parallel import Leader, LeaderInbox
 from stage_runtime.stage.work import RequestWork
 
 log = logging.getLogger(__name__)
@@ -19,11 +21,19 @@ log = logging.getLogger(__name__)
 class Stage:
     """Made on the I/O thread; its engine is loaded and run on the stage's own scheduler thread."""
 
-    def __init__(self, plan: StagePlan, around: Surroundings, *, crashed: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self,
+        plan: StagePlan,
+        around: Surroundings,
+        *,
+        crashed: Callable[[str, BaseException], None],
+        leader: Leader | None = None,
+    ) -> None:
+        """leader: the followers' end, of a TP stage's rank 0."""
         self.plan = plan
         self.hooks = Hooks(plan)
         self.stop = Event()
-        self.inbox = Inbox(lambda work, error: self.outbox.fail(work, error, hook="receive"))
+        self.inbox = Inbox(self._unreadable) if leader is None else LeaderInbox(self._unreadable, leader.tell)
         self.intake = Intake(plan, self.hooks, self.inbox, self._fail)
         self.outbox = StageOutbox(plan, self.hooks, around, self.intake.forget)
         self._crashed = crashed
@@ -57,6 +67,8 @@ class Stage:
     def _run(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
         try:
             engine = load(self.plan)
+            if self.plan.tp_size > 1:
+                tensor_parallel.check(engine, self.plan.name)
         except BaseException as error:
             loaded(self.plan.name, error)
             return
@@ -69,6 +81,9 @@ class Stage:
             for work in self.intake.works():
                 self.outbox.fail(work, RuntimeError(f"scheduler crashed: {type(error).__name__}: {error}"))
             self._crashed(self.plan.name, error)
+
+    def _unreadable(self, work: Work, error: BaseException) -> None:
+        self.outbox.fail(work, error, hook="receive")
 
     def _fail(self, work: RequestWork, error: BaseException, hook: str) -> None:
         self.outbox.fail(work, error, hook=hook)

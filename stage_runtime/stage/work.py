@@ -22,7 +22,10 @@ class RequestWork:
     Invariant: after ``over`` nothing more is sent for it, and every gate is open.
     """
 
-    def __init__(self, header: Header, *, gathering: Gathering | None, sources: tuple[str, ...]) -> None:
+    def __init__(
+        self, header: Header, *, gathering: Gathering | None, sources: tuple[str, ...], lockstep: bool = False
+    ) -> None:
+        """lockstep: the ranks of a TP stage compute it: what one begins all end, or a collective would hang."""
         self.request_id = header.request_id
         self.attempt = header.attempt
         self.owner = header.owner
@@ -34,7 +37,8 @@ class RequestWork:
         self.merge = Merge(sources)
         self.ended_sources: set[str] = set()  #: Told to the engine already.
         self.timings: dict[str, Timing] = {}  #: Of the stages before this one.
-        self.cancelled = False  #: Aborted: nobody waits.
+        self.aborted = False  #: Nobody waits.
+        self._lockstep = lockstep
         self.over = False  #: Done, failed or aborted here.
         self.queued_at: float | None = None
         self.began_at: float | None = None
@@ -46,7 +50,13 @@ class RequestWork:
 
     @property
     def dead(self) -> bool:
-        return self.cancelled or self.over
+        """Whatever is still said of it here goes nowhere."""
+        return self.aborted or self.over
+
+    @property
+    def cancelled(self) -> bool:
+        """What user code and engines are told: stop if you can."""
+        return self.aborted and not self._lockstep
 
     def header(self) -> Header:
         """For a message that leaves now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stage_runtime.errors import ProtocolError
+from stage_runtime.errors import ProtocolError, ValueRefused
 from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Frame
 
 _encoder = msgspec.msgpack.Encoder()
@@ -13,7 +13,21 @@ _loose = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 def encode(frame: Frame) -> bytes:
-    return _encoder.encode(frame)
+    """Write one frame.
+
+    Raises: ValueRefused: something in it is no MessagePack, or it is so large that the receiver would close the
+        connection on it, and again each time that it is said.
+    """
+    try:
+        data = _encoder.encode(frame)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueRefused(type(frame.message).__name__, str(error)) from error
+    if len(data) > FRAME_LIMIT:
+        raise ValueRefused(
+            type(frame.message).__name__,
+            f"a control message of {len(data)} bytes, over {FRAME_LIMIT}: too many tensors, or too long a text",
+        )
+    return data
 
 
 def decode(data: bytes | memoryview) -> Frame:

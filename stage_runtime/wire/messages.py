@@ -155,6 +155,7 @@ class Consumed(Said, frozen=True, tag=7):
 
     request_id: RequestId
     attempt: Count
+    owner: Name
     source: Name
     target: Name
     count: Count
@@ -286,11 +287,12 @@ class Ack(Said, frozen=True, tag=60):
 
 
 class RankHello(Said, frozen=True, tag=70):
-    """Follower rank → rank 0: I am here (and ``ready`` when my engine is loaded)."""
+    """Rank 0 → follower, repeated: I lead; and back: I follow (``ready`` when my engine is loaded)."""
 
     rank: Count
     endpoint: str
     relays: dict[str, Any]
+    via: str  #: The endpoint that rank 0 said it to.
     ready: bool = False
 
 
@@ -298,10 +300,17 @@ class RankWork(Said, frozen=True, tag=71):
     """Rank 0 → followers: the next thing that happens, in the one order that all ranks see."""
 
     index: Count
-    kind: Name
+    kind: Name  #: ``start``, ``chunk``, ``done``, ``failed``, ``abort``, ``admin``, ``nothing``, ``close``
     request_id: str = ""
     body: Body | None = None
-    detail: str = ""
+
+
+class RankFailed(Said, frozen=True, tag=72):
+    """Follower → rank 0: computing this request failed here."""
+
+    rank: Count
+    request_id: str
+    error: str
 
 
 Message: TypeAlias = (
@@ -330,6 +339,7 @@ Message: TypeAlias = (
     | Ack
     | RankHello
     | RankWork
+    | RankFailed
 )
 
 
@@ -339,6 +349,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     protocol: int
     sender: Name
     receiver: Name  #: Empty in a Hello, when the other end's incarnation is not known yet.
-    seq: Count  #: 1.. per (sender, receiver); 0: outside the order, may be lost.
+    session: Count  #: Which link of the sender's to the receiver this is; higher: a later one. 0 in a Hello.
+    hears: Count  #: The receiver's session that ``ack`` is about; 0: nothing was heard on this link yet.
+    seq: Count  #: 1.. per session; 0: outside the order, may be lost.
     ack: Count  #: All frames of the receiver's up to this one have been heard.
     message: Message

@@ -1,0 +1,134 @@
+"""The process of a TP stage's rank 1..: no coordinator, no neighbours, only rank 0. `sockets.channels.Handler`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from threading import Event, Thread
+
+from omnipipeline_spec.plan import StagePlan
+from stage_runtime.engines.base import Engine
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.fetching import Fetching
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence, check
+from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, Release
+
+log = logging.getLogger(__name__)
+
+
+class FollowerHost:
+    """One follower rank: its engine, and the link to its leader."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        *,
+        rank: int,
+        loop: asyncio.AbstractEventLoop,
+        on_loaded: Callable[[], None],
+        on_failed: Callable[[str, BaseException], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._plan = plan
+        self._rank = rank
+        self._loop = loop
+        self._on_loaded = on_loaded
+        self._on_failed = on_failed
+        self._on_lost = on_lost
+        self._inbox = FollowerInbox()
+        self._follower = Follower(self._inbox)
+        self._leader: str | None = None
+        self._via = ""
+        self._loaded = False
+        self._releases: list[int] = []
+        self._endpoint = ""
+        self._channels: Channels
+        self._relays: Relays
+        self._fetching: Fetching
+
+    def wire(self, channels: Channels, relays: Relays, *, endpoint: str) -> None:
+        self._channels = channels
+        self._relays = relays
+        self._fetching = Fetching(relays, self._loop)
+        self._endpoint = endpoint
+
+    def load(self, make: Callable[[StagePlan], Engine]) -> None:
+        Thread(target=self._run, args=(make,), name=self._plan.name, daemon=True).start()
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._fetching.close()
+
+    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+
+    def introduced(self, sender: str, message: Message) -> bool:
+        if not isinstance(message, RankHello) or self._leader not in (None, sender):
+            return False
+        self._leader = sender
+        self._via = message.via
+        self._channels.connect(sender, message.endpoint)
+        self._relays.open(sender, message.relays)
+        self._answer()
+        return True
+
+    def heard(self, sender: str, message: Message) -> None:
+        if isinstance(message, RankWork):
+            if message.body is None:
+                self._follower.work(message, None)
+            else:
+                self._fetching.fetch(
+                    sender,
+                    message.body,
+                    message.request_id,
+                    lambda fetched: self._follower.work(message, fetched),
+                    lambda error: self._on_failed(self._plan.name, error),
+                    holder=self._plan.name,
+                )
+        elif isinstance(message, RankHello):
+            self._answer()
+
+    def lost(self, peer: str) -> None:
+        self._on_lost(f"rank 0 ({peer}) is gone")
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def release(self, peer: str, transfer: int) -> None:
+        if not self._releases:
+            self._loop.call_soon(self._send_releases, peer)
+        self._releases.append(transfer)
+
+    def _send_releases(self, peer: str) -> None:
+        releases, self._releases = self._releases, []
+        self._channels.send(peer, Release(tuple(releases)))
+
+    def _answer(self) -> None:
+        if self._leader is not None:
+            said = RankHello(self._rank, self._endpoint, self._relays.facts(), self._via, self._loaded)
+            self._channels.send(self._leader, said)
+
+    def _run(self, make: Callable[[StagePlan], Engine]) -> None:
+        try:
+            engine = make(self._plan)
+            check(engine, self._plan.name)
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._on_failed, self._plan.name, error)
+            return
+        self._loop.call_soon_threadsafe(self._now_loaded)
+        silence = Silence(over=self._follower.over, failed=self._tell_failed)
+        try:
+            engine.run(self._inbox, silence, Event())
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._on_failed, self._plan.name, error)
+
+    def _now_loaded(self) -> None:
+        self._loaded = True
+        self._answer()
+        self._on_loaded()
+
+    def _tell_failed(self, request_id: str, error: str) -> None:
+        if self._leader is not None:
+            self._channels.send(self._leader, RankFailed(self._rank, request_id, error))
