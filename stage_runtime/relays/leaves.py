@@ -73,12 +73,13 @@ def tensor_bytes(tensor: Any) -> memoryview:
     tensor = plain_tensor(tensor)
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
     if not tensor.numel():
         return EMPTY
     if _dtype_name(tensor.dtype) not in tensorrefs.NUMPY_DTYPES:
-        tensor = tensor.reshape(-1).view(sys.modules["torch"].uint8)
+        torch = sys.modules["torch"]  # numpy lacks these, and torch itself cannot copy the smallest of them
+        tensor = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
     return memory.view(tensor.numpy().reshape(-1).view(np.uint8))
 
 

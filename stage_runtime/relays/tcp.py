@@ -221,7 +221,7 @@ class TcpRelay:
             raise ConfigurationError(f"tcp relay cannot bind {self._settings.bind}: {error}") from error
         endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if self._is_tcp and self._settings.advertise_host is not None:
-            host = self._settings.advertise_host
+            host = self._settings.advertise_host.strip("[]")
             port = endpoint.rpartition(":")[2]
             endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         return socket, endpoint

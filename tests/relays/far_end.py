@@ -1,0 +1,60 @@
+"""The other end of `test_relay_processes`: a process with relays of its own, told what to do on stdin."""
+
+import asyncio
+import base64
+import hashlib
+import sys
+
+import msgspec
+import numpy as np
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.context import RelaySettings
+
+
+async def main():
+    loop = asyncio.get_running_loop()
+    released, held = [], {}
+    relays = Relays(
+        loop=loop,
+        incarnation="far",
+        on_release=lambda peer, transfer: released.append(transfer),
+        settings=RelaySettings(arena_bytes=256 << 20, prefault_bytes=0, bind=sys.argv[1]),
+    )
+    say(relays.facts())
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        command = msgspec.json.decode(line)
+        match command.pop("do"):
+            case "open":
+                say(relays.open("near", command["facts"]))
+            case "get":
+                try:
+                    operation = relays.get(base64.b64decode(command["metadata"]), request_id="r", peer="near")
+                    view = await operation.wait_for_completion(command.get("timeout", 10))
+                    held[operation.transfer] = view
+                    say({"sha": hashlib.sha256(view).hexdigest(), "nbytes": len(view)})
+                    del view, operation
+                except TransferError as error:
+                    say({"error": str(error)})
+            case "drop":
+                held.clear()
+                await asyncio.sleep(0.05)
+                say(released)
+                released.clear()
+            case "put":
+                extracted = payloads.extract(np.full(command["nbytes"], command["mark"], np.uint8))
+                operation = relays.put(extracted, request_id="r", peer="near", backend=command["backend"])
+                say(base64.b64encode(operation.metadata).decode())
+            case "stats":
+                say(relays.stats())
+    relays.close()
+
+
+def say(answer):
+    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+    sys.stdout.flush()
+
+
+asyncio.run(main())

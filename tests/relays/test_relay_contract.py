@@ -1,0 +1,263 @@
+"""What every relay promises, whatever it is made of. The other end in another process: `test_relay_processes`."""
+
+import asyncio
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+from worlds import MIB, SMALL, pair
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import payloads
+
+
+@pytest.fixture(params=["shm", "tcp"])
+async def both(request):
+    with pair(request.param) as ends:
+        yield ends
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 5000, 70_000, MIB, 2 * MIB, 5 * MIB + 17])
+async def test_bytes_arrive_as_they_were_put(both, nbytes):
+    array = np.random.default_rng(nbytes).integers(0, 255, nbytes, np.uint8)
+    assert np.array_equal((await both.carry({"a": array}))["a"], array)
+
+
+async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both):
+    sizes = [3 * MIB, 1, 70_000, 0, 65, 2 * MIB + 1, 300, *range(1, 40)]
+    value = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in sizes]
+    arrived = await both.carry(value)
+    assert all(map(torch.equal, arrived, value))
+
+
+async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both):
+    extracted, operation = both.put({"t": torch.arange(9000), "u": torch.ones(3)})
+    arrived = payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+    view = arrived["t"][5:]
+    del arrived
+    await asyncio.sleep(0.02)
+    assert not operation.done() and both.told == []
+    with pytest.raises(TransferError, match="not complete after"):
+        await operation.wait_for_completion(0.01)
+    del view
+    await operation.wait_for_completion(5)
+    assert both.told == [("b", "a", operation.transfer)]
+    del extracted
+    assert both.held() == 0
+
+
+async def test_views_that_die_in_another_thread_release_too(both):
+    extracted, operation = both.put(np.ones(20_000))
+    box = [await both.get(operation)]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    await operation.wait_for_completion(5)
+    thread.join()
+    assert extracted.nbytes == 160_000
+
+
+async def test_a_buffer_in_a_reference_cycle_is_released_by_the_garbage_collector(both):
+    _, operation = both.put(np.ones(20_000))
+    cycle = [await both.get(operation)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    await operation.wait_for_completion(5)
+
+
+async def test_late_repeated_and_foreign_releases_change_nothing(both):
+    _, first = both.put(np.ones(9000))
+    both.a.released("c", first.transfer)
+    both.a.released("b", 10_000)
+    assert not first.done()
+    buffer = await both.get(first)
+    del buffer
+    await first.wait_for_completion(5)
+    _, second = both.put(np.zeros(9000))
+    both.a.released("b", first.transfer)
+    assert not second.done()
+    assert both.a.stats()["late_releases"] == 3
+
+
+async def test_transfers_in_any_order_do_not_mix(both):
+    puts = [both.put(np.full(30_000 + mark, mark, np.uint8)) for mark in range(20)]
+    for mark in [*range(0, 20, 2), *range(19, 0, -2)]:
+        buffer = await both.get(puts[mark][1])
+        assert bytes(buffer) == bytes([mark]) * (30_000 + mark)
+
+
+async def test_a_transfer_is_fetched_once(both):
+    _, operation = both.put(np.ones(9000))
+    buffer = await both.get(operation)
+    with pytest.raises(TransferError, match="fetched twice"):
+        await both.get(operation)
+    assert len(buffer) == 72_000
+
+
+async def test_a_get_hands_its_buffer_over_once(both):
+    _, operation = both.put(np.ones(9000))
+    fetch = both.b.get(operation.metadata, request_id="r", peer="a")
+    await fetch.wait_for_completion(5)
+    with pytest.raises(TransferError, match="taken already"):
+        fetch.take()
+
+
+@pytest.mark.parametrize("metadata", [b"", b"shm:", b"tcp:", b"shm:\xc0", b"tcp:\x91\x01", b"nixl:x", b"\xff\xfe:x"])
+async def test_metadata_that_is_none_is_refused(both, metadata):
+    for call in (lambda: both.b.get(metadata, request_id="r", peer="a"), lambda: both.b.decline(metadata, peer="a")):
+        with pytest.raises(TransferError):
+            call()
+
+
+async def test_a_stranger_is_neither_sent_to_nor_fetched_from(both):
+    extracted, operation = both.put(np.ones(9000))
+    with pytest.raises(TransferError, match="no relay reaches"):
+        both.a.put(extracted, request_id="r", peer="c", backend=both.backend)
+    with pytest.raises(TransferError, match="from c"):
+        both.b.get(operation.metadata, request_id="r", peer="c")
+
+
+async def test_a_thousand_aborted_puts_that_nobody_was_told_of_leave_nothing(both):
+    for number in range(1000):
+        extracted = payloads.extract(np.ones(MIB, np.uint8))
+        assert both.a.put(extracted, request_id=f"r{number}", peer="b", backend=both.backend) is not None
+        both.a.cleanup(f"r{number}")
+        both.b.cleanup(f"r{number}")
+    del extracted
+    assert both.held() == 0
+
+
+async def test_a_thousand_declined_transfers_leave_nothing(both):
+    for number in range(1000):
+        _, operation = both.put(np.ones(20_000, np.uint8), request_id=f"r{number}")
+        metadata = operation.metadata
+        both.a.cleanup(f"r{number}")
+        assert not operation.done()
+        both.b.cleanup(f"r{number}")
+        both.b.decline(metadata, peer="a")
+        assert operation.done()
+    assert both.held() == 0
+    await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 0)
+
+
+async def test_what_was_announced_outlives_the_abort_until_its_receiver_lets_go(both):
+    _, operation = both.put(np.ones(9000))
+    buffer = await both.get(operation)
+    both.a.cleanup("r")
+    _, other = both.put(np.zeros(9000), request_id="other")
+    assert bytes(buffer[:8]) == np.float64(1).tobytes()
+    assert not operation.done()
+    del buffer
+    await operation.wait_for_completion(5)
+    assert not other.done()
+
+
+async def test_discarding_a_put_that_was_never_sent_frees_it(both):
+    _, operation = both.put(np.ones(9000))
+    assert operation.metadata
+    both.a.discard(operation)
+    assert operation.done() and both.held() == 0
+
+
+async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both):
+    _, operation = both.put(np.ones(9000))
+    buffer = await both.get(operation)
+    waiter = asyncio.ensure_future(operation.wait_for_completion(10))
+    await asyncio.sleep(0)
+    both.a.forget("b")
+    with pytest.raises(TransferError, match="b is gone"):
+        await waiter
+    assert both.held() == 0
+    both.b.forget("a")
+    assert bytes(buffer[:8]) == np.float64(1).tobytes()  # views of the dead stay readable
+    del buffer
+    await asyncio.sleep(0.02)
+    assert both.told == []
+
+
+async def test_forgetting_again_and_forgetting_strangers_changes_nothing(both):
+    for peer in ("b", "b", "nobody"):
+        both.a.forget(peer)
+    assert both.a.open("b", both.b.facts())
+
+
+async def test_views_are_counted_by_holder_until_they_die(both):
+    _, operation = both.put(np.ones(9000))
+    buffer = await both.b.get(operation.metadata, request_id="r7", peer="a", holder="talker").wait_for_completion(5)
+    (pin,) = both.b.pins()
+    assert (pin.peer, pin.transfer, pin.request_id, pin.holder, pin.nbytes) == (
+        "a",
+        operation.transfer,
+        "r7",
+        "talker",
+        72_000,
+    )
+    assert both.b.stats()[f"{both.backend}_pinned_bytes"] == 72_000
+    del buffer
+    await operation.wait_for_completion(5)
+    assert both.b.pins() == []
+
+
+async def test_one_payload_for_two_receivers_is_held_until_both_have_let_go(both):
+    both.b.open("a2", both.a.facts())
+    extracted, first = both.put(np.arange(9000))
+    second = both.a.put(extracted, request_id="r", peer="b", backend=both.backend)
+    one, two = await both.get(first), await both.get(second)
+    assert bytes(one) == bytes(two)
+    if both.backend == "shm":
+        assert both.a.stats()["shm_copied_bytes"] == 72_000
+    del one
+    await first.wait_for_completion(5)
+    assert not second.done()
+    assert bytes(two) == np.arange(9000).tobytes()
+    del two
+    await second.wait_for_completion(5)
+    del extracted
+    assert both.held() == 0
+
+
+async def test_puts_from_many_threads_all_arrive(both):
+    found = []
+
+    def work(mark):
+        for _ in range(20):
+            found.append((mark, both.put(np.full(40_000, mark, np.uint8))[1]))
+
+    await asyncio.gather(*(asyncio.to_thread(work, mark) for mark in range(4)))
+    for mark, operation in found:
+        assert bytes(await both.get(operation)) == bytes([mark]) * 40_000
+
+
+async def test_a_put_finds_no_room_until_something_is_released():
+    for backend, settings in [("shm", SMALL), ("tcp", SMALL)]:
+        tight = {"arena_bytes": 4 * MIB, "unreleased_bytes": 4 * MIB}
+        with pair(backend, settings=settings_with(settings, **tight)) as both:
+            _, first = both.put(np.ones(3 * MIB, np.uint8))
+            extracted, second = both.put(np.ones(2 * MIB, np.uint8))
+            assert second is None
+            waiting = asyncio.ensure_future(both.a.put_async(extracted, request_id="r", peer="b", backend=both.backend))
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+            buffer = await both.get(first)
+            del buffer
+            assert bytes(await both.get(await asyncio.wait_for(waiting, 5))) == b"\1" * (2 * MIB)
+
+
+async def test_closing_ends_waiters_and_can_be_followed_by_deaths_of_views(both):
+    _, operation = both.put(np.ones(9000))
+    buffer = await both.get(operation)
+    waiter = asyncio.ensure_future(operation.wait_for_completion(10))
+    await asyncio.sleep(0)
+    both.a.close()
+    with pytest.raises(TransferError, match="closed"):
+        await waiter
+    assert bytes(buffer[:8]) == np.float64(1).tobytes()
+    both.a.close()
+
+
+def settings_with(settings, **changes):
+    import msgspec
+
+    return msgspec.structs.replace(settings, **changes)

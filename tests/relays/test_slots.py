@@ -1,0 +1,81 @@
+"""The allocator of extents and the table of a slot's life."""
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stage_runtime.relays.slots import TRANSITIONS, Event, Extents, IllegalTransition, Slot, State
+
+
+class ExtentsMachine(RuleBasedStateMachine):
+    """Any order of allocations and frees, against a plain set of units."""
+
+    def __init__(self):
+        super().__init__()
+        self.extents = Extents(64, 64 * 41, 64)
+        self.free = set(range(1, 41))
+        self.used = {}
+
+    @rule(nbytes=st.integers(0, 64 * 12))
+    def allocate(self, nbytes):
+        units = max(1, -(-nbytes // 64))
+        lowest = next((at for at in range(1, 41) if set(range(at, at + units)) <= self.free), None)
+        got = self.extents.allocate(nbytes)
+        if lowest is None:
+            assert got is None
+            return
+        assert got == (lowest * 64, units * 64)
+        self.free -= set(range(lowest, lowest + units))
+        self.used[got[0]] = got[1]
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def release(self, data):
+        start = data.draw(st.sampled_from(sorted(self.used)))
+        size = self.used.pop(start)
+        self.extents.free(start, size)
+        self.free |= set(range(start // 64, (start + size) // 64))
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def free_what_is_free(self, data):
+        at = data.draw(st.sampled_from(sorted(self.free)))
+        with pytest.raises(ValueError, match="free already"):
+            self.extents.free(at * 64, 64)
+
+    @invariant()
+    def what_is_free_is_exactly_what_is_not_used(self):
+        said = self.extents.free_extents()
+        assert {unit for start, end in said for unit in range(start // 64, end // 64)} == self.free
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(said))  # merged, ascending
+
+    def teardown(self):
+        for start, size in self.used.items():
+            self.extents.free(start, size)
+        assert self.extents.free_extents() == [(64, 64 * 41)]
+
+
+ExtentsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrderOfAllocationsKeepsExtentsApartAndFreesThemOnce = ExtentsMachine.TestCase
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+def test_an_event_moves_a_slot_by_the_table_or_changes_nothing(state, event):
+    slot = Slot(0, 64, 64, 0, 1)
+    slot.state = state
+    after = TRANSITIONS[state].get(event)
+    if after is None:
+        with pytest.raises(IllegalTransition, match=state.value):
+            slot.take(event)
+        assert slot.state is state
+    else:
+        assert slot.take(event) is after
+
+
+def test_a_slot_that_receivers_may_read_becomes_free_only_through_their_release():
+    for state in (State.IN_FLIGHT, State.QUARANTINED):
+        assert State.FREE not in TRANSITIONS[state].values()
+        assert [event for event, after in TRANSITIONS[state].items() if after is State.ACKED] == [Event.RELEASED]
