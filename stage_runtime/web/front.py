@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -54,6 +55,8 @@ class Front:
             await self._app(exchange.scope, receive, exchange.send)
         except RequestError as error:
             await fail(exchange, error)
+        except asyncio.CancelledError:  # by `server.Server.cut` alone: this is the outermost call of its task
+            await fail(exchange, RequestError("unavailable", "the server is stopping"))
         except Exception:
             _faults.exception("request %s: %s %s failed", exchange.request_id, exchange.method, exchange.route)
             await fail(exchange, errors.internal(exchange.request_id))

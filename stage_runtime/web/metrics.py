@@ -5,12 +5,12 @@ becomes:
 
     requests            {(kind, outcome): n}          requests_total{kind,outcome}
     stages              {stage: {name: number|hist}}  stage_<name>{stage}
-    relays              {relay: {name: number}}       relay_<name>{relay}
+    control             {event: n}                    control_events_total{event}
+    relay               {name: number}                relay_<name>, untyped: some of them count, some do not
     any other           number | hist                 <name>
-    any other           {label: number}               <name>{name}
 
 A histogram is ``{"buckets": {upper bound: count so far}, "sum": s}`` with cumulative counts, ``+Inf`` last. A name
-that ends in ``_total`` is a counter, every other a gauge; relays only count.
+that ends in ``_total`` is a counter, every other a gauge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
@@ -92,33 +98,25 @@ class _DeskCollector(Collector):
                     for (kind, outcome), number in value.items():
                         _add(families, "requests_total", {"kind": kind, "outcome": outcome}, number)
                 case "stages":
-                    _add_each(families, "stage", value, counters=False)
-                case "relays":
-                    _add_each(families, "relay", value, counters=True)
+                    for stage, row in value.items():
+                        for name, number in row.items():
+                            _add(families, f"stage_{name}", {"stage": stage}, number)
+                case "control":
+                    for event, number in value.items():
+                        _add(families, "control_events_total", {"event": event}, number)
+                case "relay":
+                    for name, number in value.items():
+                        full = f"{_PREFIX}relay_{name}"
+                        families[full] = UnknownMetricFamily(full, f"relay_{name}", number)
                 case _:
-                    _add_other(families, key, value)
+                    _add(families, key, {}, value)
         return iter(families.values())
-
-
-def _add_each(families: Families, label: str, rows: Mapping[str, Mapping[str, Any]], *, counters: bool) -> None:
-    for name, row in rows.items():
-        for key, value in row.items():
-            counts = counters and not key.endswith(("_total", "_in_use"))
-            _add(families, f"{label}_{key}" + ("_total" if counts else ""), {label: name}, value)
-
-
-def _add_other(families: Families, key: str, value: Any) -> None:
-    if isinstance(value, Mapping) and "buckets" not in value:
-        for label, number in value.items():
-            _add(families, key, {"name": str(label)}, number)
-    else:
-        _add(families, key, {}, value)
 
 
 def _add(families: Families, name: str, labels: dict[str, str], value: Any) -> None:
     """One sample. What is neither a number nor a histogram has no place here and is left out (a name, a list)."""
     full, values = _PREFIX + name, list(labels.values())
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and "buckets" in value:
         family = families.setdefault(full, HistogramMetricFamily(full, name, labels=list(labels)))
         buckets = [(_bound(bound), float(count)) for bound, count in value["buckets"].items()]
         family.add_metric(values, buckets, value["sum"])

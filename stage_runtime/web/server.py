@@ -15,6 +15,7 @@ from stage_runtime.errors import ConfigurationError
 
 BACKLOG = 2048
 POLL_S = 0.005
+LAST_WORDS_S = 0.2  # even a stop without a drain lets errors out that were raised just before it
 
 
 class Server:
@@ -71,14 +72,21 @@ class Server:
         await self.stop(drain_s=0.0 if kind is not None else None)
 
     async def stop(self, *, drain_s: float | None = None) -> None:
-        """Take no new connection, let open answers end for ``drain_s`` seconds, then cut them off. Once is enough."""
+        """Take no new connection, let open answers end for ``drain_s`` seconds, then cut them off.
+
+        May be called again while it drains, to cut it short.
+        """
         if self._server is None or self._task is None:
             return
         server, task = self._server, self._task
-        limit_s = self._drain_s if drain_s is None else drain_s
-        server.config.timeout_graceful_shutdown = limit_s  # type: ignore[assignment]  # seconds, fractions too
         server.should_exit = True
-        await task
+        limit_s = max(LAST_WORDS_S, self._drain_s if drain_s is None else drain_s)
+        timer = asyncio.get_running_loop().call_later(limit_s, server.cut)
+        try:
+            await asyncio.wait({task})
+        finally:
+            timer.cancel()
+        server.cut()  # what came in the moment before the listener closed
         await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
         for connection in list(server.server_state.connections):
             if connection.transport is not None:
@@ -92,6 +100,12 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def cut(self) -> None:
+        """End what is open, now: the tasks of its requests are cancelled, and so the requests aborted."""
+        self.force_exit = True
+        for task in self.server_state.tasks:
+            task.cancel()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -87,14 +87,17 @@ async def test_nginx_holds_an_answer_back_unless_it_is_told_not_to(head: bytes, 
         await gate.wait()
         writer.close()
 
+    async def first_bytes(client: httpx.AsyncClient) -> str:
+        async with client.stream("GET", "/") as answer:
+            return await anext(answer.aiter_text())
+
     server = await asyncio.start_server(upstream, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, nginx(tmp_path, f"http://127.0.0.1:{port}") as url, httpx.AsyncClient(base_url=url) as client:
-        async with client.stream("GET", "/") as answer:
-            reading = asyncio.ensure_future(anext(answer.aiter_text()))
-            came, _ = await asyncio.wait({reading}, timeout=5 if passes else 0.5)
-            gate.set()
-            assert await asyncio.wait_for(reading, 5) == "first"
+        reading = asyncio.ensure_future(first_bytes(client))
+        came, _ = await asyncio.wait({reading}, timeout=5 if passes else 0.5)
+        gate.set()
+        assert await asyncio.wait_for(reading, 5) == "first"
     assert bool(came) is passes
 
 

@@ -30,8 +30,9 @@ NUMBERS = {
             "instances": ["talk-1"],
         }
     },
-    "relays": {"shm": {"bytes_sent": 100, "slots_in_use": 1}},
-    "members": {"ready": 2, "gone": 1},
+    "relay": {"shm_bytes_sent": 100, "slots_filling": 1},
+    "control": {"resent": 2},
+    "lanes": {"no": "number"},
 }
 
 
@@ -61,10 +62,9 @@ async def test_what_the_desk_counts_is_what_prometheus_reads() -> None:
         "omnipipeline_stage_queue_seconds_bucket,le=+Inf,stage=talk": 3,
         "omnipipeline_stage_queue_seconds_count,stage=talk": 3,
         "omnipipeline_stage_queue_seconds_sum,stage=talk": 4.5,
-        "omnipipeline_relay_bytes_sent_total,relay=shm": 100,
-        "omnipipeline_relay_slots_in_use,relay=shm": 1,
-        "omnipipeline_members,name=ready": 2,
-        "omnipipeline_members,name=gone": 1,
+        "omnipipeline_relay_shm_bytes_sent": 100,
+        "omnipipeline_relay_slots_filling": 1,
+        "omnipipeline_control_events_total,event=resent": 2,
     }
 
 

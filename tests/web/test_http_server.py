@@ -49,6 +49,23 @@ async def test_what_is_open_after_the_drain_is_cut_off_and_aborted() -> None:
     assert desk.in_flight == {}
 
 
+async def test_a_drain_is_cut_short_by_a_second_stop_and_who_waits_is_told() -> None:
+    desk = ScriptedDesk(play(asyncio.Event()))
+    server = Server(make_app(desk, ALL), port=0, drain_s=60)
+    async with server, httpx.AsyncClient(base_url=server.url) as client:
+        asking = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": 1}))
+        while not desk.in_flight:
+            await asyncio.sleep(0.001)
+        draining = asyncio.create_task(server.stop())
+        await refused(server.port)
+        assert not draining.done()
+        await asyncio.wait_for(server.stop(drain_s=0), 5)
+        answer = await asking
+        await asyncio.wait_for(draining, 5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert desk.last.outcome == "cancelled"
+
+
 async def test_a_port_that_is_taken_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -74,5 +91,7 @@ async def refused(port: int) -> None:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
             except ConnectionRefusedError:
                 return
+            except ConnectionResetError:  # it was in the backlog as the listener closed
+                continue
             writer.close()
             await asyncio.sleep(0.01)
