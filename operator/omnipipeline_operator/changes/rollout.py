@@ -1,0 +1,195 @@
+"""How many replicas each unit revision should have now: a step function of what is observed, without memory.
+
+Here: Coherent and Recreate, pause and suspend, which pipeline revisions the coordinator may serve, which old
+Deployments go for good. Not here: making or writing anything (`handlers`), what is said of it (`status`). Pure.
+
+Coherent. Let ``f`` be how much of the new revision is complete: the least, over the units that change, of ready new
+pods / wanted replicas. Of each changing unit ``ceil(R * (1 - f))`` old pods stay and new ones are made as long as
+``new + old <= R + maxSurge``. So an old pod goes only once every changing unit has its share of new ready ones, whole
+sets of the old revision stay, and ``ready new + old >= R`` at every step. A new revision that is never ready has f = 0:
+the old one stays whole, and is even scaled when the author scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from math import ceil
+from typing import Literal
+
+import msgspec
+
+from omnipipeline_operator.changes.observed import Workload
+from omnipipeline_operator.desired.naming import COORDINATOR
+from omnipipeline_spec.plan import PipelineRevision
+
+Key = tuple[str, str]  # unit, its revision
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the spec asks of one unit."""
+
+    revision: str
+    replicas: int
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """What the spec asks for."""
+
+    units: Mapping[str, Wanted]  #: Without the coordinator.
+    coordinator: Wanted
+    strategy: Literal["Coherent", "Recreate"] = "Coherent"
+    max_surge: int = 1
+    paused: bool = False
+    suspended: bool = False
+    history: int = 5
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do now. Doing it and asking again leads to the goal."""
+
+    replicas: Mapping[Key, int]  #: Of every Deployment that is to exist; absent ones of the goal are made.
+    retired: tuple[Workload, ...]  #: Old Deployments beyond the history limit.
+    rolling: bool  #: Old pods are still wanted, or have not gone yet.
+    complete: Fraction  #: Share of the new revision that is ready; 1 when nothing changes.
+
+
+def decide(goal: Goal, seen: Sequence[Workload], serving: Mapping[str, str]) -> Decision:
+    """The next replicas of everything.
+
+    seen:    all Deployments of the pipeline, the coordinator's too.
+    serving: unit -> unit revision of the pipeline revision that served last; empty when none ever did.
+    """
+    of_units = [each for each in seen if each.unit != COORDINATOR]
+    of_coordinator = [each for each in seen if each.unit == COORDINATOR]
+    wanted = {COORDINATOR: goal.coordinator}
+    if goal.suspended:
+        replicas = {(each.unit, each.revision): 0 for each in seen}
+        replicas |= {(unit, each.revision): 0 for unit, each in {**goal.units, **wanted}.items()}
+        complete = Fraction(1)
+    else:
+        before = {each.unit: each.revision for each in of_coordinator if each.ready}
+        replicas = _coherent(wanted, of_coordinator, before, surge=1).replicas
+        step = _step(goal, of_units, serving)
+        replicas |= step.replicas
+        complete = step.complete
+    current = {(unit, each.revision) for unit, each in {**goal.units, **wanted}.items()}
+    lingering = [each for each in seen if (each.unit, each.revision) not in current]
+    return Decision(
+        replicas=replicas,
+        retired=_retired(lingering, goal.history),
+        rolling=any(each.replicas or each.present for each in lingering),
+        complete=complete,
+    )
+
+
+def entries(
+    goal: PipelineRevision, known: Sequence[PipelineRevision], seen: Sequence[Workload]
+) -> tuple[PipelineRevision, ...]:
+    """The pipeline revisions that may be served, the goal's last; of the others those that still have their pods."""
+    alive = {(each.unit, each.revision) for each in seen if each.replicas or each.present}
+    kept = [one for one in known if one.revision != goal.revision and alive.issuperset(one.units.items())]
+    return (*kept, goal)
+
+
+class _Step(msgspec.Struct, frozen=True, kw_only=True):
+    replicas: dict[Key, int]
+    complete: Fraction
+
+
+def _step(goal: Goal, seen: Sequence[Workload], serving: Mapping[str, str]) -> _Step:
+    if goal.paused and any(_old(goal.units, seen)):
+        return _held(goal.units, seen)
+    if goal.strategy == "Recreate":
+        return _recreate(goal.units, seen)
+    return _coherent(goal.units, seen, serving, surge=goal.max_surge)
+
+
+def _old(wanted: Mapping[str, Wanted], seen: Iterable[Workload]) -> list[Workload]:
+    """Deployments of other revisions that are still asked for pods."""
+    return [each for each in seen if each.replicas and _revision(wanted, each.unit) != each.revision]
+
+
+def _revision(wanted: Mapping[str, Wanted], unit: str) -> str | None:
+    return wanted[unit].revision if unit in wanted else None
+
+
+def _held(wanted: Mapping[str, Wanted], seen: Sequence[Workload]) -> _Step:
+    """Where the roll is, it stays; a unit that does not take part may still be scaled."""
+    rolling = {each.unit for each in _old(wanted, seen)}
+    replicas = {(each.unit, each.revision): each.replicas for each in seen}
+    for unit, one in wanted.items():
+        if unit not in rolling and (unit, one.revision) in replicas:
+            replicas[unit, one.revision] = one.replicas
+    return _Step(replicas=replicas, complete=_completeness(wanted, rolling, seen))
+
+
+def _recreate(wanted: Mapping[str, Wanted], seen: Sequence[Workload]) -> _Step:
+    """Nothing new before the last old pod, those that drain included, has let go of its GPU."""
+    leaving = [each for each in seen if each.present and _revision(wanted, each.unit) != each.revision]
+    leaving += _old(wanted, seen)
+    replicas = {(each.unit, each.revision): 0 for each in seen}
+    existing = {(each.unit, each.revision): each for each in seen}
+    left = {each.unit for each in leaving}
+    removed = left - set(wanted)
+    for unit, one in wanted.items():
+        here = existing.get((unit, one.revision))
+        # A unit of its own revision has let go of nothing; one that is new waits for those that were regrouped.
+        waits = unit in left or (bool(removed) and (here is None or not here.replicas))
+        replicas[unit, one.revision] = 0 if waits else one.replicas
+    return _Step(replicas=replicas, complete=_completeness(wanted, left & set(wanted), seen))
+
+
+def _coherent(
+    wanted: Mapping[str, Wanted], seen: Sequence[Workload], serving: Mapping[str, str], *, surge: int
+) -> _Step:
+    old = _old(wanted, seen)
+    changing = {unit for unit, one in wanted.items() if serving.get(unit) != one.revision}
+    changing |= {each.unit for each in old if each.unit in wanted}
+    complete = _completeness(wanted, changing, seen) if old else Fraction(1)
+    existing = {(each.unit, each.revision): each.replicas for each in seen}
+    replicas = dict.fromkeys(existing, 0)
+    for unit, one in wanted.items():
+        stays = ceil(one.replicas * (1 - complete))
+        room = one.replicas + surge - existing.get((unit, one.revision), 0)
+        kept = _keep([each for each in old if each.unit == unit], serving, stays, room if complete == 0 else 0)
+        replicas |= kept
+        made = existing.get((unit, one.revision), 0)
+        replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - sum(kept.values())))
+    for each in old:
+        if each.unit not in wanted and complete < 1:  # regrouped away: there is no share to take, it stays whole
+            was_serving = serving.get(each.unit) == each.revision
+            replicas[each.unit, each.revision] = each.replicas if was_serving else min(each.replicas, each.ready)
+    return _Step(replicas=replicas, complete=complete)
+
+
+def _completeness(wanted: Mapping[str, Wanted], changing: Iterable[str], seen: Sequence[Workload]) -> Fraction:
+    ready = {(each.unit, each.revision): each.ready for each in seen}
+    shares = (Fraction(ready.get((unit, wanted[unit].revision), 0), wanted[unit].replicas) for unit in changing)
+    return min((min(share, Fraction(1)) for share in shares), default=Fraction(1))
+
+
+def _keep(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room: int) -> dict[Key, int]:
+    """``stays`` pods of a unit's old revisions: of the one that served last first, of the others only ready ones.
+
+    room: what may be added to the one that serves, when it has fewer (the author scales while a roll cannot go on).
+    """
+    ordered = sorted(old, key=lambda each: (serving.get(each.unit) != each.revision, -each.created_at, each.revision))
+    kept: dict[Key, int] = {}
+    for each in ordered:
+        serves = serving.get(each.unit) == each.revision
+        offered = each.replicas if serves else min(each.replicas, each.ready)
+        kept[each.unit, each.revision] = min(offered, stays - sum(kept.values()))
+    lacking = min(stays, room) - sum(kept.values())
+    if ordered and lacking > 0 and serving.get(ordered[0].unit) == ordered[0].revision:
+        kept[ordered[0].unit, ordered[0].revision] += lacking
+    return kept
+
+
+def _retired(lingering: Sequence[Workload], history: int) -> tuple[Workload, ...]:
+    """Per unit the newest ``history`` Deployments without pods are kept for rolling back."""
+    idle: dict[str, list[Workload]] = {}
+    for each in sorted(lingering, key=lambda each: (-each.created_at, each.revision)):
+        if not each.replicas and not each.present:
+            idle.setdefault(each.unit, []).append(each)
+    return tuple(each for kept in idle.values() for each in kept[history:])

@@ -1,0 +1,96 @@
+"""From a plan to all the Kubernetes objects it wants, as plain dicts.
+
+Here: which objects there are. Not here: how each looks (`pods`, `config`, `services`, `policies`, `storage`), how many
+replicas a Deployment has in mid-roll (`changes.rollout`). Called by the handlers, and offline by ``kubectl omni
+manifests``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from omnipipeline_operator.desired import config, naming, pods, policies, services, storage
+from omnipipeline_operator.desired.naming import Manifest
+from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.plan import PipelinePlan, PipelineRevision
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """One unit revision: written once."""
+
+    unit: str
+    revision: str
+    replicas: int  #: Wanted when no roll is under way.
+    deployment: Manifest  #: Without replicas.
+    plan: Manifest  #: The ConfigMap that its pods mount.
+
+
+class Children(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a plan wants."""
+
+    workloads: tuple[Workload, ...]  #: Units in spec order, the coordinator last.
+    applied: tuple[Manifest, ...]  #: Kept as they are here; what is no longer among them is deleted.
+    created: tuple[Manifest, ...]  #: Made once and left alone: a claim, a Job.
+
+
+def children(
+    spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts, *, scrapers: Sequence[Mapping[str, Any]] = ()
+) -> Children:
+    """All children but the revisions ConfigMap and the Secret, which depend on what is observed.
+
+    Raises: Refused: a podTemplate asks for what the operator does not allow.
+    """
+    owner = facts.owner
+    workloads = [
+        Workload(
+            unit=unit.name,
+            revision=unit.revision,
+            replicas=plan.replicas[unit.name],
+            deployment=pods.unit_deployment(unit, facts),
+            plan=config.plan(unit, unit.name, owner),
+        )
+        for unit in plan.units
+    ]
+    workloads.append(
+        Workload(
+            unit=naming.COORDINATOR,
+            revision=plan.coordinator.revision,
+            replicas=1,
+            deployment=pods.coordinator_deployment(plan.coordinator, facts),
+            plan=config.plan(plan.coordinator, naming.COORDINATOR, owner),
+        )
+    )
+    ingress = services.ingress(spec, owner)
+    return Children(
+        workloads=tuple(workloads),
+        applied=(
+            services.http(spec, owner),
+            services.peers(owner),
+            *([ingress] if ingress else []),
+            *policies.network(spec, owner, scrapers),
+            *policies.budgets(spec, plan, owner),
+        ),
+        created=tuple(
+            made for made in (storage.claim(spec, plan, facts), storage.prefetch(spec, plan, facts)) if made is not None
+        ),
+    )
+
+
+def manifests(
+    spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts, *, key: bytes, entries: Sequence[PipelineRevision] = ()
+) -> list[Manifest]:
+    """Every object of a new pipeline in the order it may be applied by hand, replicas and Secret included."""
+    wanted = children(spec, plan, facts)
+    listed = config.revisions(
+        entries or [plan.current], facts.owner, image=facts.image, control_secret=facts.control_secret
+    )
+    deployments = [
+        {**one.deployment, "spec": {"replicas": one.replicas, **one.deployment["spec"]}} for one in wanted.workloads
+    ]
+    secret = config.secret(facts.control_secret, facts.owner, key)
+    plans = [one.plan for one in wanted.workloads]
+    return [secret, listed, *plans, *wanted.created, *wanted.applied, *deployments]

@@ -1,0 +1,62 @@
+"""ConfigMaps that tell processes what they are: a unit's plan, the coordinator's list of pipeline revisions; the key.
+
+Here: their content, and reading the list back. Not here: which revisions belong in the list (`changes.rollout`).
+Called by `children` and by the handlers.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_spec import canonical
+from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision, UnitPlan
+
+PLAN_FILE: Final = "plan.json"
+REVISIONS_FILE: Final = "revisions.json"
+KEY_FILE: Final = "key"
+KEY_BYTES: Final = 32
+
+
+def plan(plan: UnitPlan | CoordinatorPlan, unit: str, owner: Owner) -> Manifest:
+    """The plan of one unit revision; immutable, as its Deployment's template is."""
+    named = naming.plan(owner.name, unit, plan.revision)
+    labels = naming.labels(owner.name, unit, plan.revision)
+    manifest = naming.child("v1", "ConfigMap", named, owner, of=labels)
+    return {**manifest, "immutable": True, "data": {PLAN_FILE: canonical.encode(plan).decode()}}
+
+
+def revisions(entries: Sequence[PipelineRevision], owner: Owner, *, image: str, control_secret: str) -> Manifest:
+    """The pipeline revisions that may be served, newest last, and what is pinned for the pipeline's life."""
+    pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
+    named = naming.revisions(owner.name)
+    manifest = naming.child("v1", "ConfigMap", named, owner, of=naming.labels(owner.name), annotations=pins)
+    return {**manifest, "data": {REVISIONS_FILE: canonical.encode(list(entries)).decode()}}
+
+
+def read_revisions(manifest: Mapping[str, Any] | None) -> tuple[PipelineRevision, ...]:
+    """The list that a ConfigMap holds; empty when somebody has broken it: the operator then writes it anew."""
+    if manifest is None:
+        return ()
+    try:
+        text = manifest.get("data", {}).get(REVISIONS_FILE, "[]")
+        return tuple(msgspec.json.decode(text, type=list[PipelineRevision]))
+    except (msgspec.MsgspecError, UnicodeError):
+        return ()
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """A short name of the list's content, for the annotation that makes kubelets look."""
+    return hashlib.sha256(manifest["data"][REVISIONS_FILE].encode()).hexdigest()[:8]
+
+
+def secret(name: str, owner: Owner, key: bytes) -> Manifest:
+    """The control plane's key; the operator may create Secrets and can never read one."""
+    manifest = naming.child("v1", "Secret", name, owner, of=naming.labels(owner.name))
+    return {**manifest, "type": "Opaque", "immutable": True, "data": {KEY_FILE: base64.b64encode(key).decode()}}

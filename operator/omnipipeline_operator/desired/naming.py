@@ -1,0 +1,134 @@
+"""Names, labels and owner references of a pipeline's children.
+
+Here: how each child is called and how it is found again. Not here: what is in it (`pods`, `services`, `config`).
+Called by every builder and by what reads children back. Two pipelines of one namespace can never mean the same
+name: a name ends in a fixed word, or in a hash over the pipeline's and the unit's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from omnipipeline_spec import quantities
+
+Manifest = dict[str, Any]
+
+API_VERSION: Final = "omnipipeline.dev/v1alpha1"
+COORDINATOR: Final = "coordinator"  # the contract reserves it: no unit of an author's is called so
+PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
+UNIT_LABEL: Final = "omnipipeline.dev/unit"
+REVISION_LABEL: Final = "omnipipeline.dev/revision"
+#: On the revisions ConfigMap: what was chosen once and must not change under a running pipeline.
+IMAGE_PIN: Final = "omnipipeline.dev/image"
+SECRET_PIN: Final = "omnipipeline.dev/control-secret"
+#: On every mutable child: hash of what was applied, so that a field that is no longer wanted is noticed.
+APPLIED: Final = "omnipipeline.dev/applied"
+#: On the coordinator's pods: a change makes the kubelet write the mounted file at once (0.7 s, else up to 64 s).
+SEEN_REVISIONS: Final = "omnipipeline.dev/revisions"
+MAX_NAME: Final = 63  # a Deployment's name becomes a label and the start of a host name
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """The OmniPipeline that children belong to."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def reference(self) -> Manifest:
+        """Garbage collection follows it. It blocks the owner's foreground deletion, as a controller's does."""
+        return {
+            "apiVersion": API_VERSION,
+            "kind": "OmniPipeline",
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+
+def unit(pipeline: str, name: str, revision: str) -> str:
+    """A unit's Deployment: ``<pipeline>-<unit>-<revision>``, cut to 63 characters with a hash of what was cut."""
+    slug = quantities.slug(name)
+    room = MAX_NAME - len(pipeline) - len(revision) - 2
+    if len(slug) > room:
+        slug = f"{slug[: room - 5].rstrip('-')}-{_hash(name, 4)}"
+    return f"{pipeline}-{slug}-{revision}"
+
+
+def plan(pipeline: str, name: str, revision: str) -> str:
+    return f"{unit(pipeline, name, revision)}-plan"
+
+
+def budget(pipeline: str, name: str) -> str:
+    """A unit's PodDisruptionBudget; the hash keeps ``a`` + ``b-c`` apart from ``a-b`` + ``c``."""
+    return unit(pipeline, name, _hash(f"{pipeline}/{name}", 6))
+
+
+def service(pipeline: str) -> str:
+    return pipeline
+
+
+def peers(pipeline: str) -> str:
+    """The headless Service: all coordinators that live. (No pipeline's name may end so.)"""
+    return f"{pipeline}-peers"
+
+
+def revisions(pipeline: str) -> str:
+    return f"{pipeline}-revisions"
+
+
+def control_secret(pipeline: str, random_id: str) -> str:
+    return f"{pipeline}-control-{random_id}"
+
+
+def claim(pipeline: str) -> str:
+    return f"{pipeline}-models"
+
+
+def prefetch(pipeline: str, model: str, revision: str) -> str:
+    return f"{pipeline}-prefetch-{_hash(f'{model}@{revision}', 8)}"
+
+
+def pods_policy(pipeline: str) -> str:
+    return f"{pipeline}-pods"
+
+
+def http_policy(pipeline: str) -> str:
+    return f"{pipeline}-http"
+
+
+def selector(pipeline: str, unit: str | None = None, revision: str | None = None) -> dict[str, str]:
+    """The labels that pods are found by."""
+    given = {PIPELINE_LABEL: pipeline, UNIT_LABEL: unit, REVISION_LABEL: revision}
+    return {label: value for label, value in given.items() if value is not None}
+
+
+def labels(pipeline: str, unit: str | None = None, revision: str | None = None) -> dict[str, str]:
+    """All labels of a child."""
+    return {
+        "app.kubernetes.io/name": "omnipipeline",
+        "app.kubernetes.io/instance": pipeline,
+        "app.kubernetes.io/managed-by": "omnipipeline-operator",
+        **({"app.kubernetes.io/component": unit} if unit else {}),
+        **selector(pipeline, unit, revision),
+    }
+
+
+def child(
+    api_version: str, kind: str, name: str, owner: Owner, *, of: Mapping[str, str], annotations: Mapping[str, str] = {}
+) -> Manifest:
+    """The head of a child. ``of``: its labels."""
+    metadata: Manifest = {"name": name, "namespace": owner.namespace, "labels": dict(of)}
+    if annotations:
+        metadata["annotations"] = dict(annotations)
+    metadata["ownerReferences"] = [owner.reference()]
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
+
+
+def _hash(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]

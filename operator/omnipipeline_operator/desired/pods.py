@@ -1,0 +1,315 @@
+"""Pod templates of stage units and of the coordinator, and the Deployments around them.
+
+Here: everything that is written once per (unit, revision) and never edited: containers, probes, volumes, security,
+resources, environment. Not here: replicas (`changes.rollout` decides them), the plan's text (`config`), the author's
+merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod security standard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from omnipipeline_operator.desired import naming, templates
+from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_spec.plan import CoordinatorPlan, UnitPlan
+
+PROBE_PORT: Final = 8081
+ADMIN_PORT: Final = 8001
+CONTROL_PORT: Final = 5550
+PUBLISH_PORT: Final = 5549
+PRE_STOP_S: Final = 3  # endpoints and balancers forget a pod before it stops to listen
+USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
+NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
+
+PLAN_DIR: Final = "/etc/omnipipeline/plan"
+REVISIONS_DIR: Final = "/etc/omnipipeline/revisions"
+CONTROL_DIR: Final = "/etc/omnipipeline/control"
+API_KEY_DIR: Final = "/etc/omnipipeline/api-key"
+CODE_DIR: Final = "/etc/omnipipeline/code"
+MODELS_DIR: Final = "/models"
+PROFILES_DIR: Final = "/profiles"
+
+
+class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template needs beside the plan; all of it is pinned for as long as the pipeline lives."""
+
+    owner: Owner
+    image: str  #: Used where the spec names none.
+    control_secret: str
+    claim: str | None = None  #: The model cache's claim, when the operator makes it.
+    allow_privileged: bool = False
+
+
+def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
+    """The Deployment of one unit revision, without replicas."""
+    owner, ports = facts.owner, [_port(f"control-{group.index}", CONTROL_PORT + group.index) for group in unit.groups]
+    environment = [
+        *_common_environment(unit),
+        _variable("OMNI_COORDINATOR", f"tcp://{naming.peers(owner.name)}.{owner.namespace}.svc:{CONTROL_PORT}"),
+    ]
+    container = _container("stage", ["supervisor"], unit.pod, facts, environment)
+    container["ports"] = [_port("probes", PROBE_PORT), *ports]
+    return _deployment(unit, unit.name, container, facts, shared_memory=unit.pod.get("sharedMemory"))
+
+
+def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
+    """The Deployment of one revision of the coordinator, without replicas."""
+    environment = [
+        *_common_environment(plan),
+        _variable("OMNI_REVISIONS", f"{REVISIONS_DIR}/revisions.json"),
+        _variable("OMNI_LISTEN", f"tcp://0.0.0.0:{CONTROL_PORT}"),
+        _variable("OMNI_ADVERTISE", f"tcp://$(OMNI_POD_IP):{CONTROL_PORT}"),
+        _variable("OMNI_PUBLISH", f"tcp://0.0.0.0:{PUBLISH_PORT}"),
+        _variable("OMNI_PUBLISH_ADVERTISE", f"tcp://$(OMNI_POD_IP):{PUBLISH_PORT}"),
+        _variable("OMNI_HTTP_HOST", "0.0.0.0"),
+        _variable("OMNI_HTTP_PORT", str(plan.http_port)),
+        _variable("OMNI_ADMIN_PORT", str(ADMIN_PORT)),
+        _variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
+        *([_variable("OMNI_API_KEY_FILE", f"{API_KEY_DIR}/key")] if "apiKeySecretRef" in plan.pod else []),
+    ]
+    container = _container(naming.COORDINATOR, ["coordinator"], plan.pod, facts, environment)
+    container["ports"] = [
+        _port("http", plan.http_port),
+        _port("probes", PROBE_PORT),
+        _port("control", CONTROL_PORT),
+        _port("publish", PUBLISH_PORT),
+    ]
+    container["volumeMounts"].append(_mount("revisions", REVISIONS_DIR, read_only=True))
+    deployment = _deployment(plan, naming.COORDINATOR, container, facts, shared_memory=None)
+    volumes = deployment["spec"]["template"]["spec"]["volumes"]
+    volumes.append({"name": "revisions", "configMap": {"name": naming.revisions(plan.pipeline)}})
+    return deployment
+
+
+def gpus(deployment: Mapping[str, Any]) -> int:
+    """Devices that one pod of a Deployment asks for; the template says which of its limits they are."""
+    template = deployment["spec"]["template"]
+    resource = template["metadata"].get("annotations", {}).get(GPU_RESOURCE)
+    containers = template["spec"]["containers"]
+    return (
+        sum(int(one.get("resources", {}).get("limits", {}).get(resource, 0)) for one in containers) if resource else 0
+    )
+
+
+GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"
+
+
+def _deployment(
+    plan: UnitPlan | CoordinatorPlan,
+    unit: str,
+    container: Manifest,
+    facts: PodFacts,
+    *,
+    shared_memory: str | None,
+) -> Manifest:
+    owner, settings = facts.owner, plan.pod
+    named = naming.unit(owner.name, unit, plan.revision)
+    labels = naming.labels(owner.name, unit, plan.revision)
+    deployment = naming.child("apps/v1", "Deployment", named, owner, of=labels)
+    placement = settings.get("placement", {})
+    pod: Manifest = {
+        "containers": [container],
+        "volumes": _volumes(plan, unit, facts, shared_memory),
+        "securityContext": _pod_security(),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": PRE_STOP_S + int(plan.drain_timeout_s),
+        "tolerations": [*_node_loss(), *placement.get("tolerations", ())],
+    }
+    for ours, theirs in _PLACEMENT.items():
+        if placement.get(ours):
+            pod[theirs] = placement[ours]
+    for field in ("imagePullSecrets", "serviceAccountName"):
+        if settings.get(field):
+            pod[field] = settings[field]
+    annotations = {"kubectl.kubernetes.io/default-container": container["name"]}
+    if settings.get("gpus"):
+        annotations[GPU_RESOURCE] = settings["gpuResourceName"]
+    template: Manifest = {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
+    patch = settings.get("podTemplate", {})
+    if not facts.allow_privileged:
+        templates.refuse_privileges(patch, f"processGroups[{unit}].podTemplate")
+    template = templates.merge(template, patch)
+    template["metadata"]["labels"] |= labels  # the selector is ours
+    deployment["spec"] = {
+        "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
+        # A template edited by hand (kubectl rollout restart) rolls as gently as one of our own revisions.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "revisionHistoryLimit": 1,
+        "template": template,
+    }
+    return deployment
+
+
+_PLACEMENT: Final = {
+    "nodeSelector": "nodeSelector",
+    "affinity": "affinity",
+    "topologySpreadConstraints": "topologySpreadConstraints",
+    "priorityClassName": "priorityClassName",
+    "runtimeClassName": "runtimeClassName",
+}
+
+
+def _container(
+    name: str, arguments: list[str], settings: Mapping[str, Any], facts: PodFacts, environment: list[Manifest]
+) -> Manifest:
+    container: Manifest = {
+        "name": name,
+        "image": settings.get("image") or facts.image,
+        "args": arguments,
+        # What the author sets wins where both name a variable; the four that would break the pod are refused before.
+        "env": templates.merge({"env": environment}, {"env": settings.get("env", [])})["env"],
+        "resources": _resources(settings),
+        "startupProbe": _probe("/livez", period_s=1, failures=120),
+        "livenessProbe": _probe("/livez", period_s=10, failures=6),
+        "readinessProbe": _probe("/readyz", period_s=2, failures=3),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": _container_security(),
+        "volumeMounts": _mounts(settings, environment),
+    }
+    for field in ("imagePullPolicy", "envFrom"):
+        if settings.get(field):
+            container[field] = settings[field]
+    return container
+
+
+def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
+    settings = plan.pod
+    environment = [
+        _variable("OMNI_PLAN", f"{PLAN_DIR}/plan.json"),
+        {"name": "OMNI_POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
+        _variable("OMNI_LOG_FORMAT", "json"),
+        _variable("OMNI_PROFILE_ROOT", PROFILES_DIR),
+    ]
+    if plan.code_config_map:
+        environment.append(_variable("PYTHONPATH", CODE_DIR))
+    if plan.security == "Curve":
+        environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{CONTROL_DIR}/key"))
+    if "modelCache" in settings:
+        environment.append(_variable("HF_HOME", f"{MODELS_DIR}/huggingface"))
+    tracing = settings.get("tracing", {})
+    if tracing.get("endpoint"):
+        environment += [
+            _variable("OTEL_EXPORTER_OTLP_ENDPOINT", tracing["endpoint"]),
+            _variable("OTEL_TRACES_SAMPLER", "parentbased_traceidratio"),
+            _variable("OTEL_TRACES_SAMPLER_ARG", str(tracing.get("sampleRatio", 1))),
+        ]
+    return environment
+
+
+def _resources(settings: Mapping[str, Any]) -> Manifest:
+    given = settings.get("resources", {})
+    requests, limits = dict(given.get("requests", {})), dict(given.get("limits", {}))
+    if settings.get("gpus"):
+        limits[settings["gpuResourceName"]] = str(settings["gpus"])
+    if "rdma" in settings:
+        rdma = settings["rdma"]
+        limits[rdma["resourceName"]] = str(rdma.get("count", 1))
+    return {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
+
+
+def _mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Manifest]:
+    names = {variable["name"] for variable in environment}
+    wanted = {
+        "plan": ("plan", PLAN_DIR, True),
+        "control": ("control", CONTROL_DIR, True) if "OMNI_CONTROL_KEY_FILE" in names else None,
+        "api-key": ("api-key", API_KEY_DIR, True) if "OMNI_API_KEY_FILE" in names else None,
+        "code": ("code", CODE_DIR, True) if "PYTHONPATH" in names else None,
+        "shm": ("shm", "/dev/shm", False),
+        "tmp": ("tmp", "/tmp", False),
+        "profiles": ("profiles", PROFILES_DIR, False),
+        "models": ("models", MODELS_DIR, False) if "modelCache" in settings else None,
+    }
+    return [_mount(name, path, read_only=read_only) for name, path, read_only in filter(None, wanted.values())]
+
+
+def _volumes(plan: UnitPlan | CoordinatorPlan, unit: str, facts: PodFacts, shared_memory: str | None) -> list[Manifest]:
+    named = naming.plan(facts.owner.name, unit, plan.revision)
+    volumes: list[Manifest] = [{"name": "plan", "configMap": {"name": named}}]
+    if plan.security == "Curve":
+        secret = {"secretName": facts.control_secret, "defaultMode": 0o440}
+        volumes.append({"name": "control", "secret": secret})
+    if "apiKeySecretRef" in plan.pod:
+        key = plan.pod["apiKeySecretRef"]
+        items = [{"key": key["key"], "path": "key"}]
+        volumes.append({"name": "api-key", "secret": {"secretName": key["name"], "items": items, "defaultMode": 0o440}})
+    if plan.code_config_map:
+        volumes.append({"name": "code", "configMap": {"name": plan.code_config_map}})
+    memory: Manifest = {"medium": "Memory"} | ({"sizeLimit": shared_memory} if shared_memory else {})
+    volumes += [
+        {"name": "shm", "emptyDir": memory},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "profiles", **_profiles(plan.pod.get("profilingStorage", {}))},
+    ]
+    if "modelCache" in plan.pod:
+        volumes.append({"name": "models", **_models(plan.pod["modelCache"], facts)})
+    return volumes
+
+
+def _profiles(storage: Mapping[str, Any]) -> Manifest:
+    if storage.get("claimName"):
+        return {"persistentVolumeClaim": {"claimName": storage["claimName"]}}
+    limit = storage.get("emptyDir", {}).get("sizeLimit")
+    return {"emptyDir": {"sizeLimit": limit} if limit else {}}
+
+
+def _models(cache: Mapping[str, Any], facts: PodFacts) -> Manifest:
+    if cache["type"] == "EmptyDir":
+        return {"emptyDir": {"sizeLimit": cache["size"]} if cache.get("size") else {}}
+    return {"persistentVolumeClaim": {"claimName": cache.get("claimName") or naming.claim(facts.owner.name)}}
+
+
+def _probe(path: str, *, period_s: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": PROBE_PORT},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _node_loss() -> list[Manifest]:
+    return [
+        {
+            "key": f"node.kubernetes.io/{what}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": NODE_LOSS_S,
+        }
+        for what in ("not-ready", "unreachable")
+    ]
+
+
+def _pod_security() -> Manifest:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _container_security() -> Manifest:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def _variable(name: str, value: str) -> Manifest:
+    return {"name": name, "value": value}
+
+
+def _port(name: str, number: int) -> Manifest:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def _mount(name: str, path: str, *, read_only: bool) -> Manifest:
+    return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}

@@ -1,0 +1,74 @@
+"""Who may reach the pods, and what a node's drain may take at once: NetworkPolicies and PodDisruptionBudgets.
+
+Here: these. Not here: Services (`services`). Called by `children`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.pods import PROBE_PORT
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.plan import PipelinePlan
+
+
+def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> list[Manifest]:
+    """Closed but for the pipeline's own pods, HTTP, and whoever reads metrics. (Kubelets' probes always get in.)"""
+    wanted = spec.network_policy
+    if wanted is None or not wanted.enabled:
+        return []
+    return [_pods(wanted.extra_egress, owner, scrapers), _http(spec, wanted.ingress_from, owner)]
+
+
+def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner) -> list[Manifest]:
+    """One per unit, over all its revisions; a pod that is still loading blocks no drain."""
+    wanted = spec.disruption.pod_disruption_budget
+    if wanted is None or not wanted.enabled:
+        return []
+    return [_budget(unit.name, owner, wanted.max_unavailable) for unit in plan.units]
+
+
+def _pods(extra_egress: Sequence[Any], owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> Manifest:
+    own = {"podSelector": {"matchLabels": naming.selector(owner.name)}}
+    ingress: list[Manifest] = [{"from": [own]}]
+    if scrapers:
+        ingress.append({"from": [dict(peer) for peer in scrapers], "ports": [_port(PROBE_PORT)]})
+    spec: Manifest = {"podSelector": own["podSelector"], "policyTypes": ["Ingress"], "ingress": ingress}
+    if extra_egress:
+        # Only an author who says where to may close the rest: a stage that downloads its model needs the world.
+        names = {"ports": [_port(53, "UDP"), _port(53)]}
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": [{"to": [own]}, names, *extra_egress]}
+    return _policy(naming.pods_policy(owner.name), owner, spec)
+
+
+def _http(spec: PipelineConfig, sources: Sequence[Any], owner: Owner) -> Manifest:
+    rule: Manifest = {"ports": [_port(spec.coordinator.http.port)]}
+    if sources:
+        rule["from"] = list(sources)
+    selector = {"matchLabels": naming.selector(owner.name, naming.COORDINATOR)}
+    return _policy(
+        naming.http_policy(owner.name), owner, {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": [rule]}
+    )
+
+
+def _policy(name: str, owner: Owner, spec: Manifest) -> Manifest:
+    manifest = naming.child("networking.k8s.io/v1", "NetworkPolicy", name, owner, of=naming.labels(owner.name))
+    return {**manifest, "spec": spec}
+
+
+def _port(number: int, protocol: str = "TCP") -> Manifest:
+    return {"port": number, "protocol": protocol}
+
+
+def _budget(unit: str, owner: Owner, max_unavailable: int) -> Manifest:
+    named = naming.budget(owner.name, unit)
+    manifest = naming.child("policy/v1", "PodDisruptionBudget", named, owner, of=naming.labels(owner.name, unit))
+    spec = {
+        "selector": {"matchLabels": naming.selector(owner.name, unit)},
+        "maxUnavailable": max_unavailable,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return {**manifest, "spec": spec}

@@ -1,0 +1,73 @@
+"""How a pipeline is reached: the Service, the coordinators' headless Service, the Ingress.
+
+Here: these three. Not here: who may reach them (`policies`). Called by `children`.
+"""
+
+from __future__ import annotations
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.pods import CONTROL_PORT, PUBLISH_PORT
+from omnipipeline_spec.pipeline import PipelineConfig
+
+
+def http(spec: PipelineConfig, owner: Owner) -> Manifest:
+    """Clients' way in: all ready coordinators, whatever their revision."""
+    wanted = spec.expose.service
+    manifest = naming.child(
+        "v1",
+        "Service",
+        naming.service(owner.name),
+        owner,
+        of=naming.labels(owner.name, naming.COORDINATOR),
+        annotations=wanted.annotations,
+    )
+    port = {"name": "http", "port": port_of(spec), "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
+    selector = naming.selector(owner.name, naming.COORDINATOR)
+    return {**manifest, "spec": {"type": wanted.type, "selector": selector, "ports": [port]}}
+
+
+def port_of(spec: PipelineConfig) -> int:
+    return spec.expose.service.port or spec.coordinator.http.port
+
+
+def peers(owner: Owner) -> Manifest:
+    """What stages resolve to find every coordinator that lives, ready or not."""
+    labels = naming.labels(owner.name, naming.COORDINATOR)
+    manifest = naming.child("v1", "Service", naming.peers(owner.name), owner, of=labels)
+    ports = [
+        {"name": name, "port": number, "targetPort": name, "protocol": "TCP"}
+        for name, number in (("control", CONTROL_PORT), ("publish", PUBLISH_PORT))
+    ]
+    spec = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": naming.selector(owner.name, naming.COORDINATOR),
+        "ports": ports,
+    }
+    return {**manifest, "spec": spec}
+
+
+def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
+    """The way in from outside, when the spec asks for one."""
+    wanted = spec.expose.ingress
+    if wanted is None:
+        return None
+    labels = naming.labels(owner.name, naming.COORDINATOR)
+    manifest = naming.child("networking.k8s.io/v1", "Ingress", owner.name, owner, of=labels)
+    backend = {"service": {"name": naming.service(owner.name), "port": {"name": "http"}}}
+    rule: Manifest = {"http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
+    if wanted.host:
+        rule["host"] = wanted.host
+    ingress: Manifest = {"rules": [rule]}
+    if wanted.class_name:
+        ingress["ingressClassName"] = wanted.class_name
+    if wanted.tls_secret_name:
+        ingress["tls"] = [{"secretName": wanted.tls_secret_name, **({"hosts": [wanted.host]} if wanted.host else {})}]
+    return {**manifest, "spec": ingress}
+
+
+def url(spec: PipelineConfig, owner: Owner) -> str:
+    """Where clients in the cluster reach the pipeline."""
+    return f"http://{naming.service(owner.name)}.{owner.namespace}.svc:{port_of(spec)}"

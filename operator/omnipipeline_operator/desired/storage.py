@@ -1,0 +1,75 @@
+"""The model cache: its claim, and the Job that fills it before pods start.
+
+Here: these two. Not here: how pods mount the claim (`pods`). Called by `children`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from omnipipeline_operator.desired import naming, pods
+from omnipipeline_operator.desired.naming import Manifest
+from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.plan import PipelinePlan
+
+FETCH: Final = """\
+import os
+from huggingface_hub import snapshot_download
+path, revision = os.environ["OMNI_MODEL_PATH"], os.environ.get("OMNI_MODEL_REVISION") or None
+print("fetched to", snapshot_download(path, revision=revision))
+"""
+
+
+def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:
+    """The claim that the operator makes. It has no owner: weights survive the pipeline that fetched them."""
+    cache = spec.model_cache
+    if cache.type != "PersistentVolumeClaim" or cache.claim_name:
+        return None
+    owner = facts.owner
+    labels = naming.labels(owner.name)
+    manifest = naming.child("v1", "PersistentVolumeClaim", naming.claim(owner.name), owner, of=labels)
+    del manifest["metadata"]["ownerReferences"]
+    many = sum(plan.replicas.values()) > 1
+    wanted: Manifest = {
+        "accessModes": ["ReadWriteMany" if many else "ReadWriteOnce"],
+        "resources": {"requests": {"storage": cache.size}},
+    }
+    if cache.storage_class_name:
+        wanted["storageClassName"] = cache.storage_class_name
+    return {**manifest, "spec": wanted}
+
+
+def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:
+    """One Job per model and revision of it."""
+    cache = spec.model_cache
+    if not cache.prefetch.enabled or spec.model_path is None:
+        return None
+    owner = facts.owner
+    named = naming.prefetch(owner.name, spec.model_path, spec.model_revision or "")
+    manifest = naming.child("batch/v1", "Job", named, owner, of=naming.labels(owner.name))
+    like = pods.coordinator_deployment(plan.coordinator, facts)["spec"]["template"]["spec"]
+    container = like["containers"][0]
+    model = [
+        {"name": "OMNI_MODEL_PATH", "value": spec.model_path},
+        {"name": "OMNI_MODEL_REVISION", "value": spec.model_revision or ""},
+    ]
+    fetch = {
+        key: container[key] for key in ("image", "imagePullPolicy", "envFrom", "securityContext") if key in container
+    }
+    fetch |= {
+        "name": "prefetch",
+        "command": ["python3", "-c", FETCH],
+        "env": [*(each for each in container["env"] if not each["name"].startswith("OMNI_")), *model],
+        "volumeMounts": [mount for mount in container["volumeMounts"] if mount["name"] in ("models", "tmp")],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    kept = ("securityContext", "imagePullSecrets", "serviceAccountName", "tolerations", "nodeSelector", "affinity")
+    pod = {key: like[key] for key in kept if key in like} | {
+        "containers": [fetch],
+        "volumes": [volume for volume in like["volumes"] if volume["name"] in ("models", "tmp")],
+        "automountServiceAccountToken": False,
+        "restartPolicy": "OnFailure",
+    }
+    template = {"metadata": {"labels": naming.labels(owner.name)}, "spec": pod}
+    return {**manifest, "spec": {"backoffLimit": 6, "template": template}}

@@ -1,0 +1,117 @@
+"""What the operator is told by its environment: read once, checked, frozen.
+
+Here: every ``OMNI_OPERATOR_…`` variable there is. Not here: credentials of the cluster (`cluster.client` finds the
+service account or the kubeconfig as kubectl does). Called by `cli` alone; the result is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from omnipipeline_operator.errors import ConfigurationError
+
+
+class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One writer at a time. After its holder's death another takes over within duration + retry < 20 s."""
+
+    enabled: bool = True
+    namespace: str = "default"
+    name: str = "omnipipeline-operator"
+    identity: str = ""
+    duration_s: float = 15.0
+    renew_deadline_s: float = 10.0  # less than the duration: we are gone before anybody else may write
+    retry_s: float = 2.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator process."""
+
+    stage_image: str  #: The default image of pipelines that name none.
+    namespaces: tuple[str, ...] = ()  #: Empty: all of them.
+    lease: LeaseSettings = LeaseSettings()
+    probe_port: int = 8081
+    allow_privileged: bool = False  #: Whether podTemplate may ask for hostNetwork, hostPID, hostIPC, privileged.
+    scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
+    log_format: Literal["text", "json"] = "json"
+    workers: int = 4
+    writes_per_s: float = 20.0
+    write_burst: int = 100
+    relist_s: float = 300.0
+    stop_after_writes: int | None = None  #: For tests: die after the n-th write, as a crash would.
+
+
+def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
+    """Settings from the environment.
+
+    Raises: ConfigurationError: names the variable.
+    """
+    namespace = environ.get("OMNI_OPERATOR_NAMESPACE") or "default"
+    return Settings(
+        stage_image=_text(environ, "OMNI_OPERATOR_STAGE_IMAGE"),
+        namespaces=tuple(part.strip() for part in environ.get("OMNI_OPERATOR_WATCH", "").split(",") if part.strip()),
+        lease=LeaseSettings(
+            enabled=_flag(environ, "OMNI_OPERATOR_LEASE", True),
+            namespace=namespace,
+            name=environ.get("OMNI_OPERATOR_LEASE_NAME") or LeaseSettings().name,
+            identity=environ.get("OMNI_OPERATOR_POD_NAME") or hostname,
+        ),
+        probe_port=int(_number(environ, "OMNI_OPERATOR_PROBE_PORT", 8081)),
+        allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
+        scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),
+        log_format=_choice(environ, "OMNI_OPERATOR_LOG_FORMAT"),
+        workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 4)),
+        writes_per_s=_number(environ, "OMNI_OPERATOR_WRITES_PER_SECOND", 20.0),
+        write_burst=int(_number(environ, "OMNI_OPERATOR_WRITE_BURST", 100)),
+        relist_s=_number(environ, "OMNI_OPERATOR_RELIST_SECONDS", 300.0),
+        stop_after_writes=int(_number(environ, "OMNI_OPERATOR_STOP_AFTER_WRITES", 0)) or None,
+    )
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    value = environ.get(name, "")
+    if not value:
+        raise ConfigurationError(f"{name} is not set")
+    return value
+
+
+def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    value = environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{name}: {value!r} is neither 0 nor 1")
+    return value == "1" if value else default
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    value = environ.get(name, "")
+    try:
+        number = float(value) if value else default
+    except ValueError as error:
+        raise ConfigurationError(f"{name}: {value!r} is no number") from error
+    if number < 0:
+        raise ConfigurationError(f"{name}: {value!r} is less than 0")
+    return number
+
+
+def _choice(environ: Mapping[str, str], name: str) -> Literal["text", "json"]:
+    match environ.get(name) or "json":
+        case "json":
+            return "json"
+        case "text":
+            return "text"
+        case other:
+            raise ConfigurationError(f"{name}: {other!r} is neither text nor json")
+
+
+def _peers(environ: Mapping[str, str], name: str) -> tuple[dict[str, Any], ...]:
+    """A JSON list of NetworkPolicy peers."""
+    try:
+        given = json.loads(environ.get(name) or "[]")
+    except ValueError as error:
+        raise ConfigurationError(f"{name} is no JSON: {error}") from error
+    if not isinstance(given, list) or not all(isinstance(peer, dict) for peer in given):
+        raise ConfigurationError(f"{name} must be a JSON list of NetworkPolicy peers")
+    return tuple(given)

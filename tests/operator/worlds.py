@@ -1,0 +1,141 @@
+"""A small world for roll-outs: Deployments that make pods, pods that become ready, leave and go.
+
+Here: what a Deployment controller and kubelets do, as far as `rollout` can see. Not here: any assertion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from omnipipeline_operator.changes.observed import Pod, Workload
+from omnipipeline_operator.changes.rollout import Decision, Goal, Wanted, decide
+from omnipipeline_operator.desired.naming import COORDINATOR
+
+Key = tuple[str, str]
+
+
+@dataclass
+class Held:
+    """One Deployment: what its spec asks for, and its pods by state."""
+
+    replicas: int = 0
+    starting: int = 0
+    ready: int = 0
+    leaving: int = 0
+    born: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.replicas or self.starting or self.ready or self.leaving)
+
+
+@dataclass
+class World:
+    """All Deployments of a pipeline. ``broken``: revisions whose pods never become ready."""
+
+    held: dict[Key, Held] = field(default_factory=dict)
+    broken: set[Key] = field(default_factory=set)
+    serving: dict[str, str] = field(default_factory=dict)
+    time: int = 0
+
+    def seen(self) -> list[Workload]:
+        return [_workload(key, held) for key, held in self.held.items()]
+
+    def act(self, goal: Goal) -> Decision:
+        """One reconcile: decide, and do it."""
+        made = decide(goal, self.seen(), self.serving)
+        self.time += 1
+        for key, replicas in made.replicas.items():
+            held = self.held.setdefault(key, Held(born=self.time))
+            held.replicas = replicas
+        for each in made.retired:
+            del self.held[each.unit, each.revision]
+        self.settle()
+        wanted = {unit: one.revision for unit, one in goal.units.items()}
+        if not made.rolling and all(
+            self.ready(unit, rev) >= one.replicas for (unit, rev), one in zip(wanted.items(), goal.units.values())
+        ):
+            self.serving = wanted
+        return made
+
+    def settle(self) -> None:
+        """The Deployment controller: not-ready pods go first, at once; ready ones leave after draining."""
+        for held in self.held.values():
+            excess = held.starting + held.ready - held.replicas
+            cut = min(max(excess, 0), held.starting)
+            held.starting -= cut
+            gone = max(excess - cut, 0)
+            held.ready -= gone
+            held.leaving += gone
+            held.starting += max(held.replicas - held.starting - held.ready, 0)
+
+    def start(self, key: Key) -> None:
+        """One pod becomes ready, if it can."""
+        held = self.held.get(key)
+        if held and held.starting and key not in self.broken:
+            held.starting -= 1
+            held.ready += 1
+
+    def finish(self, key: Key) -> None:
+        """One draining pod goes."""
+        held = self.held.get(key)
+        if held and held.leaving:
+            held.leaving -= 1
+
+    def fail(self, key: Key) -> None:
+        """A ready pod's container ends; it starts again."""
+        held = self.held.get(key)
+        if held and held.ready:
+            held.ready -= 1
+            held.starting += 1
+
+    def ready(self, unit: str, revision: str | None = None) -> int:
+        return sum(held.ready for (name, rev), held in self.held.items() if name == unit and revision in (None, rev))
+
+    def asked(self, unit: str) -> int:
+        return sum(held.replicas for (name, _), held in self.held.items() if name == unit)
+
+    def everything_happens(self) -> None:
+        """All that can start has started, all that drains has gone."""
+        for key, held in self.held.items():
+            while held.starting and key not in self.broken:
+                self.start(key)
+            held.leaving = 0
+
+    def run(self, goal: Goal, steps: int = 200) -> int:
+        """Reconcile until nothing changes any more; the number of steps."""
+        for step in range(steps):
+            before = {key: (h.replicas, h.starting, h.ready, h.leaving) for key, h in self.held.items()}
+            self.act(goal)
+            self.everything_happens()
+            if before == {key: (h.replicas, h.starting, h.ready, h.leaving) for key, h in self.held.items()}:
+                return step
+        raise AssertionError(f"no end after {steps} steps: {self.held}")
+
+
+def running(revisions: Mapping[str, str], replicas: Mapping[str, int]) -> World:
+    """A pipeline that is up and has served."""
+    held = {(u, r): Held(replicas=replicas[u], ready=replicas[u]) for u, r in revisions.items()}
+    held[COORDINATOR, "c"] = Held(replicas=1, ready=1)
+    return World(held=held, serving=dict(revisions))
+
+
+def goal(revisions: Mapping[str, str], replicas: Mapping[str, int], **more: object) -> Goal:
+    units = {unit: Wanted(revision=rev, replicas=replicas[unit]) for unit, rev in revisions.items()}
+    return Goal(units=units, coordinator=Wanted(revision="c", replicas=1), **more)  # type: ignore[arg-type]
+
+
+def _workload(key: Key, held: Held) -> Workload:
+    unit, revision = key
+    pods = [Pod(name=f"{unit}-{revision}-{i}", ready=i < held.ready) for i in range(held.ready + held.starting)]
+    pods += [Pod(name=f"{unit}-{revision}-l{i}", ready=True, terminating=True) for i in range(held.leaving)]
+    return Workload(
+        unit=unit,
+        revision=revision,
+        name=f"p-{unit}-{revision}",
+        uid=f"uid-{unit}-{revision}",
+        replicas=held.replicas,
+        created_at=float(held.born),
+        pods=tuple(pods),
+    )
