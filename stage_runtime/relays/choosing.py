@@ -69,8 +69,12 @@ class Relays:
             settings=settings,
         )
         self._relays: dict[str, Relay] = {}
-        for name in backends:
-            self._relays[name] = backend(name)(context)
+        try:
+            for name in backends:
+                self._relays[name] = backend(name)(context)
+        except ConfigurationError:
+            self._close_all()
+            raise
         self._reach: dict[Peer, tuple[str, ...]] = {}
         self._warned: set[tuple[Peer, str]] = set()
         self._late_releases = 0
@@ -205,6 +209,9 @@ class Relays:
 
     def close(self) -> None:
         self._trimming.cancel()
+        self._close_all()
+
+    def _close_all(self) -> None:
         for relay in self._relays.values():
             relay.close()
         self.arena.close()

@@ -95,6 +95,7 @@ class TcpRelay:
             said = msgspec.convert(facts, Facts)
             token = bytes.fromhex(said.token)
             self._tune(socket)
+            socket.ipv6 = True
             socket.sndhwm = 0  # `unreleased_bytes` bounds it, and nothing is copied to wait here
             if self._context.security is not None and said.endpoint.startswith("tcp://"):
                 self._context.security.client(socket)
@@ -210,6 +211,7 @@ class TcpRelay:
     def _bound(self) -> tuple[zmq.Socket[bytes], str]:
         socket = self._zmq.socket(zmq.PULL)
         self._tune(socket)
+        socket.ipv6 = "[" in self._settings.bind  # else libzmq would say an IPv4 address in IPv6's words
         socket.rcvhwm = RECEIVE_HWM
         socket.maxmsgsize = max(self._settings.whole_bytes, self._settings.piece_bytes) + HEADER_NBYTES
         if self._context.security is not None and self._is_tcp:
@@ -218,6 +220,9 @@ class TcpRelay:
             socket.bind(self._settings.bind)
         except zmq.ZMQError as error:
             socket.close(linger=0)
+            if self._guard is not None:
+                self._guard.stop()
+            self._zmq.term()
             raise ConfigurationError(f"tcp relay cannot bind {self._settings.bind}: {error}") from error
         endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if self._is_tcp and self._settings.advertise_host is not None:
@@ -228,7 +233,6 @@ class TcpRelay:
 
     def _tune(self, socket: zmq.Socket[bytes]) -> None:
         socket.linger = 0
-        socket.ipv6 = True
         # Heartbeats would wait behind bulk; the kernel's do not. Whether a peer is dead, the control plane says.
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = 5

@@ -1,0 +1,188 @@
+"""The relays between two processes, and what is left when one of them is killed."""
+
+import asyncio
+import base64
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worlds import MIB, FarEnd
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.context import RelaySettings
+
+
+@pytest.fixture
+def far():
+    end = FarEnd()
+    yield end
+    end.close()
+
+
+@pytest.fixture
+async def near(far):
+    told = []
+    relays = Relays(
+        loop=asyncio.get_running_loop(),
+        incarnation="near",
+        on_release=lambda peer, transfer: told.append((peer, transfer)),
+        settings=RelaySettings(arena_bytes=256 * MIB, prefault_bytes=0),
+    )
+    relays.told = told
+    assert relays.open("far", far.facts) == ("shm", "tcp")
+    assert far.ask(do="open", facts=relays.facts()) == ["shm", "tcp"]
+    yield relays
+    relays.close()
+
+
+def put(near, array, backend):
+    return near.put(payloads.extract(array), request_id="r", peer="far", backend=backend)
+
+
+def fetch(far, operation, **options):
+    return far.ask(do="get", metadata=base64.b64encode(operation.metadata).decode(), **options)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("nbytes", [4096, MIB, 40 * MIB + 3])
+async def test_bytes_reach_another_process_and_are_released_from_there(near, far, backend, nbytes):
+    array = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
+    operation = put(near, array, backend)
+    assert fetch(far, operation) == {"sha": hashlib.sha256(array).hexdigest(), "nbytes": nbytes}
+    assert far.ask(do="drop") == [operation.transfer]
+    near.released("far", operation.transfer)
+    assert operation.done() and near.stats()["arena_bytes_in_use"] == 0
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+async def test_bytes_come_from_another_process(near, far, backend):
+    metadata = base64.b64decode(far.ask(do="put", nbytes=3 * MIB, mark=7, backend=backend))
+    buffer = await near.get(metadata, request_id="r", peer="far").wait_for_completion(10)
+    assert bytes(buffer) == b"\7" * (3 * MIB)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near, far, backend):
+    operations = [put(near, np.ones(MIB, np.uint8), backend) for _ in range(20)]
+    for operation in operations[:10]:
+        fetch(far, operation)
+    far.process.kill()
+    far.process.wait(10)
+    near.forget("far")
+    assert all(operation.done() for operation in operations)
+    stats = near.stats()
+    assert (stats["arena_bytes_in_use"], stats["tcp_unreleased_bytes"], stats["tcp_unreleased_transfers"]) == (0, 0, 0)
+
+
+async def test_what_a_killed_sender_put_by_shm_can_still_be_read(near, far):
+    metadata = base64.b64decode(far.ask(do="put", nbytes=3 * MIB, mark=9, backend="shm"))
+    buffer = await near.get(metadata, request_id="r", peer="far").wait_for_completion(10)
+    far.process.kill()
+    far.process.wait(10)
+    near.forget("far")
+    assert bytes(buffer) == b"\x09" * (3 * MIB)
+    with pytest.raises(TransferError, match="not mapped"):
+        near.get(metadata, request_id="r", peer="far")
+
+
+async def test_a_killed_process_leaves_no_file_behind(near, far):
+    before = sorted(Path("/dev/shm").iterdir())
+    far.ask(do="put", nbytes=8 * MIB, mark=9, backend="shm")
+    far.process.kill()
+    far.process.wait(10)
+    assert sorted(Path("/dev/shm").iterdir()) == before
+    assert not Path(f"/proc/{far.process.pid}").exists()
+
+
+async def test_a_frozen_sender_s_transfer_fails_by_its_deadline_and_never_hangs(near, far):
+    far.process.send_signal(signal.SIGSTOP)
+    try:
+        announced = b"tcp:" + bytes.fromhex("92ce00ffffff64")  # a transfer that never comes
+        fetching = near.get(announced, request_id="r", peer="far")
+        with pytest.raises(TransferError, match=r"not complete after 0\.05 s"):
+            await fetching.wait_for_completion(0.05)
+    finally:
+        far.process.send_signal(signal.SIGCONT)
+
+
+async def test_a_sender_that_dies_on_the_way_fails_who_waits(near, far):
+    fetching = near.get(b"tcp:" + bytes.fromhex("92ce00ffffff64"), request_id="r", peer="far")
+    waiter = asyncio.ensure_future(fetching.wait_for_completion(30))
+    await asyncio.sleep(0)
+    far.process.kill()
+    near.forget("far")
+    with pytest.raises(TransferError, match="its sender far is gone"):
+        await waiter
+
+
+async def test_a_dead_receiver_holds_up_nobody(near, far):
+    far.process.kill()
+    far.process.wait(10)
+    for _ in range(5):
+        assert put(near, np.ones(8 * MIB, np.uint8), "tcp") is not None
+    near.forget("far")
+    assert near.stats()["tcp_unreleased_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"boot_id": "another machine"},
+        {"pid_namespace": 1},
+        {"pid": 2**22 + 1},
+        {"fd": 9999},
+        {"fd": 0},
+        {"token": "00" * 16},
+        {"token": "no hex"},
+        {"nbytes": 4096},
+        {"nbytes": -1},
+        {"fd": "../../etc/passwd"},
+        {"pid": None},
+    ],
+    ids=str,
+)
+async def test_an_arena_that_is_not_the_one_meant_is_not_mapped(near, far, changes):
+    facts = {"shm": {**far.facts["shm"], **changes}}
+    assert near.open("impostor", facts) == ()
+
+
+async def test_a_peer_without_our_memory_is_reached_by_tcp(near, far):
+    facts = {**far.facts, "shm": {**far.facts["shm"], "pid_namespace": 1}}
+    assert near.open("elsewhere", facts) == ("tcp",)
+    assert near.choose("elsewhere") == "tcp"
+    assert near.choose("elsewhere", "shm") == "tcp"
+
+
+async def test_a_peer_with_other_facts_than_ours_is_simply_not_reached(near):
+    for facts in ({}, {"shm": 3}, {"tcp": {}}, {"tcp": {"endpoint": "nonsense", "token": ""}}, {"nixl": {}}):
+        assert near.open(f"peer {facts}", facts) == ()
+    with pytest.raises(TransferError, match="no relay reaches"):
+        near.choose("peer {}")
+
+
+async def test_the_arena_cannot_be_shrunk_under_its_readers(near):
+    with pytest.raises(PermissionError):
+        os.ftruncate(near.arena.fd, 4096)
+
+
+async def test_unix_sockets_carry_bulk_too(tmp_path):
+    end = FarEnd(bind=f"ipc://{tmp_path}/far.data")
+    relays = Relays(
+        loop=asyncio.get_running_loop(),
+        incarnation="near",
+        on_release=lambda peer, transfer: None,
+        settings=RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, bind=f"ipc://{tmp_path}/near.data"),
+    )
+    try:
+        assert relays.open("far", end.facts) == ("shm", "tcp")
+        end.ask(do="open", facts=relays.facts())
+        array = np.full(5 * MIB, 3, np.uint8)
+        assert fetch(end, put(relays, array, "tcp"))["sha"] == hashlib.sha256(array).hexdigest()
+    finally:
+        relays.close()
+        end.close()

@@ -1,0 +1,220 @@
+"""What the tcp relay lets in: nothing that was not asked for, nothing without bound."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from worlds import MIB, SMALL, pair
+
+from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.relays.arrivals import Header
+from stage_runtime.relays.choosing import Relays, backend
+from stage_runtime.sockets.addresses import Security
+
+
+@pytest.fixture
+async def both():
+    with pair("tcp") as ends:
+        yield ends
+
+
+class Forger:
+    """Somebody with a socket of his own, who talks to b."""
+
+    def __init__(self, both):
+        facts = both.b.facts()["tcp"]
+        self.token = bytes.fromhex(facts["token"])
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.PUSH)
+        self.socket.linger = 0
+        self.socket.connect(facts["endpoint"])
+
+    def header(self, **changes):
+        said = {"token": self.token, "sender": "a", "transfer": 77, "request_id": "r", "nbytes": 100, "offset": 0}
+        return msgspec.msgpack.encode(Header(**{**said, **changes}))
+
+    def send(self, *frames):
+        self.socket.send_multipart(frames)
+
+    def close(self):
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def forger(both):
+    one = Forger(both)
+    yield one
+    one.close()
+
+
+def garbage(both):
+    return both.b.stats()["tcp_garbage_messages"]
+
+
+METADATA = b"tcp:" + msgspec.msgpack.encode([77, 100])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"garbage", b"x" * 100],
+        [b"x", b"y", b"z"],
+        [msgspec.msgpack.encode({"token": 1}), b"x" * 100],
+        [b"\xdd\xff\xff\xff\xff", b""],
+        {"token": b"\0" * 16},
+        {"sender": "mallory"},
+        {"offset": -1},
+        {"offset": 1},
+        {"nbytes": 99},
+        {"nbytes": -5},
+        {"nbytes": 1 << 60},
+    ],
+    ids=str,
+)
+async def test_garbage_is_counted_and_dropped_and_what_follows_is_served(both, forger, frames):
+    forger.send(*(frames if isinstance(frames, list) else [forger.header(**frames), b"x" * 100]))
+    await both.until(lambda: garbage(both) == 1)
+    assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
+    assert both.b.stats()["tcp_unclaimed_bytes"] == 0
+
+
+async def test_the_forger_s_true_messages_do_arrive(both, forger):
+    """The positive control of the tests above: but for what they change, such a message is taken."""
+    forger.send(forger.header(), b"x" * 100)
+    buffer = await both.b.get(METADATA, request_id="r", peer="a").wait_for_completion(5)
+    assert bytes(buffer) == b"x" * 100 and garbage(both) == 0
+
+
+async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(both, forger):
+    size = 40 * MIB
+    forger.send(forger.header(nbytes=size), bytes(size))
+    await asyncio.sleep(0.05)
+    assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
+    assert both.b.stats()["tcp_unclaimed_bytes"] == 0
+
+
+async def test_a_lost_piece_fails_the_transfer_at_once_and_releases_it(both, forger):
+    fetching = both.b.get(b"tcp:" + msgspec.msgpack.encode([77, 300]), request_id="r", peer="a")
+    forger.send(forger.header(nbytes=300), b"x" * 100)
+    forger.send(forger.header(nbytes=300, offset=200), b"x" * 100)
+    with pytest.raises(TransferError, match="a piece of it was lost"):
+        await fetching.wait_for_completion(5)
+    await both.until(lambda: ("b", "a", 77) in both.told)
+    assert both.b.stats()["tcp_dropped_transfers"] == 1
+
+
+async def test_a_transfer_that_broke_before_it_was_announced_is_refused_when_it_is(both, forger):
+    forger.send(forger.header(nbytes=300), b"x" * 100)
+    forger.send(forger.header(nbytes=300, offset=250), b"x" * 50)
+    await both.until(lambda: both.b.stats()["tcp_dropped_transfers"] == 1)
+    with pytest.raises(TransferError, match="a piece of it was lost"):
+        both.b.get(b"tcp:" + msgspec.msgpack.encode([77, 300]), request_id="r", peer="a")
+    assert ("b", "a", 77) in both.told
+    assert both.b.stats()["tcp_unclaimed_bytes"] == 0
+
+
+async def test_a_transfer_of_another_size_than_announced_is_refused(both, forger):
+    fetching = both.b.get(b"tcp:" + msgspec.msgpack.encode([77, 300]), request_id="r", peer="a")
+    forger.send(forger.header(), b"x" * 100)
+    with pytest.raises(TransferError, match="100 bytes came, 300 were announced"):
+        await fetching.wait_for_completion(5)
+
+
+async def test_what_nobody_fetches_is_bounded():
+    few = msgspec.structs.replace(SMALL, unclaimed_bytes=3 * MIB)
+    with pair("tcp", settings=few) as both:
+        puts = [both.put(np.full(MIB, mark, np.uint8))[1] for mark in range(5)]
+        await both.until(lambda: both.b.stats()["tcp_dropped_transfers"] == 2)
+        assert both.b.stats()["tcp_unclaimed_bytes"] == 3 * MIB
+        for mark, operation in enumerate(puts[:3]):
+            assert bytes(await both.get(operation)) == bytes([mark]) * MIB
+        for operation in puts[3:]:
+            with pytest.raises(TransferError, match="no room for it"):
+                await both.get(operation)
+            await operation.wait_for_completion(5)
+        assert both.b.stats()["tcp_unclaimed_bytes"] == 0
+        assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
+
+
+async def test_an_aborted_request_s_transfers_are_dropped_and_its_waiters_fail(both, forger):
+    waiting = both.b.get(METADATA, request_id="r", peer="a")
+    forger.send(forger.header(transfer=78), b"y" * 100)
+    await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 100)
+    both.b.cleanup("r")
+    with pytest.raises(TransferError, match="aborted"):
+        await waiting.wait_for_completion(5)
+    assert ("b", "a", 77) in both.told
+    forger.send(forger.header(), b"late" * 25)
+    forger.send(forger.header(transfer=79), b"y" * 100)
+    await both.until(lambda: both.b.stats()["tcp_received_transfers"] == 2)
+    assert both.b.stats()["tcp_unclaimed_bytes"] == 100
+
+
+async def test_pieces_of_the_forgotten_are_garbage(both, forger):
+    forger.send(forger.header(nbytes=300), b"x" * 100)
+    await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 300)
+    both.b.forget("a")
+    assert both.b.stats()["tcp_unclaimed_bytes"] == 0
+    forger.send(forger.header(nbytes=300, offset=100), b"x" * 200)
+    await both.until(lambda: garbage(both) == 1)
+
+
+@pytest.mark.parametrize("theirs", [b"k" * 32, b"x" * 32, None], ids=["same key", "another key", "no key"])
+async def test_with_curve_only_members_are_heard(theirs):
+    with pair("tcp", security=Security(b"k" * 32)) as both:
+        assert (await both.carry({"a": np.ones(200_000)}))["a"].sum() == 200_000
+        one = Forger.__new__(Forger)
+        facts = both.b.facts()["tcp"]
+        one.token, one.context = bytes.fromhex(facts["token"]), zmq.Context()
+        one.socket = one.context.socket(zmq.PUSH)
+        one.socket.linger = 0
+        if theirs is not None:
+            Security(theirs).client(one.socket)
+        one.socket.connect(facts["endpoint"])
+        one.send(one.header(), b"x" * 100)
+        try:
+            fetching = both.b.get(METADATA, request_id="r", peer="a")
+            if theirs == b"k" * 32:
+                assert bytes(await fetching.wait_for_completion(5)) == b"x" * 100
+            else:
+                with pytest.raises(TransferError):
+                    await fetching.wait_for_completion(0.3)
+        finally:
+            one.close()
+
+
+async def test_an_address_that_is_taken_is_a_fault_of_the_configuration(both):
+    taken = msgspec.structs.replace(SMALL, bind=both.a.facts()["tcp"]["endpoint"])
+    with pytest.raises(ConfigurationError, match="cannot bind"):
+        Relays(
+            loop=asyncio.get_running_loop(),
+            incarnation="c",
+            on_release=lambda peer, transfer: None,
+            settings=taken,
+        )
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "wanted"),
+    [
+        ("tcp://127.0.0.1:*", "10.1.2.3", "tcp://10.1.2.3:"),
+        ("tcp://127.0.0.1:*", "fd00::1", "tcp://[fd00::1]:"),
+        ("tcp://127.0.0.1:*", "[fd00::1]", "tcp://[fd00::1]:"),
+        ("tcp://127.0.0.1:*", None, "tcp://127.0.0.1:"),
+    ],
+)
+async def test_peers_are_told_the_advertised_host(bind, host, wanted):
+    with pair("shm", settings=msgspec.structs.replace(SMALL, bind=bind, advertise_host=host)) as both:
+        endpoint = both.a.facts()["tcp"]["endpoint"]
+        assert endpoint.startswith(wanted) and int(endpoint.removeprefix(wanted)) > 0
+
+
+@pytest.mark.parametrize(("name", "words"), [("nixl", "not in this version"), ("carrier-pigeon", "unknown relay")])
+def test_a_backend_that_is_not_here_is_refused_with_what_there_is(name, words):
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        backend(name)
+    assert "shm" in str(caught.value) and "tcp" in str(caught.value)
