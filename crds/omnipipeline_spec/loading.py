@@ -174,8 +174,7 @@ def _finish(read: _Read, given: Sequence[str], *, fallback: str) -> LoadedPipeli
     spec, unsound = topology.of_document(document)
     faults += [*malformed, *unsound]
     if faults or spec is None:
-        lined = [msgspec.structs.replace(fault, line=_line(fault.path, read.lines)) for fault in faults]
-        raise InvalidPipeline(lined, source=read.source)
+        raise InvalidPipeline([_located(fault, read, sources) for fault in faults], source=read.source)
     name = read.name if read.spelling == "resource" else spec.name
     named = pipeline_slug(name or fallback)
     if read.spelling == "resource":
@@ -209,6 +208,14 @@ def _defaults(cls: type[PipelineConfig]) -> dict[str, Any]:
         and default is not None
         and default != common.get(field.name)
     }
+
+
+def _located(fault: Fault, read: _Read, sources: layering.Sources) -> Fault:
+    """The fault with its line, or with the override that is to blame."""
+    source = sources.get(fault.path, "")
+    if source.startswith("--set"):
+        return msgspec.structs.replace(fault, message=f"{fault.message} (from {source})")
+    return msgspec.structs.replace(fault, line=_line(fault.path, read.lines))
 
 
 def _place(read: _Read, path: str) -> str:

@@ -317,13 +317,11 @@ def test_an_override_reaches_the_place_its_path_names(
         (["stges.a.gpu=1"], "stges.a.gpu: --set stges.a.gpu=1: 'stges' is no key of the spec; did you mean stages?"),
         (["modelPath.x=1"], "modelPath.x: --set modelPath.x=1: modelPath is 'org/model', there is nothing inside it"),
         (["serves.chat=1"], "serves.chat: --set serves.chat=1: serves is a list: write serves[0], not serves.chat"),
-        (["stages.a.tpSize=two"], "stages[0].tpSize: 'two' must be a whole number"),
+        (["stages.a.tpSize=two"], "stages[0].tpSize: 'two' must be a whole number (from --set stages.a.tpSize=two)"),
     ],
 )  # fmt: skip
 def test_an_override_that_leads_nowhere_is_refused(overrides: list[str], said: str) -> None:
-    assert said in [
-        line.partition(": ")[2] if line.startswith("line ") else line for line in refused(PLAIN, *overrides)
-    ]
+    assert said in refused(PLAIN, *overrides)
 
 
 @pytest.mark.parametrize("text", ["modelPath", "=1", "stages[x].gpu=1", "stages.a..gpu=1"])
