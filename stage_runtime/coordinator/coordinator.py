@@ -49,6 +49,7 @@ class Coordinator:
             Beat: lambda sender, message: self.roster.beat(sender, message),
             Ready: self._ready,
             Goodbye: lambda sender, message: self.roster.goodbye(sender, message),
+            Hello: self._hello_again,
         }
 
     def wire(
@@ -90,12 +91,9 @@ class Coordinator:
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, Hello):
+            self.roster.stranger(sender)
             return False
-        before = set(self.roster.membership.instances)
-        welcome = self.roster.hello(sender, message)
-        for replaced in before - set(self.roster.membership.instances):
-            self.desk.instance_lost(replaced)
-        return welcome
+        return self._hello(sender, message)
 
     def heard(self, sender: str, message: Message) -> None:
         handle = self._handle.get(type(message))
@@ -124,6 +122,16 @@ class Coordinator:
         return self._channels.send(incarnation, Shutdown(reason))
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _hello(self, sender: str, message: Hello) -> bool:
+        before = set(self.roster.membership.instances)
+        welcome = self.roster.hello(sender, message)
+        for replaced in before - set(self.roster.membership.instances):
+            self.desk.instance_lost(replaced)
+        return welcome
+
+    def _hello_again(self, sender: str, message: Hello) -> None:
+        self._hello(sender, message)
 
     def _ready(self, sender: str, message: Ready) -> None:
         if self.roster.ready_now(sender):

@@ -392,12 +392,13 @@ class RequestDesk:
         """The reader took chunks; their producer may send more."""
         key = (ticket.id, stage)
         untold = self._untold.get(key, 0) + count
-        if untold >= CONSUMED_EVERY and not ticket.dead:
-            said = Consumed(ticket.id, ticket.tracked.attempt, stage, COORDINATOR, untold)
+        if untold >= CONSUMED_EVERY and not ticket.aborted:
+            owner = self._roster.incarnation
+            said = Consumed(ticket.id, ticket.tracked.attempt, owner, stage, COORDINATOR, untold)
             self._say(ticket.bindings.get(stage, ""), said)
             untold = 0
         self._untold[key] = untold
-        if ticket.dead:
+        if ticket.aborted:
             self._untold.pop(key, None)
 
     # --- ending -------------------------------------------------------------------------------------------------
@@ -461,7 +462,7 @@ class RequestDesk:
         self.tallies.ended(ticket.record(), failure.code if failure is not None else "completed")
 
     def _note_ended(self, ticket: Ticket) -> None:
-        """Stages that a request has not passed to its end (unread streams, branches not taken) learn that it is over."""
+        """Stages that a request has not passed to its end (unread streams, branches not taken) learn of it."""
         self._unbind(ticket)
         if not self._roster.leaves_rest(ticket.revision):
             return

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 READY_AFTER_S: Final = 30.0  # a coordinator without a complete set is ready then: a 503 that names a stage says more
 BURIED_KEPT: Final = 1000
+BURIED: Final = "this incarnation was declared dead"
 
 
 class Roster:
@@ -55,7 +56,7 @@ class Roster:
         self._relays = relays
         self._bound_to = bound_to
         self._beats: dict[str, Beat] = {}
-        self._buried: dict[str, None] = {}  #: Incarnations declared dead, oldest first.
+        self._buried: dict[str, str] = {}  #: Incarnations declared dead -> their endpoints; oldest first.
         self._started_at = time.monotonic()
         self._was_complete = False
         self._rests = _rests(revisions)
@@ -68,21 +69,29 @@ class Roster:
         if refusal is not None:
             log.warning("%s of group %s is refused: %s", sender, message.member.group, refusal)
             link = self._channels.connect(sender, message.member.endpoint)
-            link.send(Refused(refusal, sender in self._buried))
+            link.send(Refused(sender, refusal, buried=sender in self._buried))
             return False
-        if self._channels.link(sender) is not None and sender in self.membership.instances:
-            return True  # our Welcome is on its way
         member = message.member
+        known = sender in self.membership.instances
         self._channels.connect(sender, member.endpoint)
         self._relays.open(sender, member.relays)
-        others = tuple(instance.member for instance in self.membership.instances.values())
         for gone in self.membership.join(member):
             self.bury(gone)
         me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
-        self._channels.send(sender, Welcome(self._publisher, me, message.via, others))
-        self._tell_all(Members(joined=(member,)), but=sender)
-        log.info("%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint)
+        # A member that says Hello again has found us at a second address, or has given up its link to us.
+        self._channels.send(sender, Welcome(self._publisher, me, message.via, self._others(sender)))
+        if not known:
+            self._tell_all(Members(joined=(member,)), but=sender)
+            log.info(
+                "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint
+            )
         return True
+
+    def stranger(self, sender: str) -> None:
+        """Somebody speaks to us who has no link. One that we buried, by mistake or frozen, must learn of it."""
+        endpoint = self._buried.get(sender)
+        if endpoint is not None:
+            self._channels.connect(sender, endpoint).send(Refused(sender, BURIED, buried=True))
 
     def ready_now(self, sender: str) -> bool:
         """An instance takes requests from now on."""
@@ -93,6 +102,8 @@ class Roster:
         return True
 
     def beat(self, sender: str, message: Beat) -> None:
+        if sender not in self.membership.instances:
+            return  # refused, and not gone yet
         self._beats[sender] = message
         self.membership.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
 
@@ -112,7 +123,7 @@ class Roster:
         instance = self.membership.leave(incarnation)
         if instance is None:
             return False
-        self._buried[incarnation] = None
+        self._buried[incarnation] = instance.member.endpoint
         if len(self._buried) > BURIED_KEPT:
             del self._buried[next(iter(self._buried))]
         self._beats.pop(incarnation, None)
@@ -187,12 +198,15 @@ class Roster:
         if sender != member.incarnation:
             return f"says it is {member.incarnation}"
         if sender in self._buried:
-            return "this incarnation was declared dead"
+            return BURIED
         if message.pipeline != self._pipeline:
             return f"belongs to pipeline {message.pipeline!r}, this is {self._pipeline!r}"
         if not message.edges.startswith(f"{PROTOCOL}:"):
             return f"speaks edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
         return None
+
+    def _others(self, incarnation: str) -> tuple[Member, ...]:
+        return tuple(one.member for name, one in self.membership.instances.items() if name != incarnation)
 
     def _tell_all(self, message: Message, *, but: str = "") -> None:
         for incarnation in self.membership.instances:

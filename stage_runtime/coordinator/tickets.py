@@ -107,7 +107,7 @@ class Ticket:
         return self.tracked.id
 
     @property
-    def dead(self) -> bool:
+    def aborted(self) -> bool:
         return self.tracked.state is not State.RUNNING
 
     def begin_attempt(self) -> None:

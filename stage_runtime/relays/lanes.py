@@ -31,7 +31,8 @@ class Wanted(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
-    def dead(self) -> bool: ...
+    def aborted(self) -> bool:
+        """Nobody waits for it any more. What is done here and still waits to be sent is wanted."""
 
 
 class Parcel(msgspec.Struct):
@@ -123,7 +124,7 @@ class Lanes:
         for lane in list(self._lanes.values()):
             if lane.waiting:
                 with lane.lock:
-                    lane.waiting = deque(parcel for parcel in lane.waiting if not parcel.work.dead)
+                    lane.waiting = deque(parcel for parcel in lane.waiting if not parcel.work.aborted)
 
     @property
     def outstanding(self) -> int:
@@ -145,7 +146,7 @@ class Lanes:
     def _advance(self, lane: Lane) -> None:
         with lane.lock:
             while lane.waiting:
-                if lane.waiting[0].work.dead:
+                if lane.waiting[0].work.aborted:
                     lane.waiting.popleft()
                 elif self._start(lane, lane.waiting[0]):
                     lane.waiting.popleft()
@@ -158,7 +159,12 @@ class Lanes:
             return False
         peer = lane.edge[2]
         extracted = parcel.extracted
-        operation = self._relays.put(extracted, request_id=parcel.work.request_id, peer=peer, backend=parcel.backend)
+        request_id = parcel.work.request_id
+        try:
+            operation = self._relays.put(extracted, request_id=request_id, peer=peer, backend=parcel.backend)
+        except BaseException:
+            lane.window.give()
+            raise
         if operation is None:
             lane.window.give()
             with self._lock:
@@ -170,9 +176,13 @@ class Lanes:
         refs = tuple(extracted.refs)
         body = Body(extracted.value_bytes, refs, transfer=operation.metadata, pressed=lane.window.exhausted)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
-        if not self._say(peer, parcel.make(body)):
-            with self._lock:
-                self._out.pop(key, None)
-            lane.window.give()
-            self._relays.discard(operation)
+        said = False
+        try:
+            said = self._say(peer, parcel.make(body))
+        finally:
+            if not said:
+                with self._lock:
+                    self._out.pop(key, None)
+                lane.window.give()
+                self._relays.discard(operation)
         return True

@@ -24,12 +24,12 @@ class Outgoing:
         self._waiting: deque[tuple[int, bytes]] = deque()  #: Not given to the socket; all after ``_unheard``.
 
     def number(self) -> int:
-        """The next frame's sequence number; `keep` must follow before the next call."""
-        self._last += 1
-        return self._last
+        """The next frame's sequence number. Spent by `keep` alone: a frame that cannot be written leaves no hole."""
+        return self._last + 1
 
     def keep(self, seq: int, frame: bytes) -> None:
         """Hold a frame until it is heard; it waits to be sent."""
+        self._last = seq
         self._waiting.append((seq, frame))
 
     def next(self) -> bytes | None:
@@ -76,24 +76,57 @@ class Verdict(Enum):
     DELIVER = "deliver"  #: The next in order, or outside the order.
     DUPLICATE = "duplicate"  #: Heard before: acknowledge again, deliver not.
     GAP = "gap"  #: Frames before it are missing: ask for them, deliver not.
+    ASKED = "asked"  #: As GAP; they were asked for already. Asking once per frame would have all sent again each time.
+
+
+class Standing(Enum):
+    """Which of two ends' links a frame belongs to. Either end may give a link up alone; the other must learn of it."""
+
+    CURRENT = "current"
+    OLD = "old"  #: Said on a link that its sender has given up since: ignore.
+    LAGGING = "lagging"  #: Said to a link that we have given up: ignore, and say something, so that it learns.
+    RENEWED = "renewed"  #: Its sender has given up the link that we still have: so must we.
 
 
 class Incoming:
-    """The receiver's half of one link."""
+    """The receiver's half of one link.
 
-    def __init__(self) -> None:
+    session: our number of this link, higher than that of any link to the same peer before.
+    """
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self.hears = 0  #: The peer's session that all frames here belong to; 0: none has come yet.
         self.heard = 0  #: Everything up to here has been delivered.
         self.owed = 0  #: Frames delivered since the last ack went out.
+        self._asked = False
+
+    def stand(self, session: int, hears: int) -> Standing:
+        """Place a frame of the peer's ``session``, which has heard our session ``hears``."""
+        if session == 0:  # said before its sender knew us: an introduction
+            return Standing.CURRENT
+        if hears not in (0, self.session):
+            return Standing.LAGGING
+        if self.hears == 0:
+            self.hears = session
+        if session == self.hears:
+            return Standing.CURRENT
+        return Standing.OLD if session < self.hears else Standing.RENEWED
 
     def accept(self, seq: int) -> Verdict:
         if seq == 0:
             return Verdict.DELIVER
-        if seq == self.heard + 1:
+        following = seq == self.heard + 1
+        if following:
             self.heard = seq
-            self.owed += 1
+        self.owed += 1  # after ``heard``: an ack that another thread writes in between covers it or is owed again
+        if following:
+            self._asked = False
             return Verdict.DELIVER
-        self.owed += 1
-        return Verdict.DUPLICATE if seq <= self.heard else Verdict.GAP
+        if seq <= self.heard:
+            return Verdict.DUPLICATE
+        asked, self._asked = self._asked, True
+        return Verdict.ASKED if asked else Verdict.GAP
 
     def acked(self) -> int:
         """What to write into an outgoing frame's ``ack``; nothing is owed afterwards."""

@@ -9,6 +9,7 @@ life is watched: by libzmq's own heartbeats and disconnects, which go on while P
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from stage_runtime.errors import ProtocolError
-from stage_runtime.rules.links import ACK_EVERY, Verdict
+from stage_runtime.rules.links import ACK_EVERY, Standing, Verdict
 from stage_runtime.sockets.addresses import Security, check, is_local
 from stage_runtime.sockets.links import Link
 from stage_runtime.wire import codec
@@ -28,11 +29,7 @@ from stage_runtime.wire.messages import (
     Abort,
     Ack,
     Frame,
-    Hello,
     Message,
-    RankHello,
-    Refused,
-    Welcome,
 )
 
 log = logging.getLogger(__name__)
@@ -43,14 +40,16 @@ RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dea
 STALL_RETRY_S: Final = 0.002
 RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_S, a busy receiver is no loss
 RESEND_MOST_S: Final = 4.0
-INTRODUCTIONS: Final = (Hello, Welcome, Refused, RankHello)  # may come from a sender that is not known yet
 
 
 class Handler(Protocol):
     """Who hears what is said to this process. Called on the I/O thread."""
 
     def introduced(self, sender: str, message: Message) -> bool:
-        """A first word of a sender without a link. True when it has one now (`Channels.connect`) and goes on."""
+        """A word of a sender without a link. True when it has one now (`Channels.connect`) and is to be heard.
+
+        Any message: a sender that was given up does not know that it has no link any more.
+        """
 
     def heard(self, sender: str, message: Message) -> None:
         """A message, in order, exactly once. Must not raise for a request's sake."""
@@ -82,6 +81,7 @@ class Channels:
         self._pulls: list[zmq.Socket[bytes]] = []
         self._subscriptions: dict[str, zmq.Socket[bytes]] = {}
         self._publisher: zmq.Socket[bytes] | None = None
+        self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
         self._monitors: dict[Link, zmq.Socket[bytes]] = {}
@@ -134,7 +134,7 @@ class Channels:
         push.reconnect_ivl = 50
         push.reconnect_ivl_max = 1000
         monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        link = Link(self.incarnation, peer, endpoint, push, self._stalled)
+        link = Link(self.incarnation, peer, endpoint, next(self._sessions), push, self._stalled)
         self._monitors[link] = monitor
         self._read(monitor, lambda: self._watch_link(link, monitor))
         if peer:
@@ -169,7 +169,7 @@ class Channels:
     def publish(self, message: Message) -> None:
         """Say it to whoever listens; a hint that may be lost."""
         if self._publisher is not None:
-            frame = codec.encode(Frame(PROTOCOL, self.incarnation, "", 0, 0, message))
+            frame = codec.encode(Frame(PROTOCOL, self.incarnation, "", 0, 0, 0, 0, message))
             try:
                 self._publisher.send(frame, zmq.NOBLOCK)
             except zmq.Again:
@@ -231,12 +231,10 @@ class Channels:
         if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
             self.counters["misdirected"] += 1  # said to an earlier life at this endpoint
             return
-        link = self._links.get(frame.sender)
+        link = self._link_of(frame)
         if link is None:
-            link = self._introduce(frame)
-            if link is None:
-                return
-        if frame.ack and link.heard(frame.ack):
+            return
+        if frame.hears and frame.ack and link.heard(frame.ack):
             self._resends.pop(link, None)
         verdict = link.incoming.accept(frame.seq)
         if verdict is Verdict.DELIVER:
@@ -253,10 +251,30 @@ class Channels:
             self._owe(link)
         else:
             self.counters["gaps"] += 1
-            link.acknowledge(gap=True)
+            if verdict is Verdict.GAP:
+                link.acknowledge(gap=True)
+
+    def _link_of(self, frame: Frame) -> Link | None:
+        """The link that ``frame`` belongs to; None when it is to be dropped."""
+        link = self._links.get(frame.sender)
+        standing = link.incoming.stand(frame.session, frame.hears) if link is not None else None
+        if link is not None and standing is Standing.RENEWED:
+            log.info("peer %s has given up its link to us", frame.sender)
+            self._lose(link)
+            link = None
+        if link is None:
+            link = self._introduce(frame)
+            standing = link.incoming.stand(frame.session, frame.hears) if link is not None else None
+        if standing is Standing.CURRENT:
+            return link
+        if link is not None:
+            self.counters["outdated"] += 1
+            if standing is Standing.LAGGING:
+                link.acknowledge()
+        return None
 
     def _introduce(self, frame: Frame) -> Link | None:
-        if isinstance(frame.message, INTRODUCTIONS) and self._handler.introduced(frame.sender, frame.message):
+        if self._handler.introduced(frame.sender, frame.message):
             return self._links.get(frame.sender)
         self._refuse("strangers", f"{type(frame.message).__name__} from {frame.sender!r}, whom nobody introduced")
         return None
@@ -285,7 +303,11 @@ class Channels:
                 return
             except zmq.ZMQError:
                 return  # closed under us: nothing is left to read
-            take(data)
+            try:
+                take(data)
+            except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
+                self.counters["handler_errors"] += 1
+                log.exception("a message could not be dealt with")
         self._loop.call_soon(self._drain, socket, take)
 
     # --- acknowledging ------------------------------------------------------------------------------------------
@@ -362,6 +384,9 @@ class Channels:
         if link.connected or self._closed or self._links.get(link.peer) is not link:
             return
         log.info("peer %s at %s is gone", link.peer, link.endpoint)
+        self._lose(link)
+
+    def _lose(self, link: Link) -> None:
         link.lost = True
         self.drop(link.peer)
         self._handler.lost(link.peer)

@@ -20,10 +20,18 @@ from stage_runtime.wire.messages import PROTOCOL, Ack, Frame, Message
 class Link:
     """Frames to ``peer``, numbered, kept until heard; and what has been heard from it."""
 
-    def __init__(self, me: str, peer: str, endpoint: str, socket: zmq.Socket[bytes], stalled: Callable[[], None]):
+    def __init__(
+        self,
+        me: str,
+        peer: str,
+        endpoint: str,
+        session: int,
+        socket: zmq.Socket[bytes],
+        stalled: Callable[[], None],
+    ) -> None:
         self.peer = peer  #: Its incarnation; empty until it has introduced itself.
         self.endpoint = endpoint
-        self.incoming = Incoming()  #: Touched by the I/O thread, read by senders.
+        self.incoming = Incoming(session)  #: Touched by the I/O thread, read by senders.
         self.connected = False
         self.lost = False
         self._me = me
@@ -34,7 +42,10 @@ class Link:
         self._closed = False
 
     def send(self, message: Message) -> None:
-        """Say ``message``, in order, exactly once if the peer lives. Never blocks."""
+        """Say ``message``, in order, exactly once if the peer lives. Never blocks.
+
+        Raises: ValueRefused: it cannot be said; nothing else notices.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -87,7 +98,10 @@ class Link:
             self._socket.close(linger=0)
 
     def _frame(self, seq: int, message: Message) -> bytes:
-        return codec.encode(Frame(PROTOCOL, self._me, self.peer, seq, self.incoming.acked(), message))
+        incoming = self.incoming
+        session = incoming.session if self.peer else 0  # who we are to a peer begins when we know it
+        hears = incoming.hears
+        return codec.encode(Frame(PROTOCOL, self._me, self.peer, session, hears, seq, incoming.acked(), message))
 
     def _flush(self) -> bool:
         outgoing = self._outgoing

@@ -296,6 +296,7 @@ class Host:
     # --- members ------------------------------------------------------------------------------------------------
 
     def _welcome(self, sender: str, message: Welcome) -> None:
+        self.registration.welcomed_again(sender, message)
         self.relays.open(sender, message.coordinator.relays)
         self._meet(message.members)
         if self._ready:

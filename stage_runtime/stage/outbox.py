@@ -125,7 +125,8 @@ class StageOutbox:
         elif not ours.dead:
             told = ours.note_consumed(source, count)
             if told:
-                self._around.say(producer, Consumed(ours.request_id, ours.attempt, source, self._plan.name, told))
+                said = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
+                self._around.say(producer, said)
 
     # --- results ------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,12 @@ class Registration:
         log.info("registered with coordinator %s at %s", sender, message.via)
         return True
 
+    def welcomed_again(self, sender: str, message: Welcome) -> None:
+        """A coordinator that we know answers at another address (both of a dual-stack host): one link is enough."""
+        if sender in self.coordinators and message.via not in self._known:
+            self._known[message.via] = sender
+            self._channels.drop_unnamed(message.via)
+
     def lost(self, coordinator: str) -> bool:
         """True when it was a coordinator; it is asked again from now on."""
         if self.coordinators.pop(coordinator, None) is None:

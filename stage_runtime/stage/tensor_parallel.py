@@ -222,7 +222,7 @@ class Leader:
 class FollowedParcel:
     """`relays.lanes.Wanted` of what goes to followers: always wanted, they take the same steps as rank 0."""
 
-    dead = False
+    aborted = False
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

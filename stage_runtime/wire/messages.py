@@ -197,8 +197,12 @@ class Welcome(Said, frozen=True, tag=21):
 
 
 class Refused(Said, frozen=True, tag=22):
-    """Coordinator → process: not as you are. ``buried``: you were declared dead; come back under a new incarnation."""
+    """Coordinator → process, outside the order: not as you are.
 
+    ``buried``: ``incarnation`` was declared dead; come back under a new one.
+    """
+
+    incarnation: Name
     reason: str
     buried: bool = False
 

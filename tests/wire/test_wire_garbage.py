@@ -1,0 +1,141 @@
+"""Whatever comes out of a socket: a frame, or a ProtocolError, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_samples import SAMPLES
+
+from stage_runtime.errors import ProtocolError, ValueRefused
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import (
+    FRAME_LIMIT,
+    ID_LIMIT,
+    NAME_LIMIT,
+    PROTOCOL,
+    AdminReply,
+    Complete,
+    Failure,
+    Frame,
+)
+
+FRAMES = [codec.encode(Frame(PROTOCOL, "sender", "receiver", 11, 10, 9, 8, message)) for message, _ in SAMPLES]
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text() | st.integers(0, 9), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+def decoded(data: bytes) -> Frame | None:
+    """The frame, or None where the codec refuses; anything else it raises fails the test."""
+    try:
+        return codec.decode(data)
+    except ProtocolError:
+        return None
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_a_protocol_error(data: bytes) -> None:
+    assert decoded(data) is None or data[:1] == b"\x98"  # an array of eight, and even then rarely
+
+
+@given(PLAIN)
+def test_any_other_messagepack_is_a_protocol_error(value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(msgpack.packb(value))
+
+
+@given(st.lists(PLAIN, max_size=9))
+def test_a_frame_of_the_wrong_things_is_a_protocol_error(fields: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(msgpack.packb([PROTOCOL, *fields]))
+
+
+@given(st.sampled_from(FRAMES), st.data())
+def test_a_truncated_frame_is_a_protocol_error(frame: bytes, data: st.DataObject) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(frame[: data.draw(st.integers(0, len(frame) - 1))])
+
+
+@given(st.sampled_from(FRAMES), st.binary(min_size=1, max_size=8))
+def test_bytes_after_a_frame_are_a_protocol_error(frame: bytes, more: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(frame + more)
+
+
+@given(st.sampled_from(FRAMES), st.data())
+def test_a_changed_byte_gives_a_frame_or_a_protocol_error(frame: bytes, data: st.DataObject) -> None:
+    changed = bytearray(frame)
+    changed[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    decoded(bytes(changed))
+
+
+@pytest.mark.parametrize("depth", [100, 10_000, 100_000])
+def test_deep_nesting_is_a_protocol_error(depth: int) -> None:
+    for opening in (b"\x91", b"\x81\xa1a"):
+        admin = b"\x95\x2b\xa1c\xa1s\xa1o\x81\xa1a"  # Admin, whose arguments may hold anything
+        nested = b"\x98\x01\xa1a\xa1b\x01\x00\x01\x00" + admin + opening * depth + b"\xc0"
+        if depth == 100:
+            assert decoded(nested) is not None  # so it is the depth that is refused below
+            continue
+        with pytest.raises(ProtocolError):
+            codec.decode(nested)
+
+
+@pytest.mark.parametrize("key", [b"\x80", b"\x90", b"\xd4\x05\x00"], ids=["map", "array", "extension"])
+def test_impossible_map_keys_are_a_protocol_error(key: bytes) -> None:
+    admin = b"\x95\x2b\xa1c\xa1s\xa1o\x81\xa1a\x81" + key + b"\x01"
+    decoded(b"\x98\x01\xa1a\xa1b\x01\x00\x01\x00" + admin)
+
+
+def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ProtocolError, match=f"over {FRAME_LIMIT}"):
+        codec.decode(b"\x00" * (FRAME_LIMIT + 1))
+
+
+def test_an_oversized_frame_is_not_said() -> None:
+    """libzmq drops the connection that brings one, so its sender would say it for ever."""
+    failure = Failure("stage_failed", "x" * FRAME_LIMIT)
+    with pytest.raises(ValueRefused, match=r"Complete: a control message of .* bytes, over"):
+        codec.encode(Frame(PROTOCOL, "a", "b", 1, 0, 1, 0, Complete("r", 1, "s", failure=failure)))
+
+
+@pytest.mark.parametrize("version", [0, 2, 99, -1])
+def test_another_protocol_is_named(version: int) -> None:
+    same_shape = msgpack.packb([version, "a", "b", 1, 0, 1, 0, [24]])
+    other_shape = msgpack.packb([version, {"sender": "a"}])
+    for said in (same_shape, other_shape):
+        with pytest.raises(ProtocolError, match=f"protocol {version}, not {PROTOCOL}"):
+            codec.decode(said)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [1, "a" * (NAME_LIMIT + 1), "b", 1, 0, 1, 0, [24]],
+        [1, "a", "b", -1, 0, 1, 0, [24]],
+        [1, "a", "b", 1, 0, -1, 0, [24]],
+        [1, "a", "b", 1, 0, 1, 0, [99]],
+        [1, "a", "b", 1, 0, 1, 0, []],
+        [1, "a", "b", 1, 0, 1, 0, [60, True, "more"]],
+        [1, "a", "b", 1, 0, 1, 0, [24], "more"],
+        [1, "a", "b", 1, 0, 1, 0, [8, "", 1, "s"]],
+        [1, "a", "b", 1, 0, 1, 0, [8, "r" * (ID_LIMIT + 1), 1, "s"]],
+        [1, "a", "b", 1, 0, 1, 0, [8, "r", 1.5, "s"]],
+        [True, "a", "b", 1, 0, 1, 0, [24]],
+    ],
+)
+def test_a_field_out_of_bounds_is_a_protocol_error(fields: list[Any]) -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("value", [object(), "\udcff", 2**64], ids=["object", "surrogate", "too large"])
+def test_what_messagepack_cannot_say_is_refused_at_the_sender(value: Any) -> None:
+    with pytest.raises(ValueRefused, match="AdminReply"):
+        codec.encode(Frame(PROTOCOL, "a", "b", 1, 0, 1, 0, AdminReply("c", "s", 0, value)))

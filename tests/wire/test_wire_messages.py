@@ -1,0 +1,60 @@
+"""The wire as others see it: every message read back, and read by an independent decoder."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgpack
+import pytest
+from wire_samples import SAMPLES
+
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import PROTOCOL, Frame, Message, Ready, Said
+
+
+def framed(message: Message) -> Frame:
+    return Frame(PROTOCOL, "sender", "receiver", 11, 10, 9, 8, message)
+
+
+def name(sample: object) -> str:
+    return type(sample).__name__ if isinstance(sample, Said) else ""
+
+
+@pytest.mark.parametrize(("message", "_plain"), SAMPLES, ids=name)
+def test_every_message_comes_back_as_it_was_said(message: Message, _plain: list[object]) -> None:
+    frame = framed(message)
+    assert codec.decode(codec.encode(frame)) == frame
+
+
+@pytest.mark.parametrize(("message", "plain"), SAMPLES, ids=name)
+def test_msgpack_reads_every_message_field_by_field(message: Message, plain: list[object]) -> None:
+    seen = msgpack.unpackb(codec.encode(framed(message)))
+    assert seen == [1, "sender", "receiver", 11, 10, 9, 8, plain]
+
+
+@pytest.mark.parametrize(("message", "plain"), SAMPLES, ids=name)
+def test_what_msgpack_writes_is_understood(message: Message, plain: list[object]) -> None:
+    said = msgpack.packb([1, "sender", "receiver", 11, 10, 9, 8, plain])
+    assert codec.decode(said) == framed(message)
+
+
+def test_the_table_has_every_message_there_is_once() -> None:
+    assert sorted(type(message).__name__ for message, _ in SAMPLES) == sorted(
+        kind.__name__ for kind in get_args(Message)
+    )
+
+
+def test_every_sample_says_every_field_of_its_type() -> None:
+    for message, plain in SAMPLES:
+        assert len(plain) == 1 + len(message.__struct_fields__), type(message).__name__
+
+
+def test_no_two_messages_share_a_tag() -> None:
+    tags = [plain[0] for _, plain in SAMPLES]
+    assert len(set(tags)) == len(tags)
+
+
+def test_trailing_fields_that_a_peer_leaves_out_have_their_defaults() -> None:
+    said = msgpack.packb([1, "sender", "receiver", 11, 10, 9, 8, [60]])
+    assert codec.decode(said).message.gap is False  # type: ignore[union-attr]
+    assert codec.decode(msgpack.packb([1, "a", "", 1, 0, 0, 0, [24]])) == Frame(1, "a", "", 1, 0, 0, 0, Ready())

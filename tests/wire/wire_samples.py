@@ -1,0 +1,95 @@
+"""One message of every type, and how any MessagePack reader sees it: the table that holds the wire stable.
+
+All fields differ from each other and from their defaults, so two fields that swap places change the table. A change
+here is a change of the protocol: raise `PROTOCOL` with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from stage_runtime.wire.messages import (
+    Abort,
+    Ack,
+    Admin,
+    AdminReply,
+    Beat,
+    Body,
+    Complete,
+    Consumed,
+    DataReady,
+    Ended,
+    Failure,
+    Goodbye,
+    HandBack,
+    Header,
+    Hello,
+    Member,
+    Members,
+    Message,
+    ProfilerStart,
+    ProfilerStop,
+    RankFailed,
+    RankHello,
+    RankWork,
+    Ready,
+    Refused,
+    Release,
+    Shutdown,
+    Stream,
+    Submit,
+    Timing,
+    Unbound,
+    Welcome,
+)
+from stage_runtime.wire.tensorrefs import TensorRef
+
+HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01")
+BODY: Final = Body(
+    b"\x80", (TensorRef("payload.data['h']", (2, 3), "float32", 64, 24, "numpy"),), b"in", b"shm:x", pressed=True
+)
+FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voice")
+TIMING: Final = Timing("thinker", 120, 3400)
+MEMBER: Final = Member("aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True)
+
+_HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01"]
+_BODY: Final = [b"\x80", [["payload.data['h']", [2, 3], "float32", 64, 24, "numpy"]], b"in", b"shm:x", True]
+_FAILURE: Final = ["stage_failed", "ValueError: no", "talker", "run", "voice"]
+_TIMING: Final = ["thinker", 120, 3400]
+_MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True]
+
+#: (the message, what `msgpack` reads: the tag, then the fields in order)
+SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
+    (Submit(HEADER, "thinker", BODY), [1, _HEADER, "thinker", _BODY]),
+    (
+        DataReady(HEADER, "thinker", "talker", BODY, 7, True, FAILURE, "audio", (TIMING,)),
+        [2, _HEADER, "thinker", "talker", _BODY, 7, True, _FAILURE, "audio", [_TIMING]],
+    ),
+    (Stream("r1", 2, "talker", 7, BODY, "audio"), [3, "r1", 2, "talker", 7, _BODY, "audio"]),
+    (
+        Complete("r1", 2, "talker", BODY, 7, FAILURE, (TIMING,)),
+        [4, "r1", 2, "talker", _BODY, 7, _FAILURE, [_TIMING]],
+    ),
+    (Abort("r1", 2, "c0ffee", "cancelled"), [5, "r1", 2, "c0ffee", "cancelled"]),
+    (Release((3, 4)), [6, [3, 4]]),
+    (Consumed("r1", 2, "c0ffee", "thinker", "talker", 64), [7, "r1", 2, "c0ffee", "thinker", "talker", 64]),
+    (HandBack("r1", 2, "talker"), [8, "r1", 2, "talker"]),
+    (Ended((("r1", 2), ("r2", 1))), [9, [["r1", 2], ["r2", 1]]]),
+    (Hello(MEMBER, "1:ef01", "hello", "tcp://c:1"), [20, _MEMBER, "1:ef01", "hello", "tcp://c:1"]),
+    (Welcome("tcp://c:2", MEMBER, "tcp://c:1", (MEMBER,)), [21, "tcp://c:2", _MEMBER, "tcp://c:1", [_MEMBER]]),
+    (Refused("aa", "declared dead", True), [22, "aa", "declared dead", True]),
+    (Members((MEMBER,), ("bb",)), [23, [_MEMBER], ["bb"]]),
+    (Ready(), [24]),
+    (Beat({"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}), [25, {"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}]),
+    (Goodbye("SIGTERM"), [26, "SIGTERM"]),
+    (Unbound(), [27]),
+    (Shutdown("roll", 5000), [40, "roll", 5000]),
+    (ProfilerStart("run1", "/events", "/t/%p", {"deep": 1}), [41, "run1", "/events", "/t/%p", {"deep": 1}]),
+    (ProfilerStop("run1"), [42, "run1"]),
+    (Admin("call", "talker", "flush", {"all": True}), [43, "call", "talker", "flush", {"all": True}]),
+    (AdminReply("call", "talker", 1, ["ok"], "no"), [44, "call", "talker", 1, ["ok"], "no"]),
+    (Ack(True), [60, True]),
+    (RankHello(1, "ipc:///b", {"shm": {}}, "ipc:///c", True), [70, 1, "ipc:///b", {"shm": {}}, "ipc:///c", True]),
+    (RankWork(5, "start", "r1", BODY), [71, 5, "start", "r1", _BODY]),
+    (RankFailed(1, "r1", "ValueError"), [72, 1, "r1", "ValueError"]),
+]
