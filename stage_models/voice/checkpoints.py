@@ -21,6 +21,8 @@ from typing import Any
 LAYOUT = 1
 
 Say = Callable[[str], None]
+#: (what to convert, the empty folder to fill, whom to tell)
+Convert = Callable[[Path, Path, Say], None]
 
 
 class MissingWeights(RuntimeError):
@@ -58,19 +60,24 @@ def cache_root() -> Path:
 
 
 def from_gguf(gguf: Path, *, say: Say, root: Path | None = None) -> Path:
-    """A transformers checkpoint directory made of ``gguf``: kept from an earlier time, or made now (about 20 s).
+    """A transformers checkpoint directory made of ``gguf``: kept from an earlier time, or made now (about 20 s)."""
+    return kept(gguf, key=_fingerprint(gguf), convert=_convert, say=say, root=root)
 
-    say: is told how it goes. Raises: OSError: the cache cannot be written.
+
+def kept(source: Path, *, key: str, convert: Convert, say: Say, root: Path | None = None) -> Path:
+    """The folder that ``convert`` made of ``source``, made now unless it is there under ``key``.
+
+    say: is told how it goes. Raises: OSError: the cache cannot be written; whatever ``convert`` raises.
     """
     folder = (root or cache_root()) / "checkpoints"
-    kept = folder / f"{gguf.stem}-{_fingerprint(gguf)}"
-    if kept.is_dir():
-        return kept
+    place = folder / f"{source.stem}-{key}"
+    if place.is_dir():
+        return place
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f"{kept.name}.lock", say):
-        if not kept.is_dir():  # another process may have made it while this one waited
-            _convert_into(gguf, kept, say)
-    return kept
+    with _lock(folder / f"{place.name}.lock", say):
+        if not place.is_dir():  # another process may have made it while this one waited
+            _make(source, place, convert, say)
+    return place
 
 
 def _fingerprint(gguf: Path) -> str:
@@ -97,13 +104,13 @@ def _lock(path: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _convert_into(gguf: Path, kept: Path, say: Say) -> None:
-    """Make the checkpoint beside its place and move it there whole."""
-    made = Path(tempfile.mkdtemp(prefix=f".{kept.name}.", dir=kept.parent))
+def _make(source: Path, place: Path, convert: Convert, say: Say) -> None:
+    """Make the folder beside its place and move it there whole."""
+    made = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
-        _convert(gguf, made, say)
+        convert(source, made, say)
         made.chmod(0o755)  # mkdtemp's 0700 would hide it from other users of a shared cache
-        made.rename(kept)
+        made.rename(place)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from stage_models.voice.conversation import Fact, Turn
 
 INSTRUCTION = "You are a helpful assistant. Answer in one short sentence."
-GROUNDED = "You are a helpful assistant. Answer in one short sentence, with the facts you are given."
+GROUNDED = f"{INSTRUCTION} Repeat the fact that answers the question."
 
 
 def build(turns: Sequence[Turn], facts: Sequence[Fact], *, max_turns: int) -> list[Turn]:

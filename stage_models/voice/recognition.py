@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ class Recogniser:
     def __init__(self, model: Path, *, threads: int) -> None:
         from faster_whisper import WhisperModel
 
+        logging.getLogger("faster_whisper").setLevel(logging.WARNING)  # it tells of every request it gets
         self._model: Any = WhisperModel(
             str(model), device="cpu", compute_type="int8", cpu_threads=threads, num_workers=1, local_files_only=True
         )

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from stage_models.voice import checkpoints
+
+
+def test_weights_are_named_by_path_or_by_package(tmp_path: Path) -> None:
+    file = tmp_path / "model.onnx"
+    file.touch()
+    assert checkpoints.locate(str(file)) == file
+    assert checkpoints.locate("stage_models.voice:audio.py") == Path(checkpoints.__file__).with_name("audio.py")
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [
+        ("/no/such/file", "'/no/such/file' does not exist"),
+        ("no_such_package:model", "'no_such_package' is not installed"),
+        ("stage_models.voice:gone.bin", "holds no 'gone.bin'"),
+    ],
+)
+def test_missing_weights_are_named(where: str, problem: str) -> None:
+    with pytest.raises(checkpoints.MissingWeights, match=problem):
+        checkpoints.locate(where)
+
+
+def test_the_cache_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.delenv("OMNI_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert checkpoints.cache_root() == Path("/home/ada/.cache/omnipipeline")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert checkpoints.cache_root() == Path("/var/cache/omnipipeline")
+    monkeypatch.setenv("OMNI_CACHE", "/big/disk")
+    assert checkpoints.cache_root() == Path("/big/disk")
+
+
+def slow_copy(source: Path, made: Path, say: checkpoints.Say) -> None:
+    """A conversion that leaves half a result lying about for a while."""
+    import time
+
+    (made / "half").write_text("")
+    time.sleep(0.3)  # stands for the 20 s in which others may come: the point of this test
+    (made / "model").write_bytes(source.read_bytes())
+    with (source.parent / "made").open("a") as log:
+        log.write("once\n")
+
+
+def want_it(source: Path, root: Path, found: multiprocessing.Queue[tuple[str, list[str]]]) -> None:
+    said: list[str] = []
+    made = checkpoints.kept(source, key="k", convert=slow_copy, say=said.append, root=root)
+    found.put(((made / "model").read_text(), said))
+
+
+def test_two_processes_that_want_it_at_once_make_it_once(tmp_path: Path) -> None:
+    source = tmp_path / "weights.gguf"
+    source.write_text("weights")
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    both = [context.Process(target=want_it, args=(source, tmp_path / "cache", found)) for _ in range(2)]
+    for process in both:
+        process.start()
+    answers = [found.get(timeout=30) for _ in both]
+    for process in both:
+        process.join(timeout=30)
+    assert [text for text, _ in answers] == ["weights", "weights"]
+    assert (tmp_path / "made").read_text() == "once\n"
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> None:
+    source = tmp_path / "weights.gguf"
+    source.write_text("weights")
+
+    def fail(source: Path, made: Path, say: checkpoints.Say) -> None:
+        (made / "half").write_text("")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.kept(source, key="k", convert=fail, say=print, root=tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["weights-k.lock"]
+    made = checkpoints.kept(source, key="k", convert=slow_copy, say=print, root=tmp_path)
+    assert (made / "model").read_text() == "weights"
