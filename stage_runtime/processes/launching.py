@@ -82,18 +82,15 @@ def stage_instance(launch: StageLaunch) -> InstanceSpec:
     )
 
 
-def coordinator_instance(environment: Mapping[str, str], told: Mapping[str, str]) -> InstanceSpec:
-    """The coordinator; ``told`` are its own variables."""
-    command = Command(
-        name=COORDINATOR, argv=_argv("coordinator", COORDINATOR), env={**environment, **told}, awaits=_SERVING
-    )
+def coordinator_instance(environment: Mapping[str, str], told: Callable[[], Mapping[str, str]]) -> InstanceSpec:
+    """The coordinator; ``told`` gives its own variables for each life."""
+
+    def commands() -> list[Command]:
+        env = {**environment, **told()}
+        return [Command(name=COORDINATOR, argv=_argv("coordinator", COORDINATOR), env=env, awaits=_SERVING)]
+
     return InstanceSpec(
-        name=COORDINATOR,
-        group=COORDINATOR,
-        replica=0,
-        stages=(),
-        processes=(COORDINATOR,),
-        commands=lambda: (command,),
+        name=COORDINATOR, group=COORDINATOR, replica=0, stages=(), processes=(COORDINATOR,), commands=commands
     )
 
 

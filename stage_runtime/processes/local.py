@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http.client
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,11 +24,12 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.plan import GroupPlan, PipelinePlan, UnitPlan
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import codefiles, launching, rundir, statuspipe
+from stage_runtime.processes import codefiles, launching, rundir
 from stage_runtime.processes.instances import Patience, ProcessView
 from stage_runtime.processes.launching import COORDINATOR, StageLaunch
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
 
+ADMISSION_POLL_S = 0.02
 STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` says otherwise
 
 
@@ -62,7 +67,9 @@ class LocalPipeline:
             self.plan = planning.without_gpus(self.plan)
         self._environ = os.environ if environ is None else environ
         self._path = () if folder is None else (folder,)
-        self._supervisor = Supervisor(on_change=on_change or _ignore, on_line=on_line or _drop)
+        self._supervisor = Supervisor(on_change=self._changed, on_line=on_line or _drop)
+        self._on_change = on_change or _ignore
+        self._url: str | None = None
         self._dir: rundir.RunDir | None = None
         self._changing = asyncio.Lock()
         self._common: dict[str, str] = {}
@@ -70,12 +77,9 @@ class LocalPipeline:
     @property
     def url(self) -> str:
         """Where the coordinator answers."""
-        for instance in self._supervisor.instances(COORDINATOR):
-            for child in instance.children:
-                for event in child.said:
-                    if isinstance(event, statuspipe.Serving):
-                        return event.url
-        raise RuntimeError("the pipeline is not up")
+        if self._url is None:
+            raise RuntimeError("the pipeline is not up")
+        return self._url
 
     @property
     def folder(self) -> Path:
@@ -115,15 +119,20 @@ class LocalPipeline:
         self._dir = rundir.RunDir(base)
         try:
             self._launch()
-            await self._supervisor.started()
+            await self.ready()
+            self._supervisor.settle()
             self._dir.publish({"pipeline": self.plan.pipeline, "pid": os.getpid(), "url": self.url})
         except BaseException:
             await self.abandon()
             raise
 
     async def ready(self) -> None:
-        """Wait until every process is ready (again)."""
+        """Wait until every process is ready (again), and the coordinator knows it.
+
+        Raises: StartupFailed: one never will be.
+        """
         await self._supervisor.started()
+        await self._admitted()
 
     def ask_to_stop(self) -> None:
         """Begin to drain; a second time: cut it short."""
@@ -156,7 +165,7 @@ class LocalPipeline:
             there = self._supervisor.instances(group)
             for _ in range(replicas - len(there)):
                 self._add_replica(unit, plan)
-            await self._supervisor.started([one.spec.name for one in self._supervisor.instances(group)])
+            await self.ready()
             leaving = [one.spec.name for one in there[replicas:]]
             await asyncio.gather(*(self._supervisor.stop(name) for name in leaving))
 
@@ -170,11 +179,31 @@ class LocalPipeline:
         async with self._changing:
             for old in self._supervisor.instances(group):
                 if not unit.gpu_ids:
-                    await self._supervisor.started([self._add_replica(unit, plan)])
+                    self._add_replica(unit, plan)
+                    await self.ready()
                     await self._supervisor.stop(old.spec.name)
                 else:
                     await self._supervisor.stop(old.spec.name)
-                    await self._supervisor.started([self._add_replica(unit, plan, old.spec.replica)])
+                    self._add_replica(unit, plan, old.spec.replica)
+                    await self.ready()
+
+    def _changed(self, view: ProcessView) -> None:
+        if view.process == COORDINATOR and view.state == "ready":
+            self._url = view.message
+        self._on_change(view)
+
+    async def _admitted(self) -> None:
+        """Wait until the coordinator gives work to every instance that says it is ready: a few milliseconds."""
+        wanted = Counter(one.spec.group for one in self._supervisor.instances() if one.spec.group != COORDINATOR)
+        while wanted - await self._known_ready():
+            await asyncio.sleep(ADMISSION_POLL_S)
+            # An instance that has died meanwhile is not waited for here, but by its own readiness.
+            await self._supervisor.started()
+
+    async def _known_ready(self) -> Counter[str]:
+        status = await asyncio.to_thread(_status, self.url)
+        instances = status.get("instances", [])
+        return Counter(one["group"] for one in instances if one["ready"] and not one["draining"])
 
     def _launch(self) -> None:
         assert self._dir is not None
@@ -203,9 +232,9 @@ class LocalPipeline:
             "OMNI_LISTEN": self._dir.endpoint("coordinator.sock"),
             "OMNI_PUBLISH": self._dir.endpoint("publisher.sock"),
             "OMNI_HTTP_HOST": self.options.host,
-            "OMNI_HTTP_PORT": str(self._port()),
         }
-        spec = launching.coordinator_instance({**self._common, "CUDA_VISIBLE_DEVICES": ""}, told)
+        common = {**self._common, "CUDA_VISIBLE_DEVICES": ""}
+        spec = launching.coordinator_instance(common, lambda: {**told, "OMNI_HTTP_PORT": str(self._port())})
         self._supervisor.add(spec, Patience(startup_s=self.options.startup_s, grace_s=plan.drain_timeout_s))
 
     def _add_replica(self, unit: UnitPlan, group: GroupPlan, replica: int | None = None) -> str:
@@ -241,6 +270,9 @@ class LocalPipeline:
         return groups[group]
 
     def _port(self) -> int:
+        """The one to bind; a coordinator that is started again stays at the one it had."""
+        if self._url is not None:
+            return urlsplit(self._url).port or 80
         return self.plan.coordinator.http_port if self.options.port is None else self.options.port
 
     def _sockets(self) -> dict[str, str]:
@@ -282,6 +314,19 @@ def _check_port(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigurationError(f"port {port} of {host} is taken: choose another with --port") from error
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _status(url: str) -> dict[str, Any]:
+    """The coordinator's `/status`; empty when it does not answer now."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=5)
+    try:
+        connection.request("GET", "/status")
+        return msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any])
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError):
+        return {}
+    finally:
+        connection.close()
 
 
 def _ignore(_view: ProcessView) -> None:

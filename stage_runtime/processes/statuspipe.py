@@ -14,7 +14,9 @@ import traceback as tracebacks
 import msgspec
 
 MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always say why, even when nobody reads
-_lock = threading.Lock()  # several loader threads report; a line longer than PIPE_BUF is not atomic by itself
+# Several loader threads report, and a line longer than PIPE_BUF is not atomic by itself. Reentrant, because a signal's
+# handler may report while the thread it interrupts does.
+_lock = threading.RLock()
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower, omit_defaults=True):

@@ -7,7 +7,7 @@ life (`instances`), where anybody reads about it (`pod`, `local`). Called by tho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from stage_runtime.processes.instances import Instance, InstanceSpec, Patience, ProcessView, StartupFailed
 
@@ -46,15 +46,12 @@ class Supervisor:
         """Every process there is, in the order of starting."""
         return [view for instance in self._instances.values() for view in instance.views()]
 
-    async def started(self, names: Iterable[str] | None = None) -> None:
-        """Wait until the named instances (or all) are ready; from then on deaths are forgiven.
+    async def started(self) -> None:
+        """Wait until every instance that is there is ready.
 
         Raises: StartupFailed: one never will be.
         """
-        wanted = list(self._instances if names is None else names)
-        await self.until(lambda: all(self._ready(name) for name in wanted))
-        if names is None:
-            self.settle()
+        await self.until(lambda: all(instance.ready for instance in self._instances.values()))
 
     def settle(self) -> None:
         """Forgive deaths from now on."""
@@ -95,10 +92,6 @@ class Supervisor:
         for task in self._tasks.values():
             task.cancel()
         await self.gone()
-
-    def _ready(self, name: str) -> bool:
-        instance = self._instances.get(name)
-        return instance is not None and instance.ready
 
     def _forget(self, name: str) -> None:
         instance = self._instances.pop(name, None)

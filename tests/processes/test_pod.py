@@ -126,7 +126,10 @@ def test_a_pod_is_alive_at_once_ready_when_registered_and_drains_on_sigterm(tmp_
         assert reply.text.startswith("echo: ")
         with coordinator(tmp_path, ports):
             eventually(lambda: answers(ports, "/readyz", 200))
+            # The pod knows that it is ready a moment before the coordinator does.
+            eventually(lambda: httpx.get(f"http://127.0.0.1:{ports.http}/readyz").status_code == 200)
             answer = httpx.post(f"http://127.0.0.1:{ports.http}/v1/pipeline", json={"inputs": "hi"}, timeout=20)
+            assert answer.status_code == 200, answer.text
             assert answer.json()["results"] == {"echo": {"echo": "hi"}}
             (view,) = json.loads(httpx.get(f"http://127.0.0.1:{ports.probe}/status").text)["processes"]
             assert (view["process"], view["state"]) == ("echo", "ready")

@@ -73,3 +73,12 @@ def test_reporting_without_a_pipe_is_no_error() -> None:
 @pytest.mark.parametrize("line", [b"hello", b"{}", b'{"event":"nonsense"}', b'{"event":"serving"}', b"\xff\x00"])
 def test_a_line_of_somebody_else_is_dropped(line: bytes) -> None:
     assert statuspipe.parse(line) is None
+
+
+def test_a_signal_handler_may_report_while_its_thread_reports() -> None:
+    reader, writer = os.pipe()
+    with statuspipe._lock:  # where the signal finds the thread
+        statuspipe.report(writer, statuspipe.Draining())
+    os.close(writer)
+    with open(reader, "rb") as lines:
+        assert statuspipe.parse(lines.readline()) == statuspipe.Draining()

@@ -67,6 +67,12 @@ async def supervised() -> AsyncIterator[Watched]:
         await supervisor.close()
 
 
+async def up(supervisor: Supervisor) -> None:
+    """All started, and from now on deaths are forgiven."""
+    await supervisor.started()
+    supervisor.settle()
+
+
 async def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> None:
     end = time.monotonic() + within_s
     while not holds():
@@ -81,13 +87,13 @@ def gone(pid: int) -> bool:
 async def test_a_process_that_was_ready_and_is_killed_runs_again_within_a_second() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "ready", "sleep"), PATIENCE)
-        await supervisor.started()
+        await up(supervisor)
         (first,) = supervisor.pids()
         died = time.monotonic()
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: supervisor.pids() not in ([], [first]))
         assert time.monotonic() - died < 1.0
-        await supervisor.started()
+        await up(supervisor)
         assert supervisor.views()[0].restarts == 1
         assert supervisor.failure is None
 
@@ -118,7 +124,7 @@ async def test_a_death_before_ready_without_a_word_shows_exit_and_last_output() 
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "print", "half of the weights", "kill"), PATIENCE)
         with pytest.raises(StartupFailed, match="killed by SIGKILL") as caught:
-            await supervisor.started()
+            await up(supervisor)
     assert caught.value.tail == ("half of the weights",)
     assert str(caught.value).endswith(": half of the weights")
 
@@ -130,7 +136,7 @@ async def test_closing_after_a_failed_start_ends_the_siblings() -> None:
         (sibling,) = supervisor.pids()
         supervisor.add(instance("voice", "fail"), PATIENCE)
         with pytest.raises(StartupFailed):
-            await supervisor.started()
+            await up(supervisor)
         assert not gone(sibling)
     assert gone(sibling)
 
@@ -140,21 +146,21 @@ async def test_a_ready_sibling_that_dies_while_others_load_fails_the_start() -> 
         supervisor.add(instance("slow", "loading", "sleep"), PATIENCE)
         supervisor.add(instance("front", "ready", "nap", "0.2", "exit", "7"), PATIENCE)
         with pytest.raises(StartupFailed, match=r"front: .*exit code 7"):
-            await supervisor.started()
+            await up(supervisor)
 
 
 async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "trace", "loading", "sleep"), Patience(startup_s=2, grace_s=5))
         with pytest.raises(StartupFailed, match=r"no progress for \d+ s while starting \(s: weights 1/2\)") as caught:
-            await supervisor.started()
+            await up(supervisor)
     assert "acting_child.py" in caught.value.explanation()
 
 
 async def test_a_loader_that_computes_in_silence_is_left_alone() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "spin", "4", "ready", "sleep"), Patience(startup_s=2, grace_s=5))
-        await supervisor.started()
+        await up(supervisor)
 
 
 async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() -> None:
@@ -162,11 +168,11 @@ async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() ->
         both = ("ready", "sleep")
         supervisor.add(ranks("talker", both, both), PATIENCE)
         supervisor.add(instance("front", *both), PATIENCE)
-        await supervisor.started()
+        await up(supervisor)
         *before, front = supervisor.pids()
         os.kill(before[1], signal.SIGKILL)
         await eventually(lambda: len(supervisor.pids()) == 3 and not set(before) & set(supervisor.pids()))
-        await supervisor.started()
+        await up(supervisor)
         assert all(gone(pid) for pid in before)
         assert supervisor.pids()[2] == front
 
@@ -174,7 +180,7 @@ async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() ->
 async def test_sigterm_lets_a_process_drain_and_the_rest_wait_for_it() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "polite", "ready", "sleep"), PATIENCE)
-        await supervisor.started()
+        await up(supervisor)
         supervisor.ask_all_to_stop()
         await supervisor.gone()
         assert ("voice", "drained") in supervisor.lines
@@ -185,7 +191,7 @@ async def test_sigterm_lets_a_process_drain_and_the_rest_wait_for_it() -> None:
 async def test_a_process_deaf_to_sigterm_is_killed_when_its_grace_is_over() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "deaf", "ready", "sleep"), Patience(startup_s=30, grace_s=0.5))
-        await supervisor.started()
+        await up(supervisor)
         (pid,) = supervisor.pids()
         await supervisor.stop("voice")
         assert gone(pid)
@@ -195,7 +201,7 @@ async def test_a_process_deaf_to_sigterm_is_killed_when_its_grace_is_over() -> N
 async def test_a_second_request_to_stop_cuts_the_grace_short() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "deaf", "ready", "sleep"), Patience(startup_s=30, grace_s=60))
-        await supervisor.started()
+        await up(supervisor)
         supervisor.ask_all_to_stop()
         supervisor.ask_all_to_stop()
         await asyncio.wait_for(supervisor.gone(), 10)
@@ -205,7 +211,7 @@ async def test_what_a_dead_child_had_started_is_ended_with_it(tmp_path: Path) ->
     noted = tmp_path / "pid"
     async with supervised() as supervisor:
         one = supervisor.add(instance("voice", "spawn", str(noted), "ready", "sleep"), PATIENCE)
-        await supervisor.started()
+        await up(supervisor)
         grandchild = int(noted.read_text())
         assert not gone(grandchild)
         os.kill(one.children[0].pid, signal.SIGKILL)
@@ -220,7 +226,7 @@ async def test_a_command_that_does_not_exist_is_a_failed_start() -> None:
         )
         supervisor.add(spec, PATIENCE)
         with pytest.raises(StartupFailed, match="voice"):
-            await supervisor.started()
+            await up(supervisor)
 
 
 async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tmp_path: Path) -> None:
@@ -240,7 +246,7 @@ async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tm
             ],
         )
         supervisor.add(two_lives, Patience(startup_s=30, grace_s=5, give_up_after=2))
-        await supervisor.started()
+        await up(supervisor)
         await eventually(lambda: supervisor.failure is not None)
         assert str(supervisor.failure) == "voice: ended before its time (exit code 9)"
 
