@@ -203,8 +203,12 @@ class RequestDesk:
             )
 
     def hand_back(self, sender: str, message: HandBack) -> None:
+        """A draining instance has not begun. Without another one it shall go on: draining takes what is bound."""
         ticket = self._tickets.get(message.request_id)
-        if ticket is not None:
+        if ticket is None:
+            return
+        self._roster.membership.mark(sender, draining=True)
+        if self._roster.membership.complete():
             ticket.avoid.add(sender)
             self._happen(ticket, HandedBack(message.attempt))
 

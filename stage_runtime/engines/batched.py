@@ -16,6 +16,7 @@ from stage_runtime.wire.values import StagePayload
 class BatchedEngine:
     """Takes what has come within ``max_wait_s`` of the first, up to ``max_batch``."""
 
+    ticks = 0
     takes_chunks = False
     concurrency = 1  # batches
 

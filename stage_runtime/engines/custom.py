@@ -20,6 +20,7 @@ class EngineCrashed(Exception):
 class CustomEngine:
     """Gives the author's object an inbox and an outbox that know requests by id."""
 
+    ticks = 0
     takes_chunks = True
     concurrency = 1  # loops; how many requests it takes is its own business
 

@@ -25,6 +25,7 @@ class LoopEngine:
 
     def __init__(self, concurrency: int) -> None:
         self.concurrency = concurrency
+        self.ticks = 0
         self._running: dict[Work, asyncio.Task[None]] = {}
         self._waiting: deque[tuple[Work, Callable[[], Coroutine[Any, Any, None]]]] = deque()
 
@@ -66,6 +67,7 @@ class LoopEngine:
                 signalled = True
                 loop.call_soon_threadsafe(pump)
 
+        ticking = asyncio.create_task(self._tick())
         inbox.on_arrival(wake)
         while True:
             await arrived.wait()
@@ -76,7 +78,13 @@ class LoopEngine:
                 else:
                     self.on_event(event)
             if inbox.closed and not self._running and not self._waiting:
+                ticking.cancel()
                 return
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self.ticks += 1
 
     def _begin(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(self._bounded(work, make))

@@ -23,6 +23,7 @@ class TakesNoChunks(TypeError):
 class SyncEngine:
     """``concurrency`` threads, each with one request at a time."""
 
+    ticks = 0
     takes_chunks = False
 
     def __init__(self, fn: Callable[[StagePayload], Any], concurrency: int) -> None:

@@ -9,8 +9,9 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import uvloop
@@ -48,8 +49,12 @@ def run(settings: StageSettings) -> int:
     _meet_ranks(settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if settings.tp_rank > 0:
-            return runner.run(FollowerProcess(settings).serve())
-        return runner.run(StageProcess(settings).serve())
+            return runner.run(_serve(FollowerProcess, settings))
+        return runner.run(_serve(StageProcess, settings))
+
+
+async def _serve(kind: type[FollowerProcess] | type[StageProcess], settings: StageSettings) -> int:
+    return await kind(settings).serve()
 
 
 def _meet_ranks(settings: StageSettings) -> None:
@@ -74,7 +79,9 @@ class Process:
     _over: asyncio.Future[int]
 
     def __init__(self, settings: StageSettings) -> None:
+        """To be made inside the running loop."""
         self._settings = settings
+        self._over = asyncio.get_running_loop().create_future()
         self._incarnation = Incarnation(secrets.token_hex(8))
         self._loaded = False
 
@@ -84,7 +91,6 @@ class Process:
         """Open both planes; ``stack`` closes them, relays first."""
         settings = self._settings
         loop = asyncio.get_running_loop()
-        self._over = loop.create_future()
         security = surroundings.security(settings.control_key)
         channels = Channels(
             handler,
@@ -94,7 +100,7 @@ class Process:
             dead_after_s=settings.plan.dead_after_s,
         )
         stack.callback(channels.close)
-        stack.push_async_callback(channels.settled, SETTLE_S)
+        stack.push_async_callback(self._settle, channels)
         self._relays = Relays(
             loop=loop,
             incarnation=self._incarnation,
@@ -107,6 +113,11 @@ class Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
         return channels
+
+    async def _settle(self, channels: Channels) -> None:
+        """What was said is heard before the sockets close; of a life that nobody listens to any more, nothing is."""
+        if self._over.done():
+            await channels.settled(SETTLE_S)
 
     def _stop(self, reason: str) -> None:
         self._finish(EXIT_DRAINED)
@@ -190,34 +201,52 @@ class StageProcess(Process):
         self._leader = Leader(settings.tp_endpoints) if settings.group.tp_size > 1 else None
 
     async def serve(self) -> int:
-        async with contextlib.AsyncExitStack() as stack:
-            self._wire(stack)
-            tasks = [asyncio.create_task(self._registration.run()), asyncio.create_task(self._beat())]
-            if self._leader is not None:
-                tasks.append(asyncio.create_task(self._greet(self._leader)))
-            for task in tasks:
-                stack.callback(task.cancel)
-            self._host.load(self._make)
-            code = await self._over
-            if code == EXIT_DRAINED and not self._host.close(THREADS_S):
-                log.warning("a stage's thread did not end; leaving it")
-        return code
-
-    # --- wiring -------------------------------------------------------------------------------------------------
-
-    def _wire(self, stack: contextlib.AsyncExitStack) -> None:
-        settings = self._settings
-        self._host = Host(
-            settings.stages(),
+        host = self._host = Host(
+            self._settings.stages(),
             incarnation=self._incarnation,
             loop=asyncio.get_running_loop(),
             on_loaded=self._all_loaded,
             on_failed=self._failed,
             on_shutdown=self._stop,
             on_unbound=self._unbound.add,
-            watch=Watch() if settings.debug_values else None,
+            on_buried=lambda: self._buried.set(),
+            watch=Watch() if self._settings.debug_values else None,
             leader=self._leader,
         )
+        watchdog = asyncio.create_task(self._watch_progress())
+        await self._life(first=True)
+        while not self._over.done():
+            self._incarnation = Incarnation(secrets.token_hex(8))
+            log.warning("declared dead by a coordinator: going on as %s", self._incarnation)
+            host.reborn(self._incarnation)
+            await self._life(first=False)
+        watchdog.cancel()
+        if self._over.result() == EXIT_DRAINED and not host.close(THREADS_S):
+            log.warning("a stage's thread did not end; leaving it")
+        return self._over.result()
+
+    async def _life(self, *, first: bool) -> None:
+        """One incarnation, until the end or until it is buried. The stages and their engines outlive it."""
+        self._buried = asyncio.Event()
+        buried = asyncio.ensure_future(self._buried.wait())
+        async with contextlib.AsyncExitStack() as stack:
+            self._wire(stack)
+            tasks = [asyncio.create_task(self._registration.run()), asyncio.create_task(self._beat())]
+            if self._leader is not None:
+                tasks.append(asyncio.create_task(self._greet(self._leader)))
+            if first:
+                self._host.load(self._make)
+            elif self._loaded:
+                self._host.announce_ready()
+            ends: list[asyncio.Future[Any]] = [self._over, buried]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*tasks, buried):
+                task.cancel()
+
+    # --- wiring -------------------------------------------------------------------------------------------------
+
+    def _wire(self, stack: contextlib.AsyncExitStack) -> None:
+        settings = self._settings
         channels = self._listen(self._host, self._host.release, stack)
         self._registration = Registration(
             channels,
@@ -277,6 +306,21 @@ class StageProcess(Process):
         else:
             log.warning("not drained within %.0f s", self._settings.plan.drain_timeout_s)
         self._finish(EXIT_DRAINED)
+
+    async def _watch_progress(self) -> None:
+        """End a process whose loop makes no progress though it has work: long computing is not death, this is."""
+        stuck_after_s = self._settings.plan.stuck_after_s
+        seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
+        while True:
+            await asyncio.sleep(min(stuck_after_s / 10, 5.0))
+            now = time.monotonic()
+            for name, stage in self._host.stages.items():
+                steps, since = seen.get(name, (-1, now))
+                if not self._loaded or not stage.busy or stage.steps != steps:
+                    seen[name] = (stage.steps, now)
+                elif now - since > stuck_after_s:
+                    self._failed(name, TimeoutError(f"no progress for {stuck_after_s:.0f} s with work at hand"))
+                    return
 
     async def _greet(self, leader: Leader) -> None:
         """Find the followers."""

@@ -34,6 +34,7 @@ from stage_runtime.wire.messages import (
     DataReady,
     Ended,
     Goodbye,
+    HandBack,
     Member,
     Members,
     Message,
@@ -68,6 +69,7 @@ class Host:
         on_failed: Callable[[str, BaseException], None],
         on_shutdown: Callable[[str], None],
         on_unbound: Callable[[str], None],
+        on_buried: Callable[[], None],
         watch: Watch | None = None,
         leader: Leader | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class Host:
         self._on_failed = on_failed
         self._on_shutdown = on_shutdown
         self._on_unbound = on_unbound
+        self._on_buried = on_buried
         self._watch = watch
         self._leader = leader
         self._ready = False
@@ -107,6 +110,7 @@ class Host:
             Admin: self._admin,
             ProfilerStart: self._admin_all,
             ProfilerStop: self._admin_all,
+            Refused: self._refused,
             RankHello: self._rank_hello,
             RankFailed: self._rank_failed,
         }
@@ -142,10 +146,7 @@ class Host:
             self.relays.open(sender, message.relays)
             return True
         if isinstance(message, Refused):
-            log.error("a coordinator refuses this process: %s", message.reason)
-            self.counters["refused"] += 1
-            if message.buried:
-                self._on_shutdown("buried")
+            self._refused(sender, message)
         return False
 
     def heard(self, sender: str, message: Message) -> None:
@@ -215,12 +216,27 @@ class Host:
             found[f"control_{name}"] = float(count)
         return found
 
+    def reborn(self, incarnation: str) -> None:
+        """Everything that the life before was asked for is dropped; `wire` must follow."""
+        for stage in self.stages.values():
+            stage.intake.abort_all()
+        self._fetching.close()
+        self._releases.clear()
+        self.members.clear()
+        self.incarnation = incarnation
+
     def announce_ready(self) -> None:
         self._ready = True
         for coordinator in self.registration.coordinators:
             self.say(coordinator, Ready())
 
     def goodbye(self, reason: str) -> None:
+        """Bind nothing new to us; and what has not begun here may go to another instance, if there is one."""
+        for stage in self.stages.values():
+            if stage.plan.entry:
+                for work in stage.intake.works():
+                    if work.began_at is None:
+                        self.say(work.owner, HandBack(work.request_id, work.attempt, stage.plan.name))
         for coordinator in self.registration.coordinators:
             self.say(coordinator, Goodbye(reason))
 
@@ -235,6 +251,12 @@ class Host:
         ended = [stage.close(timeout_s) for stage in self.stages.values()]
         self._fetching.close()
         return all(ended)
+
+    def _refused(self, sender: str, message: Refused) -> None:
+        log.error("a coordinator refuses this process: %s", message.reason)
+        self.counters["refused"] += 1
+        if message.buried:
+            self._on_buried()
 
     # --- requests -----------------------------------------------------------------------------------------------
 

@@ -133,6 +133,11 @@ class Intake:
             self.abort(work.request_id, work.attempt)
         return len(orphans)
 
+    def abort_all(self) -> None:
+        """This process lives on under another incarnation: whoever waited for the old one does no more."""
+        for work in self.works():
+            self.abort(work.request_id, work.attempt)
+
     def forget(self, work: RequestWork) -> None:
         """It is over here; late messages of it are dropped."""
         with self._lock:

@@ -59,6 +59,7 @@ class StageOutbox:
         self._hooks = hooks
         self._around = around
         self._forget = forget
+        self.given = 0  #: Results, chunks and failures that the engine has given.
 
     # --- engines.base.Outbox ------------------------------------------------------------------------------------
 
@@ -68,6 +69,7 @@ class StageOutbox:
 
     def emit(self, work: Work, chunk: Chunk) -> Gate | None:
         ours = _ours(work)
+        self.given += 1
         if ours.dead:
             return None
         for target in self._chunk_targets(chunk):
@@ -76,6 +78,7 @@ class StageOutbox:
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
         ours = _ours(work)
+        self.given += 1
         if ours.dead:
             return
         self._around.ended(self._plan.name, ours.request_id)  # before the result is handed on, which may share
@@ -95,6 +98,7 @@ class StageOutbox:
 
     def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
         ours = _ours(work)
+        self.given += 1
         if not ours.finish():
             return
         failure = failure_of(error, self._plan.name, hook)

@@ -55,6 +55,17 @@ class Stage:
         return not self._thread.is_alive()
 
     @property
+    def steps(self) -> int:
+        """Grows with everything that the engine takes or gives, and while its event loop turns: its sign of progress."""
+        engine = self.intake.engine
+        return self.inbox.taken + self.outbox.given + (engine.ticks if engine is not None else 0)
+
+    @property
+    def busy(self) -> bool:
+        """It has work at hand. What waits at a join waits for others."""
+        return len(self.inbox) > 0 or self.running > 0
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
         return sum(1 for work in self.intake.works() if work.began_at is None)
