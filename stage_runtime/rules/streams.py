@@ -40,8 +40,9 @@ class Inbound(Generic[Item]):
 
         Raises: ProtocolError: it said otherwise before, or more have come.
         """
-        if (self._total is not None and self._total != total) or total < self._next + len(self._early):
-            raise ProtocolError(f"a stream of {total} chunks, of which {self._next + len(self._early)} came")
+        least = max(self._early, default=self._next - 1) + 1  # chunk 5 is here: there are six at least
+        if (self._total is not None and self._total != total) or total < least:
+            raise ProtocolError(f"a stream of {total} chunks, of which {self._total or least} were announced")
         self._total = total
 
     @property

@@ -1,0 +1,208 @@
+"""Exactly once and in order between two ends, over a connection that loses what it likes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stage_runtime.rules.links import Incoming, Outgoing, Standing, Verdict
+
+
+class Wire:
+    """One direction of a link over a connection that may break: what is under way is lost then, as with ZeroMQ."""
+
+    def __init__(self) -> None:
+        self.outgoing = Outgoing()
+        self.incoming = Incoming(1)
+        self.under_way: deque[tuple[int, bytes]] = deque()
+        self.acks: deque[tuple[int, bool]] = deque()
+        self.delivered: list[bytes] = []
+        self.said: list[bytes] = []
+
+    def say(self) -> None:
+        seq = self.outgoing.number()
+        frame = b"%d" % seq
+        self.outgoing.keep(seq, frame)
+        self.said.append(frame)
+
+    def flush(self) -> None:
+        while (frame := self.outgoing.next()) is not None:
+            self.under_way.append((int(frame), frame))
+            self.outgoing.sent()
+
+    def hear(self) -> None:
+        if not self.under_way:
+            return
+        seq, frame = self.under_way.popleft()
+        verdict = self.incoming.accept(seq)
+        if verdict is Verdict.DELIVER:
+            self.delivered.append(frame)
+        if verdict is not Verdict.ASKED:
+            self.acks.append((self.incoming.acked(), verdict is Verdict.GAP))
+
+    def acknowledge(self) -> None:
+        if self.acks:
+            ack, gap = self.acks.popleft()
+            self.outgoing.heard(ack)
+            if gap:
+                self.outgoing.rewind()
+
+    def lose_one(self) -> None:
+        if self.under_way:
+            self.under_way.popleft()
+
+    def duplicate(self) -> None:
+        if self.under_way:
+            self.under_way.append(self.under_way[0])
+
+    def lose_ack(self) -> None:
+        if self.acks:
+            self.acks.popleft()
+
+    def reconnect(self) -> None:
+        self.under_way.clear()
+        self.outgoing.rewind()
+
+    def race(self) -> None:
+        """The connection is back and new frames go out on it before the old ones are sent again."""
+        self.under_way.clear()
+        self.say()
+        self.flush()
+        self.outgoing.rewind()
+
+
+STEPS = ["say", "say", "flush", "hear", "hear", "acknowledge", "lose_one", "duplicate", "lose_ack", "reconnect", "race"]
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(STEPS), max_size=120))
+def test_every_message_is_delivered_once_and_in_order_whatever_is_lost(steps: list[str]) -> None:
+    wire = Wire()
+    for step in steps:
+        getattr(wire, step)()
+        assert wire.delivered == wire.said[: len(wire.delivered)]
+    for _ in range(3):  # the connection holds at last; the timer sends again what nobody has heard
+        wire.outgoing.rewind()
+        wire.flush()
+        while wire.under_way:
+            wire.hear()
+        while wire.acks:
+            wire.acknowledge()
+    assert wire.delivered == wire.said
+    assert (wire.outgoing.unheard, wire.outgoing.backlog) == (0, 0)
+
+
+def test_without_acknowledgements_a_lost_frame_stays_lost() -> None:
+    """The positive control of the property above: it is the rewind that saves."""
+    wire = Wire()
+    for _ in range(3):
+        wire.say()
+    wire.flush()
+    wire.lose_one()
+    while wire.under_way:
+        wire.hear()
+    assert wire.delivered == []
+
+
+def test_a_frame_that_was_never_written_leaves_no_hole() -> None:
+    outgoing = Outgoing()
+    abandoned = outgoing.number()  # its message could not be encoded
+    assert outgoing.number() == abandoned == 1
+    outgoing.keep(1, b"one")
+    assert outgoing.number() == 2
+
+
+def test_a_gap_is_asked_for_once_until_it_is_filled() -> None:
+    incoming = Incoming(1)
+    verdicts = [incoming.accept(seq) for seq in (1, 3, 4, 5, 2, 3, 5)]
+    deliver, gap, asked = Verdict.DELIVER, Verdict.GAP, Verdict.ASKED
+    assert verdicts == [deliver, gap, asked, asked, deliver, deliver, gap]
+
+
+def test_frames_outside_the_order_are_always_delivered_and_owe_nothing() -> None:
+    incoming = Incoming(1)
+    assert [incoming.accept(0) for _ in range(3)] == [Verdict.DELIVER] * 3
+    assert (incoming.heard, incoming.owed) == (0, 0)
+
+
+@given(st.integers(0, 5), st.integers(6, 2**63))
+def test_an_ack_of_what_was_never_said_frees_nothing(said: int, ack: int) -> None:
+    outgoing = Outgoing()
+    for seq in range(1, said + 1):
+        outgoing.keep(seq, b"x")
+    assert outgoing.heard(ack) is False
+    assert outgoing.backlog == said
+
+
+def test_an_ack_may_be_for_a_frame_that_waits_to_be_sent_again() -> None:
+    outgoing = Outgoing()
+    for seq in (1, 2, 3):
+        outgoing.keep(seq, b"%d" % seq)
+        outgoing.sent()
+    outgoing.rewind()
+    assert outgoing.heard(2) is True
+    assert list(outgoing.frames()) == [b"3"]
+
+
+@pytest.mark.parametrize(
+    ("before", "session", "hears", "standing"),
+    [
+        ([], 5, 0, Standing.CURRENT),  # the first word fixes which link of theirs we hear
+        ([], 5, 2, Standing.CURRENT),
+        ([], 5, 1, Standing.LAGGING),  # they speak to the link that we had before
+        ([(5, 0)], 5, 2, Standing.CURRENT),
+        ([(5, 0)], 6, 0, Standing.RENEWED),
+        ([(5, 0)], 4, 0, Standing.OLD),
+        ([(5, 0)], 5, 1, Standing.LAGGING),
+        ([(5, 0)], 0, 0, Standing.CURRENT),  # an introduction belongs to no link
+        ([(0, 0)], 5, 0, Standing.CURRENT),
+        ([(5, 1)], 6, 0, Standing.CURRENT),  # nothing is learned from who speaks to a link that is gone
+    ],
+)
+def test_a_frame_is_placed_by_both_ends_numbers(
+    before: list[tuple[int, int]], session: int, hears: int, standing: Standing
+) -> None:
+    incoming = Incoming(2)
+    for earlier in before:
+        incoming.stand(*earlier)
+    assert incoming.stand(session, hears) is standing
+
+
+class End:
+    """One end of a pair that may give its link up at any time."""
+
+    def __init__(self) -> None:
+        self.session = 0
+        self.renew()
+
+    def renew(self) -> None:
+        self.session += 1
+        self.incoming = Incoming(self.session)
+
+
+@given(st.lists(st.sampled_from(["renew a", "renew b", "a speaks", "b speaks"]), max_size=30))
+def test_two_ends_that_gave_up_apart_come_together_again(steps: list[str]) -> None:
+    """Whatever happened, a few words later both hear each other's present link and nobody gives up any more."""
+    a, b = End(), End()
+
+    def speak(sender: End, receiver: End) -> Standing:
+        standing = receiver.incoming.stand(sender.session, sender.incoming.hears)
+        if standing is Standing.RENEWED:
+            receiver.renew()
+        return standing
+
+    for step in [*steps, *["a speaks", "b speaks"] * 4]:
+        match step:
+            case "renew a":
+                a.renew()
+            case "renew b":
+                b.renew()
+            case "a speaks":
+                speak(a, b)
+            case "b speaks":
+                speak(b, a)
+    assert [speak(a, b), speak(b, a)] == [Standing.CURRENT] * 2
+    assert (a.incoming.hears, b.incoming.hears) == (b.session, a.session)

@@ -1,0 +1,113 @@
+"""Chunks in order whatever order they come in; an end that overtakes nothing; a window that bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.errors import ProtocolError
+from stage_runtime.rules.streams import Inbound, Merge, Outbound
+
+
+@given(st.integers(0, 12).flatmap(lambda count: st.tuples(st.just(count), st.permutations(range(-1, count)))))
+def test_chunks_are_delivered_in_order_and_done_never_overtakes(case: tuple[int, list[int]]) -> None:
+    """-1 stands for the end."""
+    count, order = case
+    inbound: Inbound[int] = Inbound()
+    delivered: list[int] = []
+    for index in order:
+        assert not inbound.closed
+        if index < 0:
+            inbound.end(count)
+        else:
+            delivered += inbound.offer(index, index)
+        assert delivered == list(range(len(delivered)))
+        assert inbound.closed == (len(delivered) == count and (index < 0 or -1 in order[: order.index(index)]))
+    assert inbound.closed
+    assert delivered == list(range(count))
+    assert inbound.pending() == []
+
+
+@pytest.mark.parametrize("again", [0, 2])
+def test_a_chunk_given_twice_is_refused_delivered_or_not(again: int) -> None:
+    inbound: Inbound[str] = Inbound()
+    inbound.offer(0, "a")
+    inbound.offer(2, "c")
+    with pytest.raises(ProtocolError, match=f"chunk {again}"):
+        inbound.offer(again, "again")
+    assert inbound.offer(1, "b") == ["b", "c"]
+
+
+def test_a_chunk_after_the_announced_end_is_refused() -> None:
+    inbound: Inbound[str] = Inbound()
+    inbound.end(1)
+    with pytest.raises(ProtocolError):
+        inbound.offer(1, "b")
+    assert inbound.offer(0, "a") == ["a"]
+
+
+@pytest.mark.parametrize("total", [0, 1, 2])
+def test_an_end_before_what_has_come_is_refused(total: int) -> None:
+    inbound: Inbound[str] = Inbound()
+    inbound.offer(0, "a")
+    inbound.offer(2, "c")
+    if total < 2:
+        with pytest.raises(ProtocolError):
+            inbound.end(total)
+        assert not inbound.closed
+
+
+def test_an_end_below_a_chunk_that_waits_is_refused() -> None:
+    """Chunk 5 is here, so there are at least six: an end after two would close a stream and strand it."""
+    inbound: Inbound[str] = Inbound()
+    inbound.offer(5, "f")
+    with pytest.raises(ProtocolError):
+        inbound.end(2)
+
+
+def test_two_different_ends_are_refused_and_the_same_one_twice_is_not() -> None:
+    inbound: Inbound[str] = Inbound()
+    inbound.end(3)
+    inbound.end(3)
+    with pytest.raises(ProtocolError):
+        inbound.end(4)
+
+
+def test_chunks_that_wait_for_an_earlier_one_can_be_found_and_freed() -> None:
+    inbound: Inbound[str] = Inbound()
+    inbound.offer(1, "b")
+    inbound.offer(3, "d")
+    assert inbound.pending() == ["b", "d"]
+
+
+@given(st.integers(1, 6), st.lists(st.one_of(st.just("send"), st.integers(0, 20)), max_size=60))
+def test_a_window_is_never_more_than_full_and_lies_open_nothing(window: int, steps: list[str | int]) -> None:
+    outbound = Outbound(window)
+    taken = 0
+    for step in steps:
+        if step == "send":
+            if not outbound.full:
+                assert outbound.number() == outbound.count - 1
+        else:
+            was_full = outbound.full
+            opened = outbound.consumed(int(step))
+            taken = min(taken + int(step), outbound.count)
+            assert opened == (was_full and not outbound.full)
+        assert outbound.count - taken <= window
+        assert outbound.full == (outbound.count - taken == window)
+
+
+def test_sources_close_one_by_one_and_the_merge_with_the_last() -> None:
+    merge = Merge(("a", "b"))
+    merge.of("a").offer(0, "x")
+    merge.of("a").end(1)
+    assert merge.of("a").closed
+    assert not merge.closed
+    merge.of("b").end(0)
+    assert merge.closed
+
+
+def test_a_chunk_of_a_stage_that_does_not_stream_here_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="'ghost'"):
+        Merge(("a",)).of("ghost")
