@@ -7,6 +7,7 @@ Here both are fed and carried out. Everything runs on the coordinator's I/O thre
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -92,6 +93,7 @@ class RequestDesk:
         self._stranded: dict[str, asyncio.TimerHandle] = {}  #: Requests to bind again when somebody comes.
         self._ended: dict[str, list[tuple[str, int]]] = {}
         self._untold: dict[tuple[str, str], int] = {}  #: (request id, stage) -> chunks read, not told to its producer
+        self._attempts = itertools.count(1)  #: Across all requests: ids come again, and stages remember the dead.
         self._kept_nbytes = 0
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._started_at = time.monotonic()
@@ -271,7 +273,8 @@ class RequestDesk:
         limit_s = self._plan.request_timeout_s
         timeout_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         kept = self._kept_nbytes + extracted.nbytes <= KEPT_NBYTES
-        tracked = Tracked(request.id, terminals, retries=self._plan.retries if kept else 0)
+        retries = self._plan.retries if kept else 0
+        tracked = Tracked(request.id, terminals, retries=retries, attempt=next(self._attempts))
         ticket = Ticket(
             request,
             tracked,
@@ -374,7 +377,7 @@ class RequestDesk:
                 case Instruction.ABORT:
                     self._abort_attempt(ticket)
                 case Instruction.REBIND:
-                    ticket.tracked.attempt += 1
+                    ticket.tracked.retry(next(self._attempts))
                     self.tallies.retried += 1
                     if not self._rebind(ticket):
                         self._strand(ticket)

@@ -42,7 +42,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     state: str  #: ``running``, ``completed``, ``failed``, ``cancelled``
     age_ms: float
-    attempt: int
+    attempt: int  #: 1: the first.
     bindings: dict[str, str]  #: stage -> instance
     waiting_for: tuple[str, ...] = ()  #: Terminal stages not through yet.
     first_event_ms: float | None = None  #: Admission to the first chunk or result.

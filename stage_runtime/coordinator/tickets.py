@@ -148,7 +148,7 @@ class Ticket:
             kind=self.kind,
             state=self.tracked.state.value,
             age_ms=_ms(time.monotonic() - self.admitted_at),
-            attempt=self.tracked.attempt,
+            attempt=self.tracked.tries,
             bindings=self.bindings,
             waiting_for=tuple(sorted(self.tracked.waiting)) if self.tracked.state is State.RUNNING else (),
             first_event_ms=None if first is None else _ms(first - self.admitted_at),

@@ -61,6 +61,12 @@ class Gathering:
         """The payloads by source, in the order of ``wait_for``, whatever order they came in."""
         return {name: self._arrived[name] for name in self._wait_for if name in self._arrived}
 
+    def take(self) -> dict[str, Any]:
+        """As `inputs`, and hold them no longer: each may pin a slot of its sender."""
+        inputs = self.inputs()
+        self._arrived = dict.fromkeys(self._arrived)
+        return inputs
+
     def _outside(self, sources: Sequence[str]) -> HookError:
         return HookError(self._stage, "wait_for", f"payload from {list(sources)}, outside the set that was resolved")
 

@@ -88,10 +88,12 @@ class Tracked:
     Invariants: ``waiting`` ⊆ its terminals; FINISH or FAIL is given exactly once; nothing follows it.
     """
 
-    def __init__(self, request_id: str, terminals: tuple[str, ...], *, retries: int) -> None:
+    def __init__(self, request_id: str, terminals: tuple[str, ...], *, retries: int, attempt: int = 1) -> None:
+        """attempt: the first one's number, above that of any earlier request of the same id."""
         self.id = request_id
         self.terminals = terminals
-        self.attempt = 1
+        self.attempt = attempt
+        self.tries = 1
         self.state = State.RUNNING
         self.waiting = set(terminals)
         self.streamed = False  #: Something of this request has been said to the client.
@@ -106,6 +108,11 @@ class Tracked:
         if attempt != self.attempt:
             return IGNORED  # said by an attempt that was given up
         return TABLE[type(event)](self, event)
+
+    def retry(self, attempt: int) -> None:
+        """It is sent again under this number; what is said under another one is ignored from now on."""
+        self.attempt = attempt
+        self.tries += 1
 
     def fail(self, failure: Failure, state: State = State.FAILED) -> Instructions:
         self.state = state

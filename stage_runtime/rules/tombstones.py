@@ -1,4 +1,8 @@
-"""Remembering the dead: requests that ended here, so that what still arrives of them is drained and dropped."""
+"""Remembering the dead: requests that ended here, so that what still arrives of them is drained and dropped.
+
+Ids are the clients' and may come again: a coordinator numbers all its attempts upwards, whatever request they are
+of, so a later request of the same id is above what is dead; and each coordinator's dead are its own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections import OrderedDict
 
 
 class Tombstones:
-    """(request, attempt) pairs that are over; each forgotten after ``keep_s``, the oldest first beyond ``limit``.
+    """Attempts of requests that are over; each forgotten after ``keep_s``, the oldest first beyond ``limit``.
 
     A payload may overtake the abort that was sent by another process, never by more than the network delays.
     """
@@ -14,20 +18,22 @@ class Tombstones:
     def __init__(self, *, keep_s: float = 120.0, limit: int = 100_000) -> None:
         self._keep_s = keep_s
         self._limit = limit
-        self._dead: OrderedDict[str, tuple[int, float]] = OrderedDict()  #: id -> (attempt, when); oldest first.
+        #: (owner, request id) -> (attempt, when); oldest first.
+        self._dead: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
 
-    def add(self, request_id: str, attempt: int, now: float) -> None:
+    def add(self, owner: str, request_id: str, attempt: int, now: float) -> None:
         """``attempt`` and every one before it are over."""
-        known = self._dead.pop(request_id, (attempt, now))[0]
-        self._dead[request_id] = (max(known, attempt), now)
+        key = (owner, request_id)
+        known = self._dead.pop(key, (attempt, now))[0]
+        self._dead[key] = (max(known, attempt), now)
         while self._dead:
             oldest = next(iter(self._dead))
             if len(self._dead) <= self._limit and now - self._dead[oldest][1] < self._keep_s:
                 break
             del self._dead[oldest]
 
-    def has(self, request_id: str, attempt: int) -> bool:
-        found = self._dead.get(request_id)
+    def has(self, owner: str, request_id: str, attempt: int) -> bool:
+        found = self._dead.get((owner, request_id))
         return found is not None and attempt <= found[0]
 
     def __len__(self) -> int:

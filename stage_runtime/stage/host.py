@@ -300,20 +300,20 @@ class Host:
 
     def _abort(self, sender: str, message: Abort) -> None:
         for stage in self.stages.values():
-            stage.intake.abort(message.request_id, message.attempt)
+            stage.intake.abort(message.owner, message.request_id, message.attempt)
         self.lanes.drop_cancelled()
         self.relays.cleanup(message.request_id)
 
     def _ended(self, sender: str, message: Ended) -> None:
         for request_id, attempt in message.requests:
             for stage in self.stages.values():
-                stage.intake.abort(request_id, attempt)
+                stage.intake.abort(sender, request_id, attempt)
 
     def _release(self, sender: str, message: Release) -> None:
         self.lanes.released(sender, message.transfers)
 
     def _consumed(self, sender: str, message: Consumed) -> None:
-        tell_consumed(self.sibling(message.source), message.request_id, message.attempt, message.target, message.count)
+        tell_consumed(self.sibling(message.source), message)
 
     # --- members ------------------------------------------------------------------------------------------------
 

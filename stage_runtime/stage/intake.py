@@ -39,7 +39,7 @@ class Intake:
         self._inbox = inbox
         self._fail = fail
         self._sources = frozenset(plan.inputs_from)
-        self._works: dict[str, RequestWork] = {}  #: By request id; those not over here.
+        self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
         self._dead = Tombstones()
         self._lock = Lock()
         self._joins: queue.SimpleQueue[tuple[RequestWork, str, Sealed] | None] | None = None
@@ -115,14 +115,14 @@ class Intake:
 
     # --- what ends ----------------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str, attempt: int) -> None:
+    def abort(self, owner: str, request_id: str, attempt: int) -> None:
         """Nobody waits for it: drop what is here, and what still comes."""
         with self._lock:
-            self._dead.add(request_id, attempt, time.monotonic())
-            work = self._works.get(request_id)
+            self._dead.add(owner, request_id, attempt, time.monotonic())
+            work = self._works.get((owner, request_id))
             if work is None or work.attempt > attempt:
                 return
-            del self._works[request_id]
+            del self._works[owner, request_id]
         self._drop(work)
 
     def abort_owner(self, owner: str) -> int:
@@ -130,23 +130,23 @@ class Intake:
         with self._lock:
             orphans = [work for work in self._works.values() if work.owner == owner]
         for work in orphans:
-            self.abort(work.request_id, work.attempt)
+            self.abort(owner, work.request_id, work.attempt)
         return len(orphans)
 
     def abort_all(self) -> None:
         """This process lives on under another incarnation: whoever waited for the old one does no more."""
         for work in self.works():
-            self.abort(work.request_id, work.attempt)
+            self.abort(work.owner, work.request_id, work.attempt)
 
     def forget(self, work: RequestWork) -> None:
         """It is over here; late messages of it are dropped."""
         with self._lock:
-            self._dead.add(work.request_id, work.attempt, time.monotonic())
-            if self._works.get(work.request_id) is work:
-                del self._works[work.request_id]
+            self._dead.add(work.owner, work.request_id, work.attempt, time.monotonic())
+            if self._works.get((work.owner, work.request_id)) is work:
+                del self._works[work.owner, work.request_id]
 
-    def find(self, request_id: str, attempt: int) -> RequestWork | None:
-        work = self._works.get(request_id)
+    def find(self, owner: str, request_id: str, attempt: int) -> RequestWork | None:
+        work = self._works.get((owner, request_id))
         return work if work is not None and work.attempt == attempt else None
 
     def works(self) -> Iterable[RequestWork]:
@@ -162,9 +162,9 @@ class Intake:
         """The request's work, made if this is the first we hear of it; None when it is over here."""
         superseded = None
         with self._lock:
-            if self._dead.has(header.request_id, header.attempt):
+            if self._dead.has(header.owner, header.request_id, header.attempt):
                 return None
-            work = self._works.get(header.request_id)
+            work = self._works.get((header.owner, header.request_id))
             if work is not None and work.attempt > header.attempt:
                 return None
             if work is None or work.attempt < header.attempt:
@@ -174,7 +174,7 @@ class Intake:
                 if plan.wait_for:
                     gathering = Gathering(plan.name, plan.wait_for, static=not self._hooks.has_wait_for)
                 work = RequestWork(header, gathering=gathering, sources=plan.stream_from, lockstep=plan.tp_size > 1)
-                self._works[header.request_id] = work
+                self._works[header.owner, header.request_id] = work
         if superseded is not None:
             self._drop(superseded)
         return work
@@ -213,4 +213,4 @@ class Intake:
         if not gathering.resolved:
             gathering.resolve(self._hooks.active_sources(work.request_id, source, payload))
         if gathering.complete and work.claim_payload():
-            self._inbox.put(MergedArrival(work, self._hooks.merge(gathering.inputs())))
+            self._inbox.put(MergedArrival(work, self._hooks.merge(gathering.take())))

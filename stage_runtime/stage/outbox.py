@@ -124,13 +124,15 @@ class StageOutbox:
     def consumed(self, work: Work, source: str, count: int) -> None:
         ours = _ours(work)
         producer = ours.bindings.get(source, "")
-        if producer == self._around.incarnation:
-            tell_consumed(self._around.sibling(source), ours.request_id, ours.attempt, self._plan.name, count)
-        elif not ours.dead:
-            told = ours.note_consumed(source, count)
-            if told:
-                said = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
-                self._around.say(producer, said)
+        here = producer == self._around.incarnation
+        told = count if here else 0 if ours.dead else ours.note_consumed(source, count)
+        if not told:
+            return
+        said = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
+        if here:
+            tell_consumed(self._around.sibling(source), said)
+        else:
+            self._around.say(producer, said)
 
     # --- results ------------------------------------------------------------------------------------------------
 
@@ -151,13 +153,13 @@ class StageOutbox:
         targets, own = self._hooks.route(work.request_id, data)
         assert work.request is not None  # a result needs a payload or a chunk, and both bring it
         payload = StagePayload(request=work.request, data=data)
-        packed: dict[int, Extracted] = {}
+        packed: dict[int, tuple[StagePayload, Extracted]] = {}
         for target in targets:
             sent = payload if own is None else StagePayload(request=work.request, data=own[target])
             self._send_payload(work, target, self._hooks.project(target, sent), packed)
 
     def _send_payload(
-        self, work: RequestWork, target: str, payload: StagePayload, packed: dict[int, Extracted]
+        self, work: RequestWork, target: str, payload: StagePayload, packed: dict[int, tuple[StagePayload, Extracted]]
     ) -> None:
         fields = {"request": payload.request, "data": payload.data}
         timings = self._timings(work)
@@ -167,10 +169,11 @@ class StageOutbox:
             fields["data"] = self._around.shared(self._plan.name, target, work.request_id, payload.data)
             intake.payload(work.header(), self._plan.name, Passed(fields), timings)
             return
-        extracted = packed.get(id(payload))
-        if extracted is None:  # targets that get the same payload share its packing, and a slot where they can
-            extracted = payloads.extract(fields, where="payload", as_fields=True)
-            packed[id(payload)] = extracted
+        found = packed.get(id(payload))
+        if found is None:  # targets that get the same payload share its packing, and a slot where they can
+            found = (payload, payloads.extract(fields, where="payload", as_fields=True))
+            packed[id(payload)] = found  # with the payload itself: the id of a dead one is given out again
+        extracted = found[1]
 
         def make(body: Body) -> Message:
             return DataReady(work.header(), self._plan.name, target, body, timings=timings)
@@ -272,11 +275,11 @@ class StageOutbox:
         return work.timing(self._plan.name)
 
 
-def tell_consumed(producer: Intake | None, request_id: str, attempt: int, consumer: str, count: int) -> None:
+def tell_consumed(producer: Intake | None, said: Consumed) -> None:
     """A consumer has taken chunks of a stage of this process."""
-    work = producer.find(request_id, attempt) if producer is not None else None
+    work = producer.find(said.owner, said.request_id, said.attempt) if producer is not None else None
     if work is not None:
-        work.consumed(consumer, count)
+        work.consumed(said.target, said.count)
 
 
 def failure_of(error: BaseException, stage: str, hook: str) -> Failure:

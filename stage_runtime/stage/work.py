@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from concurrent.futures import Future
 from threading import Lock
 from typing import Any, Final
@@ -67,7 +68,9 @@ class RequestWork:
         """The request itself has arrived; user code may ask it whether it was cancelled."""
         if self.request is None:
             self.request = request
-            request.__dict__["_cancelled"] = lambda: self.cancelled
+            # No cycle: a work that only the garbage collector frees holds its senders' slots until then.
+            known = weakref.ref(self)
+            request.__dict__["_cancelled"] = lambda: (work := known()) is None or work.cancelled
 
     def claim_payload(self) -> bool:
         """The stage's payload is complete. False when it was before: a stage starts a request once."""
