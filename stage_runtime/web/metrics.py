@@ -5,6 +5,7 @@ becomes:
 
     requests            {(kind, outcome): n}          requests_total{kind,outcome}
     stages              {stage: {name: number|hist}}  stage_<name>{stage}
+    instances_ready     {group: n}                    instances_ready{group}
     control             {event: n}                    control_events_total{event}
     relay               {name: number}                relay_<name>, untyped: some of them count, some do not
     any other           number | hist                 <name>
@@ -101,6 +102,9 @@ class _DeskCollector(Collector):
                     for stage, row in value.items():
                         for name, number in row.items():
                             _add(families, f"stage_{name}", {"stage": stage}, number)
+                case "instances_ready":
+                    for group, number in value.items():
+                        _add(families, key, {"group": group}, number)
                 case "control":
                     for event, number in value.items():
                         _add(families, "control_events_total", {"event": event}, number)

@@ -32,6 +32,7 @@ NUMBERS = {
     },
     "relay": {"shm_bytes_sent": 100, "slots_filling": 1},
     "control": {"resent": 2},
+    "instances_ready": {"front": 2},
     "lanes": {"no": "number"},
 }
 
@@ -65,6 +66,7 @@ async def test_what_the_desk_counts_is_what_prometheus_reads() -> None:
         "omnipipeline_relay_shm_bytes_sent": 100,
         "omnipipeline_relay_slots_filling": 1,
         "omnipipeline_control_events_total,event=resent": 2,
+        "omnipipeline_instances_ready,group=front": 2,
     }
 
 
