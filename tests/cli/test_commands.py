@@ -1,0 +1,139 @@
+"""The commands that start nothing: validate, convert, plan, init, and what a user's mistake looks like."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.plan import PipelinePlan
+from stage_runtime import cli
+
+HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
+
+FAULTY = """\
+apiVersion: omnipipeline.dev/v1alpha1
+kind: OmniPipeline
+metadata: {name: faulty}
+spec:
+  stages:
+  - {name: one, process: p, factory: "m:f", next: [tow]}
+  - {name: two, process: p, factory: "m:f", terminal: true, nxt: [one]}
+"""
+
+
+def omni(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Path:
+    file = tmp_path / "faulty.yaml"
+    file.write_text(FAULTY)
+    return file
+
+
+def test_validate_names_every_fault_with_its_line_and_path_and_fails(faulty: Path) -> None:
+    done = omni("validate", "-f", faulty)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert any(line.startswith(f"{faulty}:6: stages[0].next") and "tow" in line for line in lines)
+    assert any(line.startswith(f"{faulty}:7: stages[1].nxt") and "next" in line for line in lines)
+    assert lines[-1].endswith("faults")
+
+
+def test_validate_of_a_sound_pipeline_says_so() -> None:
+    done = omni("validate", "-f", HELLO)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "hello is sound" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["up", "plan", "validate"])
+def test_no_command_answers_a_users_mistake_with_a_traceback(command: str, faulty: Path) -> None:
+    for wrong in (faulty, faulty.parent / "missing.yaml", faulty.parent):
+        done = omni(command, "-f", wrong)
+        assert done.exit_code == 1
+        assert isinstance(done.exception, SystemExit)
+        assert str(wrong) in done.stderr
+        assert "Traceback" not in done.output
+
+
+def test_a_mistyped_override_names_what_is_there() -> None:
+    done = omni("plan", "-f", HELLO, "--set", "stages.shuot.factoryArgs.times=3")
+    assert done.exit_code == 1
+    assert "shout" in done.stderr
+
+
+def test_convert_gives_a_resource_with_the_same_plan(tmp_path: Path) -> None:
+    file = tmp_path / "config.py"
+    file.write_text(
+        "from omnipipeline_spec.pipeline import PipelineConfig, StageConfig\n"
+        "config = PipelineConfig(name='In Python', stages=[\n"
+        "    StageConfig(name='one', process='p', factory='m:f', next='two'),\n"
+        "    StageConfig(name='two', process='q', factory='m:f', terminal=True, factory_args={'version': '1e3'})])\n"
+    )
+    done = omni("convert", file)
+    assert done.exit_code == 0, done.output
+    converted = tmp_path / "resource.yaml"
+    converted.write_text(done.stdout)
+    assert "name: in-python" in done.stdout
+    one, other = loading.load(file), loading.load(converted)
+    assert planning.plan(one.spec, name=one.name) == planning.plan(other.spec, name=other.name)
+
+
+def test_plan_as_json_is_the_whole_plan() -> None:
+    done = omni("plan", "-f", HELLO, "-o", "json")
+    loaded = loading.load(HELLO)
+    assert msgspec.json.decode(done.stdout, type=PipelinePlan) == planning.plan(loaded.spec, name="hello")
+
+
+def test_plan_as_table_shows_pods_processes_and_transports() -> None:
+    done = omni("plan", "-f", HELLO)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["front", "front", "split", "1"] in lines
+    assert ["voice", "voice", "shout", "1"] in lines
+    assert ["split", "shout", "stream", "between", "pods", "tcp"] in lines
+
+
+def test_plan_says_by_reference_once_stages_share_a_process() -> None:
+    done = omni("plan", "-f", HELLO, "--set", "stages.shout.process=front")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["front", "front", "split,", "shout", "1"] in lines
+    assert ["split", "shout", "normal", "same", "process", "by", "reference"] in lines
+
+
+def test_init_writes_a_sound_pipeline_and_never_overwrites(tmp_path: Path) -> None:
+    folder = tmp_path / "My Pipeline"
+    first = omni("init", folder)
+    assert first.exit_code == 0, first.output
+    written = (folder / "pipeline.yaml").read_text()
+    assert omni("validate", "-f", folder / "pipeline.yaml").exit_code == 0
+    assert loading.load(folder / "pipeline.yaml").name == "my-pipeline"
+    again = omni("init", folder)
+    assert again.exit_code == 1
+    assert "is there already" in again.stderr
+    assert (folder / "pipeline.yaml").read_text() == written
+
+
+def test_an_order_without_a_run_says_that_there_is_none(tmp_path: Path) -> None:
+    done = omni("scale", "voice", "2", "--base-path", tmp_path)
+    assert done.exit_code == 1
+    assert done.stderr == "error: no such `omni up` runs here; running: none\n"
+
+
+def test_every_command_has_help_and_loading_the_list_loads_no_command() -> None:
+    for name in cli.COMMANDS:
+        done = omni(name, "--help")
+        assert done.exit_code == 0, done.output
+    program = (
+        "import sys, stage_runtime.cli; print([m for m in sys.modules if m in ('torch', 'zmq', 'fastapi', 'rich')])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(loaded.stdout.replace("'", '"')) == []

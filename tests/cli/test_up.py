@@ -1,0 +1,206 @@
+"""``omni up`` as people use it: a program, a terminal, ^C, and the end of the program itself."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
+SLOW = """\
+stages: [{name: slow, process: slow, factory: "slow_stage:create", terminal: true}]
+code:
+  inline:
+    slow_stage.py: |
+      import time
+      def create():
+          return lambda payload: time.sleep(60)
+"""
+OMNI = (sys.executable, "-P", "-m", "stage_runtime")
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A folder for the run that no other test looks into. pytest's own paths are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
+class Run:
+    """A running `omni up` and what it has printed."""
+
+    def __init__(self, program: subprocess.Popen[bytes], output: Path) -> None:
+        self.program, self._output = program, output
+
+    @property
+    def text(self) -> str:
+        return self._output.read_text()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        eventually(lambda: re.search(pattern, self.text) or self.program.poll() is not None)
+        found = re.search(pattern, self.text)
+        assert found, self.text
+        return found
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.program.pid).children(recursive=True)
+
+
+def eventually(holds: Callable[[], object], within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.02)
+
+
+@contextmanager
+def up(base: Path, *more: str, file: Path = HELLO) -> Iterator[Run]:
+    output = base / "output.txt"
+    with output.open("wb") as sink:
+        arguments = [*OMNI, "up", "-f", str(file), "--port", "0", "--set", f"endpoints.basePath={base}", *more]
+        with subprocess.Popen(arguments, stdout=sink, stderr=sink) as program:
+            try:
+                yield Run(program, output)
+            finally:
+                program.kill()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+def runs(base: Path) -> list[str]:
+    return sorted(path.name for path in base.glob("omni-*"))
+
+
+def test_it_prints_a_curl_line_that_works_and_an_interrupt_leaves_nothing(base: Path) -> None:
+    with up(base) as run:
+        run.wait_for(r"hello answers at (http://\S+)")
+        curl = run.wait_for(r"curl (\S+)/v1/chat/completions -H '([^']+)' -d '([^']+)'")
+        url, _, body = curl.groups()
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}, timeout=20
+        )
+        assert answer.json()["choices"][0]["message"]["content"] == "HELLO!! THERE!! "
+        children = run.children()
+        assert len(children) == 3
+        run.program.send_signal(signal.SIGINT)
+        assert run.program.wait(20) == 0
+        assert run.text.endswith("stopped\n")
+    assert gone(children)
+    assert runs(base) == []
+
+
+def test_a_second_interrupt_does_not_wait_for_requests(base: Path) -> None:
+    slow = base / "slow.yaml"
+    slow.write_text(SLOW)
+    with up(base, file=slow) as run:
+        url = run.wait_for(r"answers at (http://\S+)")[1]
+        request = subprocess.Popen(
+            [sys.executable, "-c", f"import httpx; httpx.post('{url}/v1/pipeline', json={{'inputs': 1}}, timeout=60)"],
+            stderr=subprocess.DEVNULL,
+        )
+        eventually(lambda: httpx.get(f"{url}/status").json()["in_flight"] == 1)
+        children = run.children()
+        run.program.send_signal(signal.SIGINT)
+        run.wait_for("requests in flight are finished")
+        time.sleep(0.5)
+        assert run.program.poll() is None  # it waits for the request
+        run.program.send_signal(signal.SIGINT)
+        assert run.program.wait(15) == 0
+        request.wait(15)
+    assert gone(children)
+    assert runs(base) == []
+
+
+def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
+    with up(base) as run:
+        eventually(lambda: len(run.children()) == 3)
+        children = run.children()
+        run.program.send_signal(signal.SIGINT)
+        assert run.program.wait(20) == 130
+    assert gone(children)
+    assert runs(base) == []
+
+
+def test_children_end_with_a_killed_program_and_the_next_run_sweeps_up(base: Path) -> None:
+    with up(base) as run:
+        run.wait_for("answers at")
+        children = run.children()
+        run.program.kill()
+        run.program.wait()
+        eventually(lambda: gone(children), within_s=5)
+    (left,) = runs(base)
+    with up(base) as run:
+        run.wait_for("answers at")
+        (new,) = runs(base)
+        assert new != left
+
+
+def test_a_factory_that_raises_is_shown_with_its_traceback_and_exit_code_1(base: Path) -> None:
+    with up(base, "--set", "stages.shout.factoryArgs={volume: 11}") as run:
+        assert run.program.wait(30) == 1
+        assert "voice | Traceback (most recent call last):" in run.text
+        last = run.text.splitlines()[-1]
+        assert last.startswith("voice (stage shout) did not start: ")
+        assert "volume" in last
+    assert runs(base) == []
+
+
+def test_orders_reach_a_running_pipeline(base: Path) -> None:
+    def omni(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*OMNI, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+    with up(base) as run:
+        run.wait_for("answers at")
+        done = omni("scale", "voice", "2", "--base-path", str(base))
+        assert (done.returncode, done.stdout) == (0, "voice: 2 replicas\n")
+        assert len(run.children()) == 4
+        before = {child.pid for child in run.children()}
+        assert omni("restart", "front", "--base-path", str(base), "--pipeline", "hello").returncode == 0
+        assert len(before - {child.pid for child in run.children()}) == 1
+        wrong = omni("scale", "vioce", "2", "--base-path", str(base))
+        assert (wrong.returncode, wrong.stderr) == (1, "error: 'vioce' is no process group of hello: front, voice\n")
+
+
+def test_a_terminal_gets_a_table_and_its_cursor_back(base: Path) -> None:
+    leader, follower = pty.openpty()
+    arguments = [*OMNI, "up", "-f", str(HELLO), "--port", "0", "--set", f"endpoints.basePath={base}"]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    program = subprocess.Popen(arguments, stdout=follower, stderr=follower, stdin=follower, env=env, process_group=0)
+    os.close(follower)
+    seen = b""
+    try:
+        while b"^C stops it" not in seen:
+            seen += os.read(leader, 65536)
+        program.send_signal(signal.SIGINT)
+        while chunk := _read(leader):
+            seen += chunk
+        assert program.wait(20) == 0
+    finally:
+        program.kill()
+        program.wait()
+        os.close(leader)
+    text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen).decode()
+    assert re.search(r"PROCESS +STAGES +STATE", text)
+    assert re.search(r"voice +shout +ready +\d+ +\d+ MiB", text)
+    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")  # shown after it was last hidden
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # Linux's word for: the other end is closed
+        return b""
