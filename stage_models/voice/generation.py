@@ -43,9 +43,8 @@ class ChatModel:
 
         torch.set_num_threads(threads)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(checkpoint), local_files_only=True)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint), local_files_only=True, dtype=getattr(torch, dtype)
-        )
+        loader: Any = AutoModelForCausalLM
+        self._model: Any = loader.from_pretrained(str(checkpoint), local_files_only=True, dtype=getattr(torch, dtype))
         self._model.eval()
         self._ends = {int(self._tokenizer.eos_token_id)}
         self.context_tokens = int(self._model.config.max_position_embeddings)
