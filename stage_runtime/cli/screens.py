@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -98,11 +98,12 @@ class Lines:
 
 
 class LiveTable(Lines):
-    """A table of processes while they start; lines once they run."""
+    """A table of processes while they start, with the newest line of what each prints; all lines once they run."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._views: Views = tuple
+        self._newest: dict[str, str] = {}
         self._spinner = Spinner("dots", style="yellow")
         self._live = Live(
             console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._render, transient=True
@@ -117,12 +118,21 @@ class LiveTable(Lines):
         if not self._live.is_started:
             super().changed(view)
 
+    def printed(self, process: str, line: str) -> None:
+        if self._live.is_started:
+            self._newest[process] = line
+        else:
+            super().printed(process, line)
+
     def up(self, url: str) -> None:
         self._settle()
         super().up(url)
 
     def failed(self, failure: StartupFailed) -> None:
         self._live.stop()
+        if not failure.traceback:
+            for line in failure.tail:
+                self.printed(failure.process, line)
         super().failed(failure)
 
     def over(self) -> None:
@@ -141,7 +151,7 @@ class LiveTable(Lines):
     def _render(self) -> RenderableType:
         seconds = f" {time.monotonic() - self._began:.0f} s"
         self._spinner.update(text=Text(seconds, style="dim"))
-        return Group(table(self._views()), self._spinner)
+        return Group(table(self._views(), self._newest), self._spinner)
 
 
 @contextmanager
@@ -158,8 +168,11 @@ def choose(*, plain: bool) -> Iterator[Screen]:
         screen.close()
 
 
-def table(views: Sequence[ProcessView]) -> Table:
-    """Processes, what is in them, and how they are."""
+def table(views: Sequence[ProcessView], newest: Mapping[str, str] = {}) -> Table:
+    """Processes, what is in them, and how they are.
+
+    newest: process -> its last line, shown until it is ready.
+    """
     drawn = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("PROCESS", "STAGES", "STATE", "", "PID"):
         drawn.add_column(heading, overflow="ellipsis", no_wrap=True)
@@ -169,11 +182,17 @@ def table(views: Sequence[ProcessView]) -> Table:
             Text(view.process, style="bold"),
             Text(", ".join(view.stages), style="dim"),
             Text(view.state, style=STYLES.get(view.state, "")),
-            Text(view.message),
+            _detail(view, newest.get(view.process, "")),
             "" if view.pid is None else str(view.pid),
             "" if view.pid is None else memory(activity.resident_bytes(view.pid)),
         )
     return drawn
+
+
+def _detail(view: ProcessView, newest: str) -> Text:
+    if view.state == "ready" or not newest:
+        return Text(view.message)
+    return Text.assemble(view.message, " " * bool(view.message), (Text.from_ansi(newest).plain, "dim"))
 
 
 def memory(nbytes: int) -> str:

@@ -195,6 +195,7 @@ def test_a_terminal_gets_a_table_and_its_cursor_back(base: Path) -> None:
         os.close(leader)
     text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", seen).decode()
     assert re.search(r"PROCESS +STAGES +STATE", text)
+    assert not re.search(r"^voice \| .*ready: shout", text, re.MULTILINE)  # no log lines between, while it starts
     assert re.search(r"voice +shout +ready +\d+ +\d+ MiB", text)
     assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")  # shown after it was last hidden
 
