@@ -165,7 +165,7 @@ class ShmRelay:
             self.forget(peer)
 
     def _copied(self, pack: Pack) -> tuple[Slot, int] | None:
-        slot = self._arena.allocate(pack.nbytes)
+        slot = self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
         if slot is None:
             return None
         for part, offset in zip(pack.parts, pack.offsets, strict=True):

@@ -1,0 +1,132 @@
+"""What only shared memory promises: no copies where none are needed, and no look at a slot that has another use."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from worlds import MIB, pair
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.shm import Metadata
+
+
+@pytest.fixture
+async def both():
+    with pair("shm") as ends:
+        yield ends
+
+
+def copied(both):
+    return both.a.stats()["shm_copied_bytes"]
+
+
+async def test_a_tensor_that_lies_in_the_arena_is_sent_without_a_copy(both):
+    tensor = both.a.allocate((1000, 100), torch.float32)
+    tensor.copy_(torch.randn(1000, 100))
+    arrived = await both.carry({"h": tensor})
+    assert torch.equal(arrived["h"], tensor) and copied(both) == 0
+
+
+async def test_the_rest_of_its_payload_is_copied_behind_it(both):
+    tensor = both.a.allocate((1000, 100), torch.float32).fill_(2)
+    arrived = await both.carry({"ids": torch.arange(50), "h": tensor, "mask": torch.ones(9, dtype=torch.bool)})
+    assert torch.equal(arrived["ids"], torch.arange(50)) and torch.equal(arrived["h"], tensor)
+    assert copied(both) == 400 + 9
+
+
+async def test_a_second_payload_around_the_same_tensor_does_not_overwrite_the_first_one_s_rest(both):
+    tensor = both.a.allocate((1000, 100), torch.float32).fill_(2)
+    first = await both.carry({"h": tensor, "n": torch.full((9,), 1.0)})
+    second = await both.carry({"h": tensor, "n": torch.full((9,), 2.0)})
+    assert first["n"].tolist() == [1.0] * 9 and second["n"].tolist() == [2.0] * 9
+
+
+async def test_a_slice_of_an_arena_tensor_with_a_rest_is_copied_and_the_tensor_stays_whole(both):
+    tensor = both.a.allocate((64, 100), torch.float32).fill_(2)
+    arrived = await both.carry({"h": tensor[:32], "n": torch.full((9,), 5.0)})
+    assert torch.equal(arrived["h"], tensor[:32])
+    assert torch.equal(tensor, torch.full((64, 100), 2.0))
+
+
+async def test_an_arena_tensor_s_slot_outlives_it_until_the_receiver_is_through(both):
+    tensor = both.a.allocate((5000,), torch.float32).fill_(4)
+    extracted, operation = both.put(tensor)
+    buffer = await both.get(operation)
+    del tensor
+    extracted.pack = None
+    other = both.a.allocate((5000,), torch.float32).fill_(5)
+    assert np.frombuffer(buffer, np.float32).tolist() == [4.0] * 5000
+    del buffer
+    await operation.wait_for_completion(5)
+    del other, extracted
+    assert both.held() == 0
+
+
+async def test_a_full_arena_gives_authors_ordinary_memory(both):
+    kept = [both.a.allocate((60 * MIB,), torch.uint8) for _ in range(2)]
+    arrived = await both.carry({"t": torch.ones(3)})
+    assert [len(one) for one in kept] == [60 * MIB] * 2 and arrived["t"].sum() == 3
+
+
+async def test_a_message_about_a_slot_that_has_another_use_is_refused(both):
+    _, operation = both.put(np.ones(9000))
+    metadata = operation.metadata
+    buffer = await both.get(operation)
+    del buffer
+    await operation.wait_for_completion(5)
+    with pytest.raises(TransferError, match="another use now"):
+        both.b.get(metadata, request_id="r", peer="a")
+    _, again = both.put(np.zeros(9000))
+    with pytest.raises(TransferError, match="another use now"):
+        both.b.get(metadata, request_id="r", peer="a")
+    assert bytes(await both.get(again)) == bytes(72_000)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"offset": -64},
+        {"offset": 0},
+        {"offset": 1 << 50},
+        {"nbytes": -1},
+        {"nbytes": 1 << 50},
+        {"nbytes": 80_000},
+        {"start": 0},
+        {"start": -4096},
+        {"start": 1 << 50},
+        {"generation": 0},
+    ],
+    ids=str,
+)
+async def test_metadata_that_points_elsewhere_is_refused(both, lie):
+    _, operation = both.put(np.ones(9000))
+    said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=Metadata)
+    forged = b"shm:" + msgspec.msgpack.encode(msgspec.structs.replace(said, **lie))
+    with pytest.raises(TransferError):
+        both.b.get(forged, request_id="r", peer="a")
+    assert len(await both.get(operation)) == 72_000
+
+
+async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(both):
+    _, operation = both.put(np.ones(9000))
+    buffer = await both.get(operation)
+    both.a.cleanup("r")
+    assert both.a.stats()["slots_quarantined"] == 1
+    del buffer
+    await operation.wait_for_completion(5)
+    assert both.a.stats()["slots_quarantined"] == 0
+
+
+async def test_a_large_copy_lies_half_a_page_beside_its_source(both):
+    for skip in (0, 64, 1000, 4000):
+        source = np.ones(16 * MIB + 4096, np.uint8)[skip : skip + 16 * MIB]
+        extracted = payloads.extract(source)
+        operation = both.a.put(extracted, request_id="r", peer="b", backend="shm")
+        said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=Metadata)
+        apart = (both.a.arena._address + said.offset - source.ctypes.data) % 4096
+        assert 2048 - 64 < apart <= 2048
+        both.a.discard(operation)
+        await asyncio.sleep(0)
