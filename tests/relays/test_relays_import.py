@@ -1,0 +1,23 @@
+"""The coordinator holds relays and must stay without torch."""
+
+import subprocess
+import sys
+
+
+def test_relays_carry_values_in_a_process_that_never_imports_torch():
+    program = """
+import asyncio, sys
+import numpy as np
+from stage_runtime.relays import payloads
+from stage_runtime.relays.choosing import Relays
+
+async def main():
+    relays = Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=print)
+    extracted = payloads.extract({"a": np.ones(5), "b": b"x" * 20_000})
+    payloads.restore(extracted.value_bytes, extracted.refs, extracted.flat(), torch=False)
+    relays.close()
+
+asyncio.run(main())
+sys.exit(3 if "torch" in sys.modules else 0)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == 0
