@@ -41,7 +41,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     writes_per_s: float = 20.0
     write_burst: int = 100
     relist_s: float = 300.0
-    stop_after_writes: int | None = None  #: For tests: die after the n-th write, as a crash would.
 
 
 def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
@@ -67,7 +66,6 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         writes_per_s=_number(environ, "OMNI_OPERATOR_WRITES_PER_SECOND", 20.0),
         write_burst=int(_number(environ, "OMNI_OPERATOR_WRITE_BURST", 100)),
         relist_s=_number(environ, "OMNI_OPERATOR_RELIST_SECONDS", 300.0),
-        stop_after_writes=int(_number(environ, "OMNI_OPERATOR_STOP_AFTER_WRITES", 0)) or None,
     )
 
 

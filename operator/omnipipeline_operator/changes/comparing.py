@@ -1,0 +1,60 @@
+"""Is a child as it should be, and is it ours? Comparisons of plain dicts.
+
+Here: stamps, differences, ownership. Not here: writing anything (`cluster.applying`). Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.naming import Manifest, Owner
+
+
+def stamped(manifest: Manifest) -> Manifest:
+    """The manifest with a hash of itself, by which a field that is no longer wanted is noticed later."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), naming.APPLIED: stamp}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def is_as_wanted(wanted: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+    """Whether all that we want is in what is there; what others or the API server added does not matter."""
+    return _covers(there, wanted)
+
+
+def is_ours(there: Mapping[str, Any], owner: Owner) -> bool:
+    return holder(there, owner) is None
+
+
+def holder(there: Mapping[str, Any], owner: Owner) -> str | None:
+    """Whose an object is, for people; None: ours."""
+    references = there["metadata"].get("ownerReferences", ())
+    if any(reference.get("uid") == owner.uid for reference in references):
+        return None
+    for reference in references:
+        if reference.get("controller"):
+            return f"{reference['kind']} {reference['name']} (uid {reference['uid']})"
+    return "nobody we know: it has no owner"
+
+
+def belongs_to_predecessor(there: Mapping[str, Any], owner: Owner) -> bool:
+    """Of an OmniPipeline of the same name and another uid: the garbage collector is about to remove it."""
+    return any(
+        reference.get("kind") == "OmniPipeline" and reference.get("name") == owner.name
+        for reference in there["metadata"].get("ownerReferences", ())
+    )
+
+
+def _covers(there: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Mapping):
+        return isinstance(there, Mapping) and all(_covers(there.get(key), value) for key, value in wanted.items())
+    if isinstance(wanted, list | tuple):
+        same_length = isinstance(there, list) and len(there) == len(wanted)
+        return same_length and all(_covers(one, other) for one, other in zip(there, wanted, strict=True))
+    return bool(there == wanted)

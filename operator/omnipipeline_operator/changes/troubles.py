@@ -1,0 +1,75 @@
+"""What keeps a unit from being ready: the worst of its pods, its container and why.
+
+Here: choosing one trouble of many, in the words of kubectl. Not here: reading pods (`observed`), conditions (`status`).
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from omnipipeline_operator.changes.observed import Pod, Workload
+
+#: Worst first: what nobody but a person can cure stands before what may pass.
+_SEVERITY: Final = (
+    "QuotaExceeded",
+    "PodSecurity",
+    "PodsRefused",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ImagePullBackOff",
+    "ErrImagePull",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "CrashLoopBackOff",
+    "OOMKilled",
+    "Error",
+    "StartupDeadlineExceeded",
+    "Unschedulable",
+)
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """One reason why something is not ready."""
+
+    unit: str
+    reason: str
+    message: str
+
+    @property
+    def rank(self) -> int:
+        return _SEVERITY.index(self.reason) if self.reason in _SEVERITY else len(_SEVERITY)
+
+
+def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) -> Trouble | None:
+    """The worst that is wrong with one unit revision; None: nothing is, or it is only starting."""
+    found = [_of_pod(workload.unit, pod, startup_deadline_s, now) for pod in workload.pods if not pod.terminating]
+    if workload.refused is not None:
+        reason = _refusal(workload.refused)
+        found.append(Trouble(unit=workload.unit, reason=reason, message=f"{workload.name}: {workload.refused}"))
+    return worst(each for each in found if each is not None)
+
+
+def worst(troubles: Iterable[Trouble]) -> Trouble | None:
+    """The one to tell people of."""
+    return min(troubles, key=lambda each: (each.rank, each.message), default=None)
+
+
+def _of_pod(unit: str, pod: Pod, startup_deadline_s: float, now: float) -> Trouble | None:
+    if pod.ready or pod.over:
+        return None
+    if pod.reason is not None:
+        return Trouble(unit=unit, reason=pod.reason, message=f"pod {pod.name}: {pod.message}")
+    if pod.created_at and now - pod.created_at > startup_deadline_s:
+        late = f"pod {pod.name}: not ready after {startup_deadline_s:g} s (startup.deadlineSeconds)"
+        return Trouble(unit=unit, reason="StartupDeadlineExceeded", message=late)
+    return None
+
+
+def _refusal(message: str) -> str:
+    if "exceeded quota" in message:
+        return "QuotaExceeded"
+    return "PodSecurity" if "violates PodSecurity" in message else "PodsRefused"

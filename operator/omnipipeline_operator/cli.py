@@ -1,0 +1,82 @@
+"""``python -m omnipipeline_operator``: settings, logging, signals, the exit code.
+
+Here: only that. Called by `__main__`; tests call `serve` with writes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from datetime import UTC, datetime
+
+from omnipipeline_operator import settings
+from omnipipeline_operator.cluster.bucket import Bucket
+from omnipipeline_operator.cluster.client import Writes
+from omnipipeline_operator.cluster.lease import LeaseLost
+from omnipipeline_operator.errors import ConfigurationError
+from omnipipeline_operator.handlers import lifecycle
+from omnipipeline_operator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run until SIGTERM; 0 then, 1 when something ended by itself."""
+    try:
+        told = settings.read(os.environ, hostname=socket.gethostname())
+    except ConfigurationError as error:
+        print(f"cannot start: {error}", file=sys.stderr)
+        return 1
+    configure_logging(told.log_format)
+    return asyncio.run(serve(told))
+
+
+async def serve(told: Settings, writes: Writes | None = None) -> int:
+    """Run until SIGTERM or SIGINT; the exit code."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    running = asyncio.create_task(lifecycle.run(told, writes or Bucket(told.writes_per_s, told.write_burst)))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        running.cancel()
+        await asyncio.wait([running])
+        return 0
+    stopping.cancel()
+    error = running.exception()
+    lost = error.split(LeaseLost)[0] if isinstance(error, BaseExceptionGroup) else None
+    if lost is not None:
+        log.error("ending: %s", lost.exceptions[0])
+    else:
+        log.error("ending", exc_info=error)
+    return 1
+
+
+def configure_logging(form: str) -> None:
+    """One line per record, on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of every event that a handler took
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["trace"] = self.formatException(record.exc_info)
+        return json.dumps(told)

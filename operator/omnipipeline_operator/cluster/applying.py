@@ -1,0 +1,134 @@
+"""Writes in their safe forms: nothing of somebody else's is ever taken over.
+
+Here: making, keeping, scaling, marking and deleting children, each write's answer put into the store. Not here: which
+writes (`handlers.reconciling` asks `changes`). Called by the handlers.
+
+Server-side apply with ``force`` silently takes over a user's object of the same name. So a child is made by an apply
+that demands absence (``resourceVersion: "1"``, an object's first version is never 1: 201 when absent, 409 when present)
+and changed by one that demands its uid (422 when it is another). A POST followed by applies would never drop fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.changes import comparing
+from omnipipeline_operator.cluster import kinds
+from omnipipeline_operator.cluster.client import Client, Manifest
+from omnipipeline_operator.cluster.kinds import POD
+from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.desired.naming import Owner
+
+MANAGER: Final = "omnipipeline-operator"
+#: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager that leaves a field
+#: out of an apply gives it up, so the two must never be one.
+SCALER: Final = "omnipipeline-operator-scaler"
+
+
+class NameTaken(errors.OperatorError):
+    """A name of ours is borne by an object that is not ours."""
+
+    def __init__(self, kind: str, name: str, holder: str, *, passing: bool) -> None:
+        self.kind = kind
+        self.name = name
+        self.holder = holder
+        self.passing = passing  #: Its owner is an earlier pipeline of this name, which garbage collection is removing.
+        super().__init__(f"{kind} {name} exists and belongs to {holder}")
+
+
+class Applier:
+    """Writes for one pipeline."""
+
+    def __init__(self, client: Client, store: Store, owner: Owner) -> None:
+        self._client = client
+        self._store = store
+        self._owner = owner
+
+    async def make(self, manifest: Manifest) -> Manifest:
+        """Make a child that the store does not know.
+
+        Returns: the child as it is now; one of ours that lost its labels is given them back.
+        Raises:  NameTaken: there is one, and it is not ours.
+        """
+        absent = _with_metadata(manifest, resourceVersion="1")
+        try:
+            return self._seen(await self._client.apply(absent, manager=MANAGER))
+        except errors.Conflict:
+            there = await self._client.get(kinds.of(manifest), self._owner.namespace, manifest["metadata"]["name"])
+        holder = comparing.holder(there, self._owner)
+        if holder is not None:
+            raise NameTaken(
+                manifest["kind"],
+                manifest["metadata"]["name"],
+                holder,
+                passing=comparing.belongs_to_predecessor(there, self._owner)
+                or "deletionTimestamp" in there["metadata"],
+            )
+        return await self.adopt_back(manifest, there)
+
+    async def adopt_back(self, manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
+        """Restore labels and owner of a child of ours, whatever else is in it."""
+        head = {key: manifest["metadata"][key] for key in ("labels", "ownerReferences") if key in manifest["metadata"]}
+        body = {**_head(manifest, there), "metadata": {**_head(manifest, there)["metadata"], **head}}
+        return self._seen(await self._client.apply(body, manager=SCALER))
+
+    async def keep(self, manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
+        """Make a known child what it should be; fields that we no longer want go."""
+        same = _with_metadata(manifest, uid=there["metadata"]["uid"])
+        return self._seen(await self._client.apply(same, manager=MANAGER))
+
+    async def scale(self, manifest: Manifest, there: Mapping[str, Any], replicas: int) -> Manifest:
+        """Set the replicas of a known Deployment, and its labels and owner, nothing else."""
+        body = _head(manifest, there)
+        body["metadata"] |= {key: manifest["metadata"][key] for key in ("labels", "ownerReferences")}
+        return self._seen(await self._client.apply({**body, "spec": {"replicas": replicas}}, manager=SCALER))
+
+    async def create_secret(self, manifest: Manifest) -> None:
+        """A Secret under a name that only this pipeline can know; one that is there is ours, made before a restart."""
+        try:
+            await self._client.create(manifest)
+        except errors.Conflict:
+            return
+
+    async def annotate_pod(self, name: str, annotations: Mapping[str, str]) -> None:
+        """Annotations of one pod; one that has gone meanwhile is no error."""
+        try:
+            patch = {"metadata": {"annotations": dict(annotations)}}
+            self._seen(await self._client.merge(POD, self._owner.namespace, name, patch))
+        except errors.NotFound:
+            return
+
+    async def delete(self, there: Mapping[str, Any]) -> None:
+        """Delete this very child."""
+        metadata = there["metadata"]
+        await self._client.delete(kinds.of(there), metadata["namespace"], metadata["name"], uid=metadata["uid"])
+
+    async def write_status(self, status: Manifest) -> None:
+        """The whole status, owned by us alone."""
+        owner = self._owner
+        body = {
+            "apiVersion": kinds.PIPELINE.api_version,
+            "kind": kinds.PIPELINE.name,
+            "metadata": {"name": owner.name, "namespace": owner.namespace, "uid": owner.uid},
+            "status": status,
+        }
+        self._seen(await self._client.apply(body, manager=MANAGER, subresource="status"))
+
+    def _seen(self, manifest: Manifest) -> Manifest:
+        self._store.put(manifest)
+        return manifest
+
+
+def _with_metadata(manifest: Manifest, **more: str) -> Manifest:
+    return {**manifest, "metadata": {**manifest["metadata"], **more}}
+
+
+def _head(manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
+    metadata = {"name": manifest["metadata"]["name"], "namespace": manifest["metadata"]["namespace"]}
+    return {
+        "apiVersion": manifest["apiVersion"],
+        "kind": manifest["kind"],
+        "metadata": {**metadata, "uid": there["metadata"]["uid"]},
+    }

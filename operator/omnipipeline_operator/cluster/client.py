@@ -1,0 +1,161 @@
+"""Requests to the API server: plain dicts in and out, a timeout on every call, one error tree.
+
+Here: verbs, and finding credentials as kubectl does. Not here: when a write is safe (`applying`), what is remembered
+(`store`). Called by the rooms beside it. The kubernetes client's ``aio`` variant carries the bytes; its models are
+left out (83 KiB a pod instead of 34), and so is everything of it that blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import aiohttp
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.cluster import kinds
+from omnipipeline_operator.cluster.kinds import Kind
+
+Manifest = dict[str, Any]
+
+TIMEOUT_S: Final = 10.0
+LIST_TIMEOUT_S: Final = 60.0
+PAGE: Final = 500
+APPLY: Final = "application/apply-patch+yaml"
+MERGE: Final = "application/merge-patch+json"
+JSON: Final = "application/json"
+
+
+class Writes(Protocol):
+    """Asked before every write; a bucket in production, a counter in tests."""
+
+    async def take(self) -> None: ...
+
+
+class Client:
+    """One connection pool to one API server."""
+
+    def __init__(self, api: Any, writes: Writes) -> None:
+        self._api = api
+        self._writes = writes
+
+    @classmethod
+    async def connect(cls, writes: Writes) -> Client:
+        """With the pod's service account, or with KUBECONFIG."""
+        await kubernetes_config.load_config()  # type: ignore[no-untyped-call]
+        return cls(kubernetes_client.ApiClient(), writes)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._api.close()
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest:
+        """Raises: NotFound, and the others of `errors.ClusterError`."""
+        return await self._ask("GET", kind.path(namespace, name))
+
+    async def listed(self, kind: Kind, namespace: str | None, selector: str | None = None) -> AsyncIterator[Manifest]:
+        """All objects, in pages; each bears its kind, which items of a list do not say."""
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            page = await self._ask("GET", kind.path(namespace), query=query, timeout_s=LIST_TIMEOUT_S)
+            for item in page.get("items", ()):
+                yield {**item, "kind": kind.name, "apiVersion": kind.api_version}
+            more = page.get("metadata", {}).get("continue")
+            if not more:
+                return
+            query = {**query, "continue": more}
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    async def create(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Manifest:
+        """POST. Raises: Conflict: the name is taken."""
+        kind = kinds.of(manifest)
+        query = {"dryRun": "All"} if dry_run else {}
+        return await self._write("POST", kind.path(manifest["metadata"]["namespace"]), query=query, body=manifest)
+
+    async def apply(self, manifest: Mapping[str, Any], *, manager: str, subresource: str | None = None) -> Manifest:
+        """Server-side apply, taking over fields from others. `applying` knows the forms of it that are safe."""
+        metadata = manifest["metadata"]
+        path = kinds.of(manifest).path(metadata["namespace"], metadata["name"], subresource)
+        query = {"fieldManager": manager, "force": "true"}
+        return await self._write("PATCH", path, query=query, body=manifest, content_type=APPLY)
+
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
+        """A JSON merge patch."""
+        return await self._write("PATCH", kind.path(namespace, name), body=patch, content_type=MERGE)
+
+    async def replace(self, manifest: Mapping[str, Any], *, timeout_s: float) -> Manifest:
+        """PUT; with its resourceVersion inside, so that of two writers one gets a Conflict."""
+        metadata = manifest["metadata"]
+        path = kinds.of(manifest).path(metadata["namespace"], metadata["name"])
+        return await self._ask("PUT", path, body=manifest, timeout_s=timeout_s)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """This very object. One that is not there (any more) is no error.
+
+        Raises: Conflict: another object bears the name now.
+        """
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        try:
+            await self._write("DELETE", kind.path(namespace, name), body=body | {"preconditions": {"uid": uid}})
+        except errors.NotFound:
+            return
+
+    async def _write(self, method: str, path: str, **more: Any) -> Manifest:
+        await self._writes.take()
+        return await self._ask(method, path, **more)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] = {},
+        body: Mapping[str, Any] | None = None,
+        content_type: str = JSON,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Manifest:
+        what = f"{method} {path}"
+        headers = {"Accept": JSON, "Content-Type": content_type}
+        try:
+            async with asyncio.timeout(timeout_s):
+                serialized = await self._api.param_serialize(
+                    method,
+                    path,
+                    query_params=list(query.items()),
+                    header_params=headers,
+                    body=body,
+                    auth_settings=["BearerToken"],
+                )
+                answer = await self._api.call_api(*serialized, _request_timeout=timeout_s)
+                text = await answer.read()
+        except TimeoutError as error:
+            raise errors.Unavailable(what, 0, f"no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise errors.Unavailable(what, 0, str(error) or type(error).__name__) from error
+        if answer.status >= 400:
+            raise _refusal(what, answer.status, text, answer.headers.get("Retry-After", ""))
+        parsed: Manifest = json.loads(text)
+        return parsed
+
+
+def _refusal(what: str, status: int, text: bytes, retry_after: str) -> errors.ClusterError:
+    """The error of an answer; its body is a Status, unless a proxy made it."""
+    try:
+        said = json.loads(text)
+        message, reason = str(said.get("message", "")), str(said.get("reason", ""))
+    except (ValueError, AttributeError):
+        message, reason = text[:200].decode(errors="replace"), ""
+    wait = float(retry_after) if retry_after.isdecimal() else 0.0
+    return errors.of_status(what, status, message, reason=reason, retry_after_s=wait)

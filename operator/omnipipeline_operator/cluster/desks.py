@@ -1,0 +1,93 @@
+"""What a pipeline's coordinator says of its instances: ``GET :8081/status`` of its pods.
+
+Here: asking, with a short timeout, and the few facts we use. Not here: deciding anything. Called by the handlers. A
+coordinator that cannot be asked (a policy of somebody's, another network) costs knowledge, never a roll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from omnipipeline_operator.desired.pods import PROBE_PORT
+
+TIMEOUT_S: Final = 1.0
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered instance of a process group."""
+
+    unit: str
+    revision: str
+    endpoint: str
+    group: str = ""
+    ready: bool = False
+    draining: bool = False
+    bound: int = 0
+    waiting: int = 0
+    running: int = 0
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.endpoint).hostname or ""
+
+    @property
+    def load(self) -> int:
+        return self.bound + self.waiting + self.running
+
+
+class Desk(msgspec.Struct, frozen=True, kw_only=True):
+    """One coordinator's view."""
+
+    revisions: tuple[str, ...] = ()
+    instances: tuple[Instance, ...] = ()
+
+    def registered(self) -> dict[tuple[str, str], int]:
+        """(unit, revision) -> pods that requests can be bound to."""
+        hosts = {(each.unit, each.revision, each.host) for each in self.instances if each.ready and not each.draining}
+        counts: dict[tuple[str, str], int] = {}
+        for unit, revision, _ in hosts:
+            counts[unit, revision] = counts.get((unit, revision), 0) + 1
+        return counts
+
+    def loads(self) -> dict[str, int]:
+        """Address of a pod -> how much it has to do."""
+        found: dict[str, int] = {}
+        for each in self.instances:
+            found[each.host] = found.get(each.host, 0) + each.load
+        return found
+
+
+class Desks:
+    """Asks coordinators."""
+
+    def __init__(self) -> None:
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+
+    async def __aenter__(self) -> Desks:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def ask(self, addresses: Iterable[str]) -> list[Desk]:
+        """The views of all coordinators that answer."""
+        answers = await asyncio.gather(*(self._one(address) for address in addresses))
+        return [each for each in answers if each is not None]
+
+    async def _one(self, address: str) -> Desk | None:
+        host = f"[{address}]" if ":" in address else address
+        try:
+            async with self._session.get(f"http://{host}:{PROBE_PORT}/status") as answer:
+                answer.raise_for_status()
+                return msgspec.json.decode(await answer.read(), type=Desk)
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+            return None

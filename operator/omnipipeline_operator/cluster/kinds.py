@@ -1,0 +1,57 @@
+"""The kinds of objects that the operator reads and writes, and their addresses in the API.
+
+Here: one table. Not here: requests (`client`). Called by the rooms of `cluster` and by the watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of namespaced object."""
+
+    name: str
+    group: str  #: Empty for the core group.
+    version: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """The object's address, or its collection's."""
+        root = f"/apis/{self.group}" if self.group else "/api"
+        parts = [f"{root}/{self.version}", *(["namespaces", namespace] if namespace else []), self.plural]
+        return "/".join([*parts, *(each for each in (name, subresource) if each)])
+
+
+PIPELINE: Final = Kind(name="OmniPipeline", group="omnipipeline.dev", version="v1alpha1", plural="omnipipelines")
+DEPLOYMENT: Final = Kind(name="Deployment", group="apps", version="v1", plural="deployments")
+POD: Final = Kind(name="Pod", group="", version="v1", plural="pods")
+CONFIG_MAP: Final = Kind(name="ConfigMap", group="", version="v1", plural="configmaps")
+SECRET: Final = Kind(name="Secret", group="", version="v1", plural="secrets")
+SERVICE: Final = Kind(name="Service", group="", version="v1", plural="services")
+CLAIM: Final = Kind(name="PersistentVolumeClaim", group="", version="v1", plural="persistentvolumeclaims")
+EVENT: Final = Kind(name="Event", group="events.k8s.io", version="v1", plural="events")
+BUDGET: Final = Kind(name="PodDisruptionBudget", group="policy", version="v1", plural="poddisruptionbudgets")
+POLICY: Final = Kind(name="NetworkPolicy", group="networking.k8s.io", version="v1", plural="networkpolicies")
+INGRESS: Final = Kind(name="Ingress", group="networking.k8s.io", version="v1", plural="ingresses")
+JOB: Final = Kind(name="Job", group="batch", version="v1", plural="jobs")
+LEASE: Final = Kind(name="Lease", group="coordination.k8s.io", version="v1", plural="leases")
+
+#: Children that are watched by label. Secrets are not: the operator can make one and never read any.
+WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB)
+#: Children that are kept as the plan has them, and deleted when it no longer does.
+APPLIED: Final = (SERVICE, INGRESS, POLICY, BUDGET)
+
+_BY_NAME: Final = {each.name: each for each in (PIPELINE, SECRET, EVENT, LEASE, *WATCHED)}
+
+
+def of(manifest: Mapping[str, Any]) -> Kind:
+    """The kind of an object that says it."""
+    return _BY_NAME[manifest["kind"]]

@@ -1,0 +1,137 @@
+"""One writer at a time: a Lease, renewed by the holder, taken over when it has not changed for its duration.
+
+Here: acquiring, renewing, releasing. Not here: what the holder does. Called by `handlers.lifecycle`.
+
+Only this process's monotonic clock is trusted: another holder's Lease has expired when we saw no change of it for its
+duration, whatever its timestamps say. Any exception is a failed renewal. The deadline for renewing is shorter than the
+duration, and each request's timeout shorter than the deadline: a holder that cannot reach the API server has stopped to
+write before anybody else may begin. (The client's own leader election dies silently, and then there are two leaders.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from datetime import UTC, datetime
+from typing import Any
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.cluster.kinds import LEASE
+from omnipipeline_operator.settings import LeaseSettings
+
+log = logging.getLogger(__name__)
+
+Manifest = dict[str, Any]
+
+
+class LeaseLost(errors.OperatorError):
+    """Somebody else may write now; this process must end."""
+
+
+class Lease:
+    """This process's part in the election."""
+
+    def __init__(self, client: Client, settings: LeaseSettings) -> None:
+        self._client = client
+        self._told = settings
+        self._seen: tuple[Any, ...] | None = None  #: What the Lease said when it last changed…
+        self._seen_at = 0.0  #: …and when that was, by our own clock.
+        self._held: Manifest | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._held is not None
+
+    async def acquire(self) -> None:
+        """Return when this process is the one that writes."""
+        while True:
+            try:
+                if await self._try():
+                    log.info("holding lease %s/%s as %s", self._told.namespace, self._told.name, self._told.identity)
+                    return
+            except errors.ClusterError as error:
+                log.warning("lease: %s", error)
+            await asyncio.sleep(self._told.retry_s * random.uniform(0.8, 1.2))
+
+    async def keep(self) -> None:
+        """Renew for ever.
+
+        Raises: LeaseLost: it could not be renewed in time, or somebody else has it.
+        """
+        renewed_at = _now()
+        while True:
+            await asyncio.sleep(self._told.retry_s)
+            left = renewed_at + self._told.renew_deadline_s - _now()
+            if left <= 0:
+                raise LeaseLost(f"lease not renewed within {self._told.renew_deadline_s:g} s")
+            began = _now()
+            try:
+                async with asyncio.timeout(left):
+                    if not await self._try():
+                        raise LeaseLost("the lease is somebody else's")
+                renewed_at = began
+            except (errors.ClusterError, TimeoutError) as error:
+                log.warning("lease not renewed, %.1f s left: %s", left - (_now() - began), error)
+
+    async def release(self) -> None:
+        """Let the next one in at once."""
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        free = {**held, "spec": {**held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}}
+        try:
+            await self._client.replace(free, timeout_s=self._told.retry_s)
+        except errors.ClusterError as error:
+            log.warning("lease not released: %s", error)
+
+    async def _try(self) -> bool:
+        """One round: make it, take it or renew it; False: it is somebody else's."""
+        told = self._told
+        timeout_s = told.renew_deadline_s / 2
+        try:
+            there = await self._client.get(LEASE, told.namespace, told.name)
+        except errors.NotFound:
+            self._held = await self._client.create(self._manifest(None))
+            return True
+        spec = there.get("spec", {})
+        mine = spec.get("holderIdentity") == told.identity
+        if self._held is not None and not mine:
+            return False
+        if not mine and not self._expired(there):
+            return False
+        try:
+            self._held = await self._client.replace(self._manifest(there), timeout_s=timeout_s)
+        except errors.Conflict:
+            return False if self._held is None else await self._try()
+        return True
+
+    def _expired(self, there: Manifest) -> bool:
+        spec = there.get("spec", {})
+        if not spec.get("holderIdentity"):
+            return True
+        said = (spec.get("holderIdentity"), spec.get("renewTime"), there["metadata"].get("resourceVersion"))
+        if said != self._seen:
+            self._seen, self._seen_at = said, _now()
+        return _now() - self._seen_at > float(spec.get("leaseDurationSeconds") or self._told.duration_s)
+
+    def _manifest(self, there: Manifest | None) -> Manifest:
+        told, now = self._told, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        before = (there or {}).get("spec", {})
+        mine = before.get("holderIdentity") == told.identity
+        metadata: Manifest = {"name": told.name, "namespace": told.namespace}
+        if there is not None:
+            metadata["resourceVersion"] = there["metadata"]["resourceVersion"]
+        spec = {
+            "holderIdentity": told.identity,
+            "leaseDurationSeconds": int(told.duration_s),
+            "renewTime": now,
+            "acquireTime": before["acquireTime"] if mine and "acquireTime" in before else now,
+            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (0 if mine or there is None else 1),
+        }
+        return {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": metadata, "spec": spec}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

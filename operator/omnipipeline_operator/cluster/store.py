@@ -1,0 +1,122 @@
+"""What is known of the cluster: the newest seen version of every object that matters, by pipeline.
+
+Here: plain dicts, fed by watches, by lists and by the answers to our own writes, so that a decision never looks behind
+what we have just done. Not here: watching (`handlers.watching`), any decision. Called by the handlers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from omnipipeline_operator.cluster.kinds import PIPELINE, Kind
+from omnipipeline_operator.desired import naming
+
+Manifest = dict[str, Any]
+Key = tuple[str, str]  # namespace, name of the pipeline
+Address = tuple[str, str, str]  # kind, namespace, name
+
+
+class Store:
+    """Objects by address, and children by the pipeline that their label names."""
+
+    def __init__(self) -> None:
+        self._objects: dict[Address, Manifest] = {}
+        #: Addresses of the children of each pipeline. Every address in here is in ``_objects``.
+        self._children: dict[Key, set[Address]] = {}
+
+    def put(self, manifest: Mapping[str, Any]) -> Key | None:
+        """Remember an object, unless something newer is known; the pipeline that it concerns."""
+        address, key = _address(manifest), _pipeline_of(manifest)
+        known = self._objects.get(address)
+        if known is not None and _version(known) > _version(manifest) and _uid(known) == _uid(manifest):
+            return None
+        if known is not None:
+            self._forget(address, known)
+        self._objects[address] = _slimmed(manifest)
+        if key is not None and manifest["kind"] != PIPELINE.name:
+            self._children.setdefault(key, set()).add(address)
+        return key
+
+    def drop(self, manifest: Mapping[str, Any]) -> Key | None:
+        """Forget an object that is gone, unless its successor is known already."""
+        address = _address(manifest)
+        known = self._objects.get(address)
+        if known is not None and _uid(known) == _uid(manifest):
+            self._forget(address, known)
+            del self._objects[address]
+        return _pipeline_of(manifest)
+
+    def replace(self, kind: Kind, manifests: Iterable[Mapping[str, Any]], *, older_than: int) -> set[Key]:
+        """What a list says of a kind: everything else that is not newer than the list is a ghost."""
+        changed, listed = set(), set()
+        for manifest in manifests:
+            listed.add(_address(manifest))
+            known = self._objects.get(_address(manifest))
+            key = self.put(manifest)
+            if key is not None and (known is None or _version(known) < _version(manifest)):
+                changed.add(key)
+        for address, known in list(self._objects.items()):
+            if address[0] == kind.name and address not in listed and _version(known) <= older_than:
+                key = self.drop(known)
+                if key is not None:
+                    changed.add(key)
+        return changed
+
+    def pipeline(self, key: Key) -> Manifest | None:
+        return self._objects.get((PIPELINE.name, *key))
+
+    def pipelines(self) -> Iterator[Key]:
+        return (address[1:] for address in self._objects if address[0] == PIPELINE.name)
+
+    def children(self, key: Key, kind: Kind) -> list[Manifest]:
+        """All children of a kind that a pipeline's label is on, by name."""
+        found = sorted(address for address in self._children.get(key, ()) if address[0] == kind.name)
+        return [self._objects[address] for address in found]
+
+    def child(self, key: Key, kind: Kind, name: str) -> Manifest | None:
+        """One child by name; None too when there is one without our label."""
+        address = (kind.name, key[0], name)
+        return self._objects[address] if address in self._children.get(key, ()) else None
+
+    def newest(self) -> int:
+        """The highest version seen: a list that is read after this knows everything up to it."""
+        return max(map(_version, self._objects.values()), default=0)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def _forget(self, address: Address, known: Mapping[str, Any]) -> None:
+        key = _pipeline_of(known)
+        if key is not None and key in self._children:
+            self._children[key].discard(address)
+            if not self._children[key]:
+                del self._children[key]
+
+
+def _address(manifest: Mapping[str, Any]) -> Address:
+    metadata = manifest["metadata"]
+    return manifest["kind"], metadata["namespace"], metadata["name"]
+
+
+def _pipeline_of(manifest: Mapping[str, Any]) -> Key | None:
+    metadata = manifest["metadata"]
+    if manifest["kind"] == PIPELINE.name:
+        return metadata["namespace"], metadata["name"]
+    name = metadata.get("labels", {}).get(naming.PIPELINE_LABEL)
+    return (metadata["namespace"], name) if name else None
+
+
+def _version(manifest: Mapping[str, Any]) -> int:
+    # Comparable by the API's own rules since Kubernetes 1.35, and in practice always: etcd's revision.
+    return int(manifest["metadata"].get("resourceVersion") or 0)
+
+
+def _uid(manifest: Mapping[str, Any]) -> str:
+    return str(manifest["metadata"].get("uid", ""))
+
+
+def _slimmed(manifest: Mapping[str, Any]) -> Manifest:
+    """Without managedFields, a third of most objects, which nothing here reads."""
+    metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
+    return {**manifest, "metadata": metadata}

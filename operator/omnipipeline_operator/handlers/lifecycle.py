@@ -1,0 +1,152 @@
+"""The operator's process: what is started, in which order, and how it ends.
+
+Here: wiring. Not here: any of the parts. Called by `cli`. A standby keeps its store warm, so that taking over costs
+no more than the lease. Whatever ends unexpectedly ends the process: the kubelet starts a clean one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Final
+
+import kopf
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.cluster.client import Client, Writes
+from omnipipeline_operator.cluster.desks import Desks
+from omnipipeline_operator.cluster.lease import Lease
+from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.handlers import probes
+from omnipipeline_operator.handlers.metrics import Metrics
+from omnipipeline_operator.handlers.queueing import Queue
+from omnipipeline_operator.handlers.reconciling import Reconciler
+from omnipipeline_operator.handlers.watching import Watcher
+from omnipipeline_operator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+STUCK_S: Final = 120.0  # a pipeline that is due and not looked at for so long
+RELIST_RETRY_S: Final = 2.0
+
+
+class Operator:
+    """One operator process."""
+
+    def __init__(self, settings: Settings, client: Client, desks: Desks) -> None:
+        self._told = settings
+        self._client = client
+        self._store = Store()
+        self._queue = Queue()
+        self._watcher = Watcher(self._store, self._queue)
+        self._lease = Lease(client, settings.lease)
+        self._metrics = Metrics()
+        self._reconciler = Reconciler(client, self._store, desks, settings, clock=time.time)
+        self._listed_at: float | None = None  #: Monotonic time of the last complete list.
+        self._leads = False
+        self._show()
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Raises: LeaseLost, and whatever ended one of the parts.
+        """
+        live, ready = self._why_not_live, self._why_not_ready
+        async with probes.serving(self._told.probe_port, live=live, ready=ready, registry=self._metrics.registry):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._watch())
+                    group.create_task(self._relist_for_ever())
+                    group.create_task(self._lead(group))
+            finally:
+                self._leads = False
+                await self._lease.release()
+
+    async def _watch(self) -> None:
+        """kopf's operator; it never returns by itself."""
+        await kopf.operator(
+            registry=self._watcher.registry(),
+            standalone=True,
+            clusterwide=not self._told.namespaces,
+            namespaces=self._told.namespaces,
+        )
+        raise errors.OperatorError("the watches have ended")
+
+    async def _relist_for_ever(self) -> None:
+        while True:
+            wait = self._told.relist_s
+            try:
+                await self._watcher.relist(self._client, self._told.namespaces)
+                self._listed_at = time.monotonic()
+                self._metrics.relists.labels("complete").inc()
+            except errors.ClusterError as error:
+                log.warning("list: %s", error)
+                self._metrics.relists.labels("failed").inc()
+                wait = min(wait, RELIST_RETRY_S)
+            await asyncio.sleep(wait)
+
+    async def _lead(self, group: asyncio.TaskGroup) -> None:
+        """Write, once everything is known and nobody else writes."""
+        if self._told.lease.enabled:
+            await self._lease.acquire()
+            group.create_task(self._lease.keep())
+        while self._listed_at is None:
+            await asyncio.sleep(0.05)
+        self._leads = True
+        log.info("looking after %d pipelines", sum(1 for _ in self._store.pipelines()))
+        for _ in range(self._told.workers):
+            group.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.take()
+            with self._metrics.looks.time():
+                await self._look(key)
+
+    async def _look(self, key: tuple[str, str]) -> None:
+        """The outermost boundary: whatever a pipeline does to us, the others are looked after."""
+        name = "/".join(key)
+        try:
+            again_s = await self._reconciler.reconcile(key)
+        except errors.ClusterError as error:
+            wait = self._queue.failed(key, least_s=error.retry_after_s)
+            self._metrics.failures.labels(type(error).__name__).inc()
+            log.warning("%s: %s; again in %.1f s", name, error, wait)
+        except Exception:
+            wait = self._queue.failed(key, least_s=1.0)
+            self._metrics.failures.labels("Unexpected").inc()
+            log.exception("%s: a fault of the operator's; again in %.1f s", name, wait)
+        else:
+            self._queue.done(key, again_s=again_s)
+
+    # --- health -------------------------------------------------------------------------------------------------
+
+    def _why_not_ready(self) -> str | None:
+        return None if self._listed_at is not None else "nothing has been listed yet"
+
+    def _why_not_live(self) -> str | None:
+        patience = 2 * self._told.relist_s + STUCK_S
+        if self._listed_at is not None and time.monotonic() - self._listed_at > patience:
+            return f"no complete list for {patience:g} s"
+        if self._leads and self._queue.oldest_wait_s() > STUCK_S:
+            return f"a pipeline has been waiting for {STUCK_S:g} s"
+        return None
+
+    def _show(self) -> None:
+        show = self._metrics.show
+        show("leading", "1 in the process that writes", lambda: float(self._leads))
+        show("queue", "Pipelines that wait or are looked at", lambda: float(len(self._queue)))
+        show("queue_oldest_seconds", "How long a pipeline has been due", self._queue.oldest_wait_s)
+        show("objects", "Objects in the store", lambda: float(len(self._store)))
+        show("pipelines", "Pipelines in the store", lambda: float(sum(1 for _ in self._store.pipelines())))
+        show("events", "Watch events so far", lambda: float(self._watcher.events))
+
+
+async def run(settings: Settings, writes: Writes) -> None:
+    """Run one operator until cancelled. ``writes``: what every write passes."""
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(await Client.connect(writes))
+        desks = await stack.enter_async_context(Desks())
+        await Operator(settings, client, desks).run()

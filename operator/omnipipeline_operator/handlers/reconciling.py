@@ -1,0 +1,246 @@
+"""One look at one pipeline: read, decide, do, report.
+
+Here: the order of these four, and what becomes of an error. Not here: the parts themselves. Called by `lifecycle`'s
+workers, one look at a time per pipeline. Nothing is remembered between looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.changes import conditions, rollout, status
+from omnipipeline_operator.changes.rollout import Goal, Wanted
+from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
+from omnipipeline_operator.cluster import kinds
+from omnipipeline_operator.cluster.applying import Applier, NameTaken
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.cluster.desks import Desk, Desks
+from omnipipeline_operator.cluster.kinds import PIPELINE
+from omnipipeline_operator.cluster.store import Key, Store
+from omnipipeline_operator.desired import children, naming, services
+from omnipipeline_operator.desired.naming import COORDINATOR, Manifest, Owner
+from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.handlers import looking, reporting
+from omnipipeline_operator.handlers.looking import Look, Pins
+from omnipipeline_operator.handlers.writing import Order, Writer
+from omnipipeline_operator.settings import Settings
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.errors import SpecError
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.plan import PipelinePlan
+
+log = logging.getLogger(__name__)
+
+SOON_S = 2.0  # a roll that waits for the coordinator, a name that garbage collection is freeing
+LATER_S = 60.0  # a name that is taken: whoever holds it is not watched
+
+
+class Vanished(errors.OperatorError):
+    """The resource is gone or going: nothing more is made for it."""
+
+
+class _Planned(msgspec.Struct, frozen=True, kw_only=True):
+    spec: PipelineConfig
+    plan: PipelinePlan
+    goal: Goal
+    pins: Pins
+    wanted: children.Children
+
+
+class Reconciler:
+    """Looks at pipelines."""
+
+    def __init__(
+        self, client: Client, store: Store, desks: Desks, settings: Settings, *, clock: Callable[[], float]
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._desks = desks
+        self._told = settings
+        self._clock = clock
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Do what is to be done now; the seconds after which to look again without being told to.
+
+        Raises: errors.ClusterError: the API server would not; later, perhaps.
+        """
+        resource = self._store.pipeline(key)
+        if resource is None or "deletionTimestamp" in resource["metadata"]:
+            return None
+        owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
+        look = Look(self._store, key, owner)
+        applier = Applier(self._client, self._store, owner)
+        try:
+            planned = self._plan(resource, look)
+        except (SpecError, errors.Refused) as error:
+            reason = "NotAllowed" if isinstance(error, errors.Refused) else "InvalidSpec"
+            await self._refuse(resource, look, applier, Refusal(reason=reason, message=str(error)))
+            return None
+        try:
+            return await self._act(resource, planned, look, applier)
+        except Vanished:
+            return None
+
+    # --- deciding -----------------------------------------------------------------------------------------------
+
+    def _plan(self, resource: Manifest, look: Look) -> _Planned:
+        """Raises: SpecError, errors.Refused."""
+        loaded = loading.from_resource(resource)
+        plan = planning.plan(loaded.spec, name=look.owner.name)
+        units = {unit.name: unit.revision for unit in plan.units}
+        pins = looking.pins(
+            look, look.workloads(), units=units, image=self._told.stage_image, random_id=secrets.token_hex(5)
+        )
+        facts = PodFacts(
+            owner=look.owner,
+            image=pins.image,
+            control_secret=pins.control_secret,
+            allow_privileged=self._told.allow_privileged,
+        )
+        wanted = children.children(loaded.spec, plan, facts, scrapers=self._told.scrapers)
+        return _Planned(spec=loaded.spec, plan=plan, goal=_goal(loaded.spec, plan), pins=pins, wanted=wanted)
+
+    async def _act(self, resource: Manifest, planned: _Planned, look: Look, applier: Applier) -> float | None:
+        seen = look.workloads()
+        desks = await self._ask(look)
+        known, before = look.entries(), resource.get("status", {})
+        serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
+        update = planned.plan.current
+        may_shrink = all(update.revision in desk.revisions for desk in desks)
+        order = Order(
+            wanted=planned.wanted,
+            decision=rollout.decide(planned.goal, seen, serving),
+            entries=rollout.entries(update, known, seen),
+            pins=planned.pins,
+            curve=planned.spec.control.security.mode == "Curve",
+            may_shrink=may_shrink or planned.goal.suspended,
+            loads={host: load for desk in desks for host, load in desk.loads().items()},
+        )
+        refusal, again = None, None if may_shrink else SOON_S
+        try:
+            await Writer(look, applier, lambda: self._still_there(look.owner)).carry_out(order)
+        except NameTaken as error:
+            refusal = Refusal(reason="NameConflict", message=str(error))
+            again = SOON_S if error.passing else LATER_S
+        facts = self._facts(planned, look, desks, refusal, serving)
+        await self._summarise(resource, facts, applier)
+        late = status.deadline(facts)
+        return min(filter(None, (again, late and max(late - self._clock(), SOON_S))), default=None)
+
+    def _facts(
+        self,
+        planned: _Planned,
+        look: Look,
+        desks: Sequence[Desk],
+        refusal: Refusal | None,
+        serving: Mapping[str, str],
+    ) -> Facts:
+        """What is now, after the writes."""
+        seen = look.workloads()
+        registered: dict[tuple[str, str], int] | None = None
+        for desk in desks:  # in a roll two answer; a stage registers with both
+            counts = desk.registered()
+            registered = {
+                unit: max(counts.get(unit, 0), (registered or {}).get(unit, 0))
+                for unit in {*counts, *(registered or {})}
+            }
+        return Facts(
+            plan=planned.plan,
+            goal=planned.goal,
+            decision=rollout.decide(planned.goal, seen, serving),
+            seen=seen,
+            entries=look.entries(),
+            exposure=_exposure(planned.spec, look),
+            registered=registered,
+            refusal=refusal,
+            progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
+        )
+
+    async def _ask(self, look: Look) -> list[Desk]:
+        """All coordinators that are ready."""
+        coordinators = [each for each in look.workloads() if each.unit == COORDINATOR]
+        ready = [pod.ip for each in coordinators for pod in each.pods if pod.ready and not pod.terminating and pod.ip]
+        return await self._desks.ask(ready)
+
+    async def _still_there(self, owner: Owner) -> None:
+        """Raises: Vanished."""
+        try:
+            live = await self._client.get(PIPELINE, owner.namespace, owner.name)
+        except errors.NotFound as error:
+            self._store.drop({"kind": PIPELINE.name, "metadata": msgspec.to_builtins(owner)})
+            raise Vanished(f"{owner.namespace}/{owner.name} is gone") from error
+        self._store.put({**live, "kind": PIPELINE.name})
+        if live["metadata"]["uid"] != owner.uid or "deletionTimestamp" in live["metadata"]:
+            raise Vanished(f"{owner.namespace}/{owner.name} is going")
+
+    # --- reporting ----------------------------------------------------------------------------------------------
+
+    async def _summarise(self, resource: Manifest, facts: Facts, applier: Applier) -> None:
+        before, generation = resource.get("status", {}), resource["metadata"]["generation"]
+        now, said = status.summarise(facts, before, generation=generation, now=self._clock())
+        await self._write(resource, now, said, applier)
+
+    async def _refuse(self, resource: Manifest, look: Look, applier: Applier, refusal: Refusal) -> None:
+        """What runs is left alone."""
+        before, generation = resource.get("status", {}), resource["metadata"]["generation"]
+        available = status.is_available(look.entries(), look.workloads())
+        now, said = status.refused(refusal, before, generation=generation, available=available, now=self._clock())
+        await self._write(resource, now, said, applier)
+
+    async def _write(
+        self, resource: Manifest, now: dict[str, Any], said: Sequence[conditions.Condition], applier: Applier
+    ) -> None:
+        before = resource.get("status", {})
+        if now == before:
+            return
+        owner = Owner(
+            namespace=resource["metadata"]["namespace"],
+            name=resource["metadata"]["name"],
+            uid=resource["metadata"]["uid"],
+        )
+        try:
+            await applier.write_status(now)
+        except (errors.NotFound, errors.Conflict):
+            return  # deleted meanwhile, or made anew: its own event is on the way
+        transitions = conditions.transitions(said, before.get("conditions", ()))
+        await reporting.report(self._client, owner, transitions, reporter=self._told.lease.identity or "operator")
+
+
+def _goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:
+    units = {unit.name: Wanted(revision=unit.revision, replicas=plan.replicas[unit.name]) for unit in plan.units}
+    return Goal(
+        units=units,
+        coordinator=Wanted(revision=plan.coordinator.revision, replicas=1),
+        strategy=spec.rollout.strategy,
+        max_surge=spec.rollout.max_surge,
+        paused=spec.rollout.paused,
+        suspended=spec.suspend,
+        history=spec.rollout.revision_history_limit,
+    )
+
+
+def _exposure(spec: PipelineConfig, look: Look) -> Exposure:
+    url = services.url(spec, look.owner)
+    ingress = look.child(kinds.INGRESS, look.owner.name)
+    if spec.expose.ingress is not None and ingress is not None:
+        scheme = "https" if spec.expose.ingress.tls_secret_name else "http"
+        host = spec.expose.ingress.host or _address(ingress)
+        return Exposure(url=url, external=f"{scheme}://{host}" if host else None)
+    service = look.child(kinds.SERVICE, naming.service(look.owner.name))
+    if spec.expose.service.type == "LoadBalancer":
+        host = _address(service or {})
+        pending = None if host else "the load balancer has no address yet"
+        return Exposure(url=url, external=f"http://{host}:{services.port_of(spec)}" if host else None, pending=pending)
+    return Exposure(url=url)
+
+
+def _address(manifest: Mapping[str, Any]) -> str | None:
+    """What an Ingress or a Service of type LoadBalancer was given."""
+    given = manifest.get("status", {}).get("loadBalancer", {}).get("ingress", [])
+    return next((each.get("hostname") or each.get("ip") for each in given), None)

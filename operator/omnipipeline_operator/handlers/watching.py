@@ -1,0 +1,93 @@
+"""Watches feed the store and the queue: kopf's on.event for pipelines and for their labelled children, and re-lists.
+
+Here: which kinds are watched and how, and the list every few minutes that drops ghosts. Not here: what a change means
+(`reconciling`). Called by `lifecycle`. Of kopf only the watching is used: bookmarks, chunked lists, reconnects and
+time-outs were measured to be right; indices, daemons, finalizers and peering are not wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import kopf
+
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.cluster.kinds import PIPELINE, WATCHED, Kind
+from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.handlers.queueing import Queue
+
+log = logging.getLogger(__name__)
+
+CHUNK: Final = 500
+IDLE_S: Final = 75.0  # the API server sends a bookmark every minute: a silent stream is dead
+CONNECT_S: Final = 10.0
+
+
+class Watcher:
+    """What comes in."""
+
+    def __init__(self, store: Store, queue: Queue) -> None:
+        self._store = store
+        self._queue = queue
+        self.events = 0
+
+    def registry(self) -> kopf.OperatorRegistry:
+        """kopf's handlers: one for every watched kind."""
+        registry = kopf.OperatorRegistry()
+        kopf.on.startup(registry=registry)(_configure)
+        kopf.on.login(registry=registry)(_login)
+        for kind in (PIPELINE, *WATCHED):
+            kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.plural)(self._handler(kind))
+        return registry
+
+    def heard(self, kind: Kind, event: str | None, manifest: Mapping[str, Any]) -> None:
+        """Something has changed. ``event``: ADDED, MODIFIED, DELETED; None: it is there."""
+        self.events += 1
+        manifest = {**manifest, "kind": kind.name, "apiVersion": kind.api_version}
+        key = self._store.drop(manifest) if event == "DELETED" else self._store.put(manifest)
+        if key is not None:
+            self._queue.add(key)
+
+    async def relist(self, client: Client, namespaces: tuple[str, ...]) -> None:
+        """Read everything anew: what a watch has missed is put right, and what is gone is forgotten.
+
+        Raises: errors.ClusterError: nothing was forgotten on account of a list that broke off.
+        """
+        for kind in (PIPELINE, *WATCHED):
+            known_up_to = self._store.newest()
+            selector = None if kind is PIPELINE else naming.PIPELINE_LABEL
+            listed = []
+            for namespace in namespaces or (None,):
+                listed += [_slim(each) async for each in client.listed(kind, namespace, selector)]
+            for key in self._store.replace(kind, listed, older_than=known_up_to):
+                self._queue.add(key)
+        for key in self._store.pipelines():
+            self._queue.add(key)
+
+    def _handler(self, kind: Kind) -> Any:
+        async def handle(event: Mapping[str, Any], **_: Any) -> None:
+            self.heard(kind, event["type"], event["object"])
+
+        return handle
+
+
+def _slim(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
+    return {**manifest, "metadata": metadata}
+
+
+async def _configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.watching.chunk_size = CHUNK
+    settings.watching.inactivity_timeout = IDLE_S
+    settings.watching.connect_timeout = CONNECT_S
+    for kind in WATCHED:
+        settings.watching.label_selectors[kind.group, kind.version, kind.plural] = naming.PIPELINE_LABEL
+
+
+async def _login(**told: Any) -> kopf.ConnectionInfo | None:
+    return kopf.login_with_service_account(**told) or kopf.login_with_kubeconfig(**told)
