@@ -7,6 +7,7 @@ Here both are fed and carried out. Everything runs on the coordinator's I/O thre
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
 import time
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 COORDINATOR: Final = "coordinator"
 NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
 RETRY_AFTER_S: Final = 1.0
+DEADLINES_EVERY_S: Final = 0.02
+DEADLINES_KEPT: Final = 10_000  # deadlines of requests that are over, before the heap is made anew
 ENDED_EVERY_S: Final = 0.02
 CONSUMED_EVERY: Final = 64  # a quarter of a stream's window
 BODY_CREDITS: Final = 8  # bodies under way to one entry instance
@@ -94,6 +97,8 @@ class RequestDesk:
         self._ended: dict[str, list[tuple[str, int]]] = {}
         self._untold: dict[tuple[str, str], int] = {}  #: (request id, stage) -> chunks read, not told to its producer
         self._attempts = itertools.count(1)  #: Across all requests: ids come again, and stages remember the dead.
+        self._deadlines: list[tuple[float, str]] = []  #: A heap; those of requests that are over are skipped.
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._kept_nbytes = 0
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._started_at = time.monotonic()
@@ -173,7 +178,7 @@ class RequestDesk:
 
     def close(self) -> None:
         self._fetching.close()
-        for timer in self._stranded.values():
+        for timer in (*self._stranded.values(), *([self._deadline_timer] if self._deadline_timer else [])):
             timer.cancel()
 
     # --- what processes say -------------------------------------------------------------------------------------
@@ -285,7 +290,9 @@ class RequestDesk:
             deadline=self._loop.time() + timeout_s,
         )
         self._kept_nbytes += extracted.nbytes
-        ticket.timer = self._loop.call_at(ticket.deadline, self._happen, ticket, DeadlinePassed())
+        heapq.heappush(self._deadlines, (ticket.deadline, ticket.id))
+        if self._deadline_timer is None:
+            self._deadline_timer = self._loop.call_later(DEADLINES_EVERY_S, self._check_deadlines)
         return ticket
 
     def _submit(self, ticket: Ticket, revision: PipelineRevision, bindings: dict[str, str]) -> None:
@@ -392,6 +399,21 @@ class RequestDesk:
                     retry_after_s = RETRY_AFTER_S if failure.code in ("unavailable", "rate_limited") else None
                     ticket.fail(failure, retry_after_s=retry_after_s)
 
+    def _check_deadlines(self) -> None:
+        """One timer for all: a timer per request costs more than the rest of admitting it."""
+        now = self._loop.time()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            ticket = self._tickets.get(request_id)
+            if ticket is not None and ticket.deadline == deadline:
+                self._happen(ticket, DeadlinePassed())
+        if len(self._deadlines) > 2 * len(self._tickets) + DEADLINES_KEPT:
+            self._deadlines = [(ticket.deadline, ticket.id) for ticket in self._tickets.values()]
+            heapq.heapify(self._deadlines)
+        self._deadline_timer = None
+        if self._deadlines:
+            self._deadline_timer = self._loop.call_later(DEADLINES_EVERY_S, self._check_deadlines)
+
     def _cancel(self, ticket: Ticket, reason: str) -> bool:
         return bool(self._happen(ticket, Cancelled(reason)))
 
@@ -456,8 +478,6 @@ class RequestDesk:
         stranded = self._stranded.pop(ticket.id, None)
         if stranded is not None:
             stranded.cancel()
-        if ticket.timer is not None:
-            ticket.timer.cancel()
         if ticket.extracted is not None:
             self._kept_nbytes -= ticket.extracted.nbytes
             ticket.extracted = None
@@ -466,7 +486,7 @@ class RequestDesk:
         ticket.ended_at = time.monotonic()
         self.tallies.timed(ticket.timings.values())
         failure = ticket.tracked.failure
-        self.tallies.ended(ticket.record(), failure.code if failure is not None else "completed")
+        self.tallies.ended(ticket.id, ticket.kind, failure.code if failure is not None else "completed", ticket.record)
 
     def _note_ended(self, ticket: Ticket) -> None:
         """Stages that a request has not passed to its end (unread streams, branches not taken) learn of it."""

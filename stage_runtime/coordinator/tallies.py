@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from stage_runtime.coordinator.events import RequestRecord
@@ -13,6 +13,9 @@ from stage_runtime.wire.messages import Timing
 #: Seconds; from a hop to a long generation.
 BOUNDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 RECORDS: Final = 4096  # ended requests that `GET /v1/requests/{id}` still knows
+
+
+Recorded = Callable[[], RequestRecord]
 
 
 class Histogram:
@@ -42,24 +45,26 @@ class Tallies:
     def __init__(self) -> None:
         self.outcomes: Counter[tuple[str, str]] = Counter()  #: (kind, outcome)
         self.retried = 0
-        self._queue: dict[str, Histogram] = {}
-        self._run: dict[str, Histogram] = {}
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._queue: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self._run: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self._records: dict[str, Recorded] = {}  #: Oldest first.
 
-    def ended(self, record: RequestRecord, outcome: str) -> None:
-        self.outcomes[record.kind, outcome] += 1
-        self._records.pop(record.id, None)
-        self._records[record.id] = record
+    def ended(self, request_id: str, kind: str, outcome: str, recorded: Recorded) -> None:
+        """A request is over. ``recorded`` makes its record when somebody asks: few ever do."""
+        self.outcomes[kind, outcome] += 1
+        self._records.pop(request_id, None)
+        self._records[request_id] = recorded
         if len(self._records) > RECORDS:
-            self._records.popitem(last=False)
+            del self._records[next(iter(self._records))]
 
     def timed(self, timings: Iterable[Timing]) -> None:
         for timing in timings:
-            self._queue.setdefault(timing.stage, Histogram()).add(timing.queue_us / 1e6)
-            self._run.setdefault(timing.stage, Histogram()).add(timing.run_us / 1e6)
+            self._queue[timing.stage].add(timing.queue_us / 1e6)
+            self._run[timing.stage].add(timing.run_us / 1e6)
 
     def record(self, request_id: str) -> RequestRecord | None:
-        return self._records.get(request_id)
+        recorded = self._records.get(request_id)
+        return recorded() if recorded is not None else None
 
     def stages(self) -> Mapping[str, dict[str, Any]]:
         """Per stage, its two histograms."""

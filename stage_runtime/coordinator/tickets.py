@@ -60,7 +60,6 @@ class Ticket:
         self.revision = ""
         self.traceparent = traceparent
         self.deadline = deadline  #: On the loop's clock.
-        self.timer: asyncio.TimerHandle | None = None
         self.timings: dict[str, Timing] = {}
         self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
         self.streams: dict[str, Inbound[Streamed]] = {}

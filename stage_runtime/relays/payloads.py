@@ -29,6 +29,9 @@ INLINE_NBYTES: Final = 16 * 1024
 PART: Final = 1  # data: the index of a TensorRef
 STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
 
+#: Where a request keeps its own encoding (it is frozen, and may travel many hops).
+_ENCODED: Final = "_encoded"
+
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -147,6 +150,16 @@ class _Extraction(walking.Walk):
     def walk_struct(self, value: msgspec.Struct) -> Any:
         fields = self.struct_fields(value)
         return msgspec.msgpack.Ext(STRUCT, _encoder.encode((values.message_name(type(value)), fields)))
+
+    def walk_request(self, value: values.OmniRequest) -> Any:
+        """A request goes along on every hop unchanged: what has no parts is encoded once."""
+        known = value.__dict__.get(_ENCODED)
+        if known is None:
+            before = len(self.leaves)
+            known = self.walk_struct(value)
+            if len(self.leaves) == before and not self.seen:
+                value.__dict__[_ENCODED] = known
+        return known
 
     def tensor(self, value: Any) -> Any:
         known = self.seen.get(id(value))
@@ -269,7 +282,10 @@ class _Placeholders:
 
 
 def _hook(code: int, data: memoryview) -> Any:
-    return _structure(code, data, _hook)
+    found = _structure(code, data, _hook)
+    if type(found) is values.OmniRequest:  # it came without parts, and goes on as it came
+        found.__dict__[_ENCODED] = msgspec.msgpack.Ext(STRUCT, bytes(data))
+    return found
 
 
 _plain_decoder: Final = msgspec.msgpack.Decoder(ext_hook=_hook)
@@ -290,7 +306,14 @@ def _structure(code: int, data: memoryview, hook: Callable[[int, memoryview], An
         return kind(**{key: item for key, item in fields.items() if key in known})
 
 
-_Extraction.walkers.update({dict: walking.Walk.walk_dict, list: walking.Walk.walk_list, bytes: _Extraction.walk_bytes})
+_Extraction.walkers.update(
+    {
+        dict: walking.Walk.walk_dict,
+        list: walking.Walk.walk_list,
+        bytes: _Extraction.walk_bytes,
+        values.OmniRequest: _Extraction.walk_request,
+    }
+)
 for _sharing in (_Isolation, _Fingerprint):
     _sharing.walkers.update(
         {

@@ -37,6 +37,15 @@ class Instance(msgspec.Struct):
         return (self.waiting + self.since_beat) * 4 + self.running
 
 
+class Sets(msgspec.Struct):
+    """The complete sets of one revision, as long as nobody comes or goes."""
+
+    revision: PipelineRevision
+    candidates: dict[str, list[Instance]]  #: group -> its eligible instances
+    count: int  #: Complete sets: the minimum over its groups.
+    weight: float = 0.0  #: Of the smooth weighted round robin.
+
+
 class Unbindable(Exception):
     """No complete set of instances: ``groups`` have none that is ready."""
 
@@ -51,12 +60,12 @@ class Membership:
     def __init__(self, revisions: Sequence[PipelineRevision]) -> None:
         self.revisions: tuple[PipelineRevision, ...] = tuple(revisions)  #: Newest last.
         self.instances: dict[str, Instance] = {}
-        self._weights: dict[str, float] = {}  #: revision -> smooth weighted round-robin state
         self._eligible: dict[tuple[str, str, str], list[Instance]] | None = None  #: By (group, unit, revision).
+        self._complete: list[Sets] | None = None
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
         self.revisions = tuple(revisions)
-        self._eligible = None
+        self._changed()
 
     def join(self, member: Member) -> list[str]:
         """Add or replace a member. Returns incarnations that this proves gone: another life at the same endpoint."""
@@ -65,7 +74,7 @@ class Membership:
             for known, instance in self.instances.items()
             if instance.member.endpoint == member.endpoint and known != member.incarnation
         ]
-        self._eligible = None
+        self._changed()
         known = self.instances.get(member.incarnation)
         if known is None:
             self.instances[member.incarnation] = Instance(member, ready=member.ready)
@@ -74,7 +83,7 @@ class Membership:
         return gone
 
     def leave(self, incarnation: str) -> Instance | None:
-        self._eligible = None
+        self._changed()
         return self.instances.pop(incarnation, None)
 
     def mark(self, incarnation: str, *, ready: bool | None = None, draining: bool | None = None) -> bool:
@@ -82,7 +91,7 @@ class Membership:
         instance = self.instances.get(incarnation)
         if instance is None:
             return False
-        self._eligible = None
+        self._changed()
         instance.ready = instance.ready if ready is None else ready
         instance.draining = instance.draining if draining is None else draining
         return True
@@ -94,30 +103,24 @@ class Membership:
         Returns: the revision and stage -> incarnation.
         Raises:  Unbindable: no revision has a complete set; names what the newest lacks.
         """
-        shunned = set(avoid)
-        by_group = self.eligible()
-        sets = {
-            revision.revision: min(
-                (len(by_group.get((group, unit, revision.units[unit]), ())) for group, unit in revision.groups.items()),
-                default=0,
-            )
-            for revision in self.revisions
-        }
-        chosen = self._next_revision(sets)
-        if chosen is None:
+        if self._complete is None:
+            self._complete = self._complete_sets()
+        sets = self._next_sets(self._complete)
+        if sets is None:
             raise Unbindable(self.lacking())
-        picked = {
-            group: min(
-                by_group[group, unit, chosen.units[unit]],
-                key=lambda one: (one.member.incarnation in shunned, one.load, one.bound, one.served),
-            )
-            for group, unit in chosen.groups.items()
-        }
-        for instance in picked.values():
+        picked: dict[str, str] = {}
+        for group, candidates in sets.candidates.items():
+            instance = candidates[0]
+            if len(candidates) > 1:
+                shunned = set(avoid)
+                instance = min(
+                    candidates, key=lambda one: (one.member.incarnation in shunned, one.load, one.bound, one.served)
+                )
             instance.bound += 1
             instance.since_beat += 1
             instance.served += 1
-        return chosen, {stage: picked[group].member.incarnation for stage, group in chosen.stages.items()}
+            picked[group] = instance.member.incarnation
+        return sets.revision, {stage: picked[group] for stage, group in sets.revision.stages.items()}
 
     def unbind(self, bindings: Mapping[str, str]) -> None:
         """A request is over (or rebinds): its instances carry one less."""
@@ -157,12 +160,28 @@ class Membership:
                 found.setdefault((member.group, member.unit, member.revision), []).append(instance)
         return found
 
-    def _next_revision(self, sets: Mapping[str, int]) -> PipelineRevision | None:
+    def _changed(self) -> None:
+        self._eligible = self._complete = None
+
+    def _complete_sets(self) -> list[Sets]:
+        """The revisions that can serve."""
+        by_group = self.eligible()
+        found = []
+        for revision in self.revisions:
+            candidates = {
+                group: by_group.get((group, unit, revision.units[unit]), []) for group, unit in revision.groups.items()
+            }
+            count = min((len(instances) for instances in candidates.values()), default=0)
+            if count:
+                found.append(Sets(revision, candidates, count))
+        return found
+
+    def _next_sets(self, complete: Sequence[Sets]) -> Sets | None:
         """Smooth weighted round robin, so that a share of 1 in 3 is every third request, not a burst."""
-        total = sum(sets.values())
-        if total == 0:
-            return None
-        self._weights = {name: self._weights.get(name, 0.0) + count for name, count in sets.items() if count}
-        name = max(self._weights, key=lambda one: self._weights[one])
-        self._weights[name] -= total
-        return next(one for one in self.revisions if one.revision == name)
+        if len(complete) < 2:
+            return complete[0] if complete else None
+        for sets in complete:
+            sets.weight += sets.count
+        chosen = max(complete, key=lambda sets: sets.weight)
+        chosen.weight -= sum(sets.count for sets in complete)
+        return chosen

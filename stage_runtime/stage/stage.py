@@ -8,6 +8,7 @@ from threading import Event, Thread
 
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines.base import Engine, Inbox, Work
+from stage_runtime.engines.events import Abort
 from stage_runtime.stage import tensor_parallel
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.intake import Intake
@@ -56,7 +57,7 @@ class Stage:
 
     @property
     def steps(self) -> int:
-        """Grows with everything that the engine takes or gives, and while its event loop turns: its sign of progress."""
+        """Grows with all that the engine takes or gives, and while its event loop turns: its sign of progress."""
         engine = self.intake.engine
         return self.inbox.taken + self.outbox.given + (engine.ticks if engine is not None else 0)
 
@@ -94,7 +95,11 @@ class Stage:
             self._crashed(self.plan.name, error)
 
     def _unreadable(self, work: Work, error: BaseException) -> None:
-        self.outbox.fail(work, error, hook="receive")
+        assert isinstance(work, RequestWork)
+        self._fail(work, error, "receive")
 
     def _fail(self, work: RequestWork, error: BaseException, hook: str) -> None:
+        """It failed outside of the engine, which may be at it: waiting for a chunk that will not come."""
         self.outbox.fail(work, error, hook=hook)
+        work.aborted = True
+        self.inbox.put(Abort(work.request_id, work))
