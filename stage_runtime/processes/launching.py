@@ -23,7 +23,7 @@ from stage_runtime.processes.instances import InstanceSpec
 
 COORDINATOR = "coordinator"
 #: What a person may set for all processes of a run; every other OMNI_ variable is ours to write.
-INHERITED = ("OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_DEBUG_VALUES", "OMNI_ARENA_MB")
+INHERITED = ("OMNI_CACHE", "OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_DEBUG_VALUES", "OMNI_ARENA_MB")
 
 _LEADER = frozenset({statuspipe.Ready, statuspipe.Registered})
 _FOLLOWER = frozenset({statuspipe.Ready})  # ranks 1.. talk to rank 0 alone
