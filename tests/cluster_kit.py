@@ -8,6 +8,7 @@ is left up.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -86,6 +87,8 @@ class _Kit:
     def __init__(self, program: Path) -> None:
         self.program = program
         state = Path(os.environ.get("CLUSTER_DIR", "/run/omni-cluster"))
+        self._lock = open(f"{state}.lock", "w")  # held until `down`
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         environment = {
             **os.environ,
             "KUBECONFIG": str(state / "admin.conf"),
@@ -97,8 +100,11 @@ class _Kit:
         return _cluster_of(_run(self.program, "up", *arguments))
 
     def down(self) -> None:
-        if not self.was_up:
-            _run(self.program, "down")
+        try:
+            if not self.was_up:
+                _run(self.program, "down")
+        finally:
+            self._lock.close()
 
 
 @pytest.fixture(scope="session")

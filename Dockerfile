@@ -1,0 +1,103 @@
+# The project's two images.
+#
+#   docker build --target operator -t omnipipeline-operator .
+#   docker build --target stage -t omnipipeline-stage [--build-arg VARIANT=cu13] [--build-arg TORCH_INDEX=URL] .
+#
+# VARIANT      cpu | cu12 | cu13: what torch must have been built for. Checked: a build never ships the other one silently.
+# TORCH_INDEX  package index that holds torch for the variant, as torch's own install page names it. Empty: pip's default.
+# EXTRAS       further extras of the distribution for the stage image, comma separated (nixl, mooncake).
+#
+# Both run as a numeric user, with a read-only root file system, and hold neither pip nor a compiler: what is installed
+# here is what runs. A stage image of your own is `FROM` this one plus `COPY` of your modules (docs/install.md).
+# Layers, from seldom to often changed: Debian, torch, other dependencies, our code (under 2 MB: all that an upgrade of
+# ours pulls).
+
+FROM debian:bookworm-slim AS base
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 ca-certificates \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
+ENV PATH=/opt/omnipipeline/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp
+
+
+FROM base AS builder
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PIP_CONSTRAINT=/build/constraints.txt
+RUN apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
+WORKDIR /build
+COPY constraints.txt ./
+# The tools live beside what they make, so nothing of them is shipped.
+RUN python3 -m venv /opt/tools \
+    && /opt/tools/bin/pip install hatchling \
+    && python3 -m venv --without-pip --symlinks /opt/omnipipeline
+ENV INSTALL="/opt/tools/bin/pip --python /opt/omnipipeline/bin/python install"
+
+
+# The distribution's dependencies by extra, read from pyproject.toml: a change of our code leaves these layers alone.
+FROM builder AS requirements
+COPY pyproject.toml ./
+RUN python3 -c 'import pathlib, tomllib; \
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]; \
+extras = project["optional-dependencies"]; \
+[pathlib.Path(name + ".txt").write_text("\n".join([*project["dependencies"], *wanted, ""])) for name, wanted in extras.items()]'
+
+
+FROM builder AS code
+COPY . ./
+RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
+    && $INSTALL --no-deps --prefix /code /wheels/*.whl
+
+
+FROM builder AS operator-dependencies
+COPY --from=requirements /build/operator.txt ./
+RUN $INSTALL -r operator.txt
+
+
+FROM builder AS torch
+ARG VARIANT=cpu
+ARG TORCH_INDEX=""
+# What torch needs only to build extensions (headers, static libraries, its tests) is 100 MB that nobody here can use.
+RUN $INSTALL ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
+    && (cd /opt/omnipipeline/lib/python3*/site-packages/torch \
+        && rm -rf include share test bin/protoc* bin/test_* && find . -name '*.a' -delete) \
+    && /opt/omnipipeline/bin/python -W ignore -c 'import sys, torch; \
+found, wanted = torch.version.cuda or "cpu", sys.argv[1]; \
+right = found == "cpu" if wanted == "cpu" else found.startswith(wanted.removeprefix("cu") + "."); \
+right or sys.exit("VARIANT=%s, but torch %s is built for %s: name its index by TORCH_INDEX" % (wanted, torch.__version__, found))' "$VARIANT"
+
+
+FROM torch AS stage-dependencies
+ARG EXTRAS=""
+COPY --from=requirements /build/*.txt ./
+RUN $INSTALL --prefix /more -r runtime.txt \
+    && for extra in $(echo "$EXTRAS" | tr , ' '); do $INSTALL --prefix /more -r "$extra.txt" || exit 1; done
+
+
+FROM base AS operator
+COPY --from=operator-dependencies /opt/omnipipeline /opt/omnipipeline
+COPY --from=code /code /opt/omnipipeline
+LABEL org.opencontainers.image.title="omnipipeline-operator" \
+      org.opencontainers.image.description="Runs OmniPipeline resources on Kubernetes" \
+      org.opencontainers.image.licenses="Apache-2.0"
+USER 65532:65532
+WORKDIR /tmp
+ENTRYPOINT ["python", "-m", "omnipipeline_operator"]
+
+
+FROM base AS stage
+ARG VARIANT=cpu
+COPY --from=torch /opt/omnipipeline /opt/omnipipeline
+COPY --from=stage-dependencies /more /opt/omnipipeline
+COPY --from=code /code /opt/omnipipeline
+LABEL org.opencontainers.image.title="omnipipeline-stage" \
+      org.opencontainers.image.description="Coordinator and stages of a pipeline" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      dev.omnipipeline.variant="$VARIANT"
+USER 65532:65532
+WORKDIR /tmp
+ENTRYPOINT ["python", "-m", "stage_runtime"]
+CMD ["--help"]
