@@ -397,8 +397,10 @@ class Channels:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = 2000
+        # A frozen peer is seen one timeout after a beat, so at most an interval later: within dead_after_s in all,
+        # which leaves the grace for reconnecting to the promised 4 s.
         socket.heartbeat_ivl = int(self._dead_after_s * 1000 / 3)
-        socket.heartbeat_timeout = int(self._dead_after_s * 1000)
+        socket.heartbeat_timeout = int(self._dead_after_s * 2000 / 3)
         socket.ipv6 = True
         return socket
 
