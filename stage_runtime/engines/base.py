@@ -23,7 +23,12 @@ class Work(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
-    def cancelled(self) -> bool: ...
+    def cancelled(self) -> bool:
+        """Nobody waits for it: stop if you can."""
+
+    @property
+    def over(self) -> bool:
+        """Done or failed here: whatever still comes of it is late."""
 
 
 class Arrival(Protocol):
@@ -77,6 +82,7 @@ class Inbox:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._fail = fail
         self._wake: Callable[[], None] | None = None
+        self._closing = False
         self.taken = 0  #: Events handed to the engine: its sign of progress.
 
     def put(self, arrival: Arrival | events.Incoming) -> None:
@@ -86,6 +92,7 @@ class Inbox:
 
     def close(self) -> None:
         """Every reader finds the end, once what waits before it is taken."""
+        self._closing = True
         self._queue.put(_CLOSED)
         if self._wake is not None:
             self._wake()
@@ -126,23 +133,19 @@ class Inbox:
     @property
     def closed(self) -> bool:
         """Closed, and nothing waits any more."""
-        if self._queue.qsize() != 1:
-            return False
-        try:
-            item = self._queue.get_nowait()
-        except queue.Empty:
-            return False
-        self._queue.put(item)
-        return item is _CLOSED
+        return self._closing and self._queue.qsize() <= 1  # the mark of the end; never taken out to look: order is kept
 
     def __len__(self) -> int:
         return self._queue.qsize()
 
     def _open(self, item: Any) -> events.Incoming | None:
         self.taken += 1
-        if isinstance(item, events.Abort | events.Admin | events.StreamDone | events.StreamFailed):
+        if isinstance(item, events.Abort | events.Admin):
             return item
-        if item.work.cancelled:
+        late = item.work.cancelled or item.work.over  # chunks of a function that has returned already, say
+        if isinstance(item, events.StreamDone | events.StreamFailed):
+            return None if late else item
+        if late:
             item.discard()
             return None
         try:

@@ -50,6 +50,9 @@ class BatchedEngine:
         return batch
 
     def _one(self, batch: list[events.Start], outbox: Outbox) -> None:
+        batch = [event for event in batch if not event.work.cancelled]
+        if not batch:
+            return
         for event in batch:
             outbox.began(event.work)
         try:

@@ -6,7 +6,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from stage_runtime.engines import events
-from stage_runtime.engines.base import Inbox, Outbox, Work
+from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
 
 
 class Runs(Protocol):
@@ -76,19 +76,24 @@ class NamedInbox:
 
 
 class NamedOutbox:
-    """``put(Emit | Done | Failed)``. What is said of a request that is over, or never was, goes nowhere."""
+    """``put(Emit | Done | Failed)``. What is said of a request that is over, or never was, goes nowhere.
+
+    ``put`` of an `Emit` may give a gate, a ``concurrent.futures.Future``: that request's consumer lags a whole window
+    behind, and the engine does well to compute nothing more for it until the gate is done. What cannot be sent fails
+    its request, never the engine's loop.
+    """
 
     def __init__(self, inbox: NamedInbox, outbox: Outbox) -> None:
         self._known = inbox.known
         self._outbox = outbox
 
-    def put(self, said: events.Outgoing) -> None:
+    def put(self, said: events.Outgoing) -> Gate | None:
         work = self._known.get(said.request_id)
         if work is None:
-            return
+            return None
         match said:
             case events.Emit():
-                self._outbox.emit(work, said.chunk)
+                return self._emit(work, said)
             case events.Done():
                 self._known.pop(said.request_id, None)
                 self._outbox.done(work, said.data)
@@ -96,3 +101,12 @@ class NamedOutbox:
                 self._known.pop(said.request_id, None)
                 error = said.error if isinstance(said.error, BaseException) else RuntimeError(said.error)
                 self._outbox.fail(work, error)
+        return None
+
+    def _emit(self, work: Work, said: events.Emit) -> Gate | None:
+        try:
+            return self._outbox.emit(work, said.chunk)
+        except Exception as error:
+            self._known.pop(said.request_id, None)
+            self._outbox.fail(work, error)
+            return None

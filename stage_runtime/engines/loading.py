@@ -25,7 +25,7 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
         passes through, with its own traceback.
     """
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    if not module_name or not attribute:
+    if not module_name or module_name.startswith(".") or not attribute:
         raise ConfigurationError(f"{field}: {name!r} is no pkg.mod:function")
     try:
         found: Any = importlib.import_module(module_name)
@@ -66,24 +66,30 @@ def as_engine(made: Any, *, sources: tuple[str, ...] = (), blame: str = "the fac
     """Raises: ConfigurationError: ``made`` is nothing that contracts allow a factory to return."""
     match made:
         case Simple():
-            return _simple(made)
+            return _simple(made, blame)
         case Batched():
+            _at_least_one(blame, "Batched", "max_batch", made.max_batch)
             return BatchedEngine(made.fn, made.max_batch, made.max_wait_s)
         case Streaming():
+            _at_least_one(blame, "Streaming", "concurrency", made.concurrency)
             return StreamingEngine(made.fn, made.concurrency, sources)
     if callable(getattr(made, "run", None)):
         return CustomEngine(made)
     if callable(made):
-        return _simple(Simple(made))
+        return _simple(Simple(made), blame)
     raise ConfigurationError(
         f"{blame} returned {type(made).__name__}; wanted a function, omni.Simple, Batched, Streaming, "
         "or an object with run(inbox, outbox, stop)"
     )
 
 
-def _simple(made: Simple) -> Engine:
-    if made.concurrency < 1:
-        raise ConfigurationError(f"omni.Simple(concurrency={made.concurrency}): at least 1")
+def _at_least_one(blame: str, kind: str, name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigurationError(f"{blame} returned omni.{kind}({name}={value}): at least 1")
+
+
+def _simple(made: Simple, blame: str) -> Engine:
+    _at_least_one(blame, "Simple", "concurrency", made.concurrency)
     return AsyncEngine(made.fn, made.concurrency) if is_async(made.fn) else SyncEngine(made.fn, made.concurrency)
 
 

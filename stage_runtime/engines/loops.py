@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -28,6 +29,7 @@ class LoopEngine:
         self.ticks = 0
         self._running: dict[Work, asyncio.Task[None]] = {}
         self._waiting: deque[tuple[Work, Callable[[], Coroutine[Any, Any, None]]]] = deque()
+        self._arrived: asyncio.Event
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         self.outbox = outbox
@@ -53,7 +55,7 @@ class LoopEngine:
 
     async def _main(self, inbox: Inbox) -> None:
         loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
+        self._arrived = arrived = asyncio.Event()
         signalled = False
 
         def pump() -> None:
@@ -65,7 +67,8 @@ class LoopEngine:
             nonlocal signalled
             if not signalled:  # one wake-up for any number of arrivals; a lost race costs a second one
                 signalled = True
-                loop.call_soon_threadsafe(pump)
+                with contextlib.suppress(RuntimeError):  # the loop has ended: nobody reads any more
+                    loop.call_soon_threadsafe(pump)
 
         ticking = asyncio.create_task(self._tick())
         inbox.on_arrival(wake)
@@ -98,11 +101,12 @@ class LoopEngine:
         except asyncio.CancelledError as error:
             if not work.cancelled:  # the user's own code cancelled it
                 self.outbox.fail(work, error)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: one request's code must not take the loop away
             self.outbox.fail(work, error)
 
     def _ended(self, work: Work) -> None:
         self._running.pop(work, None)
+        self._arrived.set()  # it may have been the last that a closed inbox waited for
         while self._waiting and len(self._running) < self.concurrency:
             waiting, make = self._waiting.popleft()
             if not waiting.cancelled:

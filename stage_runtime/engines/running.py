@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -35,6 +36,12 @@ class Yields:
     def end(self) -> None:
         result = self._result
         self._outbox.done(self._work, result.data if result else None, has_data=result is not None)
+
+
+def never_awaited(made: Any) -> None:
+    """Close a coroutine that nobody will await: Python would warn of it, beside the error that is told."""
+    if inspect.iscoroutine(made):
+        made.close()
 
 
 def finish(work: Work, outbox: Outbox, returned: Any) -> None:

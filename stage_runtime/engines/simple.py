@@ -59,6 +59,7 @@ class SyncEngine:
             if inspect.isgenerator(returned):
                 running.drain(work, outbox, returned)
             elif inspect.isawaitable(returned) or inspect.isasyncgen(returned):
+                running.never_awaited(returned)
                 raise TypeError("gave a coroutine from a sync function; declare it with async def")
             else:
                 running.finish(work, outbox, returned)

@@ -56,9 +56,10 @@ class StreamingEngine(LoopEngine):
 
     async def _one(self, work: Work, session: RequestSession) -> None:
         try:
-            await session.opened.wait()
+            await session.open()
             generator = self._fn(session)
             if not hasattr(generator, "__aiter__"):
+                running.never_awaited(generator)
                 raise TypeError("omni.Streaming wants an async generator: async def fn(session) with yield")
             await running.drain_async(work, self.outbox, generator, self.wait)
         finally:
@@ -69,7 +70,7 @@ class RequestSession:
     """`api.Session` of one request. Lives on the stage's event loop."""
 
     def __init__(self, work: Work, outbox: Outbox, sources: tuple[str, ...]) -> None:
-        self.opened = asyncio.Event()  #: The request itself is known.
+        self._opened = asyncio.Event()  #: The request itself is known, or never will be.
         self._work = work
         self._outbox = outbox
         self._request: OmniRequest | None = None
@@ -83,7 +84,7 @@ class RequestSession:
 
     @property
     def request(self) -> OmniRequest:
-        assert self._request is not None  # `opened`
+        assert self._request is not None  # `open`
         return self._request
 
     async def payload(self) -> StagePayload:
@@ -108,6 +109,12 @@ class RequestSession:
 
     # --- the engine's side --------------------------------------------------------------------------------------
 
+    async def open(self) -> None:
+        """Wait until the request is known. Raises: RequestError: a source failed before that."""
+        await self._opened.wait()
+        if self._failure is not None:
+            raise self._failure
+
     def give_payload(self, payload: StagePayload) -> None:
         self._payload = payload
         self._know(payload.request)
@@ -125,12 +132,12 @@ class RequestSession:
     def fail(self, source: str, error: str) -> None:
         self._failure = RequestError("stage_failed", error, stage=source)
         self._changed.set()
-        self.opened.set()
+        self._opened.set()
 
     def _know(self, request: OmniRequest | None) -> None:
         if request is not None and self._request is None:
             self._request = request
-            self.opened.set()
+            self._opened.set()
         self._changed.set()
 
     async def _change(self) -> None:

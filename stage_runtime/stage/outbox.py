@@ -26,6 +26,7 @@ from stage_runtime.wire.values import Chunk, StagePayload
 
 log = logging.getLogger(__name__)
 
+MESSAGE_LIMIT: Final = 2000  # of what a client is told of a failure
 COORDINATOR: Final = "coordinator"  # the target of a terminal's edge; reserved as a name of processes
 
 
@@ -41,8 +42,11 @@ class Surroundings(Protocol):
     def say(self, peer: str, message: Message) -> bool:
         """False: there is no link to ``peer``."""
 
-    def shared(self, source: str, target: str, request_id: str, value: Any) -> Any:
-        """``value`` on its way to a sibling stage: checked, containers fresh, tensors shared."""
+    def shared(self, source: str, target: str, request_id: str, value: Any, where: str) -> Any:
+        """``value`` on its way to a sibling stage: checked, containers fresh, tensors shared.
+
+        where: what a refusal calls it, the same as when it goes to another process.
+        """
 
     def began(self, stage: str, request_id: str) -> None: ...
 
@@ -166,7 +170,7 @@ class StageOutbox:
         peer = self._bound(work, target)
         if peer == self._around.incarnation:
             intake = self._sibling(target)
-            fields["data"] = self._around.shared(self._plan.name, target, work.request_id, payload.data)
+            fields["data"] = self._around.shared(self._plan.name, target, work.request_id, payload.data, "payload.data")
             intake.payload(work.header(), self._plan.name, Passed(fields), timings)
             return
         found = packed.get(id(payload))
@@ -206,7 +210,8 @@ class StageOutbox:
         if peer == self._around.incarnation:
             intake = self._sibling(target)
             source, shared = self._plan.name, self._around.shared
-            fields = {name: shared(source, target, work.request_id, one) for name, one in fields.items()}
+            for name, one in fields.items():
+                fields[name] = shared(source, target, work.request_id, one, f"chunk.{name}")
             fields["request"] = work.request
             intake.chunk(work.header(), self._plan.name, work.number(target), chunk.modality, Passed(fields))
             return
@@ -286,14 +291,19 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
     """What the client is told of ``error``."""
     match error:
         case RequestError():
-            return Failure(error.code, error.message, error.stage or stage, error.hook or hook, error.param)
+            return Failure(error.code, _sayable(error.message), error.stage or stage, error.hook or hook, error.param)
         case HookError():
-            return Failure("stage_failed", error.message, error.stage, error.hook)
+            return Failure("stage_failed", _sayable(error.message), error.stage, error.hook)
         case ValueRefused():
-            return Failure("stage_failed", str(error), stage, hook)
+            return Failure("stage_failed", _sayable(str(error)), stage, hook)
         case TransferError() | ProtocolError():
-            return Failure("transport_failed", str(error), stage, hook)
-    return Failure("stage_failed", f"{type(error).__name__}: {error}"[:2000], stage, hook)
+            return Failure("transport_failed", _sayable(str(error)), stage, hook)
+    return Failure("stage_failed", _sayable(f"{type(error).__name__}: {error}"), stage, hook)
+
+
+def _sayable(message: str) -> str:
+    """A failure that could not be said would never end its request: no surrogates (file names), no novels."""
+    return str(message)[:MESSAGE_LIMIT].encode(errors="backslashreplace").decode()
 
 
 def _ours(work: Work) -> RequestWork:

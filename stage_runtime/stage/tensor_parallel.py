@@ -134,6 +134,7 @@ class FollowedWork:
     """`engines.base.Work` of a follower: never cancelled, rank 0 says what happens."""
 
     cancelled = False
+    over = False
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

@@ -1,0 +1,126 @@
+"""One function for several requests at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from engine_kit import Rig, running
+
+import stage_runtime as omni
+from stage_runtime.engines.loading import as_engine
+
+Payload = omni.StagePayload
+
+
+class Doubling:
+    """Doubles; holds its first batch until told, so that the next ones gather company."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+        self.go = threading.Event()
+
+    def __call__(self, payloads: list[Payload]) -> list[Any]:
+        self.batches.append([payload.data for payload in payloads])
+        assert self.go.wait(10)
+        return [payload.data * 2 for payload in payloads]
+
+
+def test_requests_that_wait_go_together_up_to_the_limit() -> None:
+    fn = Doubling()
+    with running(as_engine(omni.Batched(fn, max_batch=3, max_wait_s=0.0))) as rig:
+        rig.start("r0", 0)
+        while not fn.batches:
+            pass
+        for index in range(1, 6):
+            rig.start(f"r{index}", index)
+        fn.go.set()
+        assert sorted(rig.outbox.several(6)) == [(f"r{index}", "done", index * 2) for index in range(6)]
+    assert [len(batch) for batch in fn.batches] == [1, 3, 2]
+
+
+def test_the_first_request_waits_for_company_only_so_long() -> None:
+    with running(as_engine(omni.Batched(lambda payloads: [len(payloads)], max_batch=8, max_wait_s=0.01))) as rig:
+        rig.start("r1")
+        assert rig.outbox.next() == ("r1", "done", 1)
+
+
+def test_a_full_batch_does_not_wait() -> None:
+    with running(as_engine(omni.Batched(lambda payloads: [0] * len(payloads), max_batch=2, max_wait_s=1000))) as rig:
+        rig.start("r1")
+        rig.start("r2")
+        assert sorted(rig.outbox.several(2)) == [("r1", "done", 0), ("r2", "done", 0)]
+
+
+def batch_of(fn: Any, data: list[Any]) -> list[tuple[Any, ...]]:
+    """What becomes of one batch."""
+    with running(as_engine(omni.Batched(fn, max_batch=len(data), max_wait_s=1000))) as rig:
+        for index, item in enumerate(data):
+            rig.start(f"r{index}", item)
+        return sorted(rig.outbox.several(len(data)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"), [([], "gave 0 results"), ([1], "gave 1 results"), ((1, 2), "gave tuple"), (None, "NoneType")]
+)
+def test_a_wrong_number_of_results_fails_the_batch(returned: Any, got: str) -> None:
+    said = batch_of(lambda payloads: returned, [1, 2])
+    assert [one[:2] for one in said] == [("r0", "failed"), ("r1", "failed")]
+    assert all(got in one[2] and "a batch of 2" in one[2] for one in said)
+
+
+def test_an_exception_in_one_slot_fails_that_request_alone() -> None:
+    said = batch_of(lambda payloads: ["ok", ValueError("bad voice"), "fine"], [1, 2, 3])
+    assert said == [("r0", "done", "ok"), ("r1", "failed", "ValueError: bad voice"), ("r2", "done", "fine")]
+
+
+def test_a_chunk_in_one_slot_fails_that_request_alone() -> None:
+    said = batch_of(lambda payloads: [omni.Chunk(1), omni.Result("fine")], [1, 2])
+    assert said[0][:2] == ("r0", "failed")
+    assert said[1] == ("r1", "done", "fine")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no")])
+def test_a_batch_that_raises_fails_and_the_next_one_is_served(error: BaseException) -> None:
+    def fn(payloads: list[Payload]) -> list[Any]:
+        if payloads[0].data == "bad":
+            raise error
+        return [payload.data for payload in payloads]
+
+    with running(as_engine(omni.Batched(fn, max_batch=1))) as rig:
+        rig.start("r1", "bad")
+        rig.start("r2", "good")
+        assert rig.outbox.several(2) == [("r1", "failed", f"{type(error).__name__}: no"), ("r2", "done", "good")]
+
+
+def test_a_request_aborted_while_its_batch_gathers_is_not_computed() -> None:
+    seen: list[Any] = []
+
+    def fn(payloads: list[Payload]) -> list[Any]:
+        seen.extend(payload.data for payload in payloads)
+        return [None] * len(payloads)
+
+    with running(as_engine(omni.Batched(fn, max_batch=2, max_wait_s=1000))) as rig:
+        rig.start("r1", "first")
+        wait_until_taken(rig, 1)
+        rig.abort("r1")
+        rig.start("r2", "second")
+        assert rig.outbox.next() == ("r2", "done", None)
+    assert seen == ["second"]
+
+
+def wait_until_taken(rig: Rig, count: int) -> None:
+    while rig.inbox.taken < count:
+        pass
+
+
+def test_what_waits_when_the_inbox_closes_is_still_computed() -> None:
+    rig = Rig(as_engine(omni.Batched(lambda payloads: [payload.data for payload in payloads], max_batch=2)))
+    for index in range(5):
+        rig.start(f"r{index}", index)
+    rig.inbox.close()
+    rig.thread.start()
+    rig.thread.join(10)
+    assert not rig.thread.is_alive()
+    assert sorted(rig.outbox.several(5)) == [(f"r{index}", "done", index) for index in range(5)]

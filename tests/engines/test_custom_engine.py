@@ -1,0 +1,174 @@
+"""An author's own loop: ``run(inbox, outbox, stop)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+import pytest
+from engine_kit import Rig, gate, running
+
+import stage_runtime as omni
+from stage_runtime.engines import events
+from stage_runtime.engines.loading import as_engine
+from stage_runtime.errors import HookError
+
+
+class Loop:
+    """Hands each event to ``step``."""
+
+    def __init__(self, step: Callable[[Any, Any], None]) -> None:
+        self._step = step
+
+    def run(self, inbox: Any, outbox: Any, stop: Event) -> None:
+        for event in inbox:
+            self._step(event, outbox)
+
+
+def echo(event: Any, outbox: Any) -> None:
+    match event:
+        case events.Start():
+            outbox.put(events.Emit(event.request_id, omni.Chunk("working")))
+            outbox.put(events.Done(event.request_id, event.payload.data))
+        case events.ChunkIn():
+            outbox.put(events.Emit(event.request_id, omni.Chunk(event.chunk.data)))
+
+
+def test_a_loop_takes_starts_and_chunks_and_says_emits_and_dones() -> None:
+    with running(as_engine(Loop(echo))) as rig:
+        rig.chunk("r1", 7)
+        rig.start("r1", "x")
+        assert rig.outbox.several(3) == [("r1", "chunk", 7), ("r1", "chunk", "working"), ("r1", "done", "x")]
+        assert rig.outbox.taken == [("r1", "a")]
+        assert rig.outbox.began_ids == ["r1"]
+
+
+@pytest.mark.parametrize(("error", "said"), [(ValueError("no"), "ValueError: no"), ("no", "RuntimeError: no")])
+def test_a_loop_may_fail_a_request_with_an_exception_or_words(error: Any, said: str) -> None:
+    with running(as_engine(Loop(lambda event, outbox: outbox.put(events.Failed(event.request_id, error))))) as rig:
+        rig.start("r1")
+        assert rig.outbox.next() == ("r1", "failed", said)
+
+
+def test_what_is_said_of_a_request_that_is_over_or_unknown_goes_nowhere() -> None:
+    def step(event: Any, outbox: Any) -> None:
+        outbox.put(events.Done("ghost"))
+        outbox.put(events.Done(event.request_id, 1))
+        outbox.put(events.Done(event.request_id, 2))
+        outbox.put(events.Emit(event.request_id, omni.Chunk("late")))
+
+    with running(as_engine(Loop(step))) as rig:
+        rig.start("r1")
+        assert rig.outbox.next() == ("r1", "done", 1)
+    assert rig.outbox.said.empty()
+
+
+def test_a_chunk_that_cannot_be_sent_fails_its_request_and_not_the_loop() -> None:
+    with running(as_engine(Loop(echo))) as rig:
+        rig.outbox.refuses = HookError("talker", "chunk", "a chunk to 'ghost'")
+        rig.start("r1")
+        assert rig.outbox.next() == ("r1", "failed", "HookError: talker.chunk: a chunk to 'ghost'")
+        rig.outbox.refuses = None
+        rig.start("r2", "x")
+        assert rig.outbox.several(2) == [("r2", "chunk", "working"), ("r2", "done", "x")]
+
+
+def test_a_loop_is_told_when_a_consumer_lags() -> None:
+    seen: list[Any] = []
+
+    def step(event: Any, outbox: Any) -> None:
+        seen.append(outbox.put(events.Emit(event.request_id, omni.Chunk(1))))
+        outbox.put(events.Done(event.request_id))
+
+    with running(as_engine(Loop(step))) as rig:
+        closed = gate()
+        rig.outbox.gates.append(closed)
+        rig.start("r1")
+        rig.start("r2")
+        rig.outbox.several(4)
+    assert seen == [closed, None]
+
+
+def test_a_loop_hears_of_an_abort() -> None:
+    heard: list[str] = []
+
+    def step(event: Any, outbox: Any) -> None:
+        if isinstance(event, events.Abort):
+            heard.append(event.request_id)
+            outbox.put(events.Done(event.request_id, "too late"))
+            outbox.put(events.Done("r2", "next"))
+
+    with running(as_engine(Loop(step))) as rig:
+        rig.start("r2")
+        rig.start("r1")
+        while rig.inbox.taken < 2:
+            pass
+        rig.abort("r1")
+        assert rig.outbox.next() == ("r2", "done", "next")
+    assert heard == ["r1"]
+
+
+def test_the_next_attempt_of_an_id_replaces_the_last() -> None:
+    def step(event: Any, outbox: Any) -> None:
+        if event.payload.data == "second":
+            outbox.put(events.Done(event.request_id, "of the second"))
+
+    with running(as_engine(Loop(step))) as rig:
+        rig.start("r1", "first")
+        while rig.inbox.taken < 1:
+            pass
+        first = rig.works.pop("r1")
+        rig.start("r1", "second")
+        assert rig.outbox.next() == ("r1", "done", "of the second")
+        assert not first.over
+        assert rig.works["r1"].over
+
+
+def test_a_loop_may_poll() -> None:
+    found_nothing = Event()
+
+    class Poller:
+        def run(self, inbox: Any, outbox: Any, stop: Event) -> None:
+            assert inbox.get_nowait() is None
+            assert inbox.get(timeout=0.001) is None
+            found_nothing.set()
+            outbox.put(events.Done(inbox.get(timeout=10).request_id, "polled"))
+            assert stop.wait(10)
+
+    with running(as_engine(Poller())) as rig:
+        assert found_nothing.wait(10)
+        rig.start("r1")
+        assert rig.outbox.next() == ("r1", "done", "polled")
+
+
+def test_a_loop_that_returns_before_it_is_told_has_crashed() -> None:
+    class Ends:
+        def run(self, inbox: Any, outbox: Any, stop: Event) -> None: ...
+
+    rig = Rig(as_engine(Ends()))
+    rig.thread.start()
+    rig.thread.join(10)
+    assert "before it was told to stop" in str(rig.crash)
+
+
+def test_a_loop_that_raises_ends_with_its_error() -> None:
+    def step(event: Any, outbox: Any) -> None:
+        raise ValueError("broken loop")
+
+    rig = Rig(as_engine(Loop(step)))
+    rig.thread.start()
+    rig.start("r1")
+    rig.thread.join(10)
+    assert isinstance(rig.crash, ValueError)
+
+
+def test_an_admin_operation_is_answered() -> None:
+    def step(event: Any, outbox: Any) -> None:
+        assert isinstance(event, events.Admin)
+        event.reply({event.operation: event.arguments})
+
+    replies: list[Any] = []
+    with running(as_engine(Loop(step))) as rig:
+        rig.inbox.put(events.Admin("call", "flush", {"all": True}, replies.append))
+    assert replies == [{"flush": {"all": True}}]

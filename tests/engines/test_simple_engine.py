@@ -1,0 +1,290 @@
+"""One function per request: sync, async, generator, async generator."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from engine_kit import gate, running
+
+import stage_runtime as omni
+from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.simple import is_async
+
+Payload = omni.StagePayload
+
+
+def upper(payload: Payload) -> str:
+    return str(payload.data).upper()
+
+
+async def upper_async(payload: Payload) -> str:
+    await asyncio.sleep(0)
+    return str(payload.data).upper()
+
+
+def pieces(payload: Payload) -> Iterator[Any]:
+    for piece in payload.data:
+        yield omni.Chunk(piece)
+    yield omni.Result(len(payload.data))
+
+
+async def pieces_async(payload: Payload) -> AsyncIterator[Any]:
+    for piece in payload.data:
+        await asyncio.sleep(0)
+        yield omni.Chunk(piece)
+    yield omni.Result(len(payload.data))
+
+
+@pytest.mark.parametrize("fn", [upper, upper_async, omni.Simple(upper), omni.Simple(upper_async, concurrency=3)])
+def test_what_a_function_returns_is_the_result(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.start("r1", "a")
+        rig.start("r2", "b")
+        assert sorted(rig.outbox.several(2)) == [("r1", "done", "A"), ("r2", "done", "B")]
+        assert rig.outbox.began_ids == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("fn", [pieces, pieces_async])
+def test_a_generator_gives_chunks_and_at_last_its_result(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.start("r1", "xy")
+        assert rig.outbox.several(3) == [("r1", "chunk", "x"), ("r1", "chunk", "y"), ("r1", "done", 2)]
+
+
+def silent(payload: Payload) -> Iterator[Any]:
+    yield omni.Chunk("only")
+
+
+async def silent_async(payload: Payload) -> AsyncIterator[Any]:
+    yield omni.Chunk("only")
+
+
+@pytest.mark.parametrize("fn", [silent, silent_async])
+def test_a_generator_without_a_result_gives_none(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.start("r1")
+        assert rig.outbox.several(2) == [("r1", "chunk", "only"), ("r1", "done")]
+
+
+def raising(error: BaseException) -> list[Callable[[Payload], Any]]:
+    def plain(payload: Payload) -> None:
+        raise error
+
+    async def coroutine(payload: Payload) -> None:
+        raise error
+
+    def generator(payload: Payload) -> Iterator[Any]:
+        yield omni.Chunk(1)
+        raise error
+
+    async def async_generator(payload: Payload) -> AsyncIterator[Any]:
+        yield omni.Chunk(1)
+        raise error
+
+    return [plain, coroutine, generator, async_generator]
+
+
+@pytest.mark.parametrize("index", range(4), ids=["sync", "async", "generator", "async generator"])
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), KeyboardInterrupt("no"), GeneratorExit("no")])
+def test_whatever_user_code_raises_fails_its_request_and_the_next_one_is_served(
+    error: BaseException, index: int
+) -> None:
+    failing = raising(error)[index]
+    is_coroutine = is_async(failing)
+
+    def fn(payload: Payload) -> Any:
+        return failing(payload) if payload.data == "bad" else payload.data
+
+    async def fn_async(payload: Payload) -> Any:
+        if payload.data != "bad":
+            return payload.data
+        made = failing(payload)
+        return [item async for item in made] if hasattr(made, "__aiter__") else await made
+
+    with running(as_engine(fn_async if is_coroutine else fn)) as rig:
+        rig.start("r1", "bad")
+        rig.start("r2", "good")
+        said = [one for one in rig.outbox.several(3 if index == 2 else 2) if one[1] != "chunk"]
+        assert said == [("r1", "failed", f"{type(error).__name__}: no"), ("r2", "done", "good")]
+
+
+def late_chunk(payload: Payload) -> Iterator[Any]:
+    yield omni.Result(1)
+    yield omni.Chunk(2)
+
+
+def two_results(payload: Payload) -> Iterator[Any]:
+    yield omni.Result(1)
+    yield omni.Result(2)
+
+
+def bare_value(payload: Payload) -> Iterator[Any]:
+    yield "text"
+
+
+def returns_chunk(payload: Payload) -> Any:
+    return omni.Chunk("text")
+
+
+def returns_coroutine(payload: Payload) -> Any:
+    return upper_async(payload)
+
+
+@pytest.mark.parametrize(
+    ("fn", "problem"),
+    [
+        (late_chunk, "yielded Chunk after its Result"),
+        (two_results, "yielded Result after its Result"),
+        (bare_value, "yielded str; wrap it"),
+        (returns_chunk, "returned a Chunk"),
+        (returns_coroutine, "declare it with async def"),
+    ],
+)
+def test_a_function_that_breaks_its_contract_fails_the_request_and_is_told_how(fn: Any, problem: str) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.start("r1")
+        kind, message = rig.outbox.next()[1:]
+        assert kind == "failed"
+        assert problem in message
+
+
+@pytest.mark.parametrize("fn", [pieces, pieces_async])
+def test_a_lagging_consumer_holds_the_generator_until_its_gate_opens(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        closed = gate()
+        rig.outbox.gates.append(closed)
+        rig.start("r1", "xy")
+        assert rig.outbox.next() == ("r1", "chunk", "x")
+        with pytest.raises(queue.Empty):
+            rig.outbox.said.get(timeout=0.1)
+        closed.set_result(None)
+        assert rig.outbox.several(2) == [("r1", "chunk", "y"), ("r1", "done", 2)]
+
+
+def test_sync_functions_run_as_many_at_once_as_declared() -> None:
+    together = threading.Barrier(3)
+
+    def fn(payload: Payload) -> int:
+        return together.wait(10)  # passes only when three are in it
+
+    with running(as_engine(omni.Simple(fn, concurrency=3))) as rig:
+        for index in range(3):
+            rig.start(f"r{index}")
+        assert {one[1] for one in rig.outbox.several(3)} == {"done"}
+
+
+def test_async_functions_run_at_most_as_many_at_once_as_declared() -> None:
+    now, most = 0, 0
+
+    async def fn(payload: Payload) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.005)
+        now -= 1
+
+    with running(as_engine(omni.Simple(fn, concurrency=2))) as rig:
+        for index in range(6):
+            rig.start(f"r{index}")
+        assert {one[1] for one in rig.outbox.several(6)} == {"done"}
+    assert most == 2
+
+
+def test_an_aborted_coroutine_is_cancelled_and_its_place_given_on() -> None:
+    begun = threading.Event()
+    ended: list[str] = []
+
+    async def fn(payload: Payload) -> str:
+        if payload.data == "endless":
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(payload.request.id)
+        return "fine"
+
+    with running(as_engine(fn)) as rig:
+        rig.start("r1", "endless")
+        rig.start("r2")
+        rig.start("r3")
+        assert begun.wait(10)
+        rig.abort("r3")  # while it waits for its turn
+        rig.abort("r1")
+        assert rig.outbox.next() == ("r2", "done", "fine")
+    assert ended == ["r1"]
+    assert rig.outbox.said.empty()
+
+
+def test_an_aborted_generator_stops_at_its_next_chunk_and_is_closed() -> None:
+    closed = threading.Event()
+
+    def fn(payload: Payload) -> Iterator[Any]:
+        try:
+            while True:
+                yield omni.Chunk(0)
+        finally:
+            closed.set()
+
+    with running(as_engine(fn)) as rig:
+        rig.start("r1")
+        rig.outbox.next()
+        rig.abort("r1")
+        assert closed.wait(10)
+
+
+@pytest.mark.parametrize("fn", [upper, upper_async])
+def test_a_payload_that_cannot_be_read_fails_its_request_alone(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.broken("r1", ValueError("garbage"))
+        rig.start("r2", "b")
+        assert rig.outbox.several(2) == [("r1", "failed", "ValueError: garbage"), ("r2", "done", "B")]
+
+
+def test_what_was_aborted_before_its_turn_is_never_opened() -> None:
+    with running(as_engine(upper)) as rig:
+        rig.work("r1").cancelled = True
+        arrival = rig.start("r1", "a")
+        rig.start("r2", "b")
+        assert rig.outbox.next() == ("r2", "done", "B")
+        assert arrival.discarded
+
+
+@pytest.mark.parametrize("fn", [upper, upper_async])
+def test_chunks_for_a_function_that_takes_none_fail_the_request_and_name_the_cure(fn: Any) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.chunk("r1", "x", source="asr")
+        kind, message = rig.outbox.next()[1:]
+        assert kind == "failed"
+        assert "'asr' streams to this stage" in message
+        assert "omni.Streaming" in message
+
+
+def test_a_running_coroutine_is_finished_when_the_inbox_closes() -> None:
+    begun = threading.Event()
+
+    async def fn(payload: Payload) -> str:
+        begun.set()
+        await asyncio.sleep(0.05)
+        return "done"
+
+    with running(as_engine(fn)) as rig:
+        rig.start("r1")
+        assert begun.wait(10)
+    assert rig.outbox.next() == ("r1", "done", "done")
+
+
+def test_async_functions_are_seen_through_partials_and_objects() -> None:
+    class Called:
+        async def __call__(self, payload: Payload) -> None: ...
+
+    assert is_async(partial(upper_async))
+    assert is_async(Called())
+    assert is_async(pieces_async)
+    assert not is_async(partial(upper))
+    assert not is_async(pieces)
