@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PCM_RATE = 24_000  # OpenAI's pcm16 is 24 kHz mono by definition
 USUAL_URL = "http://127.0.0.1:8000"
-LOADING = (" starting", " loading", " registering", " ready", "up in ")
+TELLING = (" converting ", " waiting ", " ready", "up in ")  # of all lines about starting, those that say something new
 ANSWERS_AT = " answers at "
 
 
@@ -195,7 +195,7 @@ def _url_of(running: subprocess.Popen[bytes], log: Path) -> str:
                 time.sleep(0.1)
             elif ANSWERS_AT in line:
                 return line.partition(ANSWERS_AT)[2].strip()
-            elif " | " not in line and any(word in line for word in LOADING):
+            elif " | " not in line and any(word in line for word in TELLING):
                 print(f"  {line.rstrip()}", flush=True)
 
 

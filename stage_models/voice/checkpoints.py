@@ -124,13 +124,15 @@ def _convert(gguf: Path, made: Path, say: Say) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
     tokenizer.save_pretrained(str(made))
     say(f"converting {gguf.name}: weights")
-    # bfloat16 keeps more than the 4 bits that the file has, at half of float32's size.
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, local_files_only=True, dtype=torch.float32
     )
     # The weights are plain tensors by now; the mark that they were quantised only forbids saving them.
     del model.config.quantization_config
-    plain: Any = type(model)(model.config).to(torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
+    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+        plain: Any = type(model)(model.config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
     say(f"converting {gguf.name}: writing")
-    plain.save_pretrained(str(made))
+    # bfloat16 keeps more than the 4 bits that the file has, at half of float32's size.
+    plain.to(torch.bfloat16).save_pretrained(str(made))
