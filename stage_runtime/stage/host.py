@@ -175,10 +175,10 @@ class Host:
     def say(self, peer: str, message: Message) -> bool:
         return self.channels.send(peer, message)
 
-    def shared(self, source: str, target: str, request_id: str, value: Any) -> Any:
-        isolated = payloads.isolate(value)
+    def shared(self, source: str, target: str, request_id: str, value: Any, where: str) -> Any:
+        isolated = payloads.isolate(value, where=where)
         if self._watch is not None:
-            self._watch.handed(source, target, request_id, isolated)
+            self._watch.handed(source, target, request_id, isolated, where)
         return isolated
 
     def began(self, stage: str, request_id: str) -> None:

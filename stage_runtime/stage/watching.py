@@ -21,6 +21,7 @@ class Handover(msgspec.Struct):
     """One value on its way from one stage to a sibling."""
 
     source: str
+    where: str  #: What the value is called: ``payload.data``.
     value: Any
     digests: dict[str, str]
 
@@ -33,11 +34,11 @@ class Watch:
         self._under_way: dict[tuple[str, str], list[Handover]] = {}  #: (request id, target)
         self._lock = Lock()
 
-    def handed(self, source: str, target: str, request_id: str, value: Any) -> None:
-        digests = payloads.fingerprint(value)
+    def handed(self, source: str, target: str, request_id: str, value: Any, where: str) -> None:
+        digests = payloads.fingerprint(value, where=where)
         if digests:
             with self._lock:
-                self._under_way.setdefault((request_id, target), []).append(Handover(source, value, digests))
+                self._under_way.setdefault((request_id, target), []).append(Handover(source, where, value, digests))
 
     def began(self, target: str, request_id: str) -> None:
         """``target`` begins: what has changed by now, its sender wrote."""
@@ -52,7 +53,7 @@ class Watch:
             self._compare(handover, request_id, by=target)
 
     def _compare(self, handover: Handover, request_id: str, *, by: str) -> None:
-        now = payloads.fingerprint(handover.value)
+        now = payloads.fingerprint(handover.value, where=handover.where)
         for path in payloads.written(handover.digests, now):
             violation = f"stage {by!r} wrote into {path}, handed over by {handover.source!r} (request {request_id})"
             self.violations.append(violation)
