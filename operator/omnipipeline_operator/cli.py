@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from datetime import UTC, datetime
@@ -38,25 +37,14 @@ def main() -> int:
 
 async def serve(told: Settings, writes: Writes | None = None) -> int:
     """Run until SIGTERM or SIGINT; the exit code."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    running = asyncio.create_task(lifecycle.run(told, writes or Bucket(told.writes_per_s, told.write_burst)))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done():
-        running.cancel()
-        await asyncio.wait([running])
-        return 0
-    stopping.cancel()
-    error = running.exception()
-    lost = error.split(LeaseLost)[0] if isinstance(error, BaseExceptionGroup) else None
-    if lost is not None:
+    try:
+        await lifecycle.run(told, writes or Bucket(told.writes_per_s, told.write_burst))
+    except* LeaseLost as lost:
         log.error("ending: %s", lost.exceptions[0])
+        return_code = 1
     else:
-        log.error("ending", exc_info=error)
-    return 1
+        return_code = 0
+    return return_code
 
 
 def configure_logging(form: str) -> None:

@@ -32,6 +32,10 @@ STUCK_S: Final = 120.0  # a pipeline that is due and not looked at for so long
 RELIST_RETRY_S: Final = 2.0
 
 
+class Stopped(errors.OperatorError):
+    """The process was told to end; this ends its other parts."""
+
+
 class Operator:
     """One operator process."""
 
@@ -49,9 +53,9 @@ class Operator:
         self._show()
 
     async def run(self) -> None:
-        """Until cancelled.
+        """Until SIGTERM.
 
-        Raises: LeaseLost, and whatever ended one of the parts.
+        Raises: an exception group with what ended one of the parts: LeaseLost, a fault.
         """
         live, ready = self._why_not_live, self._why_not_ready
         async with probes.serving(self._told.probe_port, live=live, ready=ready, registry=self._metrics.registry):
@@ -60,19 +64,21 @@ class Operator:
                     group.create_task(self._watch())
                     group.create_task(self._relist_for_ever())
                     group.create_task(self._lead(group))
+            except* Stopped:
+                log.info("told to stop")
             finally:
                 self._leads = False
                 await self._lease.release()
 
     async def _watch(self) -> None:
-        """kopf's operator; it never returns by itself."""
+        """kopf's operator. It takes the process's SIGTERM and SIGINT, and returns on them alone."""
         await kopf.operator(
             registry=self._watcher.registry(),
             standalone=True,
             clusterwide=not self._told.namespaces,
             namespaces=self._told.namespaces,
         )
-        raise errors.OperatorError("the watches have ended")
+        raise Stopped("told to stop")
 
     async def _relist_for_ever(self) -> None:
         while True:
@@ -145,7 +151,7 @@ class Operator:
 
 
 async def run(settings: Settings, writes: Writes) -> None:
-    """Run one operator until cancelled. ``writes``: what every write passes."""
+    """Run one operator until SIGTERM. ``writes``: what every write passes."""
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(await Client.connect(writes))
         desks = await stack.enter_async_context(Desks())

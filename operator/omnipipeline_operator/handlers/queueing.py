@@ -82,7 +82,7 @@ class Queue:
 
     def oldest_wait_s(self) -> float:
         """How long the key that waits longest has been due."""
-        return max((_now() - at for at in self._due.values()), default=0.0)
+        return max(0.0, max((_now() - at for at in self._due.values()), default=0.0))
 
     def __len__(self) -> int:
         return len(self._due) + len(self._taken)
