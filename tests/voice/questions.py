@@ -1,6 +1,8 @@
 """Questions that CI makes up anew: a fact nobody trained on, how to ask for it, and the word that proves the answer.
 
-Only names and places that the chain handles: `reliability` in this folder asks every one of them and counts.
+Only names, places and words that the whole chain handles, each of them heard again rightly in four different readings
+(voice variation 0 to 1): `reliability` in this folder asks every one of them and counts. Left out for what the ear of
+Whisper tiny.en makes of them: Simon ("is Simon": "assignment"), Rebecca, David, Nicholas, James, Laura, Amsterdam.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ class Puzzle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NAMES = (
-    "Martin Oliver Peter Thomas David Michael Robert William James Henry Arthur Emily Alice Sarah Laura Daniel Simon"
+    "Peter Thomas Michael William Henry Emily Alice Daniel Elizabeth Jennifer Alexander Benjamin Christopher Jonathan "
+    "Samuel Barbara Margaret Victoria"
 )
-CITIES = "London Paris Berlin Madrid Rome Vienna Boston Chicago Dublin Tokyo"
+CITIES = "London Paris Berlin Madrid Rome Vienna Boston Chicago Dublin Tokyo Barcelona Moscow Sydney Toronto Stockholm"
+WORDS = "banana elephant sunflower chocolate penguin mountain butterfly umbrella dinosaur telephone"
 
 _TEMPLATES = [
     ("The name of the baker is {}.", "What is the name of the baker?", NAMES),
@@ -30,6 +34,8 @@ _TEMPLATES = [
     ("The name of the new teacher is {}.", "What is the name of the new teacher?", NAMES),
     ("The winner of the race is {}.", "Who is the winner of the race?", NAMES),
     ("The spring meeting takes place in {}.", "Where does the spring meeting take place?", CITIES),
+    ("The next train goes to {}.", "Where does the next train go?", CITIES),
+    ("The password of the guest network is {}.", "What is the password of the guest network?", WORDS),
 ]
 
 
