@@ -7,7 +7,6 @@ Here both are fed and carried out. Everything runs on the coordinator's I/O thre
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import logging
 import time
@@ -15,16 +14,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from stage_runtime.coordinator.admission import Admission
+from stage_runtime.coordinator.deadlines import Deadlines
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.roster import Roster
 from stage_runtime.coordinator.tallies import Tallies
+from stage_runtime.coordinator.telling import COORDINATOR, Endings, Readings
 from stage_runtime.coordinator.tickets import Resulted, Streamed, Ticket
-from stage_runtime.errors import ProtocolError, RequestError, ValueRefused
-from stage_runtime.relays import payloads
+from stage_runtime.errors import ProtocolError, RequestError
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
 from stage_runtime.relays.lanes import Lanes, Parcel
-from stage_runtime.rules import routing
 from stage_runtime.rules.members import Unbindable
 from stage_runtime.rules.requests import (
     Cancelled,
@@ -43,8 +43,6 @@ from stage_runtime.wire.messages import (
     Abort,
     Body,
     Complete,
-    Consumed,
-    Ended,
     Failure,
     HandBack,
     Header,
@@ -56,15 +54,9 @@ from stage_runtime.wire.values import OmniRequest
 
 log = logging.getLogger(__name__)
 
-COORDINATOR: Final = "coordinator"
 NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
 RETRY_AFTER_S: Final = 1.0
-DEADLINES_EVERY_S: Final = 0.02
-DEADLINES_KEPT: Final = 10_000  # deadlines of requests that are over, before the heap is made anew
-ENDED_EVERY_S: Final = 0.02
-CONSUMED_EVERY: Final = 64  # a quarter of a stream's window
 BODY_CREDITS: Final = 8  # bodies under way to one entry instance
-KEPT_NBYTES: Final = 512 << 20  # bodies kept for a retry, all requests together; beyond it a request has none
 
 
 class RequestDesk:
@@ -90,16 +82,16 @@ class RequestDesk:
         self._fetching = Fetching(relays, loop)
         self._say = say
         self._publish = publish
-        self._terminal_stages = terminal_stages
+        self._admission = Admission(plan, terminal_stages)
+        self._deadlines = Deadlines(
+            loop, passed=self._deadline_passed, wanted=lambda one, deadline: self._deadline_of(one) == deadline
+        )
+        self._endings = Endings(loop, say)
+        self._readings = Readings(roster.incarnation, say)
         self._tickets: dict[str, Ticket] = {}
         self._by_instance: dict[str, set[str]] = {}  #: incarnation -> ids of requests bound to it
         self._stranded: dict[str, asyncio.TimerHandle] = {}  #: Requests to bind again when somebody comes.
-        self._ended: dict[str, list[tuple[str, int]]] = {}
-        self._untold: dict[tuple[str, str], int] = {}  #: (request id, stage) -> chunks read, not told to its producer
         self._attempts = itertools.count(1)  #: Across all requests: ids come again, and stages remember the dead.
-        self._deadlines: list[tuple[float, str]] = []  #: A heap; those of requests that are over are skipped.
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        self._kept_nbytes = 0
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._started_at = time.monotonic()
 
@@ -120,11 +112,26 @@ class RequestDesk:
             )
         revision, bindings = self._bind(request.id, set())
         try:
-            ticket = self._ticket(request, revision, timeout_s, trace)
+            admitted = self._admission.admit(request, revision, timeout_s)
         except BaseException:
             self._roster.membership.unbind(bindings)
             raise
+        whole = not request.stream  # the client hears nothing before the end
+        tracked = Tracked(
+            request.id, admitted.terminals, retries=admitted.retries, attempt=next(self._attempts), whole=whole
+        )
+        ticket = Ticket(
+            request,
+            tracked,
+            admitted.extracted,
+            cancel=self._cancel,
+            consumed=self._consumed,
+            traceparent=trace,
+            deadline=self._loop.time() + admitted.timeout_s,
+            whole=whole,
+        )
         self._tickets[request.id] = ticket
+        self._deadlines.add(ticket.id, ticket.deadline)
         self._submit(ticket, revision, bindings)
         return ticket
 
@@ -158,7 +165,7 @@ class RequestDesk:
             "instances_ready": self._roster.ready_count(),
             "lanes_outstanding": self.lanes.outstanding,
             "lanes_queued": self.lanes.queued,
-            "kept_bytes": self._kept_nbytes,
+            "kept_bytes": self._admission.kept_nbytes,
             "relay": self._relays.stats(),
             "control": self._roster.counters(),
         }
@@ -178,7 +185,8 @@ class RequestDesk:
 
     def close(self) -> None:
         self._fetching.close()
-        for timer in (*self._stranded.values(), *([self._deadline_timer] if self._deadline_timer else [])):
+        self._deadlines.close()
+        for timer in self._stranded.values():
             timer.cancel()
 
     # --- what processes say -------------------------------------------------------------------------------------
@@ -222,7 +230,7 @@ class RequestDesk:
     def instance_lost(self, incarnation: str) -> None:
         """An instance is proven gone; its requests are bound elsewhere or fail."""
         self.lanes.forget(incarnation)
-        self._ended.pop(incarnation, None)
+        self._endings.forget(incarnation)
         for request_id in list(self._by_instance.get(incarnation, ())):
             ticket = self._tickets[request_id]
             ticket.avoid.add(incarnation)
@@ -254,46 +262,6 @@ class RequestDesk:
                 request_id=request_id,
                 retry_after_s=RETRY_AFTER_S,
             ) from error
-
-    def _ticket(
-        self, request: OmniRequest, revision: PipelineRevision, timeout_s: float | None, trace: str | None
-    ) -> Ticket:
-        terminals = revision.terminals
-        if self._terminal_stages is not None:
-            try:
-                terminals = routing.terminals(terminals, self._terminal_stages(request))
-            except RequestError:
-                raise
-            except Exception as error:
-                raise RequestError(
-                    "stage_failed",
-                    f"terminal_stages_fn: {type(error).__name__}: {error}",
-                    hook="terminal_stages_fn",
-                    request_id=request.id,
-                ) from error
-        try:
-            extracted = payloads.extract({"request": request, "data": request.inputs}, where="request", as_fields=True)
-        except ValueRefused as error:
-            raise RequestError("invalid_request", str(error), request_id=request.id) from error
-        limit_s = self._plan.request_timeout_s
-        timeout_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
-        kept = self._kept_nbytes + extracted.nbytes <= KEPT_NBYTES
-        retries = self._plan.retries if kept else 0
-        tracked = Tracked(request.id, terminals, retries=retries, attempt=next(self._attempts))
-        ticket = Ticket(
-            request,
-            tracked,
-            extracted,
-            cancel=self._cancel,
-            consumed=self._consumed,
-            traceparent=trace,
-            deadline=self._loop.time() + timeout_s,
-        )
-        self._kept_nbytes += extracted.nbytes
-        heapq.heappush(self._deadlines, (ticket.deadline, ticket.id))
-        if self._deadline_timer is None:
-            self._deadline_timer = self._loop.call_later(DEADLINES_EVERY_S, self._check_deadlines)
-        return ticket
 
     def _submit(self, ticket: Ticket, revision: PipelineRevision, bindings: dict[str, str]) -> None:
         ticket.bindings = bindings
@@ -399,36 +367,21 @@ class RequestDesk:
                     retry_after_s = RETRY_AFTER_S if failure.code in ("unavailable", "rate_limited") else None
                     ticket.fail(failure, retry_after_s=retry_after_s)
 
-    def _check_deadlines(self) -> None:
-        """One timer for all: a timer per request costs more than the rest of admitting it."""
-        now = self._loop.time()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            ticket = self._tickets.get(request_id)
-            if ticket is not None and ticket.deadline == deadline:
-                self._happen(ticket, DeadlinePassed())
-        if len(self._deadlines) > 2 * len(self._tickets) + DEADLINES_KEPT:
-            self._deadlines = [(ticket.deadline, ticket.id) for ticket in self._tickets.values()]
-            heapq.heapify(self._deadlines)
-        self._deadline_timer = None
-        if self._deadlines:
-            self._deadline_timer = self._loop.call_later(DEADLINES_EVERY_S, self._check_deadlines)
+    def _deadline_of(self, request_id: str) -> float | None:
+        ticket = self._tickets.get(request_id)
+        return ticket.deadline if ticket is not None else None
+
+    def _deadline_passed(self, request_id: str, deadline: float) -> None:
+        ticket = self._tickets.get(request_id)
+        if ticket is not None and ticket.deadline == deadline:
+            self._happen(ticket, DeadlinePassed())
 
     def _cancel(self, ticket: Ticket, reason: str) -> bool:
         return bool(self._happen(ticket, Cancelled(reason)))
 
-    def _consumed(self, ticket: Ticket, stage: str, count: int) -> None:
-        """The reader took chunks; their producer may send more."""
-        key = (ticket.id, stage)
-        untold = self._untold.get(key, 0) + count
-        if untold >= CONSUMED_EVERY and not ticket.aborted:
-            owner = self._roster.incarnation
-            said = Consumed(ticket.id, ticket.tracked.attempt, owner, stage, COORDINATOR, untold)
-            self._say(ticket.bindings.get(stage, ""), said)
-            untold = 0
-        self._untold[key] = untold
-        if ticket.aborted:
-            self._untold.pop(key, None)
+    def _consumed(self, ticket: Ticket, stage: str) -> None:
+        if not ticket.aborted:
+            self._readings.read(ticket.id, ticket.tracked.attempt, stage, ticket.bindings.get(stage, ""))
 
     # --- ending -------------------------------------------------------------------------------------------------
 
@@ -479,29 +432,19 @@ class RequestDesk:
         if stranded is not None:
             stranded.cancel()
         if ticket.extracted is not None:
-            self._kept_nbytes -= ticket.extracted.nbytes
+            self._admission.ended(ticket.extracted)
             ticket.extracted = None
-        for stage in ticket.streams:
-            self._untold.pop((ticket.id, stage), None)
+        self._readings.forget(ticket.id, ticket.streams)
         ticket.ended_at = time.monotonic()
         self.tallies.timed(ticket.timings.values())
         failure = ticket.tracked.failure
         self.tallies.ended(ticket.id, ticket.kind, failure.code if failure is not None else "completed", ticket.record)
 
     def _note_ended(self, ticket: Ticket) -> None:
-        """Stages that a request has not passed to its end (unread streams, branches not taken) learn of it."""
+        """It is complete, so its instances carry one less; those that may still hold something of it are told."""
         self._unbind(ticket)
-        if not self._roster.leaves_rest(ticket.revision):
-            return
-        if not self._ended:
-            self._loop.call_later(ENDED_EVERY_S, self._tell_ended)
-        for incarnation in set(ticket.bindings.values()):
-            self._ended.setdefault(incarnation, []).append((ticket.id, ticket.tracked.attempt))
-
-    def _tell_ended(self) -> None:
-        ended, self._ended = self._ended, {}
-        for incarnation, requests in ended.items():
-            self._say(incarnation, Ended(tuple(requests)))
+        if self._roster.leaves_rest(ticket.revision):
+            self._endings.add(set(ticket.bindings.values()), ticket.id, ticket.tracked.attempt)
 
 
 def _merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -49,9 +49,10 @@ class Ticket:
         extracted: Extracted,
         *,
         cancel: Callable[[Ticket, str], bool],
-        consumed: Callable[[Ticket, str, int], None],
+        consumed: Callable[[Ticket, str], None],
         traceparent: str | None,
         deadline: float,
+        whole: bool = False,
     ) -> None:
         self.tracked = tracked
         self.kind = request.kind
@@ -69,6 +70,7 @@ class Ticket:
         self.ended_at: float | None = None
         self._cancel = cancel
         self._consumed = consumed
+        self._whole = whole  #: The reader gets everything at the end, or nothing.
         self._events: deque[Streamed | Resulted] = deque()
         self._failure: RequestError | None = None
         self._finished = False
@@ -83,7 +85,7 @@ class Ticket:
     async def events(self) -> AsyncIterator[ChunkEvent | ResultEvent]:
         try:
             while True:
-                while self._events:
+                while self._events and not (self._whole and not self._finished):
                     yield self._open(self._events.popleft())
                 if self._failure is not None:
                     raise self._failure
@@ -113,12 +115,17 @@ class Ticket:
         """A new attempt begins: what an earlier one said partly is dropped."""
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
         self.endings.clear()
+        if self._whole:
+            self._events.clear()
 
     def push(self, event: Streamed | Resulted) -> None:
         if self.first_event_at is None:
             self.first_event_at = time.monotonic()
         self._events.append(event)
-        self._wake()
+        if not self._whole:
+            self._wake()
+        elif isinstance(event, Streamed):
+            self._consumed(self, event.stage)  # nobody reads yet, and its producer must not wait for that
 
     def finish(self) -> None:
         self._finished = True
@@ -167,7 +174,8 @@ class Ticket:
                 return ResultEvent(stage=event.stage, has_data=False)
             return ResultEvent(stage=event.stage, data=event.fetched.open(torch=False))
         fields: dict[str, Any] = event.fetched.open(torch=False)
-        self._consumed(self, event.stage, 1)
+        if not self._whole:
+            self._consumed(self, event.stage)
         return ChunkEvent(
             stage=event.stage,
             index=event.index,

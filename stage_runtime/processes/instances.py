@@ -12,7 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -186,15 +186,15 @@ class Instance:
         try:
             watch = _Watch(self.children)
             while True:
-                fates = [child.exited for child in self.children]
-                await asyncio.wait([*fates, stopping], timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                ends: list[asyncio.Future[Any]] = [*(child.exited for child in self.children), stopping]
+                await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
                 now = time.monotonic()
                 if ready_since is None and all(child.ready for child in self.children):
                     ready_since, self.was_ready = now, True
                 if stopping.done():
                     await self._drain()
                     break
-                if any(fate.done() for fate in fates):
+                if any(child.exited.done() for child in self.children):
                     self._first_dead = _to_blame([child for child in self.children if child.exited.done()])
                     break
                 if ready_since is None:
@@ -265,7 +265,8 @@ class Instance:
             child.signal(signal.SIGTERM)
         cut = asyncio.ensure_future(self._cut.wait())
         gone = asyncio.gather(*fates)
-        await asyncio.wait([gone, cut], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [gone, cut]
+        await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         if cut.done() and not gone.done():
             for child in children:
                 child.signal(signal.SIGTERM)

@@ -10,7 +10,6 @@ from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
 from stage_runtime.sockets.addresses import Security
 
-
 CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 ARENA_SHARE: Final = 0.4  # of the container's memory: what is in flight must not crowd out models
 

@@ -88,8 +88,13 @@ class Tracked:
     Invariants: ``waiting`` ⊆ its terminals; FINISH or FAIL is given exactly once; nothing follows it.
     """
 
-    def __init__(self, request_id: str, terminals: tuple[str, ...], *, retries: int, attempt: int = 1) -> None:
-        """attempt: the first one's number, above that of any earlier request of the same id."""
+    def __init__(
+        self, request_id: str, terminals: tuple[str, ...], *, retries: int, attempt: int = 1, whole: bool = False
+    ) -> None:
+        """attempt: the first one's number, above that of any earlier request of the same id.
+
+        whole: the client is told nothing before the end, so that what came of a lost attempt can be thrown away.
+        """
         self.id = request_id
         self.terminals = terminals
         self.attempt = attempt
@@ -99,6 +104,7 @@ class Tracked:
         self.streamed = False  #: Something of this request has been said to the client.
         self.failure: Failure | None = None
         self._retries_left = retries
+        self._whole = whole
 
     def handle(self, event: Event) -> Instructions:
         """Apply one event. Returns what to do; an event that does not belong changes nothing."""
@@ -123,7 +129,7 @@ class Tracked:
         assert isinstance(event, ChunkCame)
         if event.stage not in self.waiting:
             return IGNORED  # a terminal that this request does not wait for, or that was through already
-        self.streamed = True
+        self.streamed = not self._whole
         return (Instruction.DELIVER,)
 
     def _done(self, event: Event) -> Instructions:
@@ -132,7 +138,7 @@ class Tracked:
             return IGNORED
         self.waiting.discard(event.stage)
         if self.waiting:
-            self.streamed = True  # a retry would run this terminal again and answer it twice
+            self.streamed = not self._whole  # a retry would run this terminal again and answer it twice
             return (Instruction.DELIVER,)
         self.state = State.COMPLETED
         return (Instruction.DELIVER, Instruction.FINISH)

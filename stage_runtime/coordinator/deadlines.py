@@ -1,0 +1,53 @@
+"""All deadlines of a coordinator under one timer: a timer per request would cost more than admitting it."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from typing import Final
+
+CHECK_EVERY_S: Final = 0.02
+STALE_KEPT: Final = 10_000  # deadlines of requests that are over, before they are thrown out
+
+
+class Deadlines:
+    """A heap of (deadline, request id). Ids come again, so whoever is told compares the deadline too.
+
+    passed: called with (id, deadline) on the loop, once, within `CHECK_EVERY_S`. wanted: (id, deadline) still matters.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        passed: Callable[[str, float], None],
+        wanted: Callable[[str, float], bool],
+    ) -> None:
+        self._loop = loop
+        self._passed = passed
+        self._wanted = wanted
+        self._heap: list[tuple[float, str]] = []
+        self._live = 0  #: How many were wanted when they were last counted, and all since.
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, request_id: str, deadline: float) -> None:
+        """deadline: on the loop's clock."""
+        heapq.heappush(self._heap, (deadline, request_id))
+        if self._timer is None:
+            self._timer = self._loop.call_later(CHECK_EVERY_S, self._check)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        while self._heap and self._heap[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._heap)
+            self._passed(request_id, deadline)
+        if len(self._heap) > 2 * self._live + STALE_KEPT:
+            self._heap = [(deadline, one) for deadline, one in self._heap if self._wanted(one, deadline)]
+            heapq.heapify(self._heap)
+            self._live = len(self._heap)
+        self._timer = self._loop.call_later(CHECK_EVERY_S, self._check) if self._heap else None

@@ -1,0 +1,60 @@
+"""Small news for instances, batched: what has ended, and how far a client has read. On the I/O thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from stage_runtime.wire.messages import Consumed, Ended, Message
+
+COORDINATOR: Final = "coordinator"  # the target of terminals' streams
+ENDED_EVERY_S: Final = 0.02
+CONSUMED_EVERY: Final = 64  # a quarter of a stream's window
+
+
+class Endings:
+    """Requests that are complete while some stage may still hold something of them: unread streams, branches not
+    taken. One message per instance and `ENDED_EVERY_S`, not one per request.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, say: Callable[[str, Message], bool]) -> None:
+        self._loop = loop
+        self._say = say
+        self._ended: dict[str, list[tuple[str, int]]] = {}
+
+    def add(self, instances: Iterable[str], request_id: str, attempt: int) -> None:
+        if not self._ended:
+            self._loop.call_later(ENDED_EVERY_S, self._tell)
+        for incarnation in instances:
+            self._ended.setdefault(incarnation, []).append((request_id, attempt))
+
+    def forget(self, incarnation: str) -> None:
+        self._ended.pop(incarnation, None)
+
+    def _tell(self) -> None:
+        ended, self._ended = self._ended, {}
+        for incarnation, requests in ended.items():
+            self._say(incarnation, Ended(tuple(requests)))
+
+
+class Readings:
+    """How many chunks clients have read, and their producers have not been told of."""
+
+    def __init__(self, owner: str, say: Callable[[str, Message], bool]) -> None:
+        self._owner = owner
+        self._say = say
+        self._untold: dict[tuple[str, str], int] = {}  #: (request id, stage)
+
+    def read(self, request_id: str, attempt: int, stage: str, producer: str) -> None:
+        """A client took one chunk of ``stage``; its producer may send more."""
+        key = (request_id, stage)
+        untold = self._untold.get(key, 0) + 1
+        if untold >= CONSUMED_EVERY:
+            self._say(producer, Consumed(request_id, attempt, self._owner, stage, COORDINATOR, untold))
+            untold = 0
+        self._untold[key] = untold
+
+    def forget(self, request_id: str, stages: Iterable[str]) -> None:
+        for stage in stages:
+            self._untold.pop((request_id, stage), None)
