@@ -1,0 +1,142 @@
+"""A stage that is killed under load: restarted, known under a new name, and mourned by its own requests at most."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stage_runtime.processes.local import LocalPipeline
+from tests.e2e.world import APART, Client, at_rest, coordinator, eventually, prism, replicas, running
+
+
+class Load:
+    """Steady requests, each with a text of its own, and what became of each."""
+
+    def __init__(self, client: Client, *, each_s: float = 0.02, **inputs: Any) -> None:
+        self._client = client
+        self._each_s = each_s
+        self._inputs = inputs
+        self.outcomes: dict[int, str] = {}
+        self.wrong: list[Any] = []
+
+    async def run(self, count: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(self._one(number))
+                await asyncio.sleep(self._each_s)
+
+    async def _one(self, number: int) -> None:
+        text = f"request number {number}"
+        body = await self._client.ask(text, **self._inputs)
+        if "results" in body:
+            self.outcomes[number] = "completed"
+            if body["results"]["speak"]["text"] != text:
+                self.wrong.append((number, body))
+        else:
+            error = body["error"]
+            refused = error["message"].startswith("no ready instance of")
+            self.outcomes[number] = "refused" if refused else f"{error['code']}: {error['message']}"
+
+
+async def incarnations(client: Client, group: str) -> set[str]:
+    return {one["incarnation"] for one in (await client.status())["instances"] if one["group"] == group}
+
+
+@pytest.mark.parametrize("group", ["front", "side", "joiner", "voice"])
+async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost(group: str, base: Path) -> None:
+    """With one instance, what was admitted waits up to 5 s for the next life: nothing was said of it, so none fails."""
+    async with running(prism(APART), base) as pipeline, Client(pipeline.url, connections=200) as client:
+        (before,) = await incarnations(client, group)
+        load = Load(client)
+        under_load = asyncio.create_task(load.run(150))
+        await asyncio.sleep(0.7)
+        pid = pipeline.pids()[group]
+        os.kill(pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+
+        async def mourned() -> bool:
+            return before not in await incarnations(client, group)
+
+        await eventually(mourned, 1.0, "a kill must be seen within a second")
+        await under_load
+        await eventually(lambda: pipeline.pids().get(group, pid) != pid, 10)
+        await pipeline.ready()
+        assert time.monotonic() - killed_at < 15
+        (after,) = await incarnations(client, group)
+        assert after != before
+        assert load.wrong == []
+        # New ones are refused (503, Retry-After) while nobody is there; what had been admitted is sent again.
+        assert set(load.outcomes.values()) <= {"completed", "refused"} and len(load.outcomes) == 150
+        assert (await client.metrics())["omnipipeline_retried_total"] > 0, "the kill must have hit requests"
+        await at_rest(client)
+
+
+async def test_without_retries_the_killed_stage_s_requests_fail_with_its_name(base: Path) -> None:
+    """The positive control: what the retries above hide."""
+    spec = prism(APART, coordinator=coordinator(retries=0))
+    async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
+        asked = [asyncio.create_task(client.ask("a b", slow=0.5)) for _ in range(10)]
+        await asyncio.sleep(0.3)
+        os.kill(pipeline.pids()["voice"], signal.SIGKILL)
+        for body in await asyncio.gather(*asked):
+            assert (body["error"]["code"], body["error"]["stage"]) == ("unavailable", "speak")
+        await pipeline.ready()
+        assert (await client.answer("a b"))["text"] == "a b"
+
+
+async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(base: Path) -> None:
+    spec = prism(APART, process_groups=replicas(voice=2))
+    async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
+        words = " ".join("word" for _ in range(20))
+        asked = [asyncio.create_task(client.streamed(words, slow=0.1)) for _ in range(8)]
+        await asyncio.sleep(0.8)
+        os.kill(pipeline.pids()["voice"], signal.SIGKILL)
+        ends = [events[-1] for events in await asyncio.gather(*asked)]
+        codes = sorted(last["error"]["code"] if name == "error" else name for name, last in ends)
+        assert codes == ["result"] * 4 + ["unavailable"] * 4
+        assert (await client.answer("next"))["text"] == "next"
+
+
+async def test_a_frozen_stage_is_dead_within_four_seconds_and_comes_back_as_somebody_else(base: Path) -> None:
+    spec = prism(APART, process_groups=replicas(voice=2))
+    async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
+        before = await incarnations(client, "voice")
+        load = Load(client)
+        under_load = asyncio.create_task(load.run(150))
+        await asyncio.sleep(0.5)
+        frozen = pipeline.pids()["voice"]
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+
+            async def one_left() -> bool:
+                return len(before & await incarnations(client, "voice")) == 1
+
+            await eventually(one_left, 4.0 + 1.0, "a freeze must be seen within four seconds")
+            await under_load
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert set(load.outcomes.values()) == {"completed"} and load.wrong == []
+
+        async def back() -> bool:
+            found = await incarnations(client, "voice")
+            return len(found) == 2 and len(found - before) == 1
+
+        await eventually(back, 10, "the thawed process must join again, under a new name")
+        assert pipeline.pids()["voice"] == frozen, "it lives on: nothing was wrong with it"
+        await asyncio.gather(*(client.answer(f"after {index}") for index in range(10)))
+        await at_rest(client)
+
+
+async def test_a_stage_that_computes_without_letting_go_of_the_gil_is_not_declared_dead(
+    shared: LocalPipeline, client: Client
+) -> None:
+    """libzmq's own thread answers for it."""
+    before = [await incarnations(client, group) for group in ("front", "voice")]
+    assert (await client.answer("a b", hold=5.0))["text"] == "a b"
+    assert [await incarnations(client, group) for group in ("front", "voice")] == before

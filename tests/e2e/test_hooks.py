@@ -1,0 +1,99 @@
+"""A user's function that raises, or gives what cannot travel, fails its own request and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from stage_runtime.processes.local import LocalPipeline
+from tests.e2e.world import SPREAD, TOGETHER, Client, at_rest, eventually, prism, running
+
+#: What the request asks to fail -> the stage and hook that the client must be told.
+HOOKS = {
+    "take": ("take", "run"),
+    "route_fn": ("take", "route_fn"),
+    "left": ("left", "run"),
+    "wait_for_fn": ("join", "wait_for_fn"),
+    "merge_fn": ("join", "merge_fn"),
+    "join": ("join", "run"),
+    "write": ("write", "run"),
+    "write in mid-stream": ("write", "run"),
+    "project_payload[speak]": ("write", "project_payload[speak]"),
+    "stream_done_to_fn": ("write", "stream_done_to_fn"),
+    "speak": ("speak", "run"),
+    "terminal_stages_fn": (None, "terminal_stages_fn"),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+async def test_a_hook_that_raises_fails_its_request_with_its_place_and_no_other(
+    hook: str, shared: LocalPipeline, client: Client
+) -> None:
+    before = shared.pids()
+    broken, *others = await asyncio.gather(
+        client.ask("this one fails", fail=hook), *(client.answer(f"other {index}") for index in range(8))
+    )
+    stage, name = HOOKS[hook]
+    error = broken["error"]
+    assert (error["code"], error["stage"], error.get("hook")) == ("stage_failed", stage, name)
+    assert f"Broken: {hook} was told to" in error["message"]
+    assert [other["text"] for other in others] == [f"other {index}" for index in range(8)]
+    assert shared.pids() == before
+    await at_rest(client)
+
+
+async def test_a_hook_that_fails_after_the_first_chunk_ends_the_stream_with_the_error(client: Client) -> None:
+    first, (name, last) = await client.streamed("one two three", fail="speak in mid-stream", slow=0.05)
+    assert (first[0], first[1]["data"], name) == ("chunk", "ONE", "error")
+    assert last["error"]["code"] == "stage_failed"
+    assert (last["error"]["stage"], last["error"]["hook"]) == ("speak", "run")
+
+
+@pytest.mark.parametrize(
+    ("processes", "relay"), [(TOGETHER, "auto"), (SPREAD, "tcp")], ids=["inside one process", "by tcp"]
+)
+async def test_a_value_that_cannot_travel_is_refused_at_its_sender_with_its_path(
+    processes: dict[str, str], relay: str, base: Path
+) -> None:
+    """The same on every transport, or a pipeline would break when it is placed otherwise."""
+    async with running(prism(processes, relay_backend=relay), base) as pipeline, Client(pipeline.url) as client:
+        await refuses(client)
+
+
+async def test_a_value_that_cannot_travel_is_refused_by_shared_memory_too(client: Client) -> None:
+    await refuses(client)
+
+
+async def refuses(client: Client) -> None:
+    for size in (4, 1 << 20):
+        error = (await client.ask("a b", odd="left", size=size))["error"]
+        assert (error["code"], error["stage"]) == ("stage_failed", "left")
+        assert error["message"].startswith("payload.data['nested'][0]['value']: "), error
+        error = (await client.ask("a b", odd="chunk", size=size))["error"]
+        assert (error["code"], error["stage"]) == ("stage_failed", "write")
+        assert error["message"].startswith("chunk.data['value']: "), error
+        assert (await client.answer("and on"))["text"] == "and on"
+
+
+async def test_debug_values_names_the_stage_that_wrote(base: Path) -> None:
+    """And without a writer it names nobody: the positive control."""
+    stages = [
+        StageConfig(name="source", process="p", factory="prism:torch_source", next=["quiet", "loud"]),
+        StageConfig(
+            name="quiet", process="p", factory="prism:torch_writer", factory_args={"name": "quiet"}, terminal=True
+        ),
+        StageConfig(
+            name="loud", process="p", factory="prism:torch_writer", factory_args={"name": "loud"}, terminal=True
+        ),
+    ]
+    log = base / "log"
+    async with running(PipelineConfig(stages=stages), base, debug_values=True) as pipeline:
+        async with Client(pipeline.url) as client:
+            assert "results" in await client.ask("nobody writes")
+            assert "wrote into" not in log.read_text()
+            assert "results" in await client.ask("loud writes", write="loud")
+            await eventually(lambda: "stage 'loud' wrote into payload.data['tensor']" in log.read_text())
+            assert "stage 'quiet' wrote" not in log.read_text()
