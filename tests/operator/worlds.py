@@ -54,7 +54,8 @@ class World:
         self.settle()
         wanted = {unit: one.revision for unit, one in goal.units.items()}
         if not made.rolling and all(
-            self.ready(unit, rev) >= one.replicas for (unit, rev), one in zip(wanted.items(), goal.units.values())
+            self.ready(unit, rev) >= one.replicas
+            for (unit, rev), one in zip(wanted.items(), goal.units.values(), strict=True)
         ):
             self.serving = wanted
         return made

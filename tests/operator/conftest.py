@@ -1,0 +1,78 @@
+"""A cluster with fake nodes, the CRD and the operator's RBAC; a namespace and an operator per test."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import running
+from cluster_kit import REPOSITORY, Cluster, kit
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def prepared(api_server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Path]:
+    """The cluster as `helm install` leaves it, but for the operator's pod; and a folder."""
+    program = kit()
+    assert program is not None
+    api_server.kubectl("apply", "--server-side", "-f", str(REPOSITORY / "crds" / "omnipipelines.yaml"))
+    crd = "crd/omnipipelines.omnipipeline.dev"
+    api_server.kubectl("wait", "--for=condition=Established", crd, "--timeout=20s")
+    api_server.kubectl("create", "namespace", running.SYSTEM, check=False)
+    chart = str(REPOSITORY / "charts" / "omnipipeline")
+    templates = ["--show-only", "templates/rbac.yaml", "--show-only", "templates/serviceaccount.yaml"]
+    rendered = subprocess.run(
+        ["helm", "template", "omni", chart, "-n", running.SYSTEM, *templates],
+        env=api_server.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    api_server.kubectl("-n", running.SYSTEM, "apply", "-f", "-", stdin=rendered.stdout)
+    subprocess.run(
+        [program, "fakenodes", running.FAKE_GROUP, "3", "4"],
+        env=api_server.environment,
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    return api_server, tmp_path_factory.mktemp("operator")
+
+
+@pytest.fixture
+def kube(prepared: tuple[Cluster, Path]) -> Iterator[running.Kube]:
+    """A namespace of the test's own."""
+    cluster, _ = prepared
+    name = f"omni-test-{next(_numbers)}"
+    cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=50s")
+    cluster.kubectl("create", "namespace", name)
+    yield running.Kube(cluster=cluster, namespace=name)
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def operator(prepared: tuple[Cluster, Path], kube: running.Kube) -> Iterator[running.OperatorProcess]:
+    """An operator that watches this test's namespace, not started yet; its log is shown when the test fails."""
+    cluster, folder = prepared
+    log = folder / f"{kube.namespace}.log"
+    process = running.OperatorProcess(
+        environment=running.environment(cluster, folder, namespaces=kube.namespace), log=log
+    )
+    try:
+        yield process
+    finally:
+        process.close()
+        print(log.read_text() if log.exists() else "the operator never started")
+
+
+@pytest.fixture
+def audit(prepared: tuple[Cluster, Path]) -> running.Audit:
+    """What the operator's service account writes from here on."""
+    cluster, _ = prepared
+    path = cluster.kubeconfig.parent / "logs" / "audit.log"
+    return running.Audit(path, f"system:serviceaccount:{running.SYSTEM}:{running.ACCOUNT}")

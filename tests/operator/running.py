@@ -1,0 +1,201 @@
+"""A real operator process against a real API server, as its own service account with the chart's RBAC.
+
+Here: starting, stopping and killing it, what it wrote (from the audit log), and waiting. Not here: any assertion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster_kit import REPOSITORY, Cluster
+
+T = TypeVar("T")
+
+ACCOUNT = "omni-omnipipeline"
+SYSTEM = "omni-system"
+FAKE_GROUP = "pool"
+TOLERATED = [{"key": "fake", "operator": "Exists"}]
+
+
+def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = "") -> T:
+    """The first truthy answer; what the last one was when there is none in time."""
+    until = time.monotonic() + within_s
+    while True:
+        answer = probe()
+        if answer:
+            return answer
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {within_s:g} s: {what or probe}; last answer: {answer!r}")
+        time.sleep(0.1)
+
+
+@dataclass
+class Kube:
+    """kubectl with JSON, in one namespace."""
+
+    cluster: Cluster
+    namespace: str
+
+    def __call__(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        done = self.cluster.kubectl("-n", self.namespace, *arguments, stdin=stdin, check=check)
+        return done.stdout
+
+    def apply(self, *manifests: Mapping[str, Any]) -> None:
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests)})
+        self("apply", "-f", "-", stdin=text)
+
+    def get(self, kind: str, name: str) -> Any:
+        """The object; None when there is none."""
+        done = self.cluster.kubectl("-n", self.namespace, "get", kind, name, "-o", "json", check=False)
+        if done.returncode:
+            assert "NotFound" in done.stderr, done.stderr
+            return None
+        return json.loads(done.stdout)
+
+    def all(self, kind: str, selector: str = "") -> list[Any]:
+        more = ["-l", selector] if selector else []
+        listed: list[Any] = json.loads(self("get", kind, "-o", "json", *more))["items"]
+        return listed
+
+    def names(self, kind: str, selector: str = "omnipipeline.dev/pipeline") -> set[str]:
+        return {each["metadata"]["name"] for each in self.all(kind, selector)}
+
+    def condition(self, pipeline: str, kind: str) -> dict[str, Any]:
+        """A condition of a pipeline; empty when there is none yet."""
+        found = self.get("omnipipeline", pipeline) or {}
+        conditions = found.get("status", {}).get("conditions", [])
+        return next((each for each in conditions if each["type"] == kind), {})
+
+    def wait_ready(self, pipeline: str, within_s: float = 40.0) -> Any:
+        """The pipeline once it is Ready in its present generation."""
+
+        def probe() -> Any:
+            found = self.get("omnipipeline", pipeline)
+            conditions = {each["type"]: each for each in found.get("status", {}).get("conditions", [])}
+            ready = conditions.get("Ready", {})
+            is_now = ready.get("observedGeneration") == found["metadata"]["generation"]
+            done = conditions.get("Progressing", {}).get("reason") == "RolledOut"
+            return found if ready.get("status") == "True" and is_now and done else None
+
+        return eventually(probe, within_s=within_s, what=f"{pipeline} is ready")
+
+
+@dataclass
+class OperatorProcess:
+    """One operator process."""
+
+    environment: dict[str, str]
+    log: Path
+    program: tuple[str, ...] = ("-m", "omnipipeline_operator")
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    port: int = field(default=0, init=False)
+
+    def start(self, **more: str) -> OperatorProcess:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        environment = self.environment | {"OMNI_OPERATOR_PROBE_PORT": str(self.port)} | more
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *self.program], env=environment, stdout=output, stderr=output, cwd=REPOSITORY
+            )
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        code = self.process.wait(timeout=30)
+        self.process = None
+        return code
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(timeout=30)
+        self.process = None
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+
+class Audit:
+    """What somebody wrote since a moment, from the API server's own log."""
+
+    def __init__(self, path: Path, user: str) -> None:
+        self._path = path
+        self._user = user
+        self._from = path.stat().st_size
+
+    def mark(self) -> None:
+        self._from = self._path.stat().st_size
+
+    def writes(self) -> list[tuple[str, str, str, int]]:
+        """(verb, resource, name, code) of every write but those of the Lease."""
+        found = []
+        with self._path.open("rb") as log:
+            log.seek(self._from)
+            for line in log.read().splitlines():
+                entry = json.loads(line)
+                about = entry.get("objectRef", {})
+                if entry["user"]["username"] != self._user or about.get("resource") == "leases":
+                    continue
+                resource = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
+                found.append((entry["verb"], resource, about.get("name", ""), entry["responseStatus"]["code"]))
+        return found
+
+
+def environment(cluster: Cluster, folder: Path, *, namespaces: str = "", lease: bool = False) -> dict[str, str]:
+    """The operator's own environment: its service account's token, nothing of the administrator's."""
+    config = folder / "operator.kubeconfig"
+    if not config.exists():
+        token = cluster.kubectl("-n", SYSTEM, "create", "token", ACCOUNT, "--duration=4h").stdout.strip()
+        text = cluster.kubectl("config", "view", "--raw", "--minify", "-o", "json").stdout
+        view = json.loads(text)
+        view["users"] = [{"name": "operator", "user": {"token": token}}]
+        view["contexts"][0]["context"]["user"] = "operator"
+        config.write_text(json.dumps(view))
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "KUBECONFIG": str(config),
+        "PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in ("crds", "operator", ".")),
+        "OMNI_OPERATOR_STAGE_IMAGE": "localhost/omni-stage:test",
+        "OMNI_OPERATOR_NAMESPACE": SYSTEM,
+        "OMNI_OPERATOR_LEASE_NAME": ACCOUNT,
+        "OMNI_OPERATOR_LEASE": "1" if lease else "0",
+        "OMNI_OPERATOR_WATCH": namespaces,
+        "OMNI_OPERATOR_LOG_FORMAT": "text",
+    }
+
+
+def pipeline(name: str = "duo", *, stages: list[dict[str, Any]] | None = None, **spec: Any) -> dict[str, Any]:
+    """A pipeline of two CPU stages whose pods fit on fake nodes."""
+    stages = stages or [
+        {"name": "first", "process": "first", "factory": "some.module:first", "next": ["last"]},
+        {"name": "last", "process": "last", "factory": "some.module:last", "terminal": True},
+    ]
+    groups = {each["name"]: each for each in spec.pop("processGroups", [])}
+    processes = dict.fromkeys(stage.get("process", stage["name"]) for stage in stages)
+    placement = {"tolerations": TOLERATED, "nodeSelector": {"fake": FAKE_GROUP}}
+    return {
+        "apiVersion": "omnipipeline.dev/v1alpha1",
+        "kind": "OmniPipeline",
+        "metadata": {"name": name},
+        "spec": {
+            "stages": stages,
+            "coordinator": {"placement": placement},
+            "processGroups": [{"name": each, "placement": placement, **groups.get(each, {})} for each in processes],
+            **spec,
+        },
+    }

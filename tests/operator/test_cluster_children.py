@@ -1,0 +1,172 @@
+"""On a real API server: children appear, follow the spec, and are nobody else's."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from running import Audit, Kube, OperatorProcess, eventually, pipeline
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+SETTLE_S = 3.0  # for "nothing more happens": several watch events would have come and gone
+
+
+def deployments(kube: Kube) -> dict[str, dict[str, int]]:
+    """unit -> revision -> replicas."""
+    found: dict[str, dict[str, int]] = {}
+    for each in kube.all("deployments", "omnipipeline.dev/pipeline"):
+        labels = each["spec"]["selector"]["matchLabels"]
+        unit = found.setdefault(labels["omnipipeline.dev/unit"], {})
+        unit[labels["omnipipeline.dev/revision"]] = each["spec"]["replicas"]
+    return found
+
+
+def test_a_pipeline_becomes_ready_and_a_second_look_writes_nothing(
+    kube: Kube, operator: OperatorProcess, audit: Audit
+) -> None:
+    operator.start()
+    kube.apply(pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}}))
+    kube("wait", "--for=condition=Ready", "omnipipeline/duo", "--timeout=40s")
+    ready = kube.wait_ready("duo")
+    assert ready["status"]["stagesReady"] == "2/2"
+    assert {each["name"] for each in ready["status"]["units"]} == {"first", "last", "coordinator"}
+    assert ready["status"]["revision"]["current"] == ready["status"]["revision"]["update"]
+    assert ready["status"]["endpoint"]["url"] == f"http://duo.{kube.namespace}.svc:8000"
+    assert kube.names("services") == {"duo", "duo-peers"}
+    assert kube.names("networkpolicies") == {"duo-pods", "duo-http"}
+    assert len(kube.names("poddisruptionbudgets")) == 2
+    assert len(kube.names("deployments")) == 3
+    assert len(kube.names("configmaps")) == 4
+    assert len(kube.names("secrets")) == 1
+    for kind in ("deployments", "configmaps", "services", "secrets", "networkpolicies", "poddisruptionbudgets"):
+        for child in kube.all(kind, "omnipipeline.dev/pipeline"):
+            assert child["metadata"]["ownerReferences"][0]["uid"] == ready["metadata"]["uid"]
+    uids = {each["metadata"]["uid"] for each in kube.all("pods")}
+    time.sleep(SETTLE_S)
+    assert operator.stop() == 0
+    audit.mark()
+    operator.start(OMNI_OPERATOR_RELIST_SECONDS="1")
+    time.sleep(SETTLE_S + 3)
+    assert audit.writes() == []
+    assert {each["metadata"]["uid"] for each in kube.all("pods")} == uids
+
+
+def test_what_the_spec_no_longer_asks_for_is_removed(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    rich = pipeline(
+        networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "omni.example.org"}}
+    )
+    kube.apply(rich)
+    kube.wait_ready("duo")
+    assert kube.names("ingresses") == {"duo"}
+    assert kube.get("omnipipeline", "duo")["status"]["endpoint"]["external"] == "http://omni.example.org"
+    pods = {each["metadata"]["uid"] for each in kube.all("pods")}
+    kube.apply(pipeline())
+    for kind in ("ingresses", "networkpolicies", "poddisruptionbudgets"):
+        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind}")
+    assert kube.names("services") == {"duo", "duo-peers"}
+    assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
+
+
+def test_a_bad_spec_leaves_what_runs_alone_and_names_every_fault(
+    kube: Kube, operator: OperatorProcess, audit: Audit
+) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    before = deployments(kube)
+    bad = pipeline(
+        stages=[
+            {"name": "first", "process": "first", "factory": "some.module:first", "next": ["last"]},
+            {"name": "last", "process": "last", "factory": "some.module:last", "terminal": True},
+            {"name": "lost", "process": "lost", "factory": "some.module:lost", "next": ["last"]},
+        ],
+        dataPlane={"allowTCP": False},
+    )
+    audit.mark()
+    kube.apply(bad)
+    refused = eventually(
+        lambda: kube.condition("duo", "Accepted").get("status") == "False" and kube.condition("duo", "Accepted")
+    )
+    assert refused["reason"] == "InvalidSpec"
+    assert "lost" in refused["message"] and "dataPlane.allowTCP" in refused["message"]
+    assert kube.condition("duo", "Available")["status"] == "True"
+    assert kube.condition("duo", "Ready")["reason"] == "InvalidSpec"
+    time.sleep(SETTLE_S)
+    assert deployments(kube) == before
+    assert [each[1] for each in audit.writes() if each[1] != "events"] == ["omnipipelines/status"], "no hot retry"
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    assert deployments(kube) == before
+
+
+def test_only_the_unit_that_changed_rolls_and_going_back_scales_the_old_one_up(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    before = deployments(kube)
+    changed = pipeline()
+    changed["spec"]["stages"][1]["factoryArgs"] = {"size": 2}
+    kube.apply(changed)
+    kube.wait_ready("duo")
+    after = deployments(kube)
+    (old,) = before["last"]
+    assert after["last"][old] == 0 and sum(after["last"].values()) == 1
+    assert len(after["last"]) == 2
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    assert deployments(kube)["last"][old] == 1
+    assert set(deployments(kube)["last"]) == set(after["last"])
+
+
+def test_replicas_exposure_and_profiling_never_restart_a_pod(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    pods = {each["metadata"]["uid"] for each in kube.all("pods")}
+    kube.apply(
+        pipeline(
+            processGroups=[{"name": "first", "replicas": 3}],
+            expose={"service": {"port": 80}},
+            profiling={"maxSeconds": 60},
+            networkPolicy={},
+        )
+    )
+    kube.wait_ready("duo")
+    eventually(lambda: len(kube.all("pods")) == 5)
+    assert pods < {each["metadata"]["uid"] for each in kube.all("pods")}
+    assert kube.get("service", "duo")["spec"]["ports"][0]["port"] == 80
+    kube.apply(pipeline())
+    eventually(lambda: len([each for each in kube.all("pods") if "deletionTimestamp" not in each["metadata"]]) == 3)
+    assert kube.condition("duo", "Ready")["status"] == "True"
+
+
+def test_suspending_takes_the_pods_and_keeps_the_rest(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    kube.apply(pipeline(suspend=True))
+    eventually(lambda: not kube.all("pods"), what="no pods")
+    assert kube.condition("duo", "Ready")["reason"] == "Suspended"
+    assert kube.condition("duo", "Suspended")["status"] == "True"
+    assert kube.names("services") == {"duo", "duo-peers"}
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+
+
+def test_deleting_leaves_nothing_and_the_name_can_be_used_at_once(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+    kube.apply(pipeline())
+    ready = kube.wait_ready("duo", within_s=60)
+    for kind in ("deployments", "services", "configmaps"):
+        for child in kube.all(kind, "omnipipeline.dev/pipeline"):
+            assert child["metadata"]["ownerReferences"][0]["uid"] == ready["metadata"]["uid"]
+    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+    for kind in ("deployments", "pods", "services", "configmaps", "secrets"):
+        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left", within_s=40)
