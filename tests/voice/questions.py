@@ -2,7 +2,8 @@
 
 Only names, places and words that the whole chain handles, each of them heard again rightly in four different readings
 (voice variation 0 to 1): `reliability` in this folder asks every one of them and counts. Left out for what the ear of
-Whisper tiny.en makes of them: Simon ("is Simon": "assignment"), Rebecca, David, Nicholas, James, Laura, Amsterdam; or SmolLM2: dinosaur ("dino").
+Whisper tiny.en makes of them: Simon ("is Simon": "assignment"), Rebecca, David, Nicholas, James, Laura, Amsterdam; for
+what SmolLM2 does: dinosaur ("dino").
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NAMES = (
     "Samuel Barbara Margaret Victoria"
 )
 CITIES = "London Paris Berlin Madrid Rome Vienna Boston Chicago Dublin Tokyo Barcelona Moscow Sydney Toronto Stockholm"
-WORDS = "banana elephant sunflower chocolate penguin mountain butterfly umbrella telephone"
+WORDS = "banana elephant sunflower chocolate penguin mountain umbrella telephone"
 
 _TEMPLATES = [
     ("The name of the baker is {}.", "What is the name of the baker?", NAMES),
