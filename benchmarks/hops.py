@@ -1,6 +1,6 @@
 """What one hop costs: echo pipelines of 1, 2 and 4 stages, in one process and in several, driven at the desk.
 
-    python benchmarks/hops.py [--quick] [--curve] [--http] [--json FILE]
+    python benchmarks/hops.py [--quick] [--curve] [--json FILE]
 
 hop = (time of 4 stages - time of 1) / 3, so that what the coordinator costs drops out. Every figure stands beside
 limits measured in the same run: memcpy, and a raw TCP one-way trip of the same size between two processes.
@@ -23,18 +23,22 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import numpy as np
 import uvloop
+
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.plan import PipelinePlan
-
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.web.app import make_app
+from stage_runtime.web.server import Server
+from stage_runtime.web.settings import WebSettings
 from stage_runtime.wire.values import OmniRequest, RawTensor
 
 SIZES = {"0 B": 0, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
@@ -148,6 +152,30 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
             channels.close()
 
 
+async def http(apart: dict[int, Running], rounds: int) -> dict[str, float]:
+    """The same hop once more, asked for by HTTP: what it adds drops out of the difference, and is shown beside it."""
+    settings = WebSettings(model="hops")
+    body = msgspec.json.encode({"inputs": {"data": "x" * 4096}})
+    headers = {"content-type": "application/json"}
+    medians: dict[int, float] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(httpx.AsyncClient())
+        urls = {}
+        for stages in (1, 4):
+            server = Server(make_app(apart[stages].desk, settings), port=0, drain_s=0)
+            urls[stages] = (await stack.enter_async_context(server)).url + "/v1/pipeline"
+        times: dict[int, list[float]] = {1: [], 4: []}
+        for _ in range(rounds):
+            for stages, url in urls.items():
+                start = time.perf_counter()
+                (await client.post(url, content=body, headers=headers)).raise_for_status()
+                times[stages].append(time.perf_counter() - start)
+        medians = {stages: statistics.median(found) * 1e6 for stages, found in times.items()}
+    hop = (medians[4] - medians[1]) / 3
+    print(f"through HTTP, 4 KiB: 1 stage {medians[1]:.0f}us, 4 stages {medians[4]:.0f}us, hop {hop:.1f}us")
+    return {"one_stage_us": medians[1], "four_stages_us": medians[4], "hop_us": hop}
+
+
 def memcpy_us(nbytes: int, rounds: int = 30) -> float:
     source = np.ones(max(nbytes, 1), np.uint8)
     target = np.ones_like(source)
@@ -218,7 +246,8 @@ async def main(arguments: argparse.Namespace) -> None:
 
         apart = {stages: await start(stages, stages) for stages in (1, 2, 4)}
         together = {stages: await start(stages, 1) for stages in (1, 4)}
-        print(f"{'size':>8} {'memcpy':>9} {'raw tcp':>9} | {'hop apart':>10} {'x memcpy':>9} {'x tcp':>7} | {'hop inside':>10}")
+        head = ("size", "memcpy", "raw tcp", "hop apart", "x memcpy", "x tcp", "hop inside")
+        print("{:>8} {:>9} {:>9} | {:>10} {:>9} {:>7} | {:>10}".format(*head))
         for label, nbytes in SIZES.items():
             inputs = tensor(nbytes)
             count = max(10, rounds // (8 if nbytes > 1 << 20 else 1))
@@ -241,18 +270,20 @@ async def main(arguments: argparse.Namespace) -> None:
             copy = statistics.median(row[4] for row in samples)
             tcp = statistics.median(row[5] for row in samples)
             first = statistics.median(row[0] for row in samples)
-            figures[label] = {"hop_us": hop, "inside_us": inside, "memcpy_us": copy, "tcp_us": tcp, "one_stage_us": first}
+            figures[label] = dict(hop_us=hop, inside_us=inside, memcpy_us=copy, tcp_us=tcp, one_stage_us=first)
             print(
                 f"{label:>8} {copy:7.1f}us {tcp:7.1f}us | {hop:8.1f}us {hop / copy:8.1f}x {hop / tcp:6.1f}x |"
                 f" {inside:8.1f}us   (1 stage: {first:.0f}us)"
             )
+        figures["http"] = await http(apart, rounds)
         total = 2000 if arguments.quick else 20000
         inputs = {"data": "x" * 4096}
         for stages in (2, 4):
             await apart[stages].rate(inputs, 64, total // 4)
             rates = [await apart[stages].rate(inputs, 64, total) for _ in range(3)]
             figures[f"rate_{stages}"] = max(rates)
-            print(f"{stages} stages, 4 KiB, concurrency 64, at the desk: {statistics.median(rates):,.0f} req/s (best {max(rates):,.0f})")
+            median = statistics.median(rates)
+            print(f"{stages} stages, 4 KiB, concurrency 64, at the desk: {median:,.0f} req/s (best {max(rates):,.0f})")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(figures, indent=1))
 
