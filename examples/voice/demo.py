@@ -226,7 +226,7 @@ def main() -> int:
         print("starting the pipeline (the first time takes half a minute longer: weights are converted)\n")
         with pipeline(Path("voice.log")) as url:
             demonstrate(url, options.question, options.out)
-            if not options.once:
+            if not options.once and sys.stdin.isatty():  # without a terminal nobody could ask on, or say ^C
                 print(how_to_go_on(url))
                 print(f"{url} goes on answering; ^C stops it (log: voice.log)")
                 signal.pause()
