@@ -33,8 +33,11 @@ COPY constraints.txt ./
 # The tools live beside what they make, so nothing of them is shipped.
 RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/pip install hatchling \
-    && python3 -m venv --without-pip --symlinks /opt/omnipipeline
-ENV INSTALL="/opt/tools/bin/pip --python /opt/omnipipeline/bin/python install"
+    && python3 -m venv --without-pip --symlinks /opt/omnipipeline \
+    && mkdir /more
+# Test suites of others, in source and byte code, are a tenth of what is installed.
+ENV INSTALL="/opt/tools/bin/pip --python /opt/omnipipeline/bin/python install" \
+    PRUNE="find /opt/omnipipeline /more -type d -path */site-packages/* ( -name tests -o -name e2e_test ) -prune -exec rm -rf {} +"
 
 
 # The distribution's dependencies by extra, read from pyproject.toml: a change of our code leaves these layers alone.
@@ -54,7 +57,7 @@ RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels 
 
 FROM builder AS operator-dependencies
 COPY --from=requirements /build/operator.txt ./
-RUN $INSTALL -r operator.txt
+RUN $INSTALL -r operator.txt && $PRUNE
 
 
 FROM builder AS torch
@@ -64,6 +67,7 @@ ARG TORCH_INDEX=""
 RUN $INSTALL ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && (cd /opt/omnipipeline/lib/python3*/site-packages/torch \
         && rm -rf include share test bin/protoc* bin/test_* && find . -name '*.a' -delete) \
+    && $PRUNE \
     && /opt/omnipipeline/bin/python -W ignore -c 'import sys, torch; \
 found, wanted = torch.version.cuda or "cpu", sys.argv[1]; \
 right = found == "cpu" if wanted == "cpu" else found.startswith(wanted.removeprefix("cu") + "."); \
@@ -74,7 +78,8 @@ FROM torch AS stage-dependencies
 ARG EXTRAS=""
 COPY --from=requirements /build/*.txt ./
 RUN $INSTALL --prefix /more -r runtime.txt \
-    && for extra in $(echo "$EXTRAS" | tr , ' '); do $INSTALL --prefix /more -r "$extra.txt" || exit 1; done
+    && for extra in $(echo "$EXTRAS" | tr , ' '); do $INSTALL --prefix /more -r "$extra.txt" || exit 1; done \
+    && $PRUNE
 
 
 FROM base AS operator

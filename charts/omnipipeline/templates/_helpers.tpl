@@ -1,0 +1,105 @@
+{{- define "omnipipeline.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 53 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "omnipipeline.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 53 | trimSuffix "-" -}}
+{{- else if contains (include "omnipipeline.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 53 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "omnipipeline.name" .) | trunc 53 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "omnipipeline.selector" -}}
+app.kubernetes.io/name: {{ include "omnipipeline.name" . }}-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "omnipipeline.labels" -}}
+{{ include "omnipipeline.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/part-of: omnipipeline
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "omnipipeline.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "omnipipeline.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- required "serviceAccount.name is needed when serviceAccount.create is false" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* An image reference from {repository, tag, digest}; called with (list . "image"). */}}
+{{- define "omnipipeline.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index $root.Values (index . 1) -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository (default $root.Chart.AppVersion $image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "omnipipeline.testNamespace" -}}
+{{- if .Values.tests.namespace -}}
+{{- .Values.tests.namespace -}}
+{{- else if .Values.watchNamespaces -}}
+{{- first .Values.watchNamespaces -}}
+{{- else -}}
+{{- .Release.Namespace -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The operator's own pods, then those that values name: who may read :8081 of a pipeline's pods. */}}
+{{- define "omnipipeline.scrapers" -}}
+{{- $own := dict
+  "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace))
+  "podSelector" (dict "matchLabels" (include "omnipipeline.selector" . | fromYaml)) -}}
+{{- prepend .Values.scrapers $own | toJson -}}
+{{- end -}}
+
+{{/* What the operator does to a pipeline's children; the same in a ClusterRole and in a Role. */}}
+{{- define "omnipipeline.rules" -}}
+- apiGroups: [omnipipeline.dev]
+  resources: [omnipipelines]
+  verbs: [get, list, watch]
+- apiGroups: [omnipipeline.dev]
+  resources: [omnipipelines/status]
+  verbs: [patch]
+# Owner references that block deletion need it under OwnerReferencesPermissionEnforcement.
+- apiGroups: [omnipipeline.dev]
+  resources: [omnipipelines/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [configmaps, services]
+  verbs: [get, list, watch, create, patch, delete]
+# The control plane's key: made once, never read.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, patch]
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [ingresses, networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
+{{- end -}}

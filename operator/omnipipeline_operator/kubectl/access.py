@@ -1,0 +1,92 @@
+"""Running kubectl, with the context and the namespace that its user chose.
+
+Here: reading objects, streaming logs, patching, evicting. Not here: what is shown or decided. Called by the commands.
+kubectl is run rather than the API asked, so that every credential plugin and every flag of its configuration counts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+Manifest = dict[str, Any]
+
+TIMEOUT_S: Final = 60
+RESOURCE: Final = "omnipipelines.omnipipeline.dev"
+
+
+class KubectlError(Exception):
+    """kubectl said no; the message is its own."""
+
+
+class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
+    """How kubectl is called."""
+
+    namespace: str | None = None
+    context: str | None = None
+    kubeconfig: str | None = None
+    program: str = "kubectl"
+
+    def command(self, *arguments: str) -> list[str]:
+        """The whole command line."""
+        chosen = {"--namespace": self.namespace, "--context": self.context, "--kubeconfig": self.kubeconfig}
+        flags = [f"{flag}={value}" for flag, value in chosen.items() if value]
+        return [self.program, *arguments, *flags]
+
+    def run(self, *arguments: str, stdin: str | None = None) -> str:
+        """What kubectl prints. Raises: KubectlError."""
+        try:
+            done = subprocess.run(
+                self.command(*arguments), input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S
+            )
+        except FileNotFoundError as error:
+            raise KubectlError(f"{self.program} is not on the PATH") from error
+        except subprocess.TimeoutExpired as error:
+            raise KubectlError(f"kubectl {arguments[0]}: no answer within {TIMEOUT_S} s") from error
+        if done.returncode:
+            raise KubectlError(done.stderr.strip() or f"kubectl {arguments[0]}: exit code {done.returncode}")
+        return done.stdout
+
+    def show(self, *arguments: str) -> int:
+        """Let kubectl write to the terminal itself; its exit code."""
+        return subprocess.run(self.command(*arguments)).returncode
+
+    def pipeline(self, name: str) -> Manifest:
+        """The resource. Raises: KubectlError: there is none."""
+        return self._read("get", RESOURCE, name)
+
+    def listed(self, kind: str, selector: Mapping[str, str]) -> list[Manifest]:
+        """Objects by their labels."""
+        labels = ",".join(f"{label}={value}" for label, value in selector.items())
+        items: list[Manifest] = self._read("get", kind, f"--selector={labels}").get("items", [])
+        return items
+
+    def patch(self, name: str, spec: Mapping[str, Any]) -> None:
+        """Merge ``spec`` into the resource's."""
+        self.run("patch", RESOURCE, name, "--type=merge", f"--patch={json.dumps({'spec': dict(spec)})}")
+
+    def evict(self, pod: Manifest) -> None:
+        """Ask for a pod to leave, within what its disruption budget allows. Raises: KubectlError: not now."""
+        metadata = pod["metadata"]
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/eviction"
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+            "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
+        }
+        self.run("create", f"--raw={path}", "--filename=-", stdin=json.dumps(body))
+
+    def _read(self, *arguments: str) -> Manifest:
+        found: Manifest = json.loads(self.run(*arguments, "--output=json"))
+        return found
+
+
+def first_line(error: KubectlError) -> str:
+    """kubectl's reason without its hints."""
+    lines: Sequence[str] = str(error).splitlines()
+    return lines[0] if lines else str(error)

@@ -1,0 +1,87 @@
+"""Restarting a pipeline and draining its pods.
+
+Here: the order of things, and waiting. Not here: what the operator then does (a new revision is rolled out; a drained
+pod's Deployment has made another one already). Called by the commands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest, first_line
+
+POLL_S: Final = 1.0
+
+Say = Callable[[str], None]
+
+
+def restart(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
+    """Make a new revision of every unit; the operator rolls it out beside the old one. The stamp that was set."""
+    stamp = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    kubectl.patch(name, {"restartedAt": stamp})
+    return stamp
+
+
+def chosen(
+    pods: Sequence[Manifest], *, names: Sequence[str], units: Sequence[str] | None, node: str | None
+) -> list[Manifest]:
+    """The pods that all of the given conditions mean; those on their way out already are not among them."""
+    return [
+        pod
+        for pod in pods
+        if "deletionTimestamp" not in pod["metadata"]
+        and (not names or pod["metadata"]["name"] in names)
+        and (units is None or pod["metadata"]["labels"].get(naming.UNIT_LABEL) in units)
+        and (node is None or pod.get("spec", {}).get("nodeName") == node)
+    ]
+
+
+def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: float, say: Say) -> bool:
+    """Evict ``pods`` one after another, each when the one before is gone and its unit is complete again.
+
+    A pod finishes what is bound to it before it ends. False: not within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    for pod in pods:
+        refused = ""
+        while not _evicted(kubectl, pod, say, refused):
+            refused = "said"
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        while not _settled(kubectl, name, pod):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        say(f"{pod['metadata']['name']} has left")
+    return True
+
+
+def _evicted(kubectl: Kubectl, pod: Manifest, say: Say, refused: str) -> bool:
+    try:
+        kubectl.evict(pod)
+    except KubectlError as error:
+        if "TooManyRequests" not in str(error) and "disruption budget" not in str(error):
+            raise
+        if not refused:
+            say(f"{pod['metadata']['name']} waits: {first_line(error)}")
+        return False
+    return True
+
+
+def _settled(kubectl: Kubectl, name: str, left: Manifest) -> bool:
+    """Gone, and every other pod of its unit is ready."""
+    unit = left["metadata"]["labels"].get(naming.UNIT_LABEL)
+    pods = kubectl.listed("pods", naming.selector(name, unit))
+    if any(pod["metadata"]["uid"] == left["metadata"]["uid"] for pod in pods):
+        return False
+    return bool(pods) and all(_ready(pod) for pod in pods if "deletionTimestamp" not in pod["metadata"])
+
+
+def _ready(pod: Manifest) -> bool:
+    conditions = pod.get("status", {}).get("conditions", ())
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

@@ -1,0 +1,195 @@
+"""``kubectl omni``: the commands.
+
+Here: options, exit codes, printing. Not here: what is found out or done (the modules beside it). The entry point is
+``kubectl-omni``: kubectl finds a plugin by that name on the PATH.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+import yaml
+from rich.console import Console
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.errors import Refused
+from omnipipeline_operator.kubectl import acting, offline, picture, tree
+from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest
+from omnipipeline_spec.errors import InvalidPipeline, SpecError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def file_options(function: Function) -> Function:
+    """``-f FILE`` and ``--set path=value``."""
+    chosen = click.option("overrides", "--set", multiple=True, metavar="PATH=VALUE", help="Change a value of the spec.")
+    file = click.option("file", "-f", "--filename", required=True, metavar="FILE", help="A pipeline's YAML or Python.")
+    return file(chosen(function))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-n", "--namespace", help="Namespace; unset is kubectl's own.")
+@click.option("--context", "kube_context", help="Context of the kubeconfig.")
+@click.option("--kubeconfig", help="The kubeconfig's path.")
+@click.pass_context
+def main(context: click.Context, namespace: str | None, kube_context: str | None, kubeconfig: str | None) -> None:
+    """Pipelines on Kubernetes: how they are and why, what a file would become, restart and drain."""
+    context.obj = Kubectl(namespace=namespace, context=kube_context, kubeconfig=kubeconfig)
+
+
+@main.command()
+@click.argument("name")
+@click.pass_obj
+def status(kubectl: Kubectl, name: str) -> None:
+    """A pipeline as a tree: conditions, units, pods, and why something is not ready. Exit code 1: not Ready."""
+    with told_plainly():
+        pipeline = kubectl.pipeline(name)
+        pods = kubectl.listed("pods", naming.selector(name))
+    Console(soft_wrap=True, highlight=False).print(tree.tree(pipeline, pods, _stages(pipeline)))
+    conditions = pipeline.get("status", {}).get("conditions", ())
+    ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    sys.exit(0 if ready else 1)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--stage", help="Pods that run this stage; unset is all pods.")
+@click.option("-f", "--follow", is_flag=True, help="Go on as lines come.")
+@click.option("--previous", is_flag=True, help="Of the container before its last restart.")
+@click.option("--tail", type=int, default=100, show_default=True, help="Lines of each pod; -1 is all.")
+@click.option("--since", help="Such as 10m.")
+@click.pass_obj
+def logs(
+    kubectl: Kubectl, name: str, stage: str | None, follow: bool, previous: bool, tail: int, since: str | None
+) -> None:
+    """Logs of the pods that run a stage, of every replica, each line with its pod."""
+    with told_plainly():
+        unit = None if stage is None else _unit_of(kubectl.pipeline(name), stage)
+    selector = ",".join(f"{label}={value}" for label, value in naming.selector(name, unit).items())
+    arguments = ["logs", f"--selector={selector}", "--prefix", f"--tail={tail}", "--max-log-requests=50"]
+    chosen = {"--follow": follow, "--previous": previous, f"--since={since}": since}
+    sys.exit(kubectl.show(*arguments, *(flag for flag, given in chosen.items() if given)))
+
+
+@main.command()
+@file_options
+def plan(file: str, overrides: tuple[str, ...]) -> None:
+    """What a file would become: pods, processes, GPUs, edges. No cluster is asked."""
+    with told_plainly():
+        _, planned = offline.read(file, overrides)
+    Console(soft_wrap=True, highlight=False).print(picture.plan(planned))
+
+
+@main.command()
+@file_options
+def validate(file: str, overrides: tuple[str, ...]) -> None:
+    """Every fault of a file with its place. No cluster is asked. Exit code 1 when there is one."""
+    with told_plainly():
+        _, planned = offline.read(file, overrides)
+    click.echo(f"{file}: {planned.pipeline} is sound (revision {planned.current.revision})")
+
+
+@main.command()
+@file_options
+@click.option("--image", required=True, metavar="IMAGE", help="Stage image of a spec that names none.")
+@click.option("--with-key", is_flag=True, help="Add the control plane's Secret with a fresh key: not for a repository.")
+@click.pass_obj
+def manifests(kubectl: Kubectl, file: str, overrides: tuple[str, ...], image: str, with_key: bool) -> None:
+    """Every object the operator would make of a file, as YAML, for review. No cluster is asked.
+
+    The same file gives the same text. With --with-key it runs without an operator: pipe it into kubectl apply -f -.
+    """
+    with told_plainly():
+        loaded, planned = offline.read(file, overrides)
+        namespace = kubectl.namespace or str(loaded.metadata.get("namespace") or "default")
+        key = secrets.token_bytes(32) if with_key else None
+        made = offline.manifests(loaded, planned, namespace=namespace, image=image, key=key)
+    click.echo(yaml.safe_dump_all(made, sort_keys=False, explicit_start=True), nl=False)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--wait", is_flag=True, help="Until the new revision serves.")
+@click.option("--timeout", default="30m", show_default=True, help="How long to wait.")
+@click.pass_obj
+def restart(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
+    """Replace every pod of a pipeline, new beside old: no request is lost."""
+    with told_plainly():
+        stamp = acting.restart(kubectl, name)
+    click.echo(f"{name} restarts (restartedAt {stamp})")
+    if wait:
+        resource = f"omnipipelines.omnipipeline.dev/{name}"
+        sys.exit(kubectl.show("wait", "--for=condition=Ready", resource, f"--timeout={timeout}"))
+
+
+@main.command()
+@click.argument("name")
+@click.argument("pods", nargs=-1)
+@click.option("--stage", help="Pods that run this stage.")
+@click.option("--node", help="Pods on this node.")
+@click.option("--timeout", type=float, default=600, show_default=True, metavar="SECONDS", help="For all of them.")
+@click.pass_obj
+def drain(
+    kubectl: Kubectl, name: str, pods: tuple[str, ...], stage: str | None, node: str | None, timeout: float
+) -> None:
+    """Let pods of a pipeline finish what they do and leave; their replacements start at once.
+
+    Name PODS, or a --stage, or a --node. Disruption budgets hold. Exit code 1: not within the timeout.
+    """
+    if not pods and stage is None and node is None:
+        raise click.UsageError("name pods, or --stage, or --node")
+    with told_plainly():
+        units = None if stage is None else [_unit_of(kubectl.pipeline(name), stage)]
+        there = kubectl.listed("pods", naming.selector(name))
+        leaving = acting.chosen(there, names=pods, units=units, node=node)
+        missing = set(pods) - {pod["metadata"]["name"] for pod in leaving}
+        if missing:
+            raise KubectlError(f"{name} has no such pod (any more): {', '.join(sorted(missing))}")
+        done = acting.drain(kubectl, name, leaving, timeout_s=timeout, say=click.echo)
+    if not done:
+        click.echo(f"not drained within {timeout:g} s", err=True)
+    sys.exit(0 if done else 1)
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """A fault of the user's, or kubectl's refusal, ends the command with its message alone."""
+    try:
+        yield
+    except InvalidPipeline as invalid:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        for fault in invalid.faults:
+            console.print(picture.fault(fault, invalid.source or "the pipeline"))
+        sys.exit(1)
+    except (SpecError, Refused, KubectlError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+def _stages(pipeline: Manifest) -> dict[str, tuple[str, ...]]:
+    """unit -> stages; empty of a spec that the operator has refused: its conditions say why."""
+    try:
+        return offline.stages_of(offline.of_resource(pipeline))
+    except SpecError:
+        return {}
+
+
+def _unit_of(pipeline: Manifest, stage: str) -> str:
+    """The unit whose pods run ``stage``."""
+    stages = offline.stages_of(offline.of_resource(pipeline))
+    for unit, members in stages.items():
+        if stage in members:
+            return unit
+    if stage == naming.COORDINATOR:
+        return stage
+    known = ", ".join(member for members in stages.values() for member in members)
+    raise KubectlError(f"{pipeline['metadata']['name']} has no stage {stage!r}; it has {known} (and coordinator)")
+
+
+if __name__ == "__main__":
+    main(prog_name="kubectl omni")

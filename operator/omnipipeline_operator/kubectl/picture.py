@@ -1,0 +1,46 @@
+"""A plan as tables, faults as lines. Pure. Called by the commands."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from omnipipeline_spec.errors import Fault
+from omnipipeline_spec.plan import PipelinePlan, UnitPlan
+
+
+def plan(plan: PipelinePlan) -> Group:
+    """Units with what runs in them, then the edges between stages."""
+    units = Table(title=f"{plan.pipeline}: pods of revision {plan.current.revision}", title_justify="left", box=None)
+    for column in ("UNIT", "REVISION", "REPLICAS", "GPUS", "PROCESSES", "STAGES"):
+        units.add_column(column)
+    for unit in plan.units:
+        units.add_row(
+            unit.name,
+            unit.revision,
+            str(plan.replicas[unit.name]),
+            _gpus(unit),
+            ", ".join(process for group in unit.groups for process in group.processes),
+            ", ".join(stage.name for stage in unit.stages),
+        )
+    units.add_row("coordinator", plan.coordinator.revision, "1", "-", "coordinator", "")
+    edges = Table(title="edges", title_justify="left", box=None)
+    for column in ("FROM", "TO", "KIND", "PLACE", "RELAY"):
+        edges.add_column(column)
+    for edge in plan.edges:
+        edges.add_row(edge.source, edge.target, edge.kind, edge.transport.replace("_", " "), edge.relay)
+    return Group(units, Text(), edges) if plan.edges else Group(units)
+
+
+def fault(fault: Fault, source: str) -> Text:
+    """``file:line: path: message``, as compilers say it."""
+    place = f"{source}:{fault.line}: " if fault.line else f"{source}: "
+    return Text.assemble((place, "dim"), (f"{fault.path}: " if fault.path else "", "bold"), fault.message)
+
+
+def _gpus(unit: UnitPlan) -> str:
+    """How many devices a pod asks for, and which of the author's ids they are."""
+    if not unit.gpu_ids:
+        return "-"
+    return f"{len(unit.gpu_ids)} ({', '.join(map(str, unit.gpu_ids))})"

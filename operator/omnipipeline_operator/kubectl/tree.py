@@ -1,0 +1,127 @@
+"""A pipeline, its conditions, its units and their pods, as a tree to read.
+
+Here: what is shown of objects that were read. Pure. Not here: reading them (`access`), why a unit is not ready (the
+operator says it in the status). Called by ``kubectl omni status``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+from rich.tree import Tree
+
+from omnipipeline_operator.desired import naming
+
+Manifest = Mapping[str, Any]
+
+_GOOD_WHEN_FALSE = frozenset({"Suspended"})
+
+
+def tree(pipeline: Manifest, pods: Sequence[Manifest], stages: Mapping[str, Sequence[str]]) -> Tree:
+    """stages: unit -> the stages that run in it; empty when the spec can't be planned."""
+    root = Tree(_title(pipeline))
+    conditions = root.add("conditions")
+    for condition in pipeline.get("status", {}).get("conditions", ()):
+        conditions.add(_condition(condition))
+    by_unit = _by_unit(pods)
+    for unit in pipeline.get("status", {}).get("units", ()):
+        branch = root.add(_unit(unit, stages.get(unit["name"], ())))
+        for pod in by_unit.pop(unit["name"], ()):
+            branch.add(_pod(pod))
+    for name, left in sorted(by_unit.items()):
+        branch = root.add(Text(f"{name} (no longer in the spec)", style="yellow"))
+        for pod in left:
+            branch.add(_pod(pod))
+    return root
+
+
+def _title(pipeline: Manifest) -> Text:
+    metadata, status = pipeline["metadata"], pipeline.get("status", {})
+    title = Text.assemble((f"{metadata['namespace']}/{metadata['name']}", "bold"))
+    url = status.get("endpoint", {}).get("url")
+    if url:
+        title.append(f"  {url}")
+    revision = status.get("revision", {})
+    current, update = revision.get("current"), revision.get("update")
+    if update and update != current:
+        title.append(f"  revision {current or 'none'} → {update}", style="yellow")
+    elif current:
+        title.append(f"  revision {current}", style="dim")
+    if not status:
+        title.append("  no operator has looked at it yet", style="red")
+    elif status.get("observedGeneration") != metadata.get("generation"):
+        title.append("  (the operator has not seen the last change yet)", style="yellow")
+    return title
+
+
+def _condition(condition: Manifest) -> Text:
+    name, said = condition["type"], condition["status"]
+    good = said == ("False" if name in _GOOD_WHEN_FALSE else "True")
+    style = "green" if good else "yellow" if said == "Unknown" else "red"
+    line = Text.assemble((f"{name}={said}", style))
+    reason, message = condition.get("reason"), condition.get("message")
+    if reason and reason != name:
+        line.append(f"  {reason}")
+    if message:
+        line.append(f": {message}", style="" if not good else "dim")
+    return line
+
+
+def _unit(unit: Manifest, stages: Sequence[str]) -> Text:
+    ready, wanted = unit.get("ready", 0), unit.get("replicas", 0)
+    style = "green" if ready >= wanted else "red"
+    line = Text.assemble((f"{unit['name']}  {ready}/{wanted} ready", style))
+    if unit["name"] != naming.COORDINATOR:
+        line.append(f", {unit.get('registered', 0)} registered")
+    if unit.get("updated", wanted) < wanted:
+        line.append(f", {unit.get('updated', 0)} of revision {unit.get('revision')}", style="yellow")
+    if stages:
+        line.append(f"  [{', '.join(stages)}]", style="dim")
+    if unit.get("reason"):
+        line.append(f"  {unit['reason']}: {unit.get('message', '')}", style="red")
+    return line
+
+
+def _by_unit(pods: Sequence[Manifest]) -> dict[str, list[Manifest]]:
+    found: dict[str, list[Manifest]] = {}
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
+        found.setdefault(pod["metadata"]["labels"].get(naming.UNIT_LABEL, "?"), []).append(pod)
+    return found
+
+
+def _pod(pod: Manifest) -> Text:
+    status = pod.get("status", {})
+    state, style = _state(pod)
+    line = Text.assemble(pod["metadata"]["name"], "  ", (state, style))
+    restarts = sum(container.get("restartCount", 0) for container in status.get("containerStatuses", ()))
+    if restarts:
+        line.append(f"  {restarts} restart{'' if restarts == 1 else 's'}", style="yellow")
+    for label, value in (("node", pod.get("spec", {}).get("nodeName")), ("ip", status.get("podIP"))):
+        if value:
+            line.append(f"  {label} {value}", style="dim")
+    return line
+
+
+def _state(pod: Manifest) -> tuple[str, str]:
+    """In one or a few words, worst first."""
+    status = pod.get("status", {})
+    if "deletionTimestamp" in pod["metadata"]:
+        return "draining", "yellow"
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return _with_last_words(waiting["reason"], container), "red"
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason', 'Unschedulable')}: {condition.get('message', '')}", "red"
+        if condition["type"] == "Ready" and condition["status"] == "True":
+            return "ready", "green"
+    return ("loading" if status.get("phase") == "Running" else str(status.get("phase", "Pending"))), "yellow"
+
+
+def _with_last_words(reason: str, container: Manifest) -> str:
+    ended = container.get("lastState", {}).get("terminated", {})
+    words = str(ended.get("message", "")).strip().splitlines()
+    return f"{reason}: {words[-1]}" if words else reason

@@ -1,0 +1,42 @@
+"""The chart's release that the tests of this folder share, and a namespace for their pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cluster_kit import Cluster
+from installing import CHART, RELEASE, SYSTEM, Images, Installed, build_images, helm, image_values, read, wait_for
+
+
+@pytest.fixture(scope="session")
+def images(node_cluster: Cluster) -> Images:
+    return build_images()
+
+
+@pytest.fixture(scope="session")
+def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
+    """Helm install into a fresh namespace; afterwards helm uninstall leaves nothing but the CRD."""
+    cluster, namespace = node_cluster, "omni-e2e"
+    # What the pods may do is held to Kubernetes' strictest standard.
+    restricted = "pod-security.kubernetes.io/enforce=restricted"
+    for name in (SYSTEM, namespace):
+        cluster.kubectl("create", "namespace", name)
+        cluster.kubectl("label", "namespace", name, restricted)
+    options = ["--namespace", SYSTEM, *image_values(images), "--wait", "--timeout", "180s"]
+    helm(cluster, "install", RELEASE, str(CHART), *options)
+    try:
+        yield Installed(cluster=cluster, namespace=namespace, images=images)
+    finally:
+        helm(cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
+        left = wait_for("the operator's pods are gone", lambda: _without_pods(cluster), timeout_s=60)
+        cluster.kubectl("delete", "namespace", namespace, SYSTEM, "--timeout=60s")
+    assert left == "nothing"
+    assert cluster.kubectl("get", "crd", "omnipipelines.omnipipeline.dev", "-o", "name").stdout
+
+
+def _without_pods(cluster: Cluster) -> str | None:
+    kinds = "deployments,pods,configmaps,serviceaccounts,roles,rolebindings,networkpolicies"
+    labelled = read(cluster, "-n", SYSTEM, kinds, "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]
+    cluster_wide = read(cluster, "clusterroles,clusterrolebindings", "-l", f"app.kubernetes.io/instance={RELEASE}")
+    return None if labelled or cluster_wide["items"] else "nothing"

@@ -1,0 +1,115 @@
+"""Steady load on a pipeline, and what became of every request, as its clients saw it.
+
+Here: clients that retry nothing, half of them streaming, each request with words of its own; their ledger. Not here:
+what is done to the pipeline meanwhile. Used by the end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from types import TracebackType
+
+import httpx
+import msgspec
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, ended."""
+
+    id: str
+    streamed: bool
+    outcome: str  #: ``ok``, ``wrong``, or why not: ``503 unavailable``, ``ReadError``…
+    singer: str = ""  #: The replica that signed the answer.
+
+
+class Load:
+    """Runs from ``async with`` until `stop`; ``entries`` has one line per request."""
+
+    def __init__(self, url: str, *, clients: int = 4, suffix: str = "") -> None:
+        self.entries: list[Entry] = []
+        self._url = url
+        self._suffixes = {suffix}
+        self._clients = clients
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._client(number)) for number in range(self._clients)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """No new requests; those that are open end as they do."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    async def some(self, count: int, *, timeout_s: float = 60.0) -> None:
+        """Wait until ``count`` more requests have ended."""
+        goal = len(self.entries) + count
+        async with asyncio.timeout(timeout_s):
+            while len(self.entries) < goal:
+                await asyncio.sleep(0.05)
+
+    def failures(self) -> Counter[str]:
+        return Counter(entry.outcome for entry in self.entries if entry.outcome != "ok")
+
+    def singers(self) -> Counter[str]:
+        return Counter(entry.singer for entry in self.entries if entry.singer)
+
+    async def _client(self, number: int) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=30.0) as client:
+            count = 0
+            while not self._stopping:
+                count += 1
+                name, streamed = f"c{number}-{count}", (number + count) % 2 == 0
+                try:
+                    text = await _ask(client, name, streamed)
+                    outcome = "ok" if _is_answer(text, name) else "wrong"
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=outcome, singer=text.split()[-1]))
+                except _Failed as error:
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=str(error)))
+                except httpx.HTTPError as error:
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=type(error).__name__))
+
+
+class _Failed(Exception):
+    """The pipeline said no."""
+
+
+def _is_answer(text: str, name: str) -> bool:
+    """Its own words, complete and in order: an answer never holds another request's content."""
+    words = text.split()
+    return [word.rstrip("!") for word in words[:-2]] == [f"{name}-{i}".upper() for i in range(3)] and words[-2] == "--"
+
+
+async def _ask(client: httpx.AsyncClient, name: str, streamed: bool) -> str:
+    content = " ".join(f"{name}-{index}" for index in range(3))
+    body = {"model": "choir", "messages": [{"role": "user", "content": content}], "stream": streamed}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            failure = json.loads(await answer.aread())["error"]
+            raise _Failed(f"{answer.status_code} {failure.get('code')}: {failure.get('message')}")
+        if not streamed:
+            return str(json.loads(await answer.aread())["choices"][0]["message"]["content"])
+        return await _joined(answer)
+
+
+async def _joined(answer: httpx.Response) -> str:
+    text = ""
+    async for line in answer.aiter_lines():
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            return text
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise _Failed(f"in the stream: {event['error'].get('code')}: {event['error'].get('message')}")
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
+    raise _Failed("the stream ended without [DONE]")
