@@ -1,14 +1,14 @@
 """The error tree of the runtime. A class exists when some caller acts differently on it.
 
-    OmniError
-    ├── RequestError            one request fails; carries a code of the closed list and what the client is told
-    │   └── InvalidRequest      the user's fault (400); stages may raise it
-    ├── ValueRefused            LOCAL: a value that cannot travel, refused at the sender, names the path
-    ├── PeerError               the other end's fault
-    │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
-    │   └── TransferError       a relay could not move a payload (the request fails with transport_failed)
-    ├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
-    └── HookError               a user's function raised or broke its contract: stage, hook, cause
+OmniError
+├── RequestError            one request fails; carries a code of the closed list and what the client is told
+│   └── InvalidRequest      the user's fault (400); stages may raise it
+├── ValueRefused            LOCAL: a value that cannot travel, refused at the sender, names the path
+├── PeerError               the other end's fault
+│   ├── ProtocolError       a frame that cannot be understood: counted and dropped
+│   └── TransferError       a relay could not move a payload (the request fails with transport_failed)
+├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
+└── HookError               a user's function raised or broke its contract: stage, hook, cause
 """
 
 from __future__ import annotations
