@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from worlds import MIB, SMALL, pair
+from relay_pairs import MIB, SMALL, pair
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads

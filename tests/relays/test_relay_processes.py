@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds import MIB, FarEnd
+from relay_pairs import MIB, FarEnd
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads

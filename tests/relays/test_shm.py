@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from worlds import MIB, pair
+from relay_pairs import MIB, pair
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from worlds import MIB, SMALL, pair
+from relay_pairs import MIB, SMALL, pair
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.arrivals import Header
