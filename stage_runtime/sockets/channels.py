@@ -139,7 +139,7 @@ class Channels:
         self._read(monitor, lambda: self._watch_link(link, monitor))
         if peer:
             self._links[peer] = link
-            self._loop.call_later(self._dead_after_s, self._must_be_connected, link)
+            self._loop.call_later(self._dead_after_s, self._must_be_connected, link, 0)
         else:
             self._unnamed[endpoint] = link
         self._connect(push, endpoint)
@@ -375,13 +375,18 @@ class Channels:
                 self.counters["resent"] += link.rewind()
                 if link.flush():
                     self._retry_soon()
-            elif event == zmq.EVENT_DISCONNECTED:
+            elif event == zmq.EVENT_DISCONNECTED and link.connected:  # else: a handshake that failed again
                 link.connected = False
+                link.breaks += 1
                 self.counters["disconnected"] += 1
-                self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link)
+                self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, link.breaks)
 
-    def _must_be_connected(self, link: Link) -> None:
-        if link.connected or self._closed or self._links.get(link.peer) is not link:
+    def _must_be_connected(self, link: Link, since: int) -> None:
+        """since: the break that this is the grace of; one after it has a grace of its own."""
+        if self._closed or self._links.get(link.peer) is not link:
+            return
+        self._watch_link(link, self._monitors[link])  # after a stall of the loop, it may be back and we not know it yet
+        if link.connected or link.breaks != since:
             return
         log.info("peer %s at %s is gone", link.peer, link.endpoint)
         self._lose(link)

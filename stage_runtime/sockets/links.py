@@ -33,6 +33,7 @@ class Link:
         self.endpoint = endpoint
         self.incoming = Incoming(session)  #: Touched by the I/O thread, read by senders.
         self.connected = False
+        self.breaks = 0  #: How often its connection has broken.
         self.lost = False
         self._me = me
         self._socket = socket

@@ -1,0 +1,438 @@
+"""Real sockets: order, exactly once, strangers, garbage, and who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from peers import SECRET, End, PeerProcess, Proxy, ends, hello, introduce
+
+from stage_runtime.errors import ConfigurationError, ValueRefused
+from stage_runtime.sockets.addresses import Security, check, resolve
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import (
+    FRAME_LIMIT,
+    PROTOCOL,
+    Abort,
+    AdminReply,
+    Frame,
+    Goodbye,
+    Refused,
+)
+
+KINDS = ["ipc", "tcp", "curve"]
+
+
+@pytest.fixture
+def short_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Socket paths are bounded; pytest's are long."""
+    path = Path(tempfile.mkdtemp(prefix="omni"))
+    yield path
+    shutil.rmtree(path)
+
+
+def place(kind: str, path: Path, name: str) -> str:
+    return f"ipc://{path}/{name}" if kind == "ipc" else "tcp://127.0.0.1:*"
+
+
+def security(kind: str) -> Security | None:
+    return Security(SECRET) if kind == "curve" else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_messages_arrive_once_and_in_order_both_ways(kind: str, short_path: Path) -> None:
+    a = End("aa", place(kind, short_path, "a"), security=security(kind))
+    b = End("bb", place(kind, short_path, "b"), security=security(kind))
+    async with ends(a, b):
+        introduce(a, b)
+        words = [str(index) for index in range(1000)]
+        for word in words:
+            a.say("bb", word)
+            b.say("aa", word)
+        await b.listener.until(lambda: len(b.listener.heard_words) >= 1000)
+        await a.listener.until(lambda: len(a.listener.heard_words) >= 1000)
+        assert a.listener.heard_words == b.listener.heard_words == words
+        assert await a.channels.settled(5)
+        assert await b.channels.settled(5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_who_says_hello_is_introduced_and_answered(kind: str, short_path: Path) -> None:
+    a = End("aa", place(kind, short_path, "a"), security=security(kind))
+    b = End("bb", place(kind, short_path, "b"), security=security(kind))
+    async with ends(a, b):
+        unnamed = a.channels.connect("", b.endpoint)
+        while not b.channels.link("aa"):
+            unnamed.say(hello(a))
+            await asyncio.sleep(0.01)
+        b.say("aa", "welcome")  # a does not know b yet: it is a stranger's until a names the link
+        await a.listener.until(lambda: "bb" in a.listener.strangers)
+        assert a.channels.name(b.endpoint, "bb") is unnamed
+        await a.listener.until(lambda: a.listener.heard_words == ["welcome"])
+        a.say("bb", "thanks")
+        await b.listener.until(lambda: b.listener.heard_words == ["thanks"])
+
+
+async def test_many_threads_may_say_at_once_and_each_ones_order_is_kept(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+
+        def talk(name: int) -> None:
+            for index in range(500):
+                a.say("bb", f"{name}:{index}")
+
+        threads = [threading.Thread(target=talk, args=(name,)) for name in range(6)]
+        for thread in threads:
+            thread.start()
+        await b.listener.until(lambda: len(b.listener.heard_words) >= 3000)
+        for thread in threads:
+            thread.join()
+        heard = b.listener.heard_words
+        assert len(heard) == 3000
+        for name in range(6):
+            mine = [word for word in heard if word.startswith(f"{name}:")]
+            assert mine == [f"{name}:{index}" for index in range(500)]
+
+
+COUNT = 20_000
+
+
+async def talk_through_cuts(proxy: Proxy, send: Callable[[str], None]) -> None:
+    """20,000 words; the connection breaks twice on the way and comes back within the grace."""
+    for index in range(COUNT):
+        if index in (5_000, 12_000):
+            proxy.hold()
+        if index in (5_200, 12_200):
+            proxy.cut()
+        send(str(index))
+        if index % 100 == 0:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "curve"])
+async def test_nothing_is_lost_or_doubled_when_the_connection_is_cut_under_load(secure: bool) -> None:
+    keys = security("curve" if secure else "tcp")
+    a, b = End("aa", "tcp://127.0.0.1:*", security=keys), End("bb", "tcp://127.0.0.1:*", security=keys)
+    async with ends(a, b):
+        with contextlib.closing(Proxy(b.endpoint)) as proxy:
+            introduce(a, b, via=proxy.endpoint)
+            await b.listener.until(lambda: a.channels.counters["connected"] >= 1)
+            await talk_through_cuts(proxy, lambda word: a.say("bb", word))
+            await b.listener.until(lambda: len(b.listener.heard_words) >= COUNT)
+            assert b.listener.heard_words == [str(index) for index in range(COUNT)]
+            assert await a.channels.settled(5)
+            assert a.channels.counters["disconnected"] >= 1
+            assert 0 < a.channels.counters["resent"] < 5 * COUNT  # asked for once, not once per frame
+            assert a.listener.lost_peers == []
+
+
+async def test_without_acknowledgements_the_same_cuts_lose_messages() -> None:
+    """The positive control: bare ZeroMQ, as above, says nothing and loses what was under way."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for one in (pull, push):
+        one.linger = 0
+        one.sndhwm = one.rcvhwm = 0
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
+    heard = 0
+    with contextlib.closing(Proxy(f"tcp://127.0.0.1:{port}")) as proxy:
+        push.connect(proxy.endpoint)
+        await talk_through_cuts(proxy, lambda word: push.send(word.encode()))
+        while pull.poll(1000):  # until a second without a word
+            pull.recv()
+            heard += 1
+    context.destroy(linger=0)
+    assert 0 < heard < COUNT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_killed_process_is_lost_within_a_second_and_its_next_life_is_another_peer(
+    kind: str, short_path: Path
+) -> None:
+    a = End("aa", place(kind, short_path, "a"), security=security(kind))
+    peer = PeerProcess("b1", place(kind, short_path, "b"), secure=kind == "curve")
+    async with ends(a):
+        a.channels.connect("b1", peer.endpoint)
+        greeting = a.channels.link("b1")
+        assert greeting is not None
+        while "hi" not in a.listener.heard_words:
+            greeting.say(hello(a))
+            if "b1" not in a.listener.strangers and greeting.undelivered == 0:
+                a.say("b1", "hi")
+            await asyncio.sleep(0.02)
+        peer.signal(signal.SIGKILL)
+        killed = asyncio.get_running_loop().time()
+        for index in range(100):
+            a.channels.send("b1", Goodbye(f"into the void {index}"))
+        await a.listener.until(lambda: bool(a.listener.lost_peers))
+        assert a.listener.lost_peers[0][0] == "b1"
+        assert a.listener.lost_peers[0][1] - killed < 1.5  # 0.3 s of grace; the rest is a loaded machine's
+        assert not a.channels.send("b1", Goodbye("nobody"))
+        peer.end()
+
+        again = PeerProcess("b2", peer.endpoint if kind == "ipc" else "tcp://127.0.0.1:*", secure=kind == "curve")
+        link = a.channels.connect("b2", again.endpoint)
+        a.say("b2", "first word of the new life")
+        while not a.listener.heard_words[1:]:
+            link.say(hello(a))
+            await asyncio.sleep(0.02)
+        assert a.listener.heard_words[1:] == ["first word of the new life"]
+        again.end()
+
+
+async def test_a_frozen_process_is_lost_within_the_declared_time(short_path: Path) -> None:
+    dead_after_s = 1.0
+    a = End("aa", "tcp://127.0.0.1:*", dead_after_s=dead_after_s)
+    peer = PeerProcess("b1", "tcp://127.0.0.1:*")
+    async with ends(a):
+        link = a.channels.connect("b1", peer.endpoint)
+        await a.listener.until(lambda: link.connected)
+        peer.signal(signal.SIGSTOP)
+        frozen = asyncio.get_running_loop().time()
+        try:
+            await a.listener.until(lambda: bool(a.listener.lost_peers))
+            assert a.listener.lost_peers[0][1] - frozen < dead_after_s * 4 / 3 + 1
+        finally:
+            peer.signal(signal.SIGCONT)
+            peer.end()
+
+
+async def test_an_endpoint_where_nobody_listens_is_lost_after_the_declared_time(short_path: Path) -> None:
+    a = End("aa", place("ipc", short_path, "a"), dead_after_s=0.3)
+    async with ends(a):
+        a.channels.connect("ghost", f"ipc://{short_path}/nobody")
+        await a.listener.until(lambda: [peer for peer, _ in a.listener.lost_peers] == ["ghost"])
+
+
+async def test_an_end_that_gave_up_alone_comes_together_with_the_other_again() -> None:
+    """Both count from one again. Without sessions the other end would take every new frame for a duplicate."""
+    a, b = End("aa", "tcp://127.0.0.1:*"), End("bb", "tcp://127.0.0.1:*")
+    async with ends(a, b):
+        introduce(a, b)
+        for index in range(50):
+            a.say("bb", f"old {index}")
+            b.say("aa", f"old {index}")
+        await b.listener.until(lambda: len(b.listener.heard_words) == 50)
+        await a.listener.until(lambda: len(a.listener.heard_words) == 50)
+        a.channels.drop("bb")  # as when only this end's connection broke
+        a.channels.connect("bb", b.endpoint)
+        a.say("bb", "new")
+        await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])
+        b.channels.connect("aa", a.endpoint)
+        b.say("aa", "new too")
+        await b.listener.until(lambda: b.listener.heard_words[50:] == ["new"])
+        await a.listener.until(lambda: a.listener.heard_words[50:] == ["new too"])
+        assert a.listener.lost_peers == []
+
+
+async def test_an_end_that_is_still_spoken_to_on_its_old_link_says_so() -> None:
+    """The other end learns of it even where this one has nothing to say."""
+    a, b = End("aa", "tcp://127.0.0.1:*"), End("bb", "tcp://127.0.0.1:*")
+    async with ends(a, b):
+        introduce(a, b)
+        a.say("bb", "old")
+        b.say("aa", "old")
+        await a.listener.until(lambda: a.listener.heard_words == ["old"])
+        assert await a.channels.settled(5)
+        assert await b.channels.settled(5)
+        a.channels.drop("bb")
+        link = a.channels.connect("bb", b.endpoint)
+        await a.listener.until(lambda: link.connected)
+        b.say("aa", "to the old link")
+        await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])
+        assert a.listener.heard_words == ["old"]
+        assert a.channels.counters["outdated"] >= 1
+
+
+async def test_a_stranger_is_asked_about_and_not_heard(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        a.channels.connect("bb", b.endpoint)
+        a.say("bb", "who am I")
+        await b.listener.until(lambda: b.listener.strangers == ["aa"])
+        assert b.listener.heard_words == []
+        assert b.channels.counters["strangers"] == 1
+        b.channels.connect("aa", a.endpoint)  # introduced later: nothing was lost
+        await b.listener.until(lambda: b.listener.heard_words == ["who am I"])
+
+
+async def test_words_for_another_life_at_this_address_are_dropped(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        b.channels.connect("aa", a.endpoint)
+        a.channels.connect("b0", b.endpoint)  # an earlier life of b
+        a.say("b0", "for the dead")
+        await b.listener.until(lambda: b.channels.counters["misdirected"] > 0)
+        assert b.listener.heard_words == []
+
+
+def raw(endpoint: str) -> zmq.Socket[bytes]:
+    push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    push.linger = 0
+    push.connect(endpoint)
+    return push
+
+
+def frame(sender: str, receiver: str, message: object, **fields: int) -> bytes:
+    numbers = {"session": 1, "hears": 0, "seq": 1, "ack": 0, **fields}
+    return codec.encode(Frame(PROTOCOL, sender, receiver, *numbers.values(), message))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+async def test_garbage_and_oversized_frames_are_counted_and_nobody_else_notices(kind: str, short_path: Path) -> None:
+    a, b = End("aa", place(kind, short_path, "a")), End("bb", place(kind, short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        intruder = raw(b.endpoint)
+        for data in (b"", b"\x00", b"\xff" * 1000, b"\x91" * 10_000, frame("aa", "bb", Refused("x", "y"))[:-2]):
+            intruder.send(data)
+        await b.listener.until(lambda: b.channels.counters["garbage"] == 5)
+        intruder.send(b"\x00" * (FRAME_LIMIT + 1))  # libzmq closes the connection on it
+        intruder.close()
+        other = raw(b.endpoint)
+        other.send(b"\x93garbage")
+        await b.listener.until(lambda: b.channels.counters["garbage"] == 6)
+        other.close()
+        a.say("bb", "still here")
+        await b.listener.until(lambda: b.listener.heard_words == ["still here"])
+        assert b.listener.lost_peers == []
+
+
+async def test_bytes_that_are_no_zeromq_at_all_hurt_nobody() -> None:
+    a, b = End("aa", "tcp://127.0.0.1:*"), End("bb", "tcp://127.0.0.1:*")
+    async with ends(a, b):
+        introduce(a, b)
+        port = int(b.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x00" * 5000)
+            a.say("bb", "still here")
+            await b.listener.until(lambda: b.listener.heard_words == ["still here"])
+
+
+async def test_a_lie_in_an_ack_frees_nothing(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        link = a.channels.connect("bb", b.endpoint)  # b does not know a, and so acknowledges nothing
+        a.say("bb", "keep me")
+        liar = raw(a.endpoint)
+        liar.send(frame("bb", "aa", Goodbye("lie"), hears=link.incoming.session, ack=99))
+        await a.listener.until(lambda: a.listener.heard_words == ["lie"])
+        assert link.undelivered == 1
+        liar.close()
+
+
+@pytest.mark.parametrize("key", [None, bytes(32)], ids=["no key", "another pipeline's key"])
+async def test_who_has_not_the_pipelines_key_is_not_let_in(key: bytes | None) -> None:
+    b = End("bb", "tcp://127.0.0.1:*", security=Security(SECRET))
+    a = End("aa", "tcp://127.0.0.1:*", security=Security(key) if key else None, dead_after_s=0.5)
+    async with ends(a, b):
+        a.channels.connect("bb", b.endpoint)
+        a.say("bb", "let me in")
+        await a.listener.until(lambda: [peer for peer, _ in a.listener.lost_peers] == ["bb"])
+        assert sum(b.channels.counters.values()) == 0
+
+
+async def test_an_exception_in_the_handler_costs_one_message_and_no_more(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        b.listener.raises = RuntimeError("a bug")
+        for index in range(1000):  # more than one wake-up's worth: the descriptor says it once
+            a.say("bb", str(index))
+        await b.listener.until(lambda: len(b.listener.heard_words) >= 999)
+        assert b.listener.heard_words == [str(index) for index in range(1, 1000)]
+        assert b.channels.counters["handler_errors"] == 1
+
+
+async def test_a_message_that_cannot_be_said_raises_and_leaves_no_hole(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        with pytest.raises(ValueRefused):
+            a.channels.send("bb", AdminReply("c", "s", 0, object()))
+        with pytest.raises(ValueRefused):
+            a.say("bb", "x" * FRAME_LIMIT)
+        a.say("bb", "after")
+        await b.listener.until(lambda: b.listener.heard_words == ["after"])
+
+
+async def test_broadcast_aborts_are_heard_and_nothing_else_is(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        publisher = a.channels.bind_publisher(f"ipc://{short_path}/pub")
+        b.channels.subscribe(publisher)
+        b.channels.subscribe(publisher)  # once is enough
+        said = Abort("r1", 1, "aa", "cancelled")
+        while not b.listener.messages:
+            a.channels.publish(Goodbye("not for broadcast"))
+            a.channels.publish(said)
+            await asyncio.sleep(0.02)
+        assert {message for _, message in b.listener.messages} == {said}
+        b.channels.unsubscribe(publisher)
+
+
+async def test_a_backlog_beyond_the_sockets_buffers_is_delivered_when_the_peer_comes(short_path: Path) -> None:
+    a = End("aa", place("ipc", short_path, "a"))
+    async with ends(a):
+        a.channels.connect("bb", f"ipc://{short_path}/b")
+        for index in range(6000):
+            a.say("bb", str(index))
+        assert not await a.channels.settled(0.05)
+        b = End("bb", place("ipc", short_path, "b"))
+        async with ends(b):
+            b.channels.connect("aa", a.endpoint)
+            await b.listener.until(lambda: len(b.listener.heard_words) >= 6000)
+            assert b.listener.heard_words == [str(index) for index in range(6000)]
+            assert await a.channels.settled(5)
+
+
+async def test_closing_twice_and_saying_afterwards_do_no_harm(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    introduce(a, b)
+    link = a.channels.link("bb")
+    assert link is not None
+    for end in (a, b):
+        end.channels.close()
+        end.channels.close()
+    link.send(Goodbye("late"))
+    assert not a.channels.send("bb", Goodbye("late"))
+
+
+def test_a_socket_path_over_the_kernels_limit_is_refused_with_the_cure() -> None:
+    with pytest.raises(ConfigurationError, match=r"set a shorter endpoints\.basePath"):
+        check("ipc:///" + "x" * 107)
+    assert check("ipc:///" + "x" * 106)
+    with pytest.raises(ConfigurationError, match="wanted ipc:// or tcp://"):
+        check("udp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "found"),
+    [
+        ("ipc:///run/a", ["ipc:///run/a"]),
+        ("tcp://127.0.0.1:5550", ["tcp://127.0.0.1:5550"]),
+        ("tcp://[::1]:5550", ["tcp://[::1]:5550"]),
+        ("tcp://no-such-host.invalid:5550", []),
+    ],
+)
+def test_names_become_addresses_and_addresses_stay(endpoint: str, found: list[str]) -> None:
+    assert resolve(endpoint) == found
+
+
+def test_a_key_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"short")
+    with pytest.raises(ConfigurationError, match="5 bytes; wanted 32"):
+        Security.read(tmp_path / "key")
+    with pytest.raises(ConfigurationError, match="No such file"):
+        Security.read(tmp_path / "absent")
