@@ -72,7 +72,8 @@ class Ticket:
         self._consumed = consumed
         self._whole = whole  #: The reader gets everything at the end, or nothing.
         self._events: deque[Streamed | Resulted] = deque()
-        self._failure: RequestError | None = None
+        self._failed = False
+        self._retry_after_s: float | None = None
         self._finished = False
         self._changed: asyncio.Future[None] | None = None
 
@@ -87,17 +88,19 @@ class Ticket:
             while True:
                 while self._events and not (self._whole and not self._finished):
                     yield self._open(self._events.popleft())
-                if self._failure is not None:
-                    raise self._failure
+                if self._failed:
+                    raise self._error()
                 if self._finished:
                     return
                 self._changed = asyncio.get_running_loop().create_future()
                 await self._changed
         finally:
-            if not self._finished and self._failure is None:
+            if not self._finished and not self._failed:
                 self._cancel(self, "the client went away")
+            self._events.clear()  # nobody reads them now, and the ticket stays known for a while
 
     def abort(self, reason: str) -> bool:
+        self._events.clear()
         return self._cancel(self, reason)
 
     # --- the desk's side ----------------------------------------------------------------------------------------
@@ -129,18 +132,13 @@ class Ticket:
 
     def finish(self) -> None:
         self._finished = True
+        self._let_go()
         self._wake()
 
     def fail(self, failure: Failure, *, retry_after_s: float | None = None) -> None:
-        self._failure = RequestError(
-            failure.code,
-            failure.message,
-            stage=failure.stage,
-            hook=failure.hook,
-            request_id=self.id,
-            param=failure.param,
-            retry_after_s=retry_after_s,
-        )
+        self._failed = True
+        self._retry_after_s = retry_after_s
+        self._let_go()
         if failure.code != "stage_failed" or not self.tracked.streamed:
             self._events.clear()  # partial results are dropped; what was streamed already stays said
         self._wake()
@@ -167,6 +165,25 @@ class Ticket:
             if failure is None
             else {"code": failure.code, "message": failure.message, "stage": failure.stage},
         )
+
+    def _error(self) -> RequestError:
+        """A new one each time: one that was raised holds the frames that it went through, an upload among them."""
+        failure = self.tracked.failure
+        assert failure is not None
+        return RequestError(
+            failure.code,
+            failure.message,
+            stage=failure.stage,
+            hook=failure.hook,
+            request_id=self.id,
+            param=failure.param,
+            retry_after_s=self._retry_after_s,
+        )
+
+    def _let_go(self) -> None:
+        """What will not be delivered any more holds slots of its senders."""
+        self.streams = {}
+        self.endings.clear()
 
     def _open(self, event: Streamed | Resulted) -> ChunkEvent | ResultEvent:
         if isinstance(event, Resulted):
