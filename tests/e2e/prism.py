@@ -1,7 +1,10 @@
 """The stages of the end-to-end pipelines: on their processes' path as `prism`, told by each request what to do.
 
-A request's inputs are ``text`` and, all optional, ``fail`` (the hook that shall raise), ``nap`` (seconds at the
-entry), ``hold`` (the same, holding the GIL), ``size`` (bytes of the tensor that goes along), ``odd`` (the stage that shall give what cannot travel).
+A request's inputs are ``text`` and, all optional: ``fail`` (the hook that shall raise), ``nap`` (seconds at the
+entry), ``hold`` (the same, holding the GIL), ``size`` (bytes of the tensors that go along), ``slow`` (seconds per
+chunk at the end), ``odd`` (the stage that shall give what cannot travel), ``keep`` and ``unpickle`` (positive
+controls).
+
 The answer is the text's words shouted, one chunk each, and a digest of what came through.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+import pickle
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -17,6 +21,9 @@ from typing import Any
 import numpy as np
 
 import stage_runtime as omni
+
+#: What `left` was told to ``keep``, a view of its sender's slot.
+KEPT: list[Any] = []
 
 
 class Broken(Exception):
@@ -37,6 +44,8 @@ def take() -> Any:
     def run(payload: omni.StagePayload) -> Any:
         data = payload.data
         trip(data, "take")
+        if data.get("unpickle"):
+            pickle.loads(pickle.dumps(Broken))
         if "hold" in data:
             _hold_the_gil(data["hold"])
         until = time.monotonic() + data.get("nap", 0)
@@ -60,6 +69,8 @@ def side(name: str) -> Any:
         trip(data, name)
         if data.get("odd") == name:
             return {"nested": [{"value": {1, 2}}]}
+        if "keep" in data and name == "left":
+            KEPT[:] = [data["tensor"]] if data["keep"] else []
         digest = hashlib.sha256(memoryview(data["tensor"])).hexdigest()
         return {**{key: value for key, value in data.items() if key != "tensor"}, name: f"{name}:{digest}"}
 

@@ -1,0 +1,99 @@
+"""Clients that go away leave nothing behind: no slot, no credit, no descriptor, no thread, no memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+
+from stage_runtime.processes.local import LocalPipeline
+from tests.e2e.world import Client, at_rest, eventually, held, resident, shared_files, under_way
+
+MIB = 1 << 20
+
+
+async def test_a_client_that_hangs_up_before_the_answer_aborts_its_request_downstream(client: Client) -> None:
+    asked = asyncio.create_task(client.ask("a b", nap=30, size=MIB))
+
+    async def at_the_stage() -> bool:
+        return "front.running" in await under_way(client)
+
+    await eventually(at_the_stage)
+    asked.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asked
+    await at_rest(client, 5)  # thirty seconds of nap were cut short
+
+
+async def test_a_client_that_hangs_up_in_mid_stream_aborts_its_request_downstream(client: Client) -> None:
+    await client.cut(" ".join(["word"] * 400), after=3, slow=0.1, size=MIB)
+    await at_rest(client, 5)
+
+
+async def test_deleting_a_request_ends_it_everywhere_and_its_client_is_told(
+    shared: LocalPipeline, client: Client
+) -> None:
+    asked = asyncio.create_task(client.post({"inputs": {"text": "a b", "nap": 30}}, request_id="doomed"))
+    async with httpx.AsyncClient(base_url=shared.url) as other:
+
+        async def known() -> bool:
+            return (await other.get("/v1/requests/doomed")).status_code == 200
+
+        await eventually(known)
+        assert (await other.delete("/v1/requests/doomed")).json() == {"id": "doomed", "cancelled": True}
+        answer = await asked
+        assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
+        assert (await other.delete("/v1/requests/doomed")).json() == {"id": "doomed", "cancelled": False}
+    await at_rest(client, 5)
+
+
+async def test_a_deadline_ends_a_request_everywhere(client: Client) -> None:
+    answer = await client.post({"inputs": {"text": "a b", "nap": 30}, "timeout": 0.3})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+    await at_rest(client, 5)
+
+
+async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeline, client: Client) -> None:
+    async def abort(leaving: Client, number: int) -> None:
+        """Hang up at another point each time: in the body, at the entry, in the stream."""
+        words = " ".join(["word"] * 40)
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(0.02 + 0.002 * (number % 50)):
+                await leaving.ask(words, slow=0.02, size=MIB, pad="x" * MIB)
+
+    async def many(count: int) -> None:
+        gate = asyncio.Semaphore(10)
+        async with Client(shared.url) as leaving:
+
+            async def one(number: int) -> None:
+                async with gate:
+                    await abort(leaving, number)
+
+            await asyncio.gather(*map(one, range(count)))
+        await at_rest(client)
+
+    await many(300)
+    pids = shared.pids()
+    before, files, memory = held(pids), shared_files(pids), resident(pids)
+    await many(1000)
+    assert shared.pids() == pids
+
+    async def as_before() -> bool:
+        return held(pids) == before and shared_files(pids) == files
+
+    await eventually(as_before, 10, lambda: f"{before} and {files} before, {held(pids)} and {shared_files(pids)} now")
+    grown = {name: (size - memory[name]) // MIB for name, size in resident(pids).items()}
+    assert max(grown.values()) < 48, f"MiB of growth by 1,000 requests of 2 MiB: {grown}"
+    metrics = await client.metrics()
+    assert metrics["omnipipeline_requests_total{cancelled}"] >= 800, "the aborts must have hit requests under way"
+
+
+async def test_a_kept_view_of_a_payload_is_seen_as_a_slot_that_is_held(client: Client) -> None:
+    """The positive control of every `at_rest` here."""
+    await client.answer("a b", keep=True, size=MIB)
+    with pytest.raises(AssertionError, match=r"side.relay_shm_pinned_transfers"):
+        await at_rest(client, 2)
+    await client.answer("a b", keep=False, size=MIB)
+    await at_rest(client)
