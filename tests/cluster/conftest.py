@@ -8,6 +8,8 @@ import pytest
 from cluster_kit import Cluster
 from installing import CHART, RELEASE, SYSTEM, Images, Installed, build_images, helm, image_values, read, wait_for
 
+CRD = "omnipipelines.omnipipeline.dev"
+
 
 @pytest.fixture(scope="session")
 def images(node_cluster: Cluster) -> Images:
@@ -20,7 +22,10 @@ def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
     cluster, namespace = node_cluster, "omni-e2e"
     # What the pods may do is held to Kubernetes' strictest standard.
     restricted = "pod-security.kubernetes.io/enforce=restricted"
+    # A fresh cluster has no definition of ours; one that other tests applied by hand is not helm's to take over.
+    cluster.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=60s")
     for name in (SYSTEM, namespace):
+        cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=60s")
         cluster.kubectl("create", "namespace", name)
         cluster.kubectl("label", "namespace", name, restricted)
     options = ["--namespace", SYSTEM, *image_values(images), "--wait", "--timeout", "180s"]
@@ -32,7 +37,7 @@ def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
         left = wait_for("the operator's pods are gone", lambda: _without_pods(cluster), timeout_s=60)
         cluster.kubectl("delete", "namespace", namespace, SYSTEM, "--timeout=60s")
     assert left == "nothing"
-    assert cluster.kubectl("get", "crd", "omnipipelines.omnipipeline.dev", "-o", "name").stdout
+    assert cluster.kubectl("get", "crd", CRD, "-o", "name").stdout
 
 
 def _without_pods(cluster: Cluster) -> str | None:

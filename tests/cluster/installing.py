@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from cluster_kit import REPOSITORY, Cluster, kit
 
 CHART = REPOSITORY / "charts" / "omnipipeline"
-SYSTEM = "omni-system"  # the operator's namespace
+SYSTEM = "omni-e2e-system"  # the operator's namespace
 RELEASE = "omnipipeline"
 BUILD_S = 900.0
 T = TypeVar("T")

@@ -1,0 +1,47 @@
+"""Helm, and the chart's values that are worth rendering. Used by the chart's tests."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import yaml
+from cluster_kit import REPOSITORY, Cluster
+
+CHART = REPOSITORY / "charts" / "omnipipeline"
+NAMESPACE = "omni-chart"
+MONITORED = [f"monitoring.{kind}.enabled=true" for kind in ("podMonitor", "prometheusRule", "dashboard")]
+SCRAPER = "scrapers[0].namespaceSelector.matchLabels.name=monitoring"
+
+#: What people choose that changes which objects there are.
+COMBINATIONS: dict[str, list[str]] = {
+    "as it is": [],
+    "namespaced": ["watchNamespaces={team-a,team-b}", "rbac.aggregate=false"],
+    "highly available": ["replicas=2", "podDisruptionBudget.enabled=true", "priorityClassName=system-cluster-critical"],
+    "monitored": [*MONITORED, SCRAPER],
+    "monitored and namespaced": [*MONITORED, SCRAPER, "watchNamespaces={team-a,team-b}"],
+    "own rights": ["rbac.create=false", "serviceAccount.create=false", "serviceAccount.name=given"],
+    "without the definition": ["crds.install=false"],
+    "open": ["networkPolicy.enabled=false", "allowPrivileged=true", "logFormat=text"],
+    "by digest": [f"image.digest=sha256:{'0' * 64}", f"stageImage.digest=sha256:{'1' * 64}"],
+    "placed": ["nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"],
+}
+
+
+def helm(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["helm", *arguments], env=cluster.environment, capture_output=True, text=True, timeout=60)
+
+
+def rendered(cluster: Cluster, values: list[str], *more: str) -> str:
+    """The manifests, hooks included."""
+    done = helm(cluster, "template", "release", str(CHART), "-n", NAMESPACE, *sets(values), *more)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    return [each for each in yaml.safe_load_all(text) if each]
+
+
+def sets(values: list[str]) -> list[str]:
+    return [argument for value in values for argument in ("--set", value)]

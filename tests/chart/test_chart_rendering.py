@@ -1,0 +1,105 @@
+"""The chart, rendered by helm and judged by a real API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster_kit import Cluster
+from rendering import CHART, COMBINATIONS, NAMESPACE, helm, objects, rendered, sets
+
+from omnipipeline_operator import settings
+
+pytestmark = [pytest.mark.cluster]
+
+#: What the Prometheus operator would bring; only that they exist matters to a dry run.
+MONITORING = """
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {{name: {plural}.monitoring.coreos.com}}
+spec:
+  group: monitoring.coreos.com
+  scope: Namespaced
+  names: {{kind: {kind}, plural: {plural}, singular: {singular}, listKind: {kind}List}}
+  versions:
+  - name: v1
+    served: true
+    storage: true
+    schema: {{openAPIV3Schema: {{type: object, x-kubernetes-preserve-unknown-fields: true}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(api_server: Cluster) -> Iterator[Cluster]:
+    """With the namespaces and the foreign kinds that the combinations name."""
+    namespaces = (NAMESPACE, "team-a", "team-b")
+    for namespace in namespaces:
+        api_server.kubectl("create", "namespace", namespace, check=False)
+    kinds = {"podmonitors": "PodMonitor", "prometheusrules": "PrometheusRule"}
+    for plural, kind in kinds.items():
+        crd = MONITORING.format(plural=plural, kind=kind, singular=kind.lower())
+        api_server.kubectl("apply", "-f", "-", stdin=crd)
+        api_server.kubectl("wait", "--for=condition=Established", f"crd/{plural}.monitoring.coreos.com")
+    yield api_server
+    api_server.kubectl("delete", "crd", *(f"{plural}.monitoring.coreos.com" for plural in kinds))
+    api_server.kubectl("delete", "namespace", *namespaces, "--wait=false")
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_real_api_server_takes_what_these_values_render(server: Cluster, name: str) -> None:
+    text = rendered(server, COMBINATIONS[name])
+    server.kubectl("apply", "--dry-run=server", "--validate=strict", "-n", NAMESPACE, "-f", "-", stdin=text)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_helm_finds_nothing_to_say_of_these_values(api_server: Cluster, name: str) -> None:
+    done = helm(api_server, "lint", str(CHART), "--strict", *sets(COMBINATIONS[name]))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["replica=2", "image.tagg=x", "logFormat=xml", "replicas=-1", "monitoring.podMonitor.intervall=1s"]
+)
+def test_a_value_that_is_not_in_the_schema_is_refused(api_server: Cluster, value: str) -> None:
+    done = helm(api_server, "template", "release", str(CHART), *sets([value]))
+    assert done.returncode != 0 and value.split("=")[0].split(".")[-1] in done.stderr
+
+
+def test_the_definition_is_kept_when_the_release_goes(api_server: Cluster) -> None:
+    [crd] = [each for each in objects(rendered(api_server, [])) if each["kind"] == "CustomResourceDefinition"]
+    assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+@pytest.mark.parametrize("name", ["as it is", "namespaced"])
+def test_the_operator_can_read_no_secret_and_has_no_wildcard(api_server: Cluster, name: str) -> None:
+    rules = [rule for role in _roles(rendered(api_server, COMBINATIONS[name])) for rule in role["rules"]]
+    assert not any("*" in rule[part] for rule in rules for part in ("apiGroups", "resources", "verbs"))
+    [secrets] = {tuple(rule["verbs"]) for rule in rules if "secrets" in rule["resources"]}
+    assert secrets == ("create",)
+
+
+def test_the_namespaced_operator_has_no_right_on_the_cluster(api_server: Cluster) -> None:
+    made = objects(rendered(api_server, COMBINATIONS["namespaced"]))
+    assert not [each for each in made if each["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+    lease = {each["metadata"]["namespace"] for each in made if each["kind"] == "Role"}
+    assert lease == {"team-a", "team-b", NAMESPACE}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_the_operator_understands_what_the_chart_tells_it(api_server: Cluster, name: str) -> None:
+    made = objects(rendered(api_server, COMBINATIONS[name]))
+    [deployment] = [each for each in made if each["kind"] == "Deployment"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    told = {each["name"]: each.get("value", "x") for each in container["env"]}
+    read = settings.read(told, hostname="h")
+    assert read.namespaces == (("team-a", "team-b") if "namespaced" in name else ())
+    own = {"app.kubernetes.io/name": "omnipipeline-operator", "app.kubernetes.io/instance": "release"}
+    assert read.scrapers[0]["podSelector"]["matchLabels"] == own  # it reads the coordinators' status itself
+    assert len(read.scrapers) == (2 if "monitored" in name else 1)
+
+
+def _roles(text: str) -> list[dict[str, Any]]:
+    """Roles of the operator: not of people, not of the test."""
+    roles = [each for each in objects(text) if each["kind"] in ("ClusterRole", "Role")]
+    return [each for each in roles if not each["metadata"]["name"].endswith(("-edit", "-view", "-test"))]
