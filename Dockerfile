@@ -9,7 +9,7 @@
 #
 # Both run as a numeric user, with a read-only root file system, and hold neither pip nor a compiler: what is installed
 # here is what runs. A stage image of your own is `FROM` this one plus `COPY` of your modules (docs/install.md).
-# Layers, from seldom to often changed: Debian, torch, other dependencies, our code (under 2 MB: all that an upgrade of
+# Layers, from seldom to often changed: Debian, torch, other dependencies, our code (5 MB: all that an upgrade of
 # ours pulls).
 
 FROM debian:bookworm-slim AS base
