@@ -51,6 +51,18 @@ def create(
         factory itself raises passes through.
     """
     factory = resolve(stage.factory, field=f"stages.{stage.name}.factory")
+    return call(factory, stage, context, model_path=model_path, gpu_id=gpu_id)
+
+
+def call(
+    factory: Callable[..., Any],
+    stage: StagePlan,
+    context: StageContext,
+    *,
+    model_path: str | None = None,
+    gpu_id: int | None = None,
+) -> Engine:
+    """As `create`, of a factory that is at hand."""
     offered = {
         "model_path": model_path,
         "gpu_id": gpu_id,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from threading import Thread
-
 import pytest
 from engine_kit import OneWork, Opening
 
@@ -19,36 +15,6 @@ def admin(index: int) -> events.Admin:
 
 def ignore(work: object, error: BaseException) -> None:
     raise AssertionError(error)
-
-
-@pytest.fixture
-def eager_switching() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_looking_for_the_end_never_changes_the_order(eager_switching: None) -> None:
-    """Two chunks of one stream may stand next to each other: swapped, the stream would be wrong."""
-    inbox = Inbox(ignore)
-    count = 30_000
-
-    def put() -> None:
-        for index in range(count):
-            inbox.put(admin(index))
-        inbox.close()
-
-    writer = Thread(target=put)
-    writer.start()
-    seen: list[int] = []
-    while not any(inbox.closed for _ in range(20)):
-        event = inbox.get_nowait()
-        if event is not None:
-            assert isinstance(event, events.Admin)
-            seen.append(int(event.call_id))
-    writer.join()
-    assert seen == list(range(count))
 
 
 def test_every_reader_finds_the_end_after_what_waits_before_it() -> None:

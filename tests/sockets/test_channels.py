@@ -259,9 +259,9 @@ async def test_a_stranger_is_asked_about_and_not_heard(short_path: Path) -> None
     async with ends(a, b):
         a.channels.connect("bb", b.endpoint)
         a.say("bb", "who am I")
-        await b.listener.until(lambda: b.listener.strangers == ["aa"])
+        await b.listener.until(lambda: "aa" in b.listener.strangers)
         assert b.listener.heard_words == []
-        assert b.channels.counters["strangers"] == 1
+        assert b.channels.counters["strangers"] >= 1
         b.channels.connect("aa", a.endpoint)  # introduced later: nothing was lost
         await b.listener.until(lambda: b.listener.heard_words == ["who am I"])
 

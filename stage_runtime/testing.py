@@ -1,0 +1,255 @@
+"""`omni.testing`: one stage in the test's own process, without sockets, relays or a coordinator.
+
+The factory is called and its function run by the same engines as in a pipeline, and values are checked as on every
+transport, so a tuple in a result fails here as it would there. Not here: routes, joins, targets of chunks; those
+are the pipeline's. For authors; nothing of ours imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from threading import Condition, Event, Thread
+from typing import Any, Final
+
+import msgspec
+
+from omnipipeline_spec.plan import StagePlan
+from stage_runtime.engines import events, loading
+from stage_runtime.engines.base import Engine, Gate, Inbox, Work
+from stage_runtime.engines.loading import resolve
+from stage_runtime.relays import payloads as values
+from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
+
+PATIENCE_S: Final = 60.0  # a stage that has not answered by then waits for something that will not come
+STAGE: Final = "stage"
+SOURCE: Final = "source"
+
+Factory = Callable[..., Any]
+
+
+class Emitted(msgspec.Struct):
+    """What the stage gave for one request."""
+
+    request_id: str
+    chunks: list[Chunk] = []  #: In order, as the next stage would see them.
+    error: BaseException | None = None  #: Why the request failed; None: it did not.
+    has_result: bool = False  #: False of a generator that yielded no Result.
+    given: Any = None
+
+    @property
+    def result(self) -> Any:
+        """The result's data; None without one. Raises: ``error``, if the request failed."""
+        if self.error is not None:
+            raise self.error
+        return self.given
+
+    @property
+    def data(self) -> list[Any]:
+        """The data of all chunks. Raises: ``error``, if the request failed."""
+        if self.error is not None:
+            raise self.error
+        return [chunk.data for chunk in self.chunks]
+
+
+def run_stage(
+    factory: Factory | str,
+    payloads: Sequence[Any] = (),
+    chunks: Sequence[Any] | Mapping[str, Sequence[Any]] = (),
+    *,
+    patience_s: float = PATIENCE_S,
+    **args: Any,
+) -> list[Emitted]:
+    """Call ``factory(**args)`` and run what it returns, once for every payload. Blocks.
+
+    factory:  the function, or its dotted name as in ``factory:``. It gets ``context`` and the other offered arguments
+        if its signature has them.
+    payloads: each a `StagePayload`, an `OmniRequest`, or data, for which a request is made (``request-0``, …).
+    chunks:   what streams in before the payload, as is usual: of the one request, or by request id; each a `Chunk` or
+        its data. Its ``source`` is its own, or ``"source"``; all sources have said done when the payload comes.
+    Returns:  one `Emitted` per payload.
+    Raises:   ConfigurationError: the arguments do not fit, or the factory returned nothing runnable. ValueRefused:
+        a payload or chunk could not travel. TimeoutError: a request was not through after ``patience_s``. What the
+        factory itself raises passes through.
+    """
+    given = [_payload(index, one) for index, one in enumerate(payloads)]
+    before = _before(given, chunks)
+    sources = tuple(dict.fromkeys(chunk.source for some in before for chunk in some))
+    name = factory if isinstance(factory, str) else getattr(factory, "__qualname__", repr(factory))
+    plan = StagePlan(name=STAGE, group=STAGE, factory=name, factory_args=args, stream_from=sources)
+    function = resolve(factory, field="factory") if isinstance(factory, str) else factory
+    engine = loading.call(function, plan, _Context())
+    outbox = _Outbox()
+    inbox = Inbox(outbox.fail)
+    works = [_put(inbox, payload, some, sources) for payload, some in zip(given, before, strict=True)]
+    stop = Event()
+    thread = Thread(target=_run, args=(engine, inbox, outbox, stop, works), name="stage under test", daemon=True)
+    thread.start()
+    try:
+        return outbox.wait(works, patience_s)
+    finally:
+        stop.set()
+        inbox.close()
+        thread.join(1.0)
+
+
+class _Work:
+    """`engines.base.Work`."""
+
+    cancelled = False
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.over = False
+        self.emitted = Emitted(request_id)
+
+
+class _Arrival:
+    """`engines.base.Arrival`: nothing to open."""
+
+    def __init__(self, work: _Work, event: events.Start | events.ChunkIn) -> None:
+        self.work = work
+        self._event = event
+
+    def open(self) -> events.Incoming:
+        return self._event
+
+    def discard(self) -> None: ...
+
+
+class _Outbox:
+    """`engines.base.Outbox` in memory."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+
+    def emit(self, work: Work, chunk: Chunk) -> Gate | None:
+        ours = _ours(work)
+        if not ours.over:
+            said = msgspec.structs.replace(
+                chunk,
+                data=values.isolate(chunk.data, where="chunk.data"),
+                metadata=values.isolate(chunk.metadata, where="chunk.metadata"),
+                source=STAGE,
+                index=len(ours.emitted.chunks),
+            )
+            ours.emitted.chunks.append(said)
+        return None
+
+    def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
+        ours = _ours(work)
+        if ours.over:
+            return
+        try:
+            ours.emitted.given = values.isolate(data, where="result")
+            ours.emitted.has_result = has_data
+        except Exception as error:
+            ours.emitted.error = error
+        self._end(ours)
+
+    def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
+        ours = _ours(work)
+        if not ours.over:
+            ours.emitted.error = error
+            self._end(ours)
+
+    def began(self, work: Work) -> None: ...
+
+    def consumed(self, work: Work, source: str, count: int) -> None: ...
+
+    def wait(self, works: Sequence[_Work], patience_s: float) -> list[Emitted]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(work.over for work in works), patience_s):
+                late = ", ".join(work.request_id for work in works if not work.over)
+                raise TimeoutError(f"the stage is not through with {late} after {patience_s:g} s")
+        return [work.emitted for work in works]
+
+    def _end(self, work: _Work) -> None:
+        with self._changed:
+            work.over = True
+            self._changed.notify_all()
+
+
+class _Context:
+    """`api.StageContext` on the CPU, alone."""
+
+    name = STAGE
+    device = "cpu"
+    model_path: str | None = None
+    tp_rank = 0
+    tp_size = 1
+    logger = logging.getLogger("stage.test")
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        import torch
+
+        return torch.empty(shape, dtype=dtype)
+
+    def emit(self, event: str, request_id: str, **metadata: Any) -> None: ...
+
+    def progress(self, message: str) -> None:
+        self.logger.info("%s", message)
+
+
+def _run(engine: Engine, inbox: Inbox, outbox: _Outbox, stop: Event, works: Sequence[_Work]) -> None:
+    """A stage's scheduler thread: an engine that crashes fails what it had."""
+    try:
+        engine.run(inbox, outbox, stop)
+    except BaseException as error:
+        for work in works:
+            outbox.fail(work, error)
+
+
+def _payload(index: int, given: Any) -> StagePayload:
+    match given:
+        case StagePayload():
+            request, data = given.request, given.data
+        case OmniRequest():
+            request, data = given, given.inputs
+        case _:
+            request, data = OmniRequest(id=f"request-{index}", inputs=given), given
+    return StagePayload(request=request, data=values.isolate(data))
+
+
+def _before(given: Sequence[StagePayload], chunks: Sequence[Any] | Mapping[str, Sequence[Any]]) -> list[list[Chunk]]:
+    """Per payload, the chunks that come before it."""
+    ids = [payload.request.id for payload in given]
+    if isinstance(chunks, Mapping):
+        by_request = chunks
+    elif chunks and len(ids) != 1:
+        raise ValueError(f"chunks of {len(ids)} requests: give them by request id, {{{(ids or ['id'])[0]!r}: [...]}}")
+    else:
+        by_request = dict.fromkeys(ids, chunks)
+    unknown = sorted(set(by_request) - set(ids))
+    if unknown:
+        raise ValueError(f"chunks of {', '.join(unknown)}, without a payload; there are {', '.join(ids)}")
+    return [_chunks(by_request.get(payload.request.id, ()), payload.request) for payload in given]
+
+
+def _chunks(given: Sequence[Any], request: OmniRequest) -> list[Chunk]:
+    counts: Counter[str] = Counter()
+    made = []
+    for one in given:
+        chunk = one if isinstance(one, Chunk) else Chunk(one)
+        source = chunk.source or SOURCE
+        data = values.isolate(chunk.data, where="chunk.data")
+        metadata = values.isolate(chunk.metadata, where="chunk.metadata")
+        made.append(Chunk(data, None, chunk.modality, metadata, source, counts[source], request))
+        counts[source] += 1
+    return made
+
+
+def _put(inbox: Inbox, payload: StagePayload, chunks: Sequence[Chunk], sources: Sequence[str]) -> _Work:
+    work = _Work(payload.request.id)
+    for chunk in chunks:
+        inbox.put(_Arrival(work, events.ChunkIn(work.request_id, chunk, work)))
+    for source in sources:
+        inbox.put(events.StreamDone(work.request_id, source, work))
+    inbox.put(_Arrival(work, events.Start(work.request_id, payload, work)))
+    return work
+
+
+def _ours(work: Work) -> _Work:
+    assert isinstance(work, _Work)
+    return work
