@@ -1,4 +1,4 @@
-"""Helpers beside the tests of this room (`worlds`, `far_end`) are imported by name."""
+"""Helpers beside the tests of this room (`relay_pairs`, `far_end`) are imported by name."""
 
 import sys
 from pathlib import Path

@@ -85,7 +85,8 @@ def test_any_body_is_read_or_refused_as_the_clients_fault(body: Any, extra: byte
             decode(raw)
         except InvalidRequest as refused:
             assert refused.message
-            assert "$" not in (refused.param or "")
+            # msgspec's own way of naming a place, unless the client has chosen such a key
+            assert "$." not in (refused.param or "") and not (refused.param or "").startswith("$[")
 
 
 PARTS = st.lists(
