@@ -1,0 +1,88 @@
+"""What a pipeline holds, seen from outside: its gauges in /status and /metrics, and Linux's own of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+#: Gauges of a process that are 0 when nothing is under way.
+AT_REST = (
+    "relay_arena_bytes_in_use",
+    "relay_slots_in_flight",
+    "relay_shm_unreleased_transfers",
+    "relay_shm_pinned_transfers",
+    "relay_tcp_unreleased_transfers",
+    "relay_tcp_pinned_transfers",
+    "relay_tcp_unclaimed_bytes",
+    "lanes_outstanding",
+    "lanes_queued",
+)
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What one process has of the kernel. shared: files of shared memory, named or not."""
+
+    descriptors: int
+    threads: int
+    shared: int
+
+
+async def status(http: httpx.AsyncClient) -> dict[str, Any]:
+    found: dict[str, Any] = (await http.get("/status")).json()
+    return found
+
+
+async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
+    """Every sample by its name; of labelled ones ``name{value}``, by the last label."""
+    text = (await http.get("/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        f"{sample.name}{{{list(sample.labels.values())[-1]}}}" if sample.labels else sample.name: sample.value
+        for sample in samples
+    }
+
+
+async def under_way(http: httpx.AsyncClient) -> dict[str, float]:
+    """Everything that is not at rest; empty when all is."""
+    said = await status(http)
+    found: dict[str, float] = {name: said[name] for name in ("in_flight", "stranded") if said[name]}
+    for one in said["instances"]:
+        numbers = {"waiting": one["waiting"], "running": one["running"], "bound": one["bound"], **one["gauges"]}
+        for name in ("waiting", "running", "bound", *AT_REST):
+            if numbers.get(name):
+                found[f"{one['group']}.{name}"] = numbers[name]
+    own = await metrics(http)
+    for name in ("kept_bytes", *AT_REST):
+        if own.get(f"omnipipeline_{name}"):
+            found[f"coordinator.{name}"] = own[f"omnipipeline_{name}"]
+    return found
+
+
+def held(pids: Mapping[str, int]) -> dict[str, Held]:
+    """Of each process, by its name."""
+    return {name: _held(pid) for name, pid in pids.items()}
+
+
+def _held(pid: int) -> Held:
+    targets = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(entry.path))
+    shared = sum(target.startswith(("/dev/shm/", "/memfd:")) for target in targets)
+    return Held(len(targets), len(os.listdir(f"/proc/{pid}/task")), shared)
+
+
+def resident(pids: Mapping[str, int]) -> dict[str, int]:
+    """Private memory of each process in bytes: the arena is shared, and given back only after a while."""
+    found = {}
+    for name, pid in pids.items():
+        pages = [int(word) for word in Path(f"/proc/{pid}/statm").read_text().split()]
+        found[name] = (pages[1] - pages[2]) * os.sysconf("SC_PAGE_SIZE")
+    return found

@@ -1,0 +1,189 @@
+"""A pipeline as on several machines: every process in a network namespace of its own, TCP and CURVE between them.
+
+Needs root. One bridge, one veth pair per process; a cut takes the process's link down, and nobody is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from benchmarks.faultlab import looking
+from omnipipeline_spec import planning
+from omnipipeline_spec.pipeline import PipelineConfig
+from stage_runtime.processes import codefiles, launching
+from stage_runtime.processes.children import Command
+from stage_runtime.processes.instances import InstanceSpec, Patience
+from stage_runtime.processes.launching import Addresses, StageLaunch
+from stage_runtime.processes.supervisor import Supervisor
+
+SUBNET = "10.213.77"
+PORT = 5550
+
+
+class Network:
+    """Namespaces on one bridge. Close it, or they stay."""
+
+    def __init__(self) -> None:
+        self.name = f"om{secrets.token_hex(2)}"
+        self._numbers = itertools.count(2)
+        self._hosts: dict[str, int] = {}
+        _ip("link", "add", self.name, "type", "bridge")
+        _ip("addr", "add", f"{SUBNET}.1/24", "dev", self.name)
+        _ip("link", "set", self.name, "up")
+
+    def add(self, host: str) -> str:
+        """A machine of that name; its address."""
+        number = self._hosts[host] = next(self._numbers)
+        space, outer = self.space(host), self._outer(host)
+        _ip("netns", "add", space)
+        _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _ip("link", "set", outer, "master", self.name, "up")
+        for words in (("addr", "add", f"{SUBNET}.{number}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
+            _ip("-n", space, *words)
+        _ip("-n", space, "link", "set", "lo", "up")
+        return f"{SUBNET}.{number}"
+
+    def inside(self, host: str, command: Command) -> Command:
+        """The command, run on that machine."""
+        return msgspec.structs.replace(
+            command, argv=("nsenter", f"--net=/run/netns/{self.space(host)}", *command.argv)
+        )
+
+    def cut(self, host: str) -> None:
+        _ip("link", "set", self._outer(host), "down")
+
+    def mend(self, host: str) -> None:
+        _ip("link", "set", self._outer(host), "up")
+
+    def close(self) -> None:
+        for host in self._hosts:
+            _ip("netns", "del", self.space(host))
+        _ip("link", "del", self.name)
+
+    def space(self, host: str) -> str:
+        return f"{self.name}-{self._hosts[host]}"
+
+    def _outer(self, host: str) -> str:
+        return f"{self.name}v{self._hosts[host]}"
+
+
+def possible() -> bool:
+    """Whether this user may make network namespaces, and has the tools."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        probe = f"om-probe-{os.getpid()}"
+        _ip("netns", "add", probe)
+        _ip("netns", "del", probe)
+        subprocess.run(["nsenter", "--version"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+class NetPipeline:
+    """A pipeline on a `Network`, as pods would run it."""
+
+    def __init__(self, spec: PipelineConfig, *, log: Path | None = None) -> None:
+        self._plan = planning.plan(spec)
+        self._log = log
+        self._supervisor = Supervisor(on_change=lambda _: None, on_line=self._line)
+
+    async def __aenter__(self) -> NetPipeline:
+        self._folder = tempfile.TemporaryDirectory(prefix="n-")
+        self.network = Network()
+        try:
+            self._launch(Path(self._folder.name))
+            await self.ready()
+            self._supervisor.settle()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._supervisor.ask_all_to_stop()
+        await asyncio.wait_for(self._supervisor.gone(), 60)
+        await self._supervisor.close()
+        self.network.close()
+        self._folder.cleanup()
+
+    def pids(self) -> dict[str, int]:
+        return {view.process: view.pid for view in self._supervisor.views() if view.pid is not None}
+
+    async def ready(self) -> None:
+        """Everything runs, and the coordinator knows it."""
+        await self._supervisor.started()
+        wanted = Counter(one.spec.group for one in self._supervisor.instances() if one.spec.name != "coordinator")
+        async with httpx.AsyncClient(base_url=self.url) as http:
+            while True:
+                said = (await looking.status(http))["instances"]
+                if Counter(one["group"] for one in said if one["ready"] and not one["draining"]) >= wanted:
+                    return
+                await asyncio.sleep(0.05)
+
+    def _launch(self, folder: Path) -> None:
+        key = folder / "key"
+        key.write_bytes(secrets.token_bytes(32))
+        codefiles.write(self._plan.coordinator.code, folder / "code")
+        common = launching.environment(os.environ, path=(folder / "code",), code_dir=folder / "code")
+        common["OMNI_CONTROL_KEY_FILE"] = str(key)
+        coordinator = self.network.add("coordinator")
+        self.url = f"http://{coordinator}:8000"
+        told = {
+            **common,
+            "OMNI_PLAN": _written(folder / "coordinator.json", self._plan.coordinator),
+            "OMNI_REVISIONS": _written(folder / "revisions.json", [self._plan.current]),
+            "OMNI_LISTEN": f"tcp://{coordinator}:{PORT}",
+            "OMNI_PUBLISH": f"tcp://{coordinator}:{PORT - 1}",
+            "OMNI_HTTP_HOST": coordinator,
+            "OMNI_HTTP_PORT": "8000",
+        }
+        self._add("coordinator", launching.coordinator_instance(told, dict))
+        for unit in self._plan.units:
+            plan_file = _written(folder / f"{unit.name}.json", unit)
+            for group in unit.groups:
+                for replica in range(self._plan.replicas[unit.name]):
+                    name = launching.instance_name(group.name, replica)
+                    endpoint = f"tcp://{self.network.add(name)}:{PORT}"
+                    launch = StageLaunch(
+                        unit=unit,
+                        group=group,
+                        plan_file=Path(plan_file),
+                        replica=replica,
+                        coordinators=f"tcp://{coordinator}:{PORT}",
+                        environment=common,
+                        addresses=lambda endpoint=endpoint: Addresses(listen=endpoint, advertise=endpoint),
+                    )
+                    self._add(name, launching.stage_instance(launch))
+
+    def _add(self, host: str, spec: InstanceSpec) -> None:
+        commands = spec.commands
+        inside = msgspec.structs.replace(
+            spec, commands=lambda: [self.network.inside(host, command) for command in commands()]
+        )
+        self._supervisor.add(inside, Patience(startup_s=60, grace_s=10))
+
+    def _line(self, process: str, line: str) -> None:
+        if self._log is not None:
+            with self._log.open("a") as log:
+                print(f"{process}: {line}", file=log)
+
+
+def _written(path: Path, value: object) -> str:
+    path.write_bytes(msgspec.json.encode(value))
+    return str(path)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
