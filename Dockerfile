@@ -82,7 +82,12 @@ RUN $INSTALL --prefix /more -r runtime.txt \
     && $PRUNE
 
 
-FROM base AS operator
+# The user has a name: getpass, and so torch and kopf, fails for a number without one.
+FROM base AS runtime
+RUN echo 'omni:x:65532:65532:OmniPipeline:/tmp:/usr/sbin/nologin' >> /etc/passwd && echo 'omni:x:65532:' >> /etc/group
+
+
+FROM runtime AS operator
 COPY --from=operator-dependencies /opt/omnipipeline /opt/omnipipeline
 COPY --from=code /code /opt/omnipipeline
 LABEL org.opencontainers.image.title="omnipipeline-operator" \
@@ -93,7 +98,7 @@ WORKDIR /tmp
 ENTRYPOINT ["python", "-m", "omnipipeline_operator"]
 
 
-FROM base AS stage
+FROM runtime AS stage
 ARG VARIANT=cpu
 COPY --from=torch /opt/omnipipeline /opt/omnipipeline
 COPY --from=stage-dependencies /more /opt/omnipipeline

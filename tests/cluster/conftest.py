@@ -29,8 +29,9 @@ def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
         cluster.kubectl("create", "namespace", name)
         cluster.kubectl("label", "namespace", name, restricted)
     options = ["--namespace", SYSTEM, *image_values(images), "--wait", "--timeout", "180s"]
-    helm(cluster, "install", RELEASE, str(CHART), *options)
     try:
+        done = helm(cluster, "install", RELEASE, str(CHART), *options, check=False)
+        assert done.returncode == 0, f"{done.stderr}\n{_last_words(cluster)}"
         yield Installed(cluster=cluster, namespace=namespace, images=images)
     finally:
         helm(cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
@@ -38,6 +39,13 @@ def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
         cluster.kubectl("delete", "namespace", namespace, SYSTEM, "--timeout=60s")
     assert left == "nothing"
     assert cluster.kubectl("get", "crd", CRD, "-o", "name").stdout
+
+
+def _last_words(cluster: Cluster) -> str:
+    """What the operator said before it ended."""
+    selector = f"app.kubernetes.io/instance={RELEASE}"
+    arguments = ["-n", SYSTEM, "logs", "-l", selector, "--tail=30"]
+    return "".join(cluster.kubectl(*arguments, *more, check=False).stdout for more in ((), ("--previous",)))
 
 
 def _without_pods(cluster: Cluster) -> str | None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Final
+from typing import Any, Final, cast
 
 import kopf
 
@@ -75,6 +75,8 @@ class Operator:
         await kopf.operator(
             registry=self._watcher.registry(),
             standalone=True,
+            # Of peering, which is off. Unset, kopf asks for its user's name, and a uid of OpenShift's choice has none.
+            identity=cast(Any, self._told.lease.identity),
             clusterwide=not self._told.namespaces,
             namespaces=self._told.namespaces,
         )
