@@ -52,7 +52,7 @@ def kube(prepared: tuple[Cluster, Path]) -> Iterator[running.Kube]:
     cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=50s")
     cluster.kubectl("create", "namespace", name)
     yield running.Kube(cluster=cluster, namespace=name)
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     unschedulable: bool = False
     restarts: int = 0
+    waits_for_volumes: bool = False  #: It has a node, and none of its containers has been made.
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +101,7 @@ def pod(manifest: Mapping[str, Any]) -> Pod:
         reason=reason,
         message=message,
         unschedulable=reason == "Unschedulable",
+        waits_for_volumes=_waits_for_volumes(manifest),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
     )
 
@@ -107,6 +109,12 @@ def pod(manifest: Mapping[str, Any]) -> Pod:
 def timestamp(text: str | None) -> float:
     """Seconds since the epoch of the API server's spelling; 0 when there is none."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0
+
+
+def _waits_for_volumes(manifest: Mapping[str, Any]) -> bool:
+    containers = manifest.get("status", {}).get("containerStatuses", ())
+    waiting = [each.get("state", {}).get("waiting", {}).get("reason") == "ContainerCreating" for each in containers]
+    return "deletionTimestamp" not in manifest["metadata"] and bool(waiting) and all(waiting)
 
 
 def _is_control(volume: Mapping[str, Any]) -> bool:

@@ -92,6 +92,14 @@ class Applier:
         except errors.Conflict:
             return
 
+    async def lacks_secret(self, manifest: Manifest) -> bool:
+        """Whether a Secret is gone, asked by a dry run of making it: the operator may not read any."""
+        try:
+            await self._client.create(manifest, dry_run=True)
+        except errors.Conflict:
+            return False
+        return True
+
     async def annotate_pod(self, name: str, annotations: Mapping[str, str]) -> None:
         """Annotations of one pod; one that has gone meanwhile is no error."""
         try:

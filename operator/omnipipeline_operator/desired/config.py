@@ -32,9 +32,13 @@ def plan(plan: UnitPlan | CoordinatorPlan, unit: str, owner: Owner) -> Manifest:
     return {**manifest, "immutable": True, "data": {PLAN_FILE: canonical.encode(plan).decode()}}
 
 
-def revisions(entries: Sequence[PipelineRevision], owner: Owner, *, image: str, control_secret: str) -> Manifest:
+def revisions(
+    entries: Sequence[PipelineRevision], owner: Owner, *, image: str, control_secret: str, rekeyed: str | None = None
+) -> Manifest:
     """The pipeline revisions that may be served, newest last, and what is pinned for the pipeline's life."""
     pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
+    if rekeyed is not None:
+        pins[naming.REKEYED_PIN] = rekeyed
     named = naming.revisions(owner.name)
     manifest = naming.child("v1", "ConfigMap", named, owner, of=naming.labels(owner.name), annotations=pins)
     return {**manifest, "data": {REVISIONS_FILE: canonical.encode(list(entries)).decode()}}

@@ -25,6 +25,8 @@ REVISION_LABEL: Final = "omnipipeline.dev/revision"
 #: On the revisions ConfigMap: what was chosen once and must not change under a running pipeline.
 IMAGE_PIN: Final = "omnipipeline.dev/image"
 SECRET_PIN: Final = "omnipipeline.dev/control-secret"
+#: There too: made anew when the Secret was lost; part of every unit's revision, so that all of them roll.
+REKEYED_PIN: Final = "omnipipeline.dev/rekeyed"
 #: On every mutable child: hash of what was applied, so that a field that is no longer wanted is noticed.
 APPLIED: Final = "omnipipeline.dev/applied"
 #: On the coordinator's pods: a change makes the kubelet write the mounted file at once (0.7 s, else up to 64 s).

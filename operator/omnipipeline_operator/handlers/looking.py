@@ -7,7 +7,7 @@ Here: gathering, reading back what was pinned. Not here: deciding (`changes`), w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -19,6 +19,8 @@ from omnipipeline_operator.cluster.store import Key, Store
 from omnipipeline_operator.desired import config, naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_spec.plan import PipelineRevision
+
+HANGS_AFTER_S: Final = 60.0
 
 
 class Look:
@@ -74,6 +76,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
 
     image: str
     control_secret: str
+    rekeyed: str | None = None  #: Names the occasion on which a lost Secret got a successor.
     is_new: bool  #: The Secret may not have been made yet.
 
 
@@ -92,5 +95,18 @@ def pins(look: Look, seen: Sequence[Workload], *, units: Mapping[str, str], imag
     return Pins(
         image=pinned or image,
         control_secret=secret or naming.control_secret(look.owner.name, random_id),
+        rekeyed=annotations.get(naming.REKEYED_PIN),
         is_new=secret not in secrets,
     )
+
+
+def rekeyed(look: Look) -> str | None:
+    """What is added to every unit's revision since a Secret was lost."""
+    there = look.revisions()
+    pinned = there["metadata"].get("annotations", {}).get(naming.REKEYED_PIN) if there else None
+    return None if pinned is None else str(pinned)
+
+
+def hangs(seen: Sequence[Workload], now: float) -> bool:
+    """Whether a pod has been about to start for suspiciously long: what it mounts may not be there."""
+    return any(pod.waits_for_volumes and now - pod.created_at > HANGS_AFTER_S for each in seen for pod in each.present)

@@ -15,6 +15,7 @@ import msgspec
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import conditions, rollout, status
+from omnipipeline_operator.changes.observed import Workload
 from omnipipeline_operator.changes.rollout import Goal, Wanted
 from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
 from omnipipeline_operator.cluster import kinds
@@ -23,7 +24,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.desks import Desk, Desks
 from omnipipeline_operator.cluster.kinds import PIPELINE
 from omnipipeline_operator.cluster.store import Key, Store
-from omnipipeline_operator.desired import children, naming, services
+from omnipipeline_operator.desired import children, config, naming, services
 from omnipipeline_operator.desired.naming import COORDINATOR, Manifest, Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.handlers import looking, reporting
@@ -91,8 +92,11 @@ class Reconciler:
 
     def _plan(self, resource: Manifest, look: Look) -> _Planned:
         """Raises: SpecError, errors.Refused."""
-        loaded = loading.from_resource(resource)
-        plan = planning.plan(loaded.spec, name=look.owner.name)
+        spec = loading.from_resource(resource).spec
+        rekeyed = looking.rekeyed(look)
+        if rekeyed is not None:
+            spec = msgspec.structs.replace(spec, restarted_at=f"{spec.restarted_at or ''}+{rekeyed}")
+        plan = planning.plan(spec, name=look.owner.name)
         units = {unit.name: unit.revision for unit in plan.units}
         pins = looking.pins(
             look, look.workloads(), units=units, image=self._told.stage_image, random_id=secrets.token_hex(5)
@@ -103,11 +107,16 @@ class Reconciler:
             control_secret=pins.control_secret,
             allow_privileged=self._told.allow_privileged,
         )
-        wanted = children.children(loaded.spec, plan, facts, scrapers=self._told.scrapers)
-        return _Planned(spec=loaded.spec, plan=plan, goal=_goal(loaded.spec, plan), pins=pins, wanted=wanted)
+        wanted = children.children(spec, plan, facts, scrapers=self._told.scrapers)
+        return _Planned(spec=spec, plan=plan, goal=_goal(spec, plan), pins=pins, wanted=wanted)
 
     async def _act(self, resource: Manifest, planned: _Planned, look: Look, applier: Applier) -> float | None:
         seen = look.workloads()
+        writer = Writer(look, applier, lambda: self._still_there(look.owner))
+        if await self._lost_its_key(planned, look, seen, applier):
+            log.warning("%s/%s: Secret %s is lost", look.owner.namespace, look.owner.name, planned.pins.control_secret)
+            await writer.rekey(look.entries(), planned.pins.image)
+            return SOON_S
         desks = await self._ask(look)
         known, before = look.entries(), resource.get("status", {})
         serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
@@ -124,7 +133,7 @@ class Reconciler:
         )
         refusal, again = None, None if may_shrink else SOON_S
         try:
-            await Writer(look, applier, lambda: self._still_there(look.owner)).carry_out(order)
+            await writer.carry_out(order)
         except NameTaken as error:
             refusal = Refusal(reason="NameConflict", message=str(error))
             again = SOON_S if error.passing else LATER_S
@@ -161,6 +170,17 @@ class Reconciler:
             refusal=refusal,
             progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
         )
+
+    async def _lost_its_key(self, planned: _Planned, look: Look, seen: Sequence[Workload], applier: Applier) -> bool:
+        """Asked before pods of a new revision are made, and when pods hang: without their Secret they never start."""
+        if planned.spec.control.security.mode != "Curve" or planned.pins.is_new:
+            return False
+        there = {(each.unit, each.revision) for each in seen}
+        makes = any((each.unit, each.revision) not in there for each in planned.wanted.workloads)
+        if not makes and not looking.hangs(seen, self._clock()):
+            return False
+        manifest = config.secret(planned.pins.control_secret, look.owner, bytes(config.KEY_BYTES))
+        return await applier.lacks_secret(manifest)
 
     async def _ask(self, look: Look) -> list[Desk]:
         """All coordinators that are ready."""

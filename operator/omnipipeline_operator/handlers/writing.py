@@ -67,9 +67,21 @@ class Writer:
     async def _revisions(self, order: Order) -> None:
         pins = order.pins
         manifest = config.revisions(
-            order.entries, self._look.owner, image=pins.image, control_secret=pins.control_secret
+            order.entries,
+            self._look.owner,
+            image=pins.image,
+            control_secret=pins.control_secret,
+            rekeyed=pins.rekeyed,
         )
         await self._keep(manifest)
+
+    async def rekey(self, entries: Sequence[PipelineRevision], image: str) -> None:
+        """The Secret is lost: name a successor. The next look plans every unit anew, with it."""
+        occasion = secrets.token_hex(5)
+        named = naming.control_secret(self._look.owner.name, occasion)
+        await self._keep(
+            config.revisions(entries, self._look.owner, image=image, control_secret=named, rekeyed=occasion)
+        )
 
     async def _key(self, pins: Pins) -> None:
         """Its name stands in the revisions ConfigMap already, so a restart here makes no second one."""

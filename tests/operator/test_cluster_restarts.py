@@ -1,0 +1,134 @@
+"""On a real API server: operators that die after any write, and two of them at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import running
+from cluster_kit import Cluster
+from dying import DIED
+from running import Audit, Kube, OperatorProcess, eventually, pipeline
+from test_cluster_children import SETTLE_S
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+def shape(kube: Kube) -> dict[str, Any]:
+    """Everything that the operator decides of the children, without what the API server or chance adds."""
+    found: dict[str, Any] = {}
+    for kind in ("deployments", "configmaps", "services", "networkpolicies", "poddisruptionbudgets"):
+        for each in kube.all(kind, "omnipipeline.dev/pipeline"):
+            spec = json.loads(json.dumps(each.get("spec", each.get("data"))))
+            for chosen in ("clusterIP", "clusterIPs"):
+                spec.pop(chosen, None)
+            text = json.dumps(spec, sort_keys=True)
+            for secret in kube.names("secrets"):
+                text = text.replace(secret, "SECRET")
+            found[f"{kind}/{each['metadata']['name']}"] = text
+    return found
+
+
+def test_dying_before_any_write_and_starting_again_ends_in_the_same_state(
+    kube: Kube, operator: OperatorProcess, audit: Audit
+) -> None:
+    rich = pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}})
+    dying = str(Path(__file__).with_name("dying.py"))
+    whole = operator.start()
+    audit.mark()
+    kube.apply(rich)
+    kube.wait_ready("duo")
+    time.sleep(1)
+    wanted = shape(kube)
+    made = [each for each in audit.writes() if each[0] in ("patch", "create") and each[3] in (200, 201)]
+    assert whole.stop() == 0
+    assert len(made) > 15
+    for limit in (0, 1, 2, 3, 5, 7, 9, 11, 13, 15):
+        kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+        for kind in ("deployments", "services", "configmaps", "secrets"):
+            eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left", within_s=40)
+        kube.apply(rich)
+        operator.program = (dying, str(limit))
+        operator.start()
+        assert operator.process is not None
+        assert operator.process.wait(timeout=60) == DIED, f"it lived through {limit} writes"
+        operator.program = ("-m", "omnipipeline_operator")
+        operator.start()
+        kube.wait_ready("duo")
+        assert shape(kube) == wanted, f"after dying before write {limit + 1}"
+        assert len(kube.names("secrets")) == 1
+        assert operator.stop() == 0
+
+
+def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: OperatorProcess) -> None:
+    dying = str(Path(__file__).with_name("dying.py"))
+    operator.start()
+    kube.apply(pipeline(processGroups=[{"name": "first", "replicas": 2}]))
+    kube.wait_ready("duo")
+    assert operator.stop() == 0
+    kube.apply(pipeline(processGroups=[{"name": "first", "replicas": 2}], envDefaults={"CHANGED": "1"}))
+    for limit in (1, 2, 3, 4):
+        operator.program = (dying, str(limit))
+        operator.start()
+        assert operator.process is not None
+        assert operator.process.wait(timeout=60) == DIED
+    operator.program = ("-m", "omnipipeline_operator")
+    operator.start()
+    ready = kube.wait_ready("duo")
+    assert ready["status"]["revision"]["current"] == ready["status"]["revision"]["update"]
+    asked = {each["metadata"]["name"]: each["spec"]["replicas"] for each in kube.all("deployments")}
+    workloads = {each["workload"]: each["replicas"] for each in ready["status"]["units"]}
+    assert {name: count for name, count in asked.items() if count} == workloads
+
+
+def test_a_pipeline_deleted_while_nobody_watched_is_not_made_anew(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    assert operator.stop() == 0
+    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+    operator.start()
+    for kind in ("deployments", "services", "configmaps"):
+        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left", within_s=40)
+    time.sleep(SETTLE_S)
+    assert kube.names("deployments") == set()
+
+
+def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_s(
+    kube: Kube, prepared: tuple[Cluster, Path], tmp_path: Path
+) -> None:
+    cluster, folder = prepared
+    told = running.environment(cluster, folder, namespaces=kube.namespace, lease=True)
+    one = OperatorProcess(environment=told | {"OMNI_OPERATOR_POD_NAME": "one"}, log=tmp_path / "one.log")
+    other = OperatorProcess(environment=told | {"OMNI_OPERATOR_POD_NAME": "other"}, log=tmp_path / "other.log")
+    system = Kube(cluster=cluster, namespace=running.SYSTEM)
+
+    def holder() -> str:
+        lease = system.get("lease", running.ACCOUNT) or {}
+        return str(lease.get("spec", {}).get("holderIdentity", ""))
+
+    try:
+        one.start()
+        eventually(lambda: holder() == "one")
+        other.start()
+        kube.apply(pipeline())
+        kube.wait_ready("duo")
+        assert "looking after" not in other.log.read_text()
+        one.kill()
+        killed = time.monotonic()
+        kube.apply(pipeline(processGroups=[{"name": "first", "replicas": 2}]))
+        eventually(lambda: len(kube.all("pods")) == 4, within_s=20, what="the other has taken over")
+        assert time.monotonic() - killed < 20
+        assert holder() == "other"
+        one.start()
+        time.sleep(SETTLE_S)
+        assert other.stop() == 0
+        eventually(lambda: holder() == "one", within_s=5, what="a released lease is taken at once")
+    finally:
+        for process in (one, other):
+            process.close()
+            print(process.log.read_text() if process.log.exists() else "")
+        system("delete", "lease", running.ACCOUNT, "--ignore-not-found")

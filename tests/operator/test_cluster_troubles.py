@@ -1,0 +1,121 @@
+"""On a real API server: what goes wrong is said in conditions, in the words that help."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from running import Kube, OperatorProcess, eventually, pipeline
+from test_cluster_children import SETTLE_S, deployments
+
+from omnipipeline_spec import loading, planning
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+GPU_STAGES = [
+    {"name": "first", "process": "first", "factory": "some.module:first", "next": ["last"], "gpu": [0]},
+    {"name": "last", "process": "last", "factory": "some.module:last", "terminal": True},
+]
+
+
+def wait_reason(kube: Kube, kind: str, reason: str) -> dict[str, Any]:
+    return eventually(
+        lambda: kube.condition("duo", kind).get("reason") == reason and kube.condition("duo", kind),
+        what=f"{kind} says {reason}: {kube.condition('duo', kind)}",
+    )
+
+
+def test_too_many_gpus_are_explained_and_fewer_are_scheduled(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline(stages=GPU_STAGES, processGroups=[{"name": "first", "replicas": 13}]))
+    found = wait_reason(kube, "Scheduled", "Unschedulable")
+    assert "nvidia.com/gpu" in found["message"] and "unit first" in found["message"]
+    kube.apply(pipeline(stages=GPU_STAGES, processGroups=[{"name": "first", "replicas": 3}]))
+    ready = kube.wait_ready("duo")
+    assert ready["status"]["gpus"]["requested"] == 3
+    eventually(lambda: kube.get("omnipipeline", "duo")["status"]["gpus"]["ready"] == 3)
+    assert kube.condition("duo", "Scheduled")["status"] == "True"
+
+
+def test_a_roll_without_room_says_what_to_free_and_recreate_does_it(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    full = [{"name": "first", "replicas": 12}]
+    kube.apply(pipeline(stages=GPU_STAGES, processGroups=full))
+    kube.wait_ready("duo", within_s=60)
+    kube.apply(pipeline(stages=GPU_STAGES, processGroups=full, envDefaults={"CHANGED": "1"}))
+    squeezed = wait_reason(kube, "Progressing", "InsufficientCapacity")
+    assert squeezed["status"] == "False" and "Recreate" in squeezed["message"]
+    assert kube.condition("duo", "Available")["status"] == "True"
+    kube.apply(
+        pipeline(stages=GPU_STAGES, processGroups=full, envDefaults={"CHANGED": "1"}, rollout={"strategy": "Recreate"})
+    )
+    kube.wait_ready("duo", within_s=60)
+
+
+def test_a_quota_is_told(kube: Kube, operator: OperatorProcess) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
+    kube.apply(quota)
+    operator.start()
+    kube.apply(pipeline())
+    found = wait_reason(kube, "Scheduled", "QuotaExceeded")
+    assert "exceeded quota: few" in found["message"]
+
+
+def test_our_pods_satisfy_the_restricted_standard_and_a_violation_is_told(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    kube("label", "namespace", kube.namespace, "pod-security.kubernetes.io/enforce=restricted")
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    loose = {"spec": {"containers": [{"name": "stage", "securityContext": {"runAsNonRoot": False}}]}}
+    loose["spec"] |= {"securityContext": {"runAsNonRoot": False, "runAsUser": 0}}  # type: ignore[arg-type]
+    kube.apply(pipeline(processGroups=[{"name": "first", "podTemplate": loose}]))
+    found = wait_reason(kube, "Scheduled", "PodSecurity")
+    assert "violates PodSecurity" in found["message"]
+    assert kube.condition("duo", "Available")["status"] == "True"
+
+
+def test_a_privileged_pod_template_is_refused_by_path(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline(processGroups=[{"name": "first", "podTemplate": {"spec": {"hostNetwork": True}}}]))
+    found = wait_reason(kube, "Accepted", "NotAllowed")
+    assert "podTemplate.spec.hostNetwork" in found["message"]
+    assert kube.names("deployments") == set()
+
+
+def test_a_namespace_that_is_going_is_left_in_peace(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    kube("delete", "namespace", kube.namespace, "--wait=true", "--timeout=60s")
+    time.sleep(SETTLE_S)
+    assert "a fault of the operator's" not in operator.log.read_text()
+
+
+def test_the_plan_is_the_same_through_kubectl_and_offline(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    golden = pipeline(
+        envDefaults={"A": "1.0", "B": "on"},
+        runtimeOverrides={"first": {"ratio": 1.0, "big": 1e3, "deep": {"z": [1, 2.5], "a": None}}},
+        gpuMemoryLimit=0.9,
+        restartedAt="2026-01-01",
+    )
+    kube.apply(golden)
+    kube.wait_ready("duo")
+    plan = planning.plan(loading.from_resource(golden).spec, name="duo")
+    assert kube.get("omnipipeline", "duo")["status"]["revision"]["update"] == plan.current.revision
+    wanted = {unit.name: unit.revision for unit in plan.units} | {"coordinator": plan.coordinator.revision}
+    assert {unit: next(iter(revisions)) for unit, revisions in deployments(kube).items()} == wanted
+
+
+def test_events_tell_of_transitions_only(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    time.sleep(SETTLE_S)
+    told = [each for each in kube.all("events") if each["involvedObject"]["kind"] == "OmniPipeline"]
+    reasons = [each["reason"] for each in told]
+    assert "Serving" in reasons
+    assert len(reasons) == len(set(zip(reasons, (each["message"] for each in told), strict=True)))
