@@ -19,7 +19,9 @@ import msgspec
 from benchmarks.faultlab import experiments, graph, network
 from benchmarks.faultlab.experiments import Outcome
 
-HEAD = f"{'fault':8} {'target':9} {'repl.':>5} {'requests':>8} {'retried':>7} {'lost':>4} {'healthy':>8}  failed by code"
+HEAD = (
+    f"{'fault':8} {'target':9} {'repl.':>5} {'requests':>8} {'retried':>7} {'lost':>4} {'healthy':>8}  failed by code"
+)
 
 
 def row(outcome: Outcome) -> str:
@@ -58,7 +60,9 @@ async def scaling(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
         async with experiments.local(1, Path(folder)) as pipeline:
             ledger, served = await experiments.resize(pipeline, "consumer", count=count, rate=50.0)
-    print(f"\nconsumer 1 → 3 → 1 under {count} requests: failed {dict(ledger.failed())}, served {sorted(served.values())}")
+    print(
+        f"\nconsumer 1 → 3 → 1 under {count} requests: failed {dict(ledger.failed())}, served {sorted(served.values())}"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> None:

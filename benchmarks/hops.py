@@ -3,7 +3,8 @@
     python benchmarks/hops.py [--quick] [--curve] [--json FILE]
 
 hop = (time of 4 stages - time of 1) / 3, so that what the coordinator costs drops out. Every figure stands beside
-limits measured in the same run: memcpy, and a raw TCP one-way trip of the same size between two processes.
+limits measured in the same run: memcpy, a raw TCP one-way trip of the same size between two processes, and the bare
+one-way trip of a small ZeroMQ message with one hand-off to a worker thread: what no hop over ZeroMQ can beat.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import httpx
 import msgspec
 import numpy as np
 import uvloop
+import zmq
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
@@ -221,6 +223,56 @@ def _tcp_round_us(nbytes: int, rounds: int) -> float:
     return figure
 
 
+ZMQ_PEER = """
+import asyncio, queue, sys, threading, uvloop, zmq
+async def main():
+    context, work = zmq.Context(), queue.SimpleQueue()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.connect(sys.argv[1]); push.connect(sys.argv[2])
+    threading.Thread(target=lambda: [push.send(data) for data in iter(work.get, b"")], daemon=True).start()
+    def drain():
+        try:
+            while True: work.put(pull.recv(zmq.NOBLOCK))
+        except zmq.Again: pass
+    asyncio.get_running_loop().add_reader(pull.getsockopt(zmq.FD), drain); drain()
+    await asyncio.sleep(3600)
+uvloop.run(main())
+"""
+
+
+async def zmq_one_way_us(rounds: int = 2000) -> float:
+    """Half a round trip of 300 bytes: descriptors drained on uvloop, one hand-off to a thread at the far end."""
+    loop = asyncio.get_running_loop()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (push, pull)]
+    peer = [sys.executable, "-c", ZMQ_PEER, *(f"tcp://127.0.0.1:{port}" for port in ports)]
+    child = subprocess.Popen(peer)
+    back = asyncio.Event()
+
+    def drain() -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                pull.recv(zmq.NOBLOCK)
+                back.set()
+
+    descriptor = int(pull.getsockopt(zmq.FD))
+    loop.add_reader(descriptor, drain)
+    times = []
+    for _ in range(rounds):
+        back.clear()
+        start = time.perf_counter()
+        push.send(b"x" * 300)
+        drain()
+        await back.wait()
+        times.append(time.perf_counter() - start)
+    loop.remove_reader(descriptor)
+    child.kill()
+    child.wait()
+    context.destroy(linger=0)
+    return statistics.median(times) * 1e6 / 2
+
+
 def _median_us(call: object, rounds: int) -> float:
     assert callable(call)
     times = []
@@ -246,6 +298,9 @@ async def main(arguments: argparse.Namespace) -> None:
 
         apart = {stages: await start(stages, stages) for stages in (1, 2, 4)}
         together = {stages: await start(stages, 1) for stages in (1, 4)}
+        zmq_us = await zmq_one_way_us()
+        figures["zmq_one_way_us"] = zmq_us
+        print(f"one ZeroMQ message, one way, one thread hand-off: {zmq_us:.0f}us")
         head = ("size", "memcpy", "raw tcp", "hop apart", "x memcpy", "x tcp", "hop inside")
         print("{:>8} {:>9} {:>9} | {:>10} {:>9} {:>7} | {:>10}".format(*head))
         for label, nbytes in SIZES.items():
@@ -275,6 +330,7 @@ async def main(arguments: argparse.Namespace) -> None:
                 f"{label:>8} {copy:7.1f}us {tcp:7.1f}us | {hop:8.1f}us {hop / copy:8.1f}x {hop / tcp:6.1f}x |"
                 f" {inside:8.1f}us   (1 stage: {first:.0f}us)"
             )
+        print(f"one ZeroMQ message again: {await zmq_one_way_us():.0f}us")
         figures["http"] = await http(apart, rounds)
         total = 2000 if arguments.quick else 20000
         inputs = {"data": "x" * 4096}

@@ -185,4 +185,6 @@ async def _left(
     end = time.monotonic() + within_s
     while (now := _held(pipeline)) != before and time.monotonic() < end:
         await asyncio.sleep(0.2)
-    return left + [f"{name}: {before.get(name)} before, {now.get(name)} now" for name in now if now[name] != before.get(name)]
+    return left + [
+        f"{name}: {before.get(name)} before, {now.get(name)} now" for name in now if now[name] != before.get(name)
+    ]

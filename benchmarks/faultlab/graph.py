@@ -15,7 +15,7 @@ MEMBERS = ("entry", "fan-in", "producer", "consumer", "terminal")
 DEADLINE_S = 15.0
 HEARTBEAT_S = 0.25
 
-CODE = '''
+CODE = """
 import asyncio
 import hashlib
 
@@ -78,7 +78,7 @@ def finish():
         told = " ".join(words) + "|" + text
         yield omni.Result({"hash": hashlib.sha256(told.encode()).hexdigest()})
     return omni.Streaming(run)
-'''
+"""
 
 
 def answer_hash(text: str) -> str:

@@ -55,9 +55,7 @@ class Network:
 
     def inside(self, host: str, command: Command) -> Command:
         """The command, run on that machine."""
-        return msgspec.structs.replace(
-            command, argv=("nsenter", f"--net=/run/netns/{self.space(host)}", *command.argv)
-        )
+        return msgspec.structs.replace(command, argv=("nsenter", f"--net=/run/netns/{self.space(host)}", *command.argv))
 
     def cut(self, host: str) -> None:
         _ip("link", "set", self._outer(host), "down")

@@ -41,9 +41,11 @@ class Admission:
         """Raises: RequestError: a value that cannot travel (400), or terminalStagesFn is wrong (500)."""
         terminals = self._terminals(request, revision)
         try:
-            extracted = payloads.extract({"request": request, "data": request.inputs}, where="request", as_fields=True)
+            # No ``data``: at the entry stage that is the request's own inputs, which would be encoded twice.
+            extracted = payloads.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
-            raise RequestError("invalid_request", str(error), request_id=request.id) from error
+            told = str(error).removeprefix("submitted.")
+            raise RequestError("invalid_request", told, request_id=request.id) from error
         limit_s = self._plan.request_timeout_s
         retries = self._plan.retries if self.kept_nbytes + extracted.nbytes <= KEPT_NBYTES else 0
         self.kept_nbytes += extracted.nbytes

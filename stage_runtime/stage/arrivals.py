@@ -40,7 +40,7 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
         raise ProtocolError("a payload without its request")
     request = fields["request"]
     work.know(request)
-    return StagePayload(request=request, data=fields.get("data"))
+    return StagePayload(request=request, data=fields["data"] if "data" in fields else request.inputs)
 
 
 class PayloadArrival:

@@ -165,7 +165,9 @@ class StageOutbox:
     def _send_payload(
         self, work: RequestWork, target: str, payload: StagePayload, packed: dict[int, tuple[StagePayload, Extracted]]
     ) -> None:
-        fields = {"request": payload.request, "data": payload.data}
+        fields: dict[str, Any] = {"request": payload.request}
+        if payload.data is not payload.request.inputs:  # which go along with the request
+            fields["data"] = payload.data
         timings = self._timings(work)
         peer = self._bound(work, target)
         if peer == self._around.incarnation:
