@@ -68,8 +68,8 @@ class Roster:
         refusal = self._refusal(sender, message)
         if refusal is not None:
             log.warning("%s of group %s is refused: %s", sender, message.member.group, refusal)
-            link = self._channels.connect(sender, message.member.endpoint)
-            link.send(Refused(sender, refusal, buried=sender in self._buried))
+            said = Refused(sender, refusal, buried=sender in self._buried)
+            self._channels.dismiss(sender, message.member.endpoint, said)
             return False
         member = message.member
         known = sender in self.membership.instances
@@ -91,7 +91,7 @@ class Roster:
         """Somebody speaks to us who has no link. One that we buried, by mistake or frozen, must learn of it."""
         endpoint = self._buried.get(sender)
         if endpoint is not None:
-            self._channels.connect(sender, endpoint).send(Refused(sender, BURIED, buried=True))
+            self._channels.dismiss(sender, endpoint, Refused(sender, BURIED, buried=True))
 
     def ready_now(self, sender: str) -> bool:
         """An instance takes requests from now on."""

@@ -40,6 +40,7 @@ RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dea
 STALL_RETRY_S: Final = 0.002
 RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_S, a busy receiver is no loss
 RESEND_MOST_S: Final = 4.0
+DISMISS_S: Final = 5.0  # to connect and be heard
 
 
 class Handler(Protocol):
@@ -166,6 +167,15 @@ class Channels:
         link.send(message)
         return True
 
+    def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
+        """Say one thing to somebody who is to have no link; what is opened for that is closed a little later."""
+        link = self._links.get(peer)
+        if link is None:
+            link = self.connect(peer, endpoint)
+            # By time, not by its ack: at that endpoint a later life may listen, which has no ear for this one's name.
+            self._loop.call_later(DISMISS_S, self._dismissed, link)
+        link.send(message)
+
     def publish(self, message: Message) -> None:
         """Say it to whoever listens; a hint that may be lost."""
         if self._publisher is not None:
@@ -195,6 +205,10 @@ class Channels:
         link = self._links.pop(peer, None)
         if link is not None:
             self._close_link(link)
+
+    def _dismissed(self, link: Link) -> None:
+        if self._links.get(link.peer) is link:
+            self.drop(link.peer)
 
     def drop_unnamed(self, endpoint: str) -> None:
         link = self._unnamed.pop(endpoint, None)
