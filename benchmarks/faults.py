@@ -43,6 +43,7 @@ async def table(arguments: argparse.Namespace) -> list[Outcome]:
             start = experiments.networked if fault == "cut" else experiments.local
             with tempfile.TemporaryDirectory(prefix="f-") as folder:
                 async with start(replicas, Path(folder)) as pipeline:
+                    await experiments.warm(pipeline)
                     for member in arguments.member or graph.MEMBERS:
                         after_s = 7.0 if not arguments.quick else 6.0
                         outcome = await experiments.hurt(pipeline, fault, member, replicas=replicas, after_s=after_s)

@@ -73,6 +73,13 @@ async def networked(replicas: int, base: Path) -> AsyncIterator[network.NetPipel
         yield pipeline
 
 
+async def warm(pipeline: Hurtable) -> None:
+    """A first load: threads and connections are made when they are needed for the first time."""
+    ledger = Ledger(pipeline.url)
+    await ledger.load(rate=40.0, count=60)
+    assert not ledger.failed(), ledger.failed()
+
+
 async def kill(pipeline: Hurtable, member: str) -> None:
     os.kill(pipeline.pids()[member], signal.SIGKILL)
 
