@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from stage_runtime.wire.messages import Failure
 from stage_runtime.wire.values import Chunk, StagePayload
 
 
@@ -44,6 +45,7 @@ class StreamFailed(msgspec.Struct, frozen=True):
     source: str
     error: str
     work: Any = None
+    failure: Failure | None = None
 
 
 class Abort(msgspec.Struct, frozen=True):

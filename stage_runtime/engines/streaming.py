@@ -39,7 +39,7 @@ class StreamingEngine(LoopEngine):
             case events.StreamDone():
                 session.end(event.source)
             case events.StreamFailed():
-                session.fail(event.source, event.error)
+                session.fail(_cause(event))
 
     def on_abort(self, work: Work) -> None:
         self._sessions.pop(work, None)
@@ -129,8 +129,8 @@ class RequestSession:
         self._open.discard(source)
         self._changed.set()
 
-    def fail(self, source: str, error: str) -> None:
-        self._failure = RequestError("stage_failed", error, stage=source)
+    def fail(self, cause: RequestError) -> None:
+        self._failure = cause
         self._changed.set()
         self._opened.set()
 
@@ -162,3 +162,11 @@ class RequestSession:
         if id(chunk) not in self._taken_early:
             self._taken_early.add(id(chunk))
             self._outbox.consumed(self._work, chunk.source, 1)
+
+
+def _cause(event: events.StreamFailed) -> RequestError:
+    """As the source itself told the coordinator: whoever of the two is heard first, the client is told the same."""
+    told = event.failure
+    if told is None:
+        return RequestError("stage_failed", event.error, stage=event.source)
+    return RequestError(told.code, told.message, stage=told.stage, hook=told.hook, param=told.param)

@@ -33,6 +33,11 @@ class Fetched:
             buffer = bytearray(body.inline)  # writable: torch knows no read-only tensors
         return payloads.restore(body.value, body.refs, buffer, torch=torch)
 
+    def copy_out(self) -> None:
+        """It will wait: leave the sender's slot, which it may need for what is waited for."""
+        if self._body.transfer and isinstance(self._buffer, memoryview):
+            self._buffer = bytearray(self._buffer)
+
     def discard(self) -> None:
         """Nobody wants it."""
         self._buffer = None

@@ -29,6 +29,10 @@ class Gathering:
         self._arrived[source] = payload
         return True
 
+    def waits_after(self, source: str) -> bool:
+        """Whether more must come once ``source`` has: it cannot be said of a set that is not resolved."""
+        return self._active is None or not self._active <= self._arrived.keys() | {source}
+
     def resolve(self, returned: object) -> None:
         """Take what ``wait_for_fn`` said of the last arrival. None: not known yet.
 

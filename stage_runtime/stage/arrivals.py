@@ -14,6 +14,7 @@ class Sealed(Protocol):
     """A value that has arrived: `relays.fetching.Fetched`, or `Passed` from a stage of this process."""
 
     def open(self) -> Any: ...
+    def copy_out(self) -> None: ...
     def discard(self) -> None: ...
 
 
@@ -28,6 +29,9 @@ class Passed:
     def open(self) -> Any:
         value, self._value = self._value, None
         return value
+
+    def copy_out(self) -> None:
+        """It lies in no slot."""
 
     def discard(self) -> None:
         self._value = None

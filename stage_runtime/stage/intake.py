@@ -105,7 +105,7 @@ class Intake:
         """``source`` failed in mid-stream."""
         work = self._work(header)
         if work is not None:
-            self._inbox.put(events.StreamFailed(work.request_id, source, failure.message, work))
+            self._inbox.put(events.StreamFailed(work.request_id, source, failure.message, work, failure))
 
     def lost(self, header: Header, error: Exception) -> None:
         """A payload was announced and could not be fetched."""
@@ -180,7 +180,7 @@ class Intake:
         return work
 
     def _drop(self, work: RequestWork) -> None:
-        work.aborted = True
+        work.abort()
         if work.finish():
             self._inbox.put(events.Abort(work.request_id, work))
 
@@ -206,6 +206,9 @@ class Intake:
     def _gather(self, work: RequestWork, source: str, sealed: Sealed) -> None:
         gathering = work.gathering
         assert gathering is not None
+        if gathering.waits_after(source):
+            # Two requests that wait for each other's slots would never go on, however many slots there are.
+            sealed.copy_out()
         payload = open_payload(work, sealed)
         if not gathering.arrive(source, payload):
             log.warning("%s: unexpected payload from %r for %s dropped", self._plan.name, source, work.request_id)

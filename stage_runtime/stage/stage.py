@@ -101,5 +101,5 @@ class Stage:
     def _fail(self, work: RequestWork, error: BaseException, hook: str) -> None:
         """It failed outside of the engine, which may be at it: waiting for a chunk that will not come."""
         self.outbox.fail(work, error, hook=hook)
-        work.aborted = True
+        work.abort()
         self.inbox.put(Abort(work.request_id, work))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from concurrent.futures import Future
 from threading import Lock
 from typing import Any, Final
@@ -15,6 +14,21 @@ from stage_runtime.wire.messages import Header, Timing
 from stage_runtime.wire.values import OmniRequest
 
 STREAM_WINDOW: Final = 256  # chunks a consumer may lag behind its producer, per request and edge
+
+
+class Fate:
+    """What user code may ask of a request, kept apart from its work: a request that knew its work would be a cycle,
+    and the slots of its senders would wait for the garbage collector.
+    """
+
+    __slots__ = ("aborted", "lockstep")
+
+    def __init__(self, lockstep: bool) -> None:
+        self.aborted = False
+        self.lockstep = lockstep
+
+    def cancelled(self) -> bool:
+        return self.aborted and not self.lockstep
 
 
 class RequestWork:
@@ -38,8 +52,7 @@ class RequestWork:
         self.merge = Merge(sources)
         self.ended_sources: set[str] = set()  #: Told to the engine already.
         self.timings: dict[str, Timing] = {}  #: Of the stages before this one.
-        self.aborted = False  #: Nobody waits.
-        self._lockstep = lockstep
+        self._fate = Fate(lockstep)
         self.over = False  #: Done, failed or aborted here.
         self.queued_at: float | None = None
         self.began_at: float | None = None
@@ -50,6 +63,14 @@ class RequestWork:
         self._lock = Lock()
 
     @property
+    def aborted(self) -> bool:
+        """Nobody waits."""
+        return self._fate.aborted
+
+    def abort(self) -> None:
+        self._fate.aborted = True
+
+    @property
     def dead(self) -> bool:
         """Whatever is still said of it here goes nowhere."""
         return self.aborted or self.over
@@ -57,7 +78,7 @@ class RequestWork:
     @property
     def cancelled(self) -> bool:
         """What user code and engines are told: stop if you can."""
-        return self.aborted and not self._lockstep
+        return self._fate.cancelled()
 
     def header(self) -> Header:
         """For a message that leaves now."""
@@ -68,9 +89,7 @@ class RequestWork:
         """The request itself has arrived; user code may ask it whether it was cancelled."""
         if self.request is None:
             self.request = request
-            # No cycle: a work that only the garbage collector frees holds its senders' slots until then.
-            known = weakref.ref(self)
-            request.__dict__["_cancelled"] = lambda: (work := known()) is None or work.cancelled
+            request.__dict__["_cancelled"] = self._fate.cancelled
 
     def claim_payload(self) -> bool:
         """The stage's payload is complete. False when it was before: a stage starts a request once."""

@@ -112,3 +112,13 @@ class Big:
 )
 def test_lists_tuples_and_sets_are_lists_of_names(returned: Any, names: list[str]) -> None:
     assert names_of(returned) == names
+
+
+def test_who_will_wait_is_known_before_a_payload_is_taken() -> None:
+    static = Gathering("join", ("a", "b"), static=True)
+    assert static.waits_after("a")
+    static.arrive("a", 1)
+    assert static.waits_after("a")
+    assert not static.waits_after("b")
+    unresolved = Gathering("join", ("a",), static=False)
+    assert unresolved.waits_after("a")

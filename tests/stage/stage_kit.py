@@ -1,0 +1,293 @@
+"""Processes of stages in one test: real hosts, engines and lanes; links and relays in memory.
+
+Messages are written and read by the codec as on a wire. The test decides which link delivers next. Payloads go
+through a relay whose slots are free when the last view of them dies, as with shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from omnipipeline_spec.plan import StagePlan
+from stage_runtime.engines.loading import as_engine
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.fetching import Fetched
+from stage_runtime.stage.host import Host
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import (
+    PROTOCOL,
+    Abort,
+    Body,
+    Complete,
+    Failure,
+    Frame,
+    Header,
+    Message,
+    Stream,
+    Submit,
+)
+from stage_runtime.wire.values import OmniRequest
+
+OWNER = "cc"
+PATIENCE_S = 20.0
+
+
+class Put:
+    """`relays.base.RelayOperation` of the sender."""
+
+    def __init__(self, peer: str, transfer: int, data: bytes) -> None:
+        self.peer = peer
+        self.transfer = transfer
+        self.data = data
+        self.metadata = transfer.to_bytes(8, "big")
+
+
+class Got:
+    """`relays.base.RelayOperation` of the receiver: here at once."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view: memoryview | None = view
+
+    def done(self) -> bool:
+        return True
+
+    def take(self) -> memoryview:
+        view, self._view = self._view, None
+        assert view is not None
+        return view
+
+
+class MemoryRelays:
+    """What hosts and desks ask of `relays.choosing.Relays`; one per process, all in one dictionary."""
+
+    def __init__(self, world: World, me: str, slots: int) -> None:
+        self._world = world
+        self._me = me
+        self._slots = slots
+        self._ids = itertools.count(1)
+        self.held: dict[tuple[str, int], Put] = {}  #: (peer, transfer) -> what it holds of ours
+        self.breaks: set[str] = set()  #: Requests whose payloads cannot be fetched here.
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("memory",)
+
+    def put(self, extracted: payloads.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put | None:
+        if len(self.held) >= self._slots:
+            return None
+        assert extracted.pack is not None
+        put = Put(peer, next(self._ids), payloads.flatten(extracted.pack))
+        self.held[peer, put.transfer] = put
+        return put
+
+    def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Got:
+        if request_id in self.breaks:
+            raise TransferError("the slot is gone")
+        transfer = int.from_bytes(metadata, "big")
+        data = self._world.relays[peer].held[self._me, transfer].data
+        slot = np.ndarray((len(data),), np.uint8, bytearray(data))
+        weakref.finalize(slot, self._world.died, self._me, peer, transfer)
+        return Got(memoryview(slot))
+
+    def released(self, peer: str, transfer: int) -> None:
+        self.held.pop((peer, transfer), None)
+
+    def discard(self, operation: Put) -> None:
+        self.held.pop((operation.peer, operation.transfer), None)
+
+    def cleanup(self, request_id: str) -> None: ...
+
+    def forget(self, peer: str) -> None:
+        self.held = {key: put for key, put in self.held.items() if key[0] != peer}
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+class MemoryChannels:
+    """What hosts and coordinators ask of `sockets.channels.Channels`."""
+
+    def __init__(self, world: World, me: str) -> None:
+        self._world = world
+        self._me = me
+        self.counters: Counter[str] = Counter()
+        self.gone: set[str] = set()
+        self.published: list[Message] = []
+
+    def send(self, peer: str, message: Message) -> bool:
+        if peer in self.gone or peer not in self._world.known:
+            return False
+        self._world.links[self._me, peer].append(codec.encode(Frame(PROTOCOL, self._me, peer, 1, 1, 1, 0, message)))
+        return True
+
+    def publish(self, message: Message) -> None:
+        self.published.append(message)
+
+    def connect(self, peer: str, endpoint: str) -> Any:
+        self.gone.discard(peer)
+        return self.link(peer)
+
+    def link(self, peer: str) -> Any:
+        return None
+
+    def drop(self, peer: str) -> None:
+        self.gone.add(peer)
+
+
+class Registered:
+    """`stage.registration.Registration`, done."""
+
+    def __init__(self) -> None:
+        self.coordinators = {OWNER: None}
+
+    def lost(self, peer: str) -> bool:
+        return self.coordinators.pop(peer, self) is None
+
+
+class World:
+    """All processes, and what is under way between them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.known: set[str] = {OWNER}
+        self.hosts: dict[str, Host] = {}
+        self.relays: dict[str, MemoryRelays] = {}
+        self.links: dict[tuple[str, str], deque[bytes]] = defaultdict(deque)
+        self.told: list[Message] = []  #: What the coordinator was told.
+        self.stage_of: dict[str, str] = {}  #: stage -> incarnation
+        self.failures: list[tuple[str, BaseException]] = []
+        self._random = random.Random(seed)
+        self._loop = asyncio.get_running_loop()
+        self.relays[OWNER] = MemoryRelays(self, OWNER, 1000)
+
+    def process(
+        self, name: str, plans: Sequence[StagePlan], functions: Mapping[str, Any], *, slots: int = 1000
+    ) -> Host:
+        host = Host(
+            plans,
+            incarnation=name,
+            loop=self._loop,
+            on_loaded=lambda: None,
+            on_failed=lambda stage, error: self.failures.append((stage, error)),
+            on_shutdown=lambda reason: None,
+            on_unbound=lambda coordinator: None,
+            on_buried=lambda: None,
+        )
+        self.known.add(name)
+        self.relays[name] = MemoryRelays(self, name, slots)
+        host.wire(MemoryChannels(self, name), Registered(), self.relays[name])  # type: ignore[arg-type]
+        self.hosts[name] = host
+        self.stage_of |= {plan.name: name for plan in plans}
+        host.load(lambda plan: as_engine(functions[plan.name], sources=plan.stream_from))
+        return host
+
+    def died(self, holder: str, peer: str, transfer: int) -> None:
+        """The last view of a slot is gone; in any thread, as with the real relays."""
+        host = self.hosts.get(holder)
+        if host is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(host.release, peer, transfer)
+
+    # --- what the coordinator says ------------------------------------------------------------------------------
+
+    def header(self, request_id: str, attempt: int = 1, owner: str = OWNER) -> Header:
+        return Header(request_id, attempt, owner, dict(self.stage_of), 60_000)
+
+    def submit(self, request_id: str, target: str, data: Any = None, *, attempt: int = 1, owner: str = OWNER) -> None:
+        fields = {"request": OmniRequest(id=request_id, inputs=data), "data": data}
+        extracted = payloads.extract(fields, where="request", as_fields=True)
+        assert extracted.is_inline
+        body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
+        self.say(owner, self.stage_of[target], Submit(self.header(request_id, attempt, owner), target, body))
+
+    def abort(self, request_id: str, attempt: int = 1, owner: str = OWNER) -> None:
+        for name in self.hosts:
+            self.say(owner, name, Abort(request_id, attempt, owner, "cancelled"))
+
+    def say(self, sender: str, receiver: str, message: Message) -> None:
+        frame = codec.encode(Frame(PROTOCOL, sender, receiver, 1, 1, 1, 0, message))
+        self.links[sender, receiver].append(frame)
+
+    # --- delivering ---------------------------------------------------------------------------------------------
+
+    def deliver_one(self) -> bool:
+        """One message of any link that has some. False: nothing is under way."""
+        ready = [link for link, frames in list(self.links.items()) if frames]
+        if not ready:
+            return False
+        sender, receiver = self._random.choice(ready)
+        message = codec.decode(self.links[sender, receiver].popleft()).message
+        if receiver in self.hosts:
+            self.hosts[receiver].heard(sender, message)
+        else:
+            self.told.append(message)
+        return True
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                if not self.deliver_one():
+                    await asyncio.sleep(0.001)
+                elif self._random.random() < 0.2:
+                    await asyncio.sleep(0)
+
+    async def settle(self) -> None:
+        """Until nothing has been under way for a while."""
+        quiet = 0
+        while quiet < 20:
+            quiet = 0 if self.deliver_one() else quiet + 1
+            await asyncio.sleep(0 if quiet == 0 else 0.002)
+
+    # --- what the coordinator was told --------------------------------------------------------------------------
+
+    def results(self) -> dict[str, Any]:
+        """request -> what its terminal gave."""
+        return {
+            one.request_id: self.opened(one.body, one.source)
+            for one in self.told
+            if isinstance(one, Complete) and one.body is not None
+        }
+
+    def failed(self) -> dict[str, Failure]:
+        return {
+            one.request_id: one.failure for one in self.told if isinstance(one, Complete) and one.failure is not None
+        }
+
+    def streamed(self, request_id: str) -> list[Stream]:
+        return [one for one in self.told if isinstance(one, Stream) and one.request_id == request_id]
+
+    def opened(self, body: Body, source: str) -> Any:
+        if body.transfer:
+            sender = self.stage_of[source]
+            data = self.relays[sender].held[OWNER, int.from_bytes(body.transfer, "big")].data
+            return Fetched(body, bytearray(data)).open()
+        return Fetched(body, None).open()
+
+    @property
+    def outstanding(self) -> int:
+        """Transfers that a stage has not released."""
+        return sum(key[0] != OWNER for relays in self.relays.values() for key in relays.held)
+
+
+@asynccontextmanager
+async def world(seed: int = 0) -> AsyncIterator[World]:
+    made = World(seed)
+    try:
+        yield made
+    finally:
+        for host in made.hosts.values():
+            assert host.close(5.0), "a stage does not end"
+
+
+def plan(name: str, **fields: Any) -> StagePlan:
+    return StagePlan(name=name, group=name, factory="x:y", **fields)

@@ -1,0 +1,235 @@
+"""Whatever an author's code raises or returns wrongly fails that request, tells where, and nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+from stage_kit import World, plan, world
+
+import stage_runtime as omni
+from stage_runtime.wire.messages import Body, DataReady, Failure
+
+
+def echo(payload: omni.StagePayload) -> Any:
+    return payload.data
+
+
+def two_stages(made: World, function: Any = echo, **fields: Any) -> None:
+    fields.setdefault("next", ("b",))
+    made.process("pa", [plan("a", **fields)], {"a": function})
+    made.process("pb", [plan("b", terminal=True, inputs_from=("a",), stream_from=("a",))], {"b": after})
+
+
+async def streamed_and_given(session: omni.Session) -> AsyncIterator[Any]:
+    payload = await session.payload()
+    yield omni.Result(payload.data)
+
+
+after = omni.Streaming(streamed_and_given)
+
+
+def streams(payload: omni.StagePayload) -> Iterator[Any]:
+    yield omni.Chunk(1)
+    yield omni.Result(payload.data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "function", "hook", "message"),
+    [
+        ({"route_fn": "stage_functions:bad_route"}, echo, "route_fn", "ValueError: as told"),
+        ({"route_fn": "stage_functions:exits"}, echo, "route_fn", "SystemExit: as told"),
+        ({"route_fn": "stage_functions:nowhere"}, echo, "route_fn", "names ['ghost'], not in next; it declares ['b']"),
+        ({"project_payload": {"b": "stage_functions:bad_project"}}, echo, "project_payload[b]", "ValueError: as told"),
+        (
+            {"stream_to": ("b",), "stream_done_to_fn": "stage_functions:bad_done"},
+            streams,
+            "stream_done_to_fn",
+            "ValueError: as told",
+        ),
+    ],
+)
+async def test_a_hook_that_raises_fails_its_request_with_its_name(
+    fields: dict[str, Any], function: Any, hook: str, message: str
+) -> None:
+    async with world() as made:
+        two_stages(made, function, **fields)
+        made.submit("bad", "a", "x")
+        made.submit("good", "a", "y")
+        await made.until(lambda: "bad" in made.failed() and "good" in made.results())
+        assert made.failed()["bad"] == Failure("stage_failed", message, "a", hook)
+        assert made.results() == {"good": "y"}
+        assert made.failures == []  # the process goes on
+
+
+@pytest.mark.parametrize(
+    ("fields", "hook"),
+    [
+        ({"wait_for_fn": "stage_functions:bad_wait", "merge_fn": "stage_functions:merge_all"}, "wait_for_fn"),
+        ({"merge_fn": "stage_functions:bad_merge"}, "merge_fn"),
+    ],
+)
+async def test_a_fan_in_hook_that_raises_fails_its_request_with_its_name(fields: dict[str, Any], hook: str) -> None:
+    async with world() as made:
+        for name in ("a", "b"):
+            made.process(f"p{name}", [plan(name, next=("join",))], {name: lambda payload: {"id": payload.request.id}})
+        join = plan("join", wait_for=("a", "b"), inputs_from=("a", "b"), terminal=True, **fields)
+        made.process("pj", [join], {"join": echo})
+        for request_id in ("bad", "good"):
+            for name in ("a", "b"):
+                made.submit(request_id, name)
+        await made.until(lambda: "bad" in made.failed() and "good" in made.results())
+        assert made.failed()["bad"] == Failure("stage_failed", "ValueError: as told", "join", hook)
+
+
+def raises(error: BaseException) -> Any:
+    def run(payload: omni.StagePayload) -> Any:
+        if payload.request.id == "bad":
+            raise error
+        return payload.data
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (ValueError("no"), Failure("stage_failed", "ValueError: no", "a", "run")),
+        (SystemExit(3), Failure("stage_failed", "SystemExit: 3", "a", "run")),
+        (omni.InvalidRequest("too loud", param="volume"), Failure("invalid_request", "too loud", "a", "run", "volume")),
+        (omni.RequestError("unheard of", "x"), Failure("stage_failed", "x", "a", "run")),
+        (
+            OSError("no such file: 'caf\udce9'"),
+            Failure("stage_failed", "OSError: no such file: 'caf\\udce9'", "a", "run"),
+        ),
+        (ValueError("x" * 3_000_000), Failure("stage_failed", ("ValueError: " + "x" * 2000)[:2000], "a", "run")),
+    ],
+    ids=["error", "exit", "invalid request", "unknown code", "surrogate", "megabytes"],
+)
+async def test_what_a_function_raises_is_told_whatever_its_words(error: BaseException, failure: Failure) -> None:
+    async with world() as made:
+        two_stages(made, raises(error))
+        made.submit("bad", "a", "x")
+        made.submit("good", "a", "y")
+        await made.until(lambda: "bad" in made.failed() and "good" in made.results())
+        assert made.failed()["bad"] == failure
+
+
+@pytest.mark.parametrize(
+    ("result", "where"),
+    [((1, 2), "payload.data: "), ({"cache": {"x": object()}}, "payload.data['cache']['x']: ")],
+)
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_result_that_cannot_travel_is_refused_alike_in_and_between_processes(
+    result: Any, where: str, apart: bool
+) -> None:
+    functions = {"a": lambda payload: result, "b": echo}
+    plans = [plan("a", next=("b",)), plan("b", terminal=True, inputs_from=("a",))]
+    async with world() as made:
+        if apart:
+            for one in plans:
+                made.process(f"p{one.name}", [one], functions)
+        else:
+            made.process("p", plans, functions)
+        made.submit("r1", "a")
+        await made.until(lambda: "r1" in made.failed())
+        assert made.failed()["r1"].message.startswith(where)
+
+
+def to_ghost(payload: omni.StagePayload) -> Iterator[Any]:
+    yield omni.Chunk(1, to="ghost")
+
+
+def to_nobody(payload: omni.StagePayload) -> Iterator[Any]:
+    yield omni.Chunk(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "fields", "problem"),
+    [
+        (to_nobody, {"next": ("b",)}, "add streamTo, or make the stage terminal"),
+        (to_ghost, {"next": ("b",)}, "declare it in streamTo"),
+        (to_ghost, {"next": ("b",), "stream_to": ("b",)}, "names ['ghost'], not in stream_to"),
+        (to_ghost, {"next": (), "terminal": True}, "declare it in streamTo"),
+    ],
+)
+async def test_a_chunk_that_may_go_nowhere_is_refused_with_the_cure(
+    function: Any, fields: dict[str, Any], problem: str
+) -> None:
+    async with world() as made:
+        two_stages(made, function, **fields)
+        made.submit("r1", "a")
+        await made.until(lambda: "r1" in made.failed())
+        assert problem in made.failed()["r1"].message
+        assert made.failed()["r1"].stage == "a"
+
+
+async def test_a_chunk_for_a_function_that_takes_none_fails_the_request_and_names_the_cure() -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", next=("b",), stream_to=("b",))], {"a": streams})
+        made.process("pb", [plan("b", terminal=True, inputs_from=("a",), stream_from=("a",))], {"b": echo})
+        made.submit("r1", "a")
+        await made.until(lambda: "r1" in made.failed())
+        assert "return omni.Streaming(fn)" in made.failed()["r1"].message
+
+
+async def test_garbage_for_a_payload_fails_its_request_alone() -> None:
+    async with world() as made:
+        two_stages(made)
+        for request_id, value in (("r1", b"\xff\xff"), ("r2", b"\xa5hello"), ("r3", b"\x80")):
+            made.say("pa", "pb", DataReady(made.header(request_id), "a", "b", Body(value)))
+        made.submit("good", "a", "y")
+        await made.until(lambda: len(made.failed()) == 3 and "good" in made.results())
+        assert {one.code for one in made.failed().values()} == {"transport_failed"}
+
+
+async def test_a_chunk_out_of_its_order_fails_its_request_and_frees_its_place() -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", next=("b",), stream_to=("b",))], {"a": streams})
+        b = plan("b", terminal=True, inputs_from=("a",), stream_from=("a",))
+        made.process("pb", [b], {"b": omni.Streaming(streamed_and_given, concurrency=1)})
+        body = Body(b"\x81\xa4data\x01")
+        for index in (0, 0):  # twice
+            made.say("pa", "pb", DataReady(made.header("r1"), "a", "b", body, index))
+        await made.until(lambda: "r1" in made.failed())
+        made.submit("good", "a", "y")
+        await made.until(lambda: made.results() == {"good": "y"})
+
+
+class Crashes:
+    """An engine whose loop ends at the word."""
+
+    def run(self, inbox: Any, outbox: Any, stop: Event) -> None:
+        for event in inbox:
+            if event.payload.data == "now":
+                raise MemoryError("out of memory")
+
+
+async def test_an_engine_that_crashes_fails_all_its_requests_and_ends_the_process() -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True)], {"a": Crashes()})
+        made.submit("r1", "a", "wait")
+        made.submit("r2", "a", "wait")
+        await made.settle()
+        made.submit("r3", "a", "now")
+        await made.until(lambda: len(made.failed()) == 3)
+        assert {one.message for one in made.failed().values()} == {
+            "RuntimeError: scheduler crashed: MemoryError: out of memory"
+        }
+        await made.until(lambda: [stage for stage, _ in made.failures] == ["a"])
+
+
+async def test_a_factory_that_raises_ends_loading_with_its_stage() -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True), plan("b", terminal=True)], {"a": echo, "b": None})
+        await made.until(lambda: [stage for stage, _ in made.failures] == ["b"])
+
+
+async def test_a_message_for_a_stage_of_another_process_is_counted_and_dropped() -> None:
+    async with world() as made:
+        two_stages(made)
+        made.say("pa", "pb", DataReady(made.header("r1"), "x", "a", Body(b"\x80")))
+        await made.settle()
+        assert made.hosts["pb"].counters["misdirected"] == 1

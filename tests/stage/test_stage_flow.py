@@ -1,0 +1,353 @@
+"""Results, chunks and ends on their way between stages, in one process and in several."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_kit import World, plan, world
+
+import stage_runtime as omni
+from omnipipeline_spec.plan import RelayPlan, StagePlan
+from stage_runtime.stage.work import STREAM_WINDOW
+from stage_runtime.wire.messages import Complete, Ended, HandBack
+
+LARGE = 40_000
+FLAT = RelayPlan(credits=1)
+
+
+def echo(payload: omni.StagePayload) -> Any:
+    return payload.data
+
+
+def place(made: World, plans: list[StagePlan], functions: dict[str, Any], *, apart: bool) -> None:
+    if apart:
+        for one in plans:
+            made.process(f"p{one.name}", [one], functions)
+    else:
+        made.process("p", plans, functions)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"route_fn": "stage_functions:own_data"},
+        {"project_payload": {"b": "stage_functions:for_b", "c": "stage_functions:for_c"}},
+    ],
+    ids=["routed", "projected"],
+)
+async def test_each_target_gets_its_own_payload(fields: dict[str, Any], apart: bool) -> None:
+    plans = [
+        plan("a", next=("b", "c"), **fields),
+        plan("b", terminal=True, inputs_from=("a",)),
+        plan("c", terminal=True, inputs_from=("a",)),
+    ]
+    async with world() as made:
+        place(made, plans, {"a": echo, "b": echo, "c": echo}, apart=apart)
+        for number in range(20):
+            made.submit(f"r{number}", "a", number)
+        await made.until(lambda: len(completed(made)) == 40)
+        assert {(source, data["for"]) for _, source, data in completed(made)} == {("b", "b"), ("c", "c")}
+
+
+def completed(made: World) -> list[tuple[str, str, Any]]:
+    return [
+        (one.request_id, one.source, made.opened(one.body, one.source))
+        for one in made.told
+        if isinstance(one, Complete) and one.body is not None
+    ]
+
+
+async def test_results_that_wait_for_a_slot_are_sent_though_their_stage_is_through() -> None:
+    """One slot, and a receiver that holds it: the others wait at the sender, where their requests are over."""
+    go = threading.Event()
+
+    def hold(payload: omni.StagePayload) -> int:
+        assert go.wait(20)
+        return len(payload.data)
+
+    async with world() as made:
+        a = plan("a", next=("b",), relay=RelayPlan(credits=8))
+        made.process("pa", [a], {"a": lambda payload: np.zeros(LARGE, np.uint8)}, slots=1)
+        made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": hold})
+        for number in range(6):
+            made.submit(f"r{number}", "a")
+        await made.until(lambda: made.hosts["pa"].lanes.queued == 5 and made.hosts["pa"].stages["a"].running == 0)
+        go.set()
+        await made.until(lambda: made.results() == {f"r{number}": LARGE for number in range(6)})
+        await made.until(lambda: made.outstanding == 0)
+
+
+def sizes(payload: omni.StagePayload) -> Iterator[Any]:
+    """Chunks that travel inline and by relay in turn: the short ones overtake."""
+    for index, large in enumerate(payload.data):
+        yield omni.Chunk({"index": index, "long": np.zeros(LARGE if large else 1, np.uint8)}, metadata={"n": index})
+    yield omni.Result(len(payload.data))
+
+
+async def listen(session: omni.Session) -> AsyncIterator[Any]:
+    seen = [[chunk.index, chunk.data["index"], chunk.metadata["n"]] async for chunk in session.chunks()]
+    payload = await session.payload()
+    yield omni.Result([seen, payload.data])
+
+
+async def stream_in_any_order(seed: int, large: list[bool], apart: bool) -> None:
+    plans = [
+        plan("a", next=("b",), stream_to=("b",), relay=FLAT),
+        plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
+    ]
+    async with world(seed) as made:
+        place(made, plans, {"a": sizes, "b": omni.Streaming(listen)}, apart=apart)
+        for number in range(3):
+            made.submit(f"r{number}", "a", large)
+        await made.until(lambda: len(made.results()) == 3)
+        wanted = [[[index] * 3 for index in range(len(large))], len(large)]
+        assert made.results() == {f"r{number}": wanted for number in range(3)}
+        await made.until(lambda: made.outstanding == 0)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.lists(st.booleans(), max_size=12), st.booleans())
+def test_chunks_are_numbered_and_come_in_order_and_the_end_comes_last(
+    seed: int, large: list[bool], apart: bool
+) -> None:
+    asyncio.run(stream_in_any_order(seed, large, apart))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_producer_is_held_back_by_a_consumer_that_lags(apart: bool) -> None:
+    sent = 0
+    go = asyncio.Event()
+    consumer_loop: list[asyncio.AbstractEventLoop] = []
+
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        nonlocal sent
+        for index in range(1000):
+            yield omni.Chunk(index)
+            sent = index + 1
+        yield omni.Result(None)
+
+    async def consume(session: omni.Session) -> AsyncIterator[Any]:
+        consumer_loop.append(asyncio.get_running_loop())
+        await go.wait()
+        yield omni.Result([chunk.data async for chunk in session.chunks()])
+
+    plans = [
+        plan("a", next=("b",), stream_to=("b",)),
+        plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
+    ]
+    async with world() as made:
+        place(made, plans, {"a": produce, "b": omni.Streaming(consume)}, apart=apart)
+        made.submit("r1", "a")
+        await made.until(lambda: sent >= STREAM_WINDOW - 1)
+        await made.settle()
+        assert sent <= STREAM_WINDOW
+        consumer_loop[0].call_soon_threadsafe(go.set)
+        await made.until(lambda: made.results() == {"r1": list(range(1000))})
+
+
+async def test_a_producer_that_waits_for_its_consumer_ends_when_the_request_is_aborted() -> None:
+    ended = threading.Event()
+
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        try:
+            while True:
+                yield omni.Chunk(0)
+        finally:
+            ended.set()
+
+    async def never(session: omni.Session) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield omni.Result(None)
+
+    plans = [
+        plan("a", next=("b",), stream_to=("b",)),
+        plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
+    ]
+    async with world() as made:
+        place(made, plans, {"a": produce, "b": omni.Streaming(never)}, apart=True)
+        made.submit("r1", "a")
+        await made.settle()
+        made.abort("r1")
+        await made.until(ended.is_set)
+        assert made.told == []
+
+
+def talk(payload: omni.StagePayload) -> Iterator[Any]:
+    yield omni.Chunk("a", modality="text")
+    yield omni.Chunk("b", modality="audio", metadata={"k": 1})
+    yield omni.Result("end")
+
+
+async def test_a_terminals_chunks_go_to_the_coordinator_numbered_with_their_modality() -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True)], {"a": talk})
+        made.submit("r1", "a")
+        await made.until(lambda: bool(made.results()))
+        streamed = made.streamed("r1")
+        assert [(one.chunk_id, one.modality) for one in streamed] == [(0, "text"), (1, "audio")]
+        assert made.opened(streamed[1].body, "a") == {"data": "b", "metadata": {"k": 1}}
+        (done,) = [one for one in made.told if isinstance(one, Complete)]
+        assert done.chunks == 2
+        assert [timing.stage for timing in done.timings] == ["a"]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_stream_whose_producer_fails_fails_the_consumer_too_and_frees_it(apart: bool) -> None:
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        yield omni.Chunk(1)
+        if payload.data == "bad":
+            raise ValueError("broken source")
+        yield omni.Result("fine")
+
+    async def consume(session: omni.Session) -> AsyncIterator[Any]:
+        seen = [chunk.data async for chunk in session.chunks()]
+        yield omni.Result(seen)
+
+    plans = [
+        plan("a", next=("b",), stream_to=("b",)),
+        plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
+    ]
+    async with world() as made:
+        place(made, plans, {"a": produce, "b": omni.Streaming(consume, concurrency=1)}, apart=apart)
+        made.submit("r1", "a", "bad")
+        await made.until(lambda: "r1" in made.failed())
+        assert made.failed()["r1"].message == "ValueError: broken source"
+        made.submit("r2", "a", "good")
+        await made.until(lambda: made.results() == {"r2": [1]})
+
+
+def one_stage(made: World, function: Callable[[omni.StagePayload], Any]) -> None:
+    made.process("pa", [plan("a", terminal=True, entry=True)], {"a": function})
+
+
+async def test_an_id_may_come_again_once_its_request_is_over() -> None:
+    """Attempts of one coordinator only go up, so the second request is above the first one's tombstone."""
+    async with world() as made:
+        one_stage(made, echo)
+        for attempt in (1, 2, 3):
+            made.submit("again", "a", attempt, attempt=attempt)
+            await made.until(lambda attempt=attempt: made.results() == {"again": attempt})
+
+
+async def test_the_same_id_of_two_coordinators_are_two_requests() -> None:
+    async with world() as made:
+        made.known.add("other")
+        one_stage(made, echo)
+        made.submit("r1", "a", "ours", attempt=7)
+        await made.until(lambda: len(made.told) == 1)
+        made.submit("r1", "a", "theirs", attempt=1, owner="other")
+        await made.until(lambda: len(made.told) == 2)
+        assert made.results() == {"r1": "theirs"}
+        made.abort("r1", attempt=9, owner="other")
+        made.submit("r1", "a", "ours again", attempt=8)
+        await made.until(lambda: made.results() == {"r1": "ours again"})
+
+
+async def test_what_an_earlier_attempt_still_says_is_dropped() -> None:
+    async with world() as made:
+        one_stage(made, echo)
+        made.submit("r1", "a", "second", attempt=2)
+        await made.until(lambda: made.results() == {"r1": "second"})
+        made.submit("r1", "a", "first, late", attempt=1)
+        await made.settle()
+        assert len(made.told) == 1
+
+
+async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> None:
+    cancelled = threading.Event()
+    go = threading.Event()
+
+    def wait(payload: omni.StagePayload) -> str:
+        while not payload.request.cancelled() and not go.wait(0.001):
+            pass
+        cancelled.set() if payload.request.cancelled() else None
+        return "kept"
+
+    async with world() as made:
+        made.known.add("other")
+        made.process("pa", [plan("a", terminal=True)], {"a": omni.Simple(wait, concurrency=2)})
+        made.submit("mine", "a")
+        made.submit("theirs", "a", owner="other")
+        await made.settle()
+        made.hosts["pa"].registration.coordinators["other"] = None  # type: ignore[attr-defined]
+        made.hosts["pa"].lost("other")
+        await made.until(cancelled.is_set)
+        go.set()
+        await made.until(lambda: made.results() == {"mine": "kept"})
+
+
+async def test_a_request_that_the_coordinator_says_is_ended_is_dropped() -> None:
+    async def forever(session: omni.Session) -> AsyncIterator[Any]:
+        async for _ in session.chunks():
+            pass
+        yield omni.Result(None)
+
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True, stream_from=("x",))], {"a": omni.Streaming(forever)})
+        made.submit("r1", "a")
+        await made.settle()
+        host = made.hosts["pa"]
+        assert not host.idle
+        made.say("cc", "pa", Ended((("r1", 1),)))
+        await made.until(lambda: host.idle)
+        assert made.told == []
+
+
+async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through() -> None:
+    """Both look at one request object inside a process."""
+    asked: list[bool] = []
+
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        yield omni.Chunk(1)
+        assert over.wait(20)
+        asked.append(payload.request.cancelled())
+        yield omni.Result(None)
+
+    over = threading.Event()
+
+    async def consume(session: omni.Session) -> AsyncIterator[Any]:
+        async for chunk in session.chunks():
+            yield omni.Result(chunk.data)
+            return
+
+    plans = [
+        plan("a", next=("c",), stream_to=("b",)),
+        plan("b", terminal=True, stream_from=("a",)),
+        plan("c", terminal=True, inputs_from=("a",)),
+    ]
+    async with world() as made:
+        place(made, plans, {"a": produce, "b": omni.Streaming(consume), "c": echo}, apart=False)
+        made.submit("r1", "a")
+        await made.until(lambda: len(made.told) == 1)
+        over.set()
+        await made.until(lambda: len(made.told) == 2)
+        assert asked == [False]
+
+
+async def test_a_draining_entry_stage_hands_back_what_it_has_not_begun() -> None:
+    go = threading.Event()
+
+    def wait(payload: omni.StagePayload) -> None:
+        assert go.wait(20)
+
+    async with world() as made:
+        one_stage(made, wait)
+        made.submit("begun", "a")
+        await made.until(lambda: made.hosts["pa"].stages["a"].running == 1)
+        made.submit("waits", "a")
+        await made.settle()
+        made.hosts["pa"].goodbye("SIGTERM")
+        await made.settle()
+        assert [one.request_id for one in made.told if isinstance(one, HandBack)] == ["waits"]
+        made.abort("waits")
+        go.set()
+        await made.until(lambda: any(isinstance(one, Complete) for one in made.told))
+        await made.until(lambda: made.hosts["pa"].idle)
