@@ -1,0 +1,174 @@
+"""Who is bound: only what stands together in one revision, in proportion, the least loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnipipeline_spec.plan import PipelineRevision
+from stage_runtime.rules.members import Membership, Unbindable
+from stage_runtime.wire.messages import Member
+
+GROUPS = {"front": "u1", "voice": "u2"}
+STAGES = {"split": "front", "count": "front", "shout": "voice"}
+
+
+def revision(name: str, **units: str) -> PipelineRevision:
+    return PipelineRevision(
+        revision=name,
+        units=units,
+        groups=GROUPS,
+        stages=STAGES,
+        entry="split",
+        terminals=("shout",),
+        edges=(("split", "shout", "normal"),),
+    )
+
+
+OLD = revision("old", u1="a1", u2="b1")
+NEW = revision("new", u1="a1", u2="b2")
+
+
+def member(incarnation: str, group: str, unit_revision: str, *, ready: bool = True, endpoint: str = "") -> Member:
+    return Member(incarnation, group, GROUPS[group], unit_revision, endpoint or incarnation, {}, (), ready)
+
+
+def membership(*members: Member, revisions: tuple[PipelineRevision, ...] = (OLD,)) -> Membership:
+    made = Membership(revisions)
+    for one in members:
+        made.join(one)
+    return made
+
+
+def test_all_stages_of_a_group_are_bound_to_one_instance() -> None:
+    made = membership(member("f1", "front", "a1"), member("f2", "front", "a1"), member("v1", "voice", "b1"))
+    for _ in range(10):
+        _, bindings = made.bind()
+        assert bindings["split"] == bindings["count"]
+        assert bindings["shout"] == "v1"
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["front", "voice"]), st.sampled_from(["a1", "a2", "b1", "b2"]), st.booleans()),
+        max_size=12,
+    ),
+    st.integers(1, 30),
+)
+def test_what_is_bound_is_ready_and_stands_together_in_one_revision(
+    instances: list[tuple[str, str, bool]], count: int
+) -> None:
+    revisions = (OLD, NEW, revision("newest", u1="a2", u2="b2"))
+    made = membership(
+        *[member(f"i{n}", group, rev, ready=ready) for n, (group, rev, ready) in enumerate(instances)],
+        revisions=revisions,
+    )
+    for _ in range(count):
+        try:
+            chosen, bindings = made.bind()
+        except Unbindable:
+            for one in revisions:
+                assert any(
+                    not any(group == wanted and rev == one.units[unit] and ready for group, rev, ready in instances)
+                    for wanted, unit in one.groups.items()
+                )
+            return
+        for stage, incarnation in bindings.items():
+            instance = made.instances[incarnation]
+            assert instance.eligible
+            assert instance.member.group == STAGES[stage]
+            assert instance.member.revision == chosen.units[instance.member.unit]
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 1), (2, 1), (3, 1), (1, 3), (2, 0), (0, 2)])
+def test_new_requests_are_shared_in_proportion_to_complete_sets_and_evenly(old: int, new: int) -> None:
+    made = membership(
+        member("f", "front", "a1"),
+        *[member(f"f{n}", "front", "a1") for n in range(5)],
+        *[member(f"o{n}", "voice", "b1") for n in range(old)],
+        *[member(f"n{n}", "voice", "b2") for n in range(new)],
+        revisions=(OLD, NEW),
+    )
+    total = old + new
+    order = [made.bind()[0].revision for _ in range(total * 4)]
+    for start in range(len(order) - total + 1):  # in every window, not only in the long run
+        assert Counter(order[start : start + total]) == Counter({"old": old, "new": new}) - Counter()
+
+
+def test_a_revision_with_an_incomplete_set_gets_nothing() -> None:
+    """A failed new revision never gets traffic: its voice is there, but not ready."""
+    made = membership(
+        member("f1", "front", "a1"),
+        member("v1", "voice", "b1"),
+        member("v2", "voice", "b2", ready=False),
+        revisions=(OLD, NEW),
+    )
+    assert {made.bind()[0].revision for _ in range(10)} == {"old"}
+    made.mark("v2", ready=True)
+    assert {made.bind()[0].revision for _ in range(10)} == {"old", "new"}
+
+
+def test_the_least_loaded_instance_is_bound_and_what_waits_weighs_four_times() -> None:
+    made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1"), member("v2", "voice", "b1"))
+    made.beat("v1", waiting=1, running=0)
+    made.beat("v2", waiting=0, running=3)
+    assert made.bind()[1]["shout"] == "v2"  # 3 < 4
+    made.beat("v2", waiting=0, running=5)
+    assert made.bind()[1]["shout"] == "v1"
+
+
+def test_between_beats_each_binding_counts_so_a_burst_is_spread() -> None:
+    made = membership(member("f1", "front", "a1"), *[member(f"v{n}", "voice", "b1") for n in range(4)])
+    assert Counter(made.bind()[1]["shout"] for _ in range(40)) == {f"v{n}": 10 for n in range(4)}
+
+
+def test_a_draining_instance_gets_nothing_new() -> None:
+    made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1"), member("v2", "voice", "b1"))
+    made.mark("v1", draining=True)
+    assert {made.bind()[1]["shout"] for _ in range(5)} == {"v2"}
+    made.mark("v2", draining=True)
+    with pytest.raises(Unbindable, match="no ready instance of voice"):
+        made.bind()
+
+
+def test_an_instance_that_failed_an_attempt_is_avoided_while_there_is_another() -> None:
+    made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1"), member("v2", "voice", "b1"))
+    made.beat("v2", waiting=50, running=0)
+    assert made.bind(avoid={"v1"})[1]["shout"] == "v2"
+    made.leave("v2")
+    assert made.bind(avoid={"v1"})[1]["shout"] == "v1"
+
+
+def test_another_life_at_the_same_endpoint_proves_the_earlier_one_gone() -> None:
+    made = membership(member("v1", "voice", "b1", endpoint="tcp://a:1"))
+    assert made.join(member("v1", "voice", "b1", endpoint="tcp://a:1")) == []
+    assert made.join(member("v2", "voice", "b1", endpoint="tcp://a:1")) == ["v1"]
+
+
+def test_bindings_that_end_are_given_back_even_of_those_that_left() -> None:
+    made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1"))
+    _, bindings = made.bind()
+    assert (made.instances["f1"].bound, made.instances["v1"].bound) == (1, 1)
+    made.leave("v1")
+    made.unbind(bindings)
+    assert made.instances["f1"].bound == 0  # once, though two stages are bound to it
+
+
+def test_what_is_lacking_is_named_for_the_newest_revision() -> None:
+    made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1", ready=False), revisions=(OLD, NEW))
+    assert made.lacking() == ["voice"]
+    assert not made.complete()
+    assert Membership(()).lacking() == ["(no pipeline revision known)"]
+    with pytest.raises(Unbindable):
+        Membership(()).bind()
+
+
+def test_a_new_list_of_revisions_is_followed_at_once() -> None:
+    made = membership(member("f1", "front", "a1"), member("v2", "voice", "b2"))
+    with pytest.raises(Unbindable):
+        made.bind()
+    made.update((NEW,))
+    assert made.bind()[0].revision == "new"

@@ -1,0 +1,134 @@
+"""Credits, tombstones and what hooks may answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.errors import HookError, RequestError
+from stage_runtime.rules import routing
+from stage_runtime.rules.credits import Window
+from stage_runtime.rules.tombstones import Tombstones
+
+# --- credits ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))
+def test_a_window_is_never_overdrawn_and_repeated_releases_open_nothing(limit: int, steps: list[bool]) -> None:
+    window = Window(limit)
+    taken = 0
+    for take in steps:
+        if take:
+            assert window.take() == (taken < limit)
+            taken = min(taken + 1, limit)
+        else:
+            assert window.give() == (taken > 0)
+            taken = max(taken - 1, 0)
+        assert window.taken == taken
+        assert window.exhausted == (taken == limit)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_window_that_lets_nothing_through_is_refused(limit: int) -> None:
+    with pytest.raises(ValueError, match="would never let anything through"):
+        Window(limit)
+
+
+# --- tombstones ---------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_and_all_before_it_are_dead_and_later_ones_are_not() -> None:
+    dead = Tombstones()
+    dead.add("cc", "r1", 5, now=0.0)
+    assert [dead.has("cc", "r1", attempt) for attempt in (4, 5, 6)] == [True, True, False]
+    dead.add("cc", "r1", 3, now=1.0)  # an abort that came late takes nothing back
+    assert dead.has("cc", "r1", 5)
+
+
+def test_each_coordinators_dead_are_its_own() -> None:
+    dead = Tombstones()
+    dead.add("cc", "r1", 5, now=0.0)
+    assert not dead.has("other", "r1", 1)
+
+
+def test_the_dead_are_forgotten_after_their_time_and_the_oldest_first_beyond_the_limit() -> None:
+    dead = Tombstones(keep_s=10.0, limit=3)
+    for number in range(4):
+        dead.add("cc", f"r{number}", 1, now=float(number))
+    assert [dead.has("cc", f"r{number}", 1) for number in range(4)] == [False, True, True, True]
+    dead.add("cc", "r1", 1, now=4.0)  # said again: kept longer
+    dead.add("cc", "r9", 1, now=12.5)
+    assert [dead.has("cc", f"r{number}", 1) for number in (1, 2, 3, 9)] == [True, False, True, True]
+    assert len(dead) == 3
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 3), st.integers(0, 5)), max_size=60))
+def test_tombstones_are_bounded_whatever_ends(endings: list[tuple[str, int, int]]) -> None:
+    dead = Tombstones(keep_s=8.0, limit=4)
+    now = 0.0
+    for request_id, attempt, later in endings:
+        now += later
+        dead.add("cc", request_id, attempt, now)
+        assert dead.has("cc", request_id, attempt)
+        assert len(dead) <= 4
+
+
+# --- routing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "targets"),
+    [("b", ("b",)), (["c", "b"], ("c", "b")), (("b",), ("b",)), ({"c"}, ("c",)), (["b", "b"], ("b",))],
+)
+def test_a_route_may_be_a_name_or_several(returned: Any, targets: tuple[str, ...]) -> None:
+    assert routing.route("a", ["b", "c"], returned) == targets
+
+
+@pytest.mark.parametrize("returned", [None, [], "", "ghost", ["b", "ghost"], 7, [7], {"b": 1}])
+def test_a_route_that_leads_nowhere_blames_route_fn(returned: Any) -> None:
+    with pytest.raises(HookError) as caught:
+        routing.route("a", ["b", "c"], returned)
+    assert (caught.value.stage, caught.value.hook) == ("a", "route_fn")
+
+
+@pytest.mark.parametrize(
+    ("to", "targets"), [(None, ("b", "c")), ("c", ("c",)), (["c"], ("c",)), (["b", "c"], ("b", "c"))]
+)
+def test_a_chunk_goes_to_all_stream_targets_or_those_it_names(to: Any, targets: tuple[str, ...]) -> None:
+    assert routing.stream_targets("a", ["b", "c"], to) == targets
+
+
+@pytest.mark.parametrize("to", ["ghost", [], ["b", "ghost"], 7])
+def test_a_chunk_to_somebody_else_is_refused(to: Any) -> None:
+    with pytest.raises(HookError, match=r"stream_to|one or more of"):
+        routing.stream_targets("a", ["b", "c"], to)
+
+
+@pytest.mark.parametrize(("returned", "targets"), [(None, ()), ([], ()), ("b", ("b",)), (["c"], ("c",))])
+def test_the_done_signal_goes_to_those_named_and_to_nobody_for_none(returned: Any, targets: tuple[str, ...]) -> None:
+    assert routing.done_targets("a", ["b", "c"], returned) == targets
+
+
+@pytest.mark.parametrize("returned", ["ghost", 7, [7], {"b": 1}])
+def test_a_done_signal_to_somebody_else_blames_its_hook(returned: Any) -> None:
+    with pytest.raises(HookError) as caught:
+        routing.done_targets("a", ["b", "c"], returned)
+    assert caught.value.hook == "stream_done_to_fn"
+
+
+@pytest.mark.parametrize(
+    ("returned", "terminals"),
+    [(None, ("text", "voice")), (["voice"], ("voice",)), ({"voice", "text"}, ("text", "voice"))],
+)
+def test_a_request_waits_for_the_terminals_that_were_named(returned: Any, terminals: tuple[str, ...]) -> None:
+    assert routing.terminals(("text", "voice"), returned) == terminals
+
+
+@pytest.mark.parametrize("returned", [[], "voice", ["ghost"], ["voice", "ghost"], 7])
+def test_an_impossible_set_of_terminals_is_refused_before_anything_is_sent(returned: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        routing.terminals(("text", "voice"), returned)
+    assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminal_stages_fn")
