@@ -21,10 +21,10 @@ from stage_runtime.coordinator.roster import Roster
 from stage_runtime.coordinator.tallies import Tallies
 from stage_runtime.coordinator.telling import COORDINATOR, Endings, Readings
 from stage_runtime.coordinator.tickets import Resulted, Streamed, Ticket
-from stage_runtime.errors import ProtocolError, RequestError
+from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
-from stage_runtime.relays.lanes import Lanes, Parcel
+from stage_runtime.relays.lanes import Lanes, Parcel, attempt_key
 from stage_runtime.rules.members import Unbindable
 from stage_runtime.rules.requests import (
     Cancelled,
@@ -195,7 +195,7 @@ class RequestDesk:
         self._fetching.fetch(
             sender,
             message.body,
-            message.request_id,
+            attempt_key(message.request_id, message.attempt),
             lambda fetched: self._chunk(message, fetched),
             lambda error: self._broken(message, error),
         )
@@ -205,14 +205,14 @@ class RequestDesk:
             ticket = self._current(message)
             if ticket is not None:
                 self._learn(ticket, message)
-                self._happen(ticket, StageFailed(message.attempt, message.failure))
+                self._failed(ticket, message.attempt, message.failure)
         elif message.body is None:
             self._result(message, None)
         else:
             self._fetching.fetch(
                 sender,
                 message.body,
-                message.request_id,
+                attempt_key(message.request_id, message.attempt),
                 lambda fetched: self._result(message, fetched),
                 lambda error: self._broken(message, error),
             )
@@ -242,8 +242,8 @@ class RequestDesk:
         """Somebody is ready: requests that wait for an instance may go."""
         for request_id in list(self._stranded):
             ticket = self._tickets.get(request_id)
-            if ticket is not None and self._rebind(ticket):
-                self._stranded.pop(request_id).cancel()
+            if ticket is not None:
+                self._rebind(ticket)
 
     def bound_to(self, incarnation: str) -> int:
         """How many requests are bound to an instance."""
@@ -279,7 +279,13 @@ class RequestDesk:
 
         assert ticket.extracted is not None
         parcel = Parcel(ticket, ticket.extracted, make, self._plan.relay_backend)
-        self.lanes.ship((COORDINATOR, entry, bindings[entry]), parcel, credits=BODY_CREDITS)
+        try:
+            sent = self.lanes.ship((COORDINATOR, entry, bindings[entry]), parcel, credits=BODY_CREDITS)
+            problem = "" if sent else f"no connection to the instance of {entry!r}"
+        except (TransferError, ValueRefused) as error:
+            problem = str(error)
+        if problem:
+            self._failed(ticket, attempt, Failure("transport_failed", problem, entry, "relay"))
 
     # --- following ----------------------------------------------------------------------------------------------
 
@@ -332,7 +338,13 @@ class RequestDesk:
         ticket = self._current(message)
         if ticket is not None:
             failure = Failure("transport_failed", str(error), message.source, "relay")
-            self._happen(ticket, StageFailed(message.attempt, failure))
+            self._failed(ticket, message.attempt, failure)
+
+    def _failed(self, ticket: Ticket, attempt: int, failure: Failure) -> None:
+        if failure.code == "transport_failed":
+            # Which end is cut off, neither knows: sent again, it goes to others where there are others.
+            ticket.avoid.update(ticket.bindings.values())
+        self._happen(ticket, StageFailed(attempt, failure))
 
     def _learn(self, ticket: Ticket, message: Complete) -> None:
         for timing in message.timings:
@@ -409,6 +421,9 @@ class RequestDesk:
             revision, bindings = self._bind(ticket.id, ticket.avoid)
         except RequestError:
             return False
+        waiting = self._stranded.pop(ticket.id, None)
+        if waiting is not None:
+            waiting.cancel()
         log.info("request %s is sent again, attempt %d", ticket.id, ticket.tracked.attempt)
         self._submit(ticket, revision, bindings)
         return True

@@ -1,0 +1,248 @@
+"""A coordinator whose processes are played by the test: real desk, roster, rules and lanes; links in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from stage_runtime.coordinator.coordinator import Coordinator
+from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.coordinator.tickets import Ticket
+from stage_runtime.errors import RequestError, TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.fetching import Fetched
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import (
+    PROTOCOL,
+    Abort,
+    Body,
+    Complete,
+    Failure,
+    Frame,
+    Hello,
+    Member,
+    Message,
+    Ready,
+    Refused,
+    Stream,
+    Submit,
+    Timing,
+)
+from stage_runtime.wire.values import OmniRequest
+
+ME = "cc"
+PATIENCE_S = 10.0
+
+
+class Put:
+    def __init__(self, peer: str, transfer: int, data: bytes) -> None:
+        self.peer = peer
+        self.transfer = transfer
+        self.metadata = data
+
+
+class MemoryRelays:
+    """The coordinator's relays: what it puts travels in the metadata; what it is sent rides inline."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self.held: dict[tuple[str, int], Put] = {}
+        self.unreachable: set[str] = set()
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("memory",)
+
+    def put(self, extracted: payloads.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put:
+        if peer in self.unreachable:
+            raise TransferError(f"no relay reaches {peer}")
+        assert extracted.pack is not None
+        put = Put(peer, next(self._ids), b"put")
+        self.held[peer, put.transfer] = put
+        return put
+
+    def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Any:
+        raise TransferError("the slot is gone")
+
+    def released(self, peer: str, transfer: int) -> None:
+        self.held.pop((peer, transfer), None)
+
+    def discard(self, operation: Put) -> None:
+        self.held.pop((operation.peer, operation.transfer), None)
+
+    def cleanup(self, request_id: str) -> None: ...
+
+    def forget(self, peer: str) -> None:
+        self.held = {key: put for key, put in self.held.items() if key[0] != peer}
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+class MemoryChannels:
+    """Keeps what is said, per peer; every message can be written and read."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        self.linked: set[str] = set()
+        self.said: dict[str, list[Message]] = defaultdict(list)
+        self.published: list[Message] = []
+
+    def send(self, peer: str, message: Message) -> bool:
+        if peer not in self.linked:
+            return False
+        self.said[peer].append(codec.decode(codec.encode(Frame(PROTOCOL, ME, peer, 1, 1, 1, 0, message))).message)
+        return True
+
+    def publish(self, message: Message) -> None:
+        self.published.append(message)
+
+    def connect(self, peer: str, endpoint: str) -> None:
+        self.linked.add(peer)
+
+    def link(self, peer: str) -> Any:
+        return peer if peer in self.linked else None
+
+    def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
+        self.said[peer].append(message)
+
+    def drop(self, peer: str) -> None:
+        self.linked.discard(peer)
+
+
+REVISION = PipelineRevision(
+    revision="rev1",
+    units={"front": "f1", "voice": "v1"},
+    groups={"front": "front", "voice": "voice"},
+    stages={"split": "front", "shout": "voice", "write": "voice"},
+    entry="split",
+    terminals=("shout", "write"),
+    edges=(("split", "shout", "normal"), ("split", "write", "stream")),
+)
+GROUP_STAGES = {"front": ("split",), "voice": ("shout", "write")}
+
+
+class Played:
+    """The coordinator and everybody around it."""
+
+    def __init__(
+        self,
+        plan: CoordinatorPlan,
+        terminal_stages: Callable[[OmniRequest], Any] | None,
+        revisions: tuple[PipelineRevision, ...],
+    ) -> None:
+        self.channels = MemoryChannels()
+        self.relays = MemoryRelays()
+        self.coordinator = Coordinator(plan, incarnation=ME, loop=asyncio.get_running_loop())
+        self.coordinator.wire(
+            self.channels,  # type: ignore[arg-type]
+            self.relays,  # type: ignore[arg-type]
+            endpoint="ipc:///cc",
+            publisher="ipc:///pub",
+            revisions=revisions,
+            terminal_stages=terminal_stages,
+        )
+        self.desk = self.coordinator.desk
+        self.roster = self.coordinator.roster
+
+    # --- processes ----------------------------------------------------------------------------------------------
+
+    def hello(self, incarnation: str, group: str, *, endpoint: str = "", revision: str = "", **fields: Any) -> bool:
+        revision = revision or REVISION.units[group]
+        endpoint = endpoint or f"ipc:///{incarnation}"
+        member = Member(incarnation, group, group, revision, endpoint, {}, GROUP_STAGES[group])
+        said = Hello(member, f"{PROTOCOL}:edges", "hello", "ipc:///cc")
+        for name, value in fields.items():
+            said = codec_replace(said, name, value)
+        return self.coordinator.introduced(incarnation, said)
+
+    def join(self, incarnation: str, group: str, **fields: Any) -> None:
+        assert self.hello(incarnation, group, **fields)
+        self.coordinator.heard(incarnation, Ready())
+
+    def submitted(self, incarnation: str) -> list[Submit]:
+        return [one for one in self.channels.said[incarnation] if isinstance(one, Submit)]
+
+    def aborted(self, incarnation: str) -> list[tuple[str, int]]:
+        return [(one.request_id, one.attempt) for one in self.channels.said[incarnation] if isinstance(one, Abort)]
+
+    def refused(self, incarnation: str) -> list[Refused]:
+        return [one for one in self.channels.said[incarnation] if isinstance(one, Refused)]
+
+    # --- what stages say ----------------------------------------------------------------------------------------
+
+    def chunk(self, sent: Submit, source: str, index: int, data: Any, *, attempt: int | None = None) -> None:
+        header = sent.header
+        said = Stream(header.request_id, attempt or header.attempt, source, index, body({"data": data}))
+        self.coordinator.heard(header.bindings[source], said)
+
+    def complete(self, sent: Submit, source: str, data: Any = None, *, chunks: int = 0, has_data: bool = True) -> None:
+        header = sent.header
+        timings = (Timing(source, 1000, 2000),)
+        said = Complete(
+            header.request_id, header.attempt, source, body(data) if has_data else None, chunks, timings=timings
+        )
+        self.coordinator.heard(header.bindings[source], said)
+
+    def fail(self, sent: Submit, source: str, code: str = "stage_failed", message: str = "no", **facts: Any) -> None:
+        header = sent.header
+        said = Complete(header.request_id, header.attempt, source, failure=Failure(code, message, source, **facts))
+        self.coordinator.heard(header.bindings[source], said)
+
+
+def codec_replace(said: Hello, name: str, value: Any) -> Hello:
+    fields = {field: getattr(said, field) for field in said.__struct_fields__}
+    return Hello(**{**fields, name: value})
+
+
+def body(value: Any) -> Body:
+    extracted = payloads.extract(value, where="result")
+    return Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
+
+
+def request_of(sent: Submit) -> OmniRequest:
+    fields: dict[str, Any] = Fetched(sent.body, None).open()
+    request: OmniRequest = fields["request"]
+    return request
+
+
+@asynccontextmanager
+async def played(
+    *,
+    terminal_stages: Callable[[OmniRequest], Any] | None = None,
+    revisions: tuple[PipelineRevision, ...] = (REVISION,),
+    joined: bool = True,
+    **plan: Any,
+) -> AsyncIterator[Played]:
+    made = Played(CoordinatorPlan(pipeline="hello", model="hello", **plan), terminal_stages, revisions)
+    if joined:
+        made.join("f1", "front")
+        made.join("v1", "voice")
+    try:
+        yield made
+    finally:
+        made.desk.close()
+
+
+async def read(ticket: Ticket) -> list[ChunkEvent | ResultEvent]:
+    async with asyncio.timeout(PATIENCE_S):
+        return [event async for event in ticket.events()]
+
+
+async def error_of(ticket: Ticket) -> RequestError:
+    try:
+        await read(ticket)
+    except RequestError as error:
+        return error
+    raise AssertionError("the request did not fail")
+
+
+def asked(request_id: str = "r1", *, stream: bool = False, inputs: Any = "hello") -> OmniRequest:
+    return OmniRequest(id=request_id, inputs=inputs, stream=stream)

@@ -1,0 +1,483 @@
+"""Requests at the desk: admitted, bound, followed to their one end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from desk_kit import REVISION, Played, asked, error_of, played, read, request_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.errors import RequestError
+from stage_runtime.wire.messages import Body, Complete, Consumed, Ended, Goodbye, HandBack, Release, Unbound
+
+
+def only(made: Played, incarnation: str = "f1") -> Any:
+    (sent,) = made.submitted(incarnation)
+    return sent
+
+
+async def test_a_request_goes_to_the_entry_stage_with_its_bindings_and_deadline() -> None:
+    async with played(request_timeout_s=60.0) as made:
+        made.desk.admit(asked(inputs={"text": "hi"}), timeout_s=5.0, trace="00-ab-cd-01")
+        sent = only(made)
+        assert sent.target == "split"
+        assert sent.header.bindings == {"split": "f1", "shout": "v1", "write": "v1"}
+        assert (sent.header.request_id, sent.header.owner, sent.header.traceparent) == ("r1", "cc", "00-ab-cd-01")
+        assert 4000 < sent.header.remaining_ms <= 5000
+        assert request_of(sent).inputs == {"text": "hi"}
+
+
+async def test_a_client_may_shorten_the_pipelines_deadline_and_not_lengthen_it() -> None:
+    async with played(request_timeout_s=2.0) as made:
+        made.desk.admit(asked(), timeout_s=900.0)
+        assert only(made).header.remaining_ms <= 2000
+
+
+async def test_a_request_is_complete_when_all_its_terminals_are() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked())
+        sent = only(made)
+        made.complete(sent, "write", "text")
+        assert made.desk.record("r1").waiting_for == ("shout",)
+        made.complete(sent, "shout", has_data=False)
+        assert await read(ticket) == [
+            ResultEvent(stage="write", data="text"),
+            ResultEvent(stage="shout", has_data=False),
+        ]
+        record = made.desk.record("r1")
+        assert (record.state, record.attempt, record.waiting_for) == ("completed", 1, ())
+        assert record.stages["write"].run_ms == 2.0
+        assert made.desk.in_flight == 0
+
+
+async def test_a_subset_of_terminals_is_waited_for_and_others_are_ignored() -> None:
+    async with played(terminal_stages=lambda request: ["write"]) as made:
+        ticket = made.desk.admit(asked())
+        sent = only(made)
+        made.complete(sent, "shout", "nobody asked")
+        made.chunk(sent, "shout", 0, "nobody asked")
+        made.complete(sent, "write", "text")
+        assert await read(ticket) == [ResultEvent(stage="write", data="text")]
+
+
+@pytest.mark.parametrize("returned", [[], "write", ["ghost"], ValueError("broken")])
+async def test_a_wrong_subset_is_refused_before_anything_is_sent(returned: Any) -> None:
+    def choose(request: object) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    async with played(terminal_stages=choose) as made:
+        with pytest.raises(RequestError) as caught:
+            made.desk.admit(asked())
+        assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminal_stages_fn")
+        assert made.submitted("f1") == []
+        assert made.desk.in_flight == 0
+        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+
+
+async def test_chunks_are_read_in_order_before_the_result_whatever_came_first() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked(stream=True))
+        sent = only(made)
+        made.complete(sent, "shout", "end", chunks=3)  # short messages overtake long ones
+        made.chunk(sent, "shout", 2, "c")
+        made.chunk(sent, "shout", 0, "a")
+        made.chunk(sent, "shout", 1, "b")
+        events = await read(ticket)
+        assert [(one.index, one.data) for one in events if isinstance(one, ChunkEvent)] == [
+            (0, "a"),
+            (1, "b"),
+            (2, "c"),
+        ]
+        assert events[3:] == [ResultEvent(stage="shout", data="end")]
+
+
+@pytest.mark.parametrize(("again", "code"), [(True, "duplicate_request"), (False, None)])
+async def test_an_id_is_refused_while_it_is_in_flight_and_welcome_afterwards(again: bool, code: str | None) -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked())
+        first = only(made)
+        if again:
+            with pytest.raises(RequestError) as caught:
+                made.desk.admit(asked())
+            assert caught.value.code == code
+        made.complete(first, "shout", "one")
+        assert await read(ticket) == [ResultEvent(stage="shout", data="one")]
+        second = made.desk.admit(asked())
+        sent = made.submitted("f1")[-1]
+        assert sent.header.attempt > first.header.attempt  # or stages would take it for the dead one
+        made.complete(first, "shout", "late")
+        made.complete(sent, "shout", "two")
+        assert await read(second) == [ResultEvent(stage="shout", data="two")]
+
+
+async def test_admission_is_capped_before_anything_is_sent() -> None:
+    async with played(max_in_flight=2) as made:
+        made.desk.admit(asked("r1"))
+        made.desk.admit(asked("r2"))
+        with pytest.raises(RequestError) as caught:
+            made.desk.admit(asked("r3"))
+        assert (caught.value.code, caught.value.retry_after_s) == ("rate_limited", 1.0)
+        made.desk.abort("r1", "enough")
+        made.desk.admit(asked("r3"))
+        assert len(made.submitted("f1")) == 3
+
+
+async def test_without_an_instance_of_a_group_its_name_is_told() -> None:
+    async with played(joined=False) as made:
+        made.join("f1", "front")
+        with pytest.raises(RequestError, match="no ready instance of voice") as caught:
+            made.desk.admit(asked())
+        assert (caught.value.code, caught.value.stage, caught.value.retry_after_s) == ("unavailable", "voice", 1.0)
+
+
+async def test_a_value_that_cannot_travel_is_the_clients_fault() -> None:
+    async with played() as made:
+        with pytest.raises(RequestError, match=r"inputs\['x'\]") as caught:
+            made.desk.admit(asked(inputs={"x": (1, 2)}))
+        assert caught.value.code == "invalid_request"
+        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+
+
+async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_it() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked())
+        sent = only(made)
+        made.complete(sent, "write", "partial")
+        made.fail(sent, "shout", message="ValueError: no", hook="run")
+        error = await error_of(ticket)
+        assert (error.code, error.stage, error.hook, error.message) == (
+            "stage_failed",
+            "shout",
+            "run",
+            "ValueError: no",
+        )
+        assert made.aborted("f1") == made.aborted("v1") == [("r1", sent.header.attempt)]
+        assert len(made.channels.published) == 1
+        assert made.desk.in_flight == 0
+        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+
+
+async def test_an_aborted_request_is_cancelled_once() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked())
+        assert made.desk.abort("r1", "enough")
+        assert not made.desk.abort("r1", "again")
+        assert not ticket.abort("again")
+        assert not made.desk.abort("ghost", "who")
+        assert (await error_of(ticket)).code == "cancelled"
+        assert made.aborted("v1") == [("r1", only(made).header.attempt)]
+        made.complete(only(made), "shout", "late")
+        assert made.desk.record("r1").state == "cancelled"
+
+
+async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does_not() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked(stream=True))
+        events = ticket.events()
+        made.chunk(only(made), "shout", 0, "a")
+        assert (await anext(events)).data == "a"
+        await events.aclose()
+        assert made.desk.record("r1").state == "cancelled"
+        assert len(made.aborted("f1")) == 1
+        whole = made.desk.admit(asked("r2"))
+        made.complete(made.submitted("f1")[-1], "shout", "all")
+        await read(whole)
+        assert len(made.aborted("f1")) == 1
+
+
+async def test_a_cancelled_reader_aborts_the_request() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked())
+        reader = asyncio.create_task(read(ticket))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert made.desk.record("r1").state == "cancelled"
+        assert len(made.aborted("f1")) == 1
+
+
+async def test_a_deadline_that_passes_ends_the_request_and_names_what_it_waited_for() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked(), timeout_s=0.02)
+        made.complete(only(made), "write", "text")
+        error = await error_of(ticket)
+        assert error.code == "deadline"
+        assert "['shout']" in error.message
+        assert len(made.aborted("v1")) == 1
+
+
+# --- instances that go --------------------------------------------------------------------------------------------
+
+
+async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked())
+        first = only(made)
+        made.join("v2", "voice")
+        made.coordinator.lost("v1")
+        second = made.submitted("f1")[-1]
+        assert second.header.bindings == {"split": "f1", "shout": "v2", "write": "v2"}
+        assert second.header.attempt > first.header.attempt
+        assert made.aborted("f1") == [("r1", first.header.attempt)]
+        made.complete(first, "shout", "of the dead")
+        made.complete(second, "shout", "alive")
+        assert await read(ticket) == [ResultEvent(stage="shout", data="alive")]
+        assert made.desk.record("r1").attempt == 2
+
+
+async def test_without_another_instance_a_request_waits_for_the_next_life() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked())
+        made.coordinator.lost("v1")
+        assert made.desk.status()["stranded"] == 1
+        assert len(made.submitted("f1")) == 1
+        made.join("v2", "voice")
+        assert made.desk.status()["stranded"] == 0
+        made.complete(made.submitted("f1")[-1], "shout", "alive")
+        assert await read(ticket) == [ResultEvent(stage="shout", data="alive")]
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline"])
+async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked(), timeout_s=0.05 if end == "deadline" else None)
+        made.coordinator.lost("v1")
+        if end == "abort":
+            made.desk.abort("r1", "enough")
+        assert (await error_of(ticket)).code == ("cancelled" if end == "abort" else "deadline")
+        assert made.desk.status()["stranded"] == 0
+        made.join("v2", "voice")
+        assert len(made.submitted("f1")) == 1
+
+
+async def test_a_second_loss_ends_the_request_with_its_reason() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked())
+        made.join("v2", "voice")
+        made.coordinator.lost("v1")
+        made.coordinator.lost("v2")
+        error = await error_of(ticket)
+        assert (error.code, error.stage, error.retry_after_s) == ("unavailable", "shout", 1.0)
+
+
+async def test_what_was_streamed_to_the_client_is_not_sent_again() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked(stream=True))
+        made.join("v2", "voice")
+        made.chunk(only(made), "shout", 0, "said")
+        made.coordinator.lost("v1")
+        assert (await error_of(ticket)).code == "unavailable"
+        assert len(made.submitted("f1")) == 1
+
+
+async def test_a_client_that_waits_for_all_of_it_gets_one_attempts_answer_alone() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked(stream=False))
+        made.join("v2", "voice")
+        made.chunk(only(made), "shout", 0, "of the dead")
+        made.coordinator.lost("v1")
+        second = made.submitted("f1")[-1]
+        made.chunk(second, "shout", 0, "alive")
+        made.complete(second, "shout", "end", chunks=1)
+        events = await read(ticket)
+        assert [one.data for one in events] == ["alive", "end"]
+
+
+async def test_only_the_requests_of_a_lost_instance_notice() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        made.join("v2", "voice")
+        tickets = [made.desk.admit(asked(f"r{number}")) for number in range(6)]
+        sent = made.submitted("f1")
+        hurt = {one.header.request_id for one in sent if one.header.bindings["shout"] == "v1"}
+        assert len(hurt) == 3
+        made.coordinator.lost("v1")
+        again = made.submitted("f1")[6:]
+        assert {one.header.request_id for one in again} == hurt
+        for one in [*sent, *again]:
+            made.complete(one, "shout", one.header.bindings["shout"])
+        for ticket in tickets:
+            assert await read(ticket) == [ResultEvent(stage="shout", data="v2")]
+
+
+async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        made.join("f2", "front")
+        made.join("v2", "voice")
+        made.desk.admit(asked())
+        (first,) = made.submitted("f1") + made.submitted("f2")
+        made.fail(first, "shout", "transport_failed", "no connection")
+        everything = made.submitted("f1") + made.submitted("f2")
+        (second,) = [one for one in everything if one is not first]
+        assert not set(second.header.bindings.values()) & set(first.header.bindings.values())
+
+
+async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> None:
+    async with played(retries=0) as made:
+        ticket = made.desk.admit(asked())
+        header = only(made).header
+        made.coordinator.heard("v1", Complete("r1", header.attempt, "shout", Body(transfer=b"gone")))
+        error = await error_of(ticket)
+        assert (error.code, error.stage) == ("transport_failed", "shout")
+
+
+async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    async with played(retries=1) as made:
+        made.relays.unreachable.add("f1")
+        ticket = made.desk.admit(asked(inputs=b"x" * 100_000))
+        error = await error_of(ticket)
+        assert (error.code, error.message) == ("transport_failed", "no relay reaches f1")
+        assert made.desk.in_flight == 0
+        assert made.desk.lanes.outstanding == made.desk.lanes.queued == 0
+        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+
+
+async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None:
+    async with played() as made:
+        made.desk.admit(asked(inputs=b"x" * 100_000))
+        sent = only(made)
+        assert sent.body.transfer
+        assert sent.body.inline == b""
+        assert made.desk.metrics()["lanes_outstanding"] == 1
+        made.coordinator.heard("f1", Release((1,)))
+        assert made.desk.metrics()["lanes_outstanding"] == 0
+        assert made.relays.held == {}
+
+
+async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost() -> None:
+    async with played(retries=0, terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked())
+        made.join("f2", "front")
+        made.coordinator.heard("f1", HandBack("r1", only(made).header.attempt, "split"))
+        made.coordinator.heard("f1", Goodbye("SIGTERM"))
+        (again,) = made.submitted("f2")
+        made.complete(again, "shout", "served")
+        assert await read(ticket) == [ResultEvent(stage="shout", data="served")]
+        assert any(isinstance(one, Unbound) for one in made.channels.said["f1"])
+
+
+async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        made.desk.admit(asked())
+        made.coordinator.heard("v1", Goodbye("SIGTERM"))
+        assert Unbound() not in made.channels.said["v1"]
+        with pytest.raises(RequestError, match="voice"):
+            made.desk.admit(asked("r2"))
+        made.complete(only(made), "shout", "done")
+        assert made.channels.said["v1"].count(Unbound()) == 1
+
+
+async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its_end() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        made.desk.admit(asked())
+        sent = only(made)
+        made.complete(sent, "shout", "done")
+        async with asyncio.timeout(5):
+            while Ended((("r1", sent.header.attempt),)) not in made.channels.said["v1"]:
+                await asyncio.sleep(0.005)
+
+
+async def test_a_reader_lets_its_producer_go_on() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked(stream=True))
+        sent = only(made)
+        for index in range(128):
+            made.chunk(sent, "shout", index, index)
+        assert not any(isinstance(one, Consumed) for one in made.channels.said["v1"])
+        events = ticket.events()
+        for _ in range(128):
+            await anext(events)
+        told = [one for one in made.channels.said["v1"] if isinstance(one, Consumed)]
+        assert sum(one.count for one in told) == 128
+        assert {(one.request_id, one.owner, one.source, one.target) for one in told} == {
+            ("r1", "cc", "shout", "coordinator")
+        }
+        await events.aclose()
+
+
+async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_desk() -> None:
+    async with played(retries=0) as made:
+        ticket = made.desk.admit(asked())
+        sent = only(made)
+        made.complete(sent, "shout", "end", chunks=1)
+        made.chunk(sent, "shout", 5, "beyond")
+        assert (await error_of(ticket)).code == "transport_failed"
+
+
+async def test_a_desk_that_refuses_says_why_and_one_that_fails_ends_everything() -> None:
+    async with played() as made:
+        tickets = [made.desk.admit(asked(f"r{number}")) for number in range(3)]
+        made.desk.refuse("shutting down")
+        with pytest.raises(RequestError, match="shutting down") as caught:
+            made.desk.admit(asked("r9"))
+        assert caught.value.code == "unavailable"
+        made.desk.fail_all("the coordinator ends")
+        for ticket in tickets:
+            assert (await error_of(ticket)).message == "the coordinator ends"
+        assert made.desk.in_flight == 0
+
+
+EVENTS = ["complete shout", "complete write", "chunk", "fail", "transport", "lose", "join", "abort", "old", "hand back"]
+
+
+async def live(steps: list[str], stream: bool) -> None:
+    """One request under any events; at the end its deadline."""
+    async with played() as made:
+        ticket = made.desk.admit(asked(stream=stream), timeout_s=0.05)
+        reader = asyncio.create_task(read(ticket))
+        born = 1
+        chunks = {1: 0}
+        for step in steps:
+            sent = [one for name in list(made.channels.said) for one in made.submitted(name)]
+            latest = max(sent, key=lambda one: one.header.attempt)
+            attempt = latest.header.attempt
+            bound = latest.header.bindings["shout"]
+            match step:
+                case "complete shout" | "complete write":
+                    source = step.split()[1]
+                    made.complete(latest, source, chunks=chunks.get(attempt, 0) if source == "shout" else 0)
+                case "chunk":
+                    made.chunk(latest, "shout", chunks.setdefault(attempt, 0), "x")
+                    chunks[attempt] += 1
+                case "fail" | "transport":
+                    made.fail(latest, "shout", "stage_failed" if step == "fail" else "transport_failed")
+                case "lose":
+                    made.coordinator.lost(bound)
+                case "join":
+                    born += 1
+                    made.join(f"v{born}", "voice")
+                case "abort":
+                    made.desk.abort("r1", "enough")
+                case "old":
+                    made.complete(sent[0], "shout", "old", chunks=99)
+                case "hand back":
+                    made.coordinator.heard("f1", HandBack("r1", attempt, "split"))
+            await asyncio.sleep(0)
+        outcome = (await asyncio.gather(reader, return_exceptions=True))[0]
+        record = made.desk.record("r1")
+        assert record.state in ("completed", "failed", "cancelled")
+        assert isinstance(outcome, RequestError) == (record.state != "completed"), outcome
+        if record.state == "completed":
+            assert sorted(one.stage for one in outcome if isinstance(one, ResultEvent)) == ["shout", "write"]
+        assert made.desk.in_flight == 0
+        assert made.desk.status()["stranded"] == 0
+        assert sum(made.desk.metrics()["requests"].values()) == 1
+        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+        assert all(made.desk.bound_to(name) == 0 for name in made.channels.said)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(EVENTS), max_size=10), st.booleans())
+def test_every_admitted_request_ends_once_and_leaves_nothing_bound(steps: list[str], stream: bool) -> None:
+    asyncio.run(live(steps, stream))
+
+
+def test_the_revision_of_these_tests_has_every_stage_in_a_group() -> None:
+    assert set(REVISION.stages.values()) == set(REVISION.groups)
