@@ -1,0 +1,211 @@
+"""From a spec to objects: what a pod asks for, what it may do, how children are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnipipeline_operator.desired import children, config, naming, pods, templates
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.errors import Refused
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.pipeline import PipelineConfig
+
+OWNER = Owner(namespace="space", name="demo", uid="uid-1")
+FACTS = PodFacts(owner=OWNER, image="stage:1", control_secret="demo-control-x")
+SHARED_GPU = {"gpu": [7], "gpuMemory": {"fraction": 0.4}}
+STAGES = [
+    {"name": "ears", "process": "ears", "factory": "m:ears", "next": ["mind"], **SHARED_GPU},
+    {"name": "mind", "process": "mind", "factory": "m:mind", "next": ["mouth"], **SHARED_GPU},
+    {"name": "mouth", "process": "mouth", "factory": "m:mouth", "terminal": True},
+]
+
+
+def spec(**more: Any) -> PipelineConfig:
+    resource = {"apiVersion": naming.API_VERSION, "kind": "OmniPipeline", "metadata": {"name": "demo"}}
+    return loading.from_resource({**resource, "spec": {"stages": STAGES, **more}}).spec
+
+
+def wanted(facts: PodFacts = FACTS, **more: Any) -> children.Children:
+    given_spec = spec(**more)
+    return children.children(given_spec, planning.plan(given_spec, name="demo"), facts)
+
+
+def pod_of(made: children.Children, unit: str) -> dict[str, Any]:
+    deployment = next(each.deployment for each in made.workloads if each.unit == unit)
+    template: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return template
+
+
+def variables(pod: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
+
+
+def test_groups_on_one_gpu_share_a_pod_that_asks_for_it_once() -> None:
+    made = wanted()
+    assert [each.unit for each in made.workloads] == ["ears", "mouth", "coordinator"]
+    container = pod_of(made, "ears")["containers"][0]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"probes": 8081, "control-0": 5550, "control-1": 5551}
+    assert "limits" not in pod_of(made, "mouth")["containers"][0]["resources"]
+    assert pods.gpus(made.workloads[0].deployment) == 1
+    assert pods.gpus(made.workloads[1].deployment) == 0
+
+
+def test_every_pod_satisfies_the_restricted_standard() -> None:
+    made = wanted()
+    for each in made.workloads:
+        pod = pod_of(made, each.unit)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_a_pod_has_time_to_drain_after_it_left_the_endpoints() -> None:
+    made = wanted(processGroups=[{"name": "mouth", "drain": {"timeoutSeconds": 30}}])
+    pod = pod_of(made, "mouth")
+    assert pod["terminationGracePeriodSeconds"] == 33
+    assert pod["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 3}}}
+
+
+def test_a_stage_finds_its_coordinators_by_the_headless_service() -> None:
+    told = variables(pod_of(wanted(), "mouth"))
+    assert told["OMNI_COORDINATOR"] == "tcp://demo-peers.space.svc:5550"
+    assert told["OMNI_CONTROL_KEY_FILE"] == "/etc/omnipipeline/control/key"
+
+
+def test_without_curve_no_key_is_mounted() -> None:
+    pod = pod_of(wanted(control={"security": {"mode": "None"}}), "mouth")
+    assert "OMNI_CONTROL_KEY_FILE" not in variables(pod)
+    assert "control" not in {each["name"] for each in pod["volumes"]}
+
+
+def test_every_mount_has_its_volume() -> None:
+    made = wanted(
+        code={"configMapRef": {"name": "mine"}},
+        modelCache={"type": "PersistentVolumeClaim", "size": "10Gi"},
+        coordinator={"http": {"apiKeySecretRef": {"name": "keys", "key": "main"}}},
+        profiling={"storage": {"claimName": "profiles"}},
+    )
+    for each in made.workloads:
+        pod = pod_of(made, each.unit)
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_image_of_the_spec_wins_over_the_operators() -> None:
+    assert pod_of(wanted(), "mouth")["containers"][0]["image"] == "stage:1"
+    assert pod_of(wanted(image="mine:2"), "mouth")["containers"][0]["image"] == "mine:2"
+
+
+def test_a_lost_node_is_left_after_a_minute_and_the_authors_tolerations_stay() -> None:
+    made = wanted(processGroups=[{"name": "mouth", "placement": {"tolerations": [{"key": "gpu"}]}}])
+    tolerations = pod_of(made, "mouth")["tolerations"]
+    assert [each.get("tolerationSeconds") for each in tolerations] == [60, 60, None]
+
+
+def test_the_plan_in_the_configmap_is_the_one_that_was_planned() -> None:
+    given_spec = spec()
+    plan = planning.plan(given_spec, name="demo")
+    made = children.children(given_spec, plan, FACTS)
+    for each in made.workloads:
+        assert each.plan["immutable"] is True
+        assert f'"revision":"{each.revision}"' in each.plan["data"][config.PLAN_FILE]
+    listed = config.revisions([plan.current], OWNER, image="stage:1", control_secret="s")
+    assert config.read_revisions(listed) == (plan.current,)
+
+
+def test_a_broken_list_of_revisions_reads_as_none() -> None:
+    assert config.read_revisions({"data": {config.REVISIONS_FILE: "[{]"}}) == ()
+    assert config.read_revisions({"data": {config.REVISIONS_FILE: '[{"revision": 1}]'}}) == ()
+    assert config.read_revisions(None) == ()
+
+
+def test_only_what_the_spec_asks_for_is_made() -> None:
+    assert [each["kind"] for each in wanted().applied] == ["Service", "Service"]
+    rich = wanted(networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "example.org"}})
+    kinds = [each["kind"] for each in rich.applied]
+    assert kinds == ["Service", "Service", "Ingress", *["NetworkPolicy"] * 2, *["PodDisruptionBudget"] * 2]
+    off = wanted(networkPolicy={"enabled": False}, disruption={"podDisruptionBudget": {"enabled": False}})
+    assert len(off.applied) == 2
+
+
+@pytest.mark.parametrize(
+    "patch, place",
+    [
+        ({"spec": {"hostNetwork": True}}, "spec.hostNetwork"),
+        ({"spec": {"hostPID": True}}, "spec.hostPID"),
+        ({"spec": {"volumes": [{"name": "root", "hostPath": {"path": "/"}}]}}, "spec.volumes[0].hostPath"),
+        (
+            {"spec": {"containers": [{"name": "stage", "securityContext": {"privileged": True}}]}},
+            "spec.containers[0].securityContext.privileged",
+        ),
+    ],
+)
+def test_a_way_out_of_the_sandbox_is_refused_unless_the_operator_allows_it(patch: Any, place: str) -> None:
+    refined = [{"name": "mouth", "podTemplate": patch}]
+    with pytest.raises(Refused) as refused:
+        wanted(processGroups=refined)
+    assert refused.value.path == f"processGroups[mouth].podTemplate.{place}"
+    allowing = PodFacts(owner=OWNER, image="stage:1", control_secret="s", allow_privileged=True)
+    assert wanted(allowing, processGroups=refined).workloads
+
+
+@pytest.mark.parametrize(
+    "template, patch, merged",
+    [
+        ({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}}, {"a": 1, "b": {"c": 2, "d": 3}}),
+        ({"a": 1, "b": 2}, {"a": None}, {"b": 2}),
+        ({"list": [1, 2]}, {"list": [3]}, {"list": [3]}),
+        (
+            {"containers": [{"name": "stage", "env": [{"name": "A", "value": "1"}]}]},
+            {"containers": [{"name": "stage", "env": [{"name": "A", "value": "2"}, {"name": "B"}]}, {"name": "more"}]},
+            {"containers": [{"name": "stage", "env": [{"name": "A", "value": "2"}, {"name": "B"}]}, {"name": "more"}]},
+        ),
+        ({"env": [{"name": "A", "value": "1"}]}, {"env": [{"value": "no name"}]}, {"env": [{"value": "no name"}]}),
+    ],
+)
+def test_a_pod_template_is_merged_by_name(template: Any, patch: Any, merged: Any) -> None:
+    assert templates.merge(template, patch) == merged
+
+
+def test_our_labels_survive_the_authors_template() -> None:
+    patch = {"metadata": {"labels": {"omnipipeline.dev/unit": "other", "team": "voice"}}}
+    made = wanted(processGroups=[{"name": "mouth", "podTemplate": patch}])
+    deployment = next(each.deployment for each in made.workloads if each.unit == "mouth")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert labels["team"] == "voice"
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+names = st.from_regex(r"[a-z]([-a-z0-9]{0,36}[a-z0-9])?", fullmatch=True).filter(
+    lambda name: not name.endswith("-peers")
+)
+units = st.from_regex(r"[a-z]([-_a-z0-9]{0,61}[a-z0-9])?", fullmatch=True)
+hashes = st.from_regex(r"[0-9a-f]{8}", fullmatch=True)
+
+
+@given(names, names, units, units, hashes)
+def test_children_of_two_pipelines_never_bear_one_name(
+    one: str, other: str, unit: str, second: str, revision: str
+) -> None:
+    assert len(naming.unit(one, unit, revision)) <= naming.MAX_NAME
+    if one != other:
+        assert naming.budget(one, unit) != naming.budget(other, second)
+        for named in (naming.pods_policy, naming.http_policy, naming.revisions, naming.claim, naming.peers):
+            assert named(one) != named(other)
+        assert {naming.pods_policy(one), naming.http_policy(one)}.isdisjoint(
+            {naming.pods_policy(other), naming.http_policy(other)}
+        )
+        assert naming.service(one) != naming.peers(other)

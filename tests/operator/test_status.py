@@ -1,0 +1,229 @@
+"""What the status says, as a table of what is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from omnipipeline_operator.changes import conditions, observed, rollout, status
+from omnipipeline_operator.changes.observed import Pod, Workload
+from omnipipeline_operator.changes.rollout import Goal, Wanted
+from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
+from omnipipeline_operator.desired.naming import COORDINATOR
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.status import PipelineStatus
+
+NOW = 1_800_000_000.0
+STAGES = [
+    {"name": "first", "process": "first", "factory": "m:first", "next": ["last"], "gpu": [0]},
+    {"name": "last", "process": "last", "factory": "m:last", "terminal": True},
+]
+
+
+def planned(**more: Any) -> PipelinePlan:
+    head = {"apiVersion": "omnipipeline.dev/v1alpha1", "kind": "OmniPipeline", "metadata": {"name": "duo"}}
+    return planning.plan(loading.from_resource({**head, "spec": {"stages": STAGES, **more}}).spec, name="duo")
+
+
+PLAN = planned()
+OLD = planned(envDefaults={"OLD": "1"})
+
+
+def pod(name: str = "p", **more: Any) -> Pod:
+    return Pod(name=name, created_at=NOW - 10, **more)
+
+
+def workload(unit: str, revision: str, *pods: Pod, **more: Any) -> Workload:
+    replicas = more.pop("replicas", 1)
+    return Workload(
+        unit=unit,
+        revision=revision,
+        name=f"duo-{unit}-{revision}",
+        uid="u",
+        replicas=replicas,
+        created_at=NOW - 20,
+        pods=pods,
+        **more,
+    )
+
+
+def all_of(plan: PipelinePlan, *pods: Pod, **more: Any) -> list[Workload]:
+    return [workload(unit.name, unit.revision, *pods, **more) for unit in plan.units]
+
+
+def coordinator(*pods: Pod) -> Workload:
+    return workload(COORDINATOR, PLAN.coordinator.revision, *pods)
+
+
+def facts(*seen: Workload, **more: Any) -> Facts:
+    goal_more = {name: more.pop(name) for name in ("suspended", "paused", "strategy") if name in more}
+    goal = Goal(
+        units={unit.name: Wanted(revision=unit.revision, replicas=1) for unit in PLAN.units},
+        coordinator=Wanted(revision=PLAN.coordinator.revision, replicas=1),
+        **goal_more,
+    )
+    return Facts(
+        plan=PLAN,
+        goal=goal,
+        decision=rollout.decide(goal, seen, {}),
+        seen=seen,
+        entries=rollout.entries(PLAN.current, [OLD.current], seen),
+        exposure=Exposure(url="http://duo.space.svc:8000"),
+        **more,
+    )
+
+
+def said(given: Facts, before: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
+    _, found = status.summarise(given, before or {}, generation=1, now=NOW)
+    return {each.type: (each.status, each.reason) for each in found}
+
+
+READY = pod(ready=True, ready_since=NOW - 5)
+RUNNING = (*all_of(PLAN, READY), coordinator(READY))
+
+
+def test_all_ready_is_ready_and_the_crd_takes_the_status() -> None:
+    made, _ = status.summarise(facts(*RUNNING), {}, generation=4, now=NOW)
+    msgspec.convert(made, PipelineStatus)
+    assert said(facts(*RUNNING)) == {
+        "Accepted": ("True", "Valid"),
+        "Ready": ("True", "Serving"),
+        "Available": ("True", "Serving"),
+        "Scheduled": ("True", "AllScheduled"),
+        "CoordinatorReady": ("True", "Serving"),
+        "StagesReady": ("True", "AllReady"),
+        "Exposed": ("True", "Exposed"),
+        "Progressing": ("True", "RolledOut"),
+        "Suspended": ("False", "NotSuspended"),
+    }
+    assert {each["observedGeneration"] for each in made["conditions"]} == {4}
+    assert made["stagesReady"] == "2/2"
+    assert made["revision"] == {"current": PLAN.current.revision, "update": PLAN.current.revision}
+
+
+def test_the_same_facts_give_the_same_status_at_any_time() -> None:
+    given = facts(*RUNNING)
+    first, _ = status.summarise(given, {}, generation=1, now=NOW)
+    again, found = status.summarise(given, first, generation=1, now=NOW + 1000)
+    assert again == first
+    assert conditions.transitions(found, first["conditions"]) == []
+
+
+def test_without_a_coordinator_nothing_is_available() -> None:
+    found = said(facts(*all_of(PLAN, READY), coordinator(pod())))
+    assert (found["Available"], found["Ready"]) == (("False", "Starting"), ("False", "Starting"))
+
+
+def test_with_only_the_old_revision_ready_requests_are_answered_but_it_is_not_ready() -> None:
+    found = said(facts(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY)))
+    assert found["Available"] == ("True", "Serving")
+    assert found["Ready"] == ("False", "RollingOut")
+    assert found["Progressing"] == ("True", "RollingOut")
+
+
+def test_halves_of_two_revisions_make_no_whole() -> None:
+    new, old = all_of(PLAN), all_of(OLD)
+    seen = (workload("first", new[0].revision, READY), workload("last", old[1].revision, READY), coordinator(READY))
+    assert said(facts(*seen))["Available"][0] == "False"
+
+
+def test_a_new_revision_is_not_ready_while_old_pods_still_take_requests() -> None:
+    assert said(facts(*RUNNING, *all_of(OLD, READY)))["Ready"][0] == "False"
+    leaving = all_of(OLD, pod(ready=True, terminating=True), replicas=0)
+    assert said(facts(*RUNNING, *leaving))["Ready"] == ("True", "Serving")
+
+
+def test_the_worst_trouble_is_named_with_its_pod_and_cause() -> None:
+    broken = pod("duo-first-x", reason="ImagePullBackOff", message="container stage: no such image")
+    unplaced = pod("duo-last-y", reason="Unschedulable", message="0/3 nodes", unschedulable=True)
+    first, last = PLAN.units
+    given = facts(
+        workload("first", first.revision, broken), workload("last", last.revision, unplaced), coordinator(READY)
+    )
+    made, found = status.summarise(given, {}, generation=1, now=NOW)
+    ready = next(each for each in found if each.type == "Ready")
+    assert ready.reason == "ImagePullBackOff"
+    assert ready.message == "unit first: pod duo-first-x: container stage: no such image"
+    assert said(given)["Scheduled"] == ("False", "Unschedulable")
+    assert [each.get("reason") for each in made["units"]] == ["ImagePullBackOff", "Unschedulable", None]
+
+
+def test_a_pod_that_loads_for_too_long_is_told() -> None:
+    slow = Pod(name="slow", created_at=NOW - PLAN.units[0].startup_deadline_s - 1)
+    assert said(facts(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"
+
+
+def test_a_roll_without_room_says_so_and_recreate_does_not_complain() -> None:
+    unplaced = pod("new", reason="Unschedulable", message="0/3 nodes: Insufficient nvidia.com/gpu", unschedulable=True)
+    seen = (*all_of(PLAN, unplaced), *all_of(OLD, READY), coordinator(READY))
+    assert said(facts(*seen))["Progressing"] == ("False", "InsufficientCapacity")
+    assert said(facts(*seen, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
+
+
+def test_no_progress_for_too_long_is_told_and_the_old_revision_goes_on() -> None:
+    seen = (*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
+    found = said(facts(*seen, progress_deadline_s=15.0))
+    assert found["Progressing"] == ("False", "ProgressDeadlineExceeded")
+    assert found["Available"] == ("True", "Serving")
+
+
+def test_the_serving_revision_changes_when_the_roll_is_over() -> None:
+    before = {"revision": {"current": OLD.current.revision}}
+    half = facts(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
+    assert status.serving_revision(half, before) == OLD.current.revision
+    assert status.serving_revision(facts(*RUNNING), before) == PLAN.current.revision
+
+
+def test_a_refused_spec_keeps_the_rest_of_the_status() -> None:
+    before, _ = status.summarise(facts(*RUNNING), {}, generation=1, now=NOW)
+    refusal = Refusal(reason="InvalidSpec", message="stages[0].next: 'nobody' is no stage")
+    made, found = status.refused(refusal, before, generation=2, available=True, now=NOW + 5)
+    assert made["units"] == before["units"]
+    assert made["observedGeneration"] == 2
+    kinds = {each["type"]: each for each in made["conditions"]}
+    assert kinds["Accepted"]["message"] == refusal.message
+    assert kinds["Available"]["status"] == "True"
+    assert kinds["Available"]["lastTransitionTime"] == conditions.rfc3339(NOW)
+    assert kinds["Accepted"]["lastTransitionTime"] == conditions.rfc3339(NOW + 5)
+    warnings = {each.condition.type for each in conditions.transitions(found, before["conditions"]) if each.warning}
+    assert warnings == {"Accepted", "Ready"}
+
+
+def test_suspension_is_no_fault() -> None:
+    _, found = status.summarise(facts(coordinator(), suspended=True), {}, generation=1, now=NOW)
+    assert not [each for each in found if conditions.is_bad(each) and each.type != "Available"]
+    assert said(facts(coordinator(), suspended=True))["Ready"] == ("False", "Suspended")
+
+
+def test_registered_counts_what_the_coordinator_says_when_it_says_something() -> None:
+    first = PLAN.units[0]
+    made, _ = status.summarise(facts(*RUNNING, registered={("first", first.revision): 0}), {}, generation=1, now=NOW)
+    assert made["units"][0]["ready"] == 1 and made["units"][0]["registered"] == 0
+    made, _ = status.summarise(facts(*RUNNING), {}, generation=1, now=NOW)
+    assert made["units"][0]["registered"] == 1
+
+
+def test_a_crash_is_told_by_the_last_line_that_the_container_said() -> None:
+    terminated = {"reason": "Error", "exitCode": 1, "message": "Traceback\n  File x\nValueError: no weights\n"}
+    manifest = {
+        "metadata": {"name": "p"},
+        "status": {
+            "conditions": [{"type": "PodScheduled", "status": "True"}],
+            "containerStatuses": [
+                {
+                    "name": "stage",
+                    "restartCount": 3,
+                    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+                    "lastState": {"terminated": terminated},
+                }
+            ],
+        },
+    }
+    seen = observed.pod(manifest)
+    assert (seen.reason, seen.message, seen.restarts) == (
+        "CrashLoopBackOff",
+        "container stage: ValueError: no weights",
+        3,
+    )

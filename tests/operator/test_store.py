@@ -1,0 +1,104 @@
+"""What is remembered of the cluster, and what a watch, a list or our own write may change of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnipipeline_operator.changes import comparing
+from omnipipeline_operator.cluster.kinds import PIPELINE, SERVICE
+from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.desired.naming import Owner
+
+KEY = ("space", "demo")
+OWNER = Owner(namespace="space", name="demo", uid="uid-1")
+
+
+def service(version: int, *, name: str = "demo", uid: str = "s", labelled: bool = True, **spec: Any) -> dict[str, Any]:
+    labels = {"omnipipeline.dev/pipeline": "demo"} if labelled else {}
+    metadata = {"name": name, "namespace": "space", "uid": uid, "resourceVersion": str(version), "labels": labels}
+    return {"kind": "Service", "apiVersion": "v1", "metadata": metadata, "spec": spec}
+
+
+def test_an_older_version_never_replaces_a_newer_one() -> None:
+    store = Store()
+    assert store.put(service(5, port=5)) == KEY
+    assert store.put(service(4, port=4)) is None
+    assert store.children(KEY, SERVICE)[0]["spec"] == {"port": 5}
+
+
+def test_the_successor_of_a_deleted_object_survives_its_late_deletion() -> None:
+    store = Store()
+    store.put(service(5, uid="old"))
+    store.put(service(9, uid="new"))
+    store.drop(service(8, uid="old"))
+    assert store.child(KEY, SERVICE, "demo") is not None
+
+
+def test_a_child_that_loses_its_label_is_no_child_any_more() -> None:
+    store = Store()
+    store.put(service(5))
+    store.put(service(6, labelled=False))
+    assert store.children(KEY, SERVICE) == []
+    assert store.child(KEY, SERVICE, "demo") is None
+
+
+def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
+    store = Store()
+    store.put(service(5, name="ghost"))
+    store.put(service(20, name="just-made"))
+    changed = store.replace(SERVICE, [service(6, name="there")], older_than=10)
+    assert changed == {KEY}
+    assert [each["metadata"]["name"] for each in store.children(KEY, SERVICE)] == ["just-made", "there"]
+
+
+def test_a_list_that_says_nothing_new_wakes_nobody() -> None:
+    store = Store()
+    store.put(service(5))
+    assert store.replace(SERVICE, [service(5)], older_than=10) == set()
+
+
+def test_managed_fields_are_not_kept() -> None:
+    store = Store()
+    manifest = service(5)
+    manifest["metadata"]["managedFields"] = [{"manager": "somebody"}]
+    store.put(manifest)
+    assert "managedFields" not in store.children(KEY, SERVICE)[0]["metadata"]
+
+
+def test_a_pipeline_is_known_by_its_own_name() -> None:
+    store = Store()
+    metadata = {"name": "demo", "namespace": "space", "uid": "uid-1", "resourceVersion": "3"}
+    assert store.put({"kind": PIPELINE.name, "metadata": metadata}) == KEY
+    assert list(store.pipelines()) == [KEY]
+    assert store.drop({"kind": PIPELINE.name, "metadata": metadata}) == KEY
+    assert store.pipeline(KEY) is None
+
+
+def test_a_child_is_as_wanted_whatever_others_added_to_it() -> None:
+    wanted = {"metadata": {"labels": {"a": "1"}}, "spec": {"ports": [{"port": 80}], "type": "ClusterIP"}}
+    there = {
+        "metadata": {"labels": {"a": "1", "theirs": "x"}, "uid": "u"},
+        "spec": {"ports": [{"port": 80, "nodePort": 30000}], "type": "ClusterIP", "clusterIP": "10.0.0.1"},
+    }
+    assert comparing.is_as_wanted(wanted, there)
+    for path, value in (("ports", [{"port": 81}]), ("ports", [{"port": 80}, {"port": 81}]), ("type", "NodePort")):
+        assert not comparing.is_as_wanted(wanted, {**there, "spec": {**there["spec"], path: value}})  # type: ignore[dict-item]
+
+
+def test_the_stamp_changes_with_anything_that_is_wanted() -> None:
+    stamps = {
+        comparing.stamped(manifest)["metadata"]["annotations"]["omnipipeline.dev/applied"]
+        for manifest in (service(1), service(1, port=1), service(1, port=1, more={}), service(1, port=2))
+    }
+    assert len(stamps) == 4
+
+
+def test_an_object_is_ours_by_uid_and_not_by_name() -> None:
+    mine = service(1)
+    mine["metadata"]["ownerReferences"] = [OWNER.reference()]
+    assert comparing.is_ours(mine, OWNER)
+    before = service(1)
+    before["metadata"]["ownerReferences"] = [{**OWNER.reference(), "uid": "an earlier one"}]
+    assert not comparing.is_ours(before, OWNER)
+    assert comparing.belongs_to_predecessor(before, OWNER)
+    assert comparing.holder(service(1), OWNER) == "nobody we know: it has no owner"
