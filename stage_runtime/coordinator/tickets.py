@@ -111,6 +111,10 @@ class Ticket:
         return self.tracked.id
 
     @property
+    def attempt(self) -> int:
+        return self.tracked.attempt
+
+    @property
     def aborted(self) -> bool:
         return self.tracked.state is not State.RUNNING
 

@@ -31,6 +31,8 @@ class Wanted(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
+    def attempt(self) -> int: ...
+    @property
     def aborted(self) -> bool:
         """Nobody waits for it any more. What is done here and still waits to be sent is wanted."""
 
@@ -42,6 +44,14 @@ class Parcel(msgspec.Struct):
     extracted: Extracted
     make: Make
     backend: str
+
+
+def attempt_key(request_id: str, attempt: int) -> str:
+    """What relays call a request's transfers: the abort of one attempt must not take the next one's along.
+
+    An abort comes from the coordinator, a payload of the next attempt from a stage: nothing orders the two.
+    """
+    return f"{request_id}#{attempt}"
 
 
 class Lane:
@@ -159,7 +169,7 @@ class Lanes:
             return False
         peer = lane.edge[2]
         extracted = parcel.extracted
-        request_id = parcel.work.request_id
+        request_id = attempt_key(parcel.work.request_id, parcel.work.attempt)
         try:
             operation = self._relays.put(extracted, request_id=request_id, peer=peer, backend=parcel.backend)
         except BaseException:

@@ -17,7 +17,7 @@ from stage_runtime.engines.events import Admin as AdminEvent
 from stage_runtime.relays import payloads
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
-from stage_runtime.relays.lanes import Lanes
+from stage_runtime.relays.lanes import Lanes, attempt_key
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.outbox import tell_consumed
@@ -266,7 +266,7 @@ class Host:
             self._fetching.fetch(
                 sender,
                 message.body,
-                message.header.request_id,
+                attempt_key(message.header.request_id, message.header.attempt),
                 lambda fetched: intake.payload(message.header, "", fetched),
                 lambda error: intake.lost(message.header, error),
                 holder=message.target,
@@ -285,7 +285,7 @@ class Host:
             self._fetching.fetch(
                 sender,
                 body,
-                header.request_id,
+                attempt_key(header.request_id, header.attempt),
                 lambda fetched: self._arrived(intake, message, fetched),
                 lambda error: intake.lost(header, error),
                 holder=message.target,
@@ -302,7 +302,7 @@ class Host:
         for stage in self.stages.values():
             stage.intake.abort(message.owner, message.request_id, message.attempt)
         self.lanes.drop_cancelled()
-        self.relays.cleanup(message.request_id)
+        self.relays.cleanup(attempt_key(message.request_id, message.attempt))
 
     def _ended(self, sender: str, message: Ended) -> None:
         for request_id, attempt in message.requests:

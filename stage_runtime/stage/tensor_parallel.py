@@ -224,6 +224,7 @@ class FollowedParcel:
     """`relays.lanes.Wanted` of what goes to followers: always wanted, they take the same steps as rank 0."""
 
     aborted = False
+    attempt = 0
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

@@ -77,6 +77,8 @@ class MemoryRelays:
         self._ids = itertools.count(1)
         self.held: dict[tuple[str, int], Put] = {}  #: (peer, transfer) -> what it holds of ours
         self.breaks: set[str] = set()  #: Requests whose payloads cannot be fetched here.
+        self.cleaned: list[str] = []  #: What was dropped, by the name that `put` and `get` were told.
+        self.fetched: list[str] = []  #: What was fetched, by that name.
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -93,7 +95,8 @@ class MemoryRelays:
         return put
 
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Got:
-        if request_id in self.breaks:
+        self.fetched.append(request_id)
+        if request_id.partition("#")[0] in self.breaks:
             raise TransferError("the slot is gone")
         transfer = int.from_bytes(metadata, "big")
         data = self._world.relays[peer].held[self._me, transfer].data
@@ -107,7 +110,8 @@ class MemoryRelays:
     def discard(self, operation: Put) -> None:
         self.held.pop((operation.peer, operation.transfer), None)
 
-    def cleanup(self, request_id: str) -> None: ...
+    def cleanup(self, request_id: str) -> None:
+        self.cleaned.append(request_id)
 
     def forget(self, peer: str) -> None:
         self.held = {key: put for key, put in self.held.items() if key[0] != peer}

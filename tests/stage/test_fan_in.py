@@ -165,3 +165,15 @@ async def test_a_payload_that_cannot_be_fetched_fails_its_request_alone() -> Non
         ask(made, "r2")
         await made.until(lambda: "r1" in made.failed() and "r2" in made.results())
         assert made.failed()["r1"].code == "transport_failed"
+
+
+async def test_the_abort_of_an_attempt_drops_no_transfer_of_the_next_one() -> None:
+    """It may come after them: the abort is the coordinator's word, the payload a stage's, and nothing orders the two."""
+    async with world() as made:
+        join_world(made)
+        ask(made, "r1")
+        await made.until(lambda: "r1" in made.results())
+        made.abort("r1", attempt=0)
+        relay = made.relays["pj"]
+        await made.until(lambda: relay.cleaned != [])
+        assert relay.fetched and not set(relay.cleaned) & set(relay.fetched)
