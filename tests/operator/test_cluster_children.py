@@ -22,7 +22,7 @@ def deployments(kube: Kube) -> dict[str, dict[str, int]]:
     return found
 
 
-def test_a_pipeline_becomes_ready_and_a_second_look_writes_nothing(
+def test_a_pipeline_becomes_ready_and_a_second_look_of_a_newer_operator_writes_nothing(
     kube: Kube, operator: OperatorProcess, audit: Audit
 ) -> None:
     operator.start()
@@ -46,7 +46,7 @@ def test_a_pipeline_becomes_ready_and_a_second_look_writes_nothing(
     time.sleep(SETTLE_S)
     assert operator.stop() == 0
     audit.mark()
-    operator.start(OMNI_OPERATOR_RELIST_SECONDS="1")
+    operator.start(OMNI_OPERATOR_RELIST_SECONDS="1", OMNI_OPERATOR_STAGE_IMAGE="localhost/omni-stage:newer")
     time.sleep(SETTLE_S + 3)
     assert audit.writes() == []
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == uids

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Protocol
@@ -23,6 +24,7 @@ from omnipipeline_operator.cluster.kinds import Kind
 
 Manifest = dict[str, Any]
 
+TOKEN_FILE: Final = "/var/run/secrets/kubernetes.io/serviceaccount/token"
 TIMEOUT_S: Final = 10.0
 LIST_TIMEOUT_S: Final = 60.0
 PAGE: Final = 500
@@ -47,7 +49,10 @@ class Client:
     @classmethod
     async def connect(cls, writes: Writes) -> Client:
         """With the pod's service account, or with KUBECONFIG."""
-        await kubernetes_config.load_config()  # type: ignore[no-untyped-call]
+        if "KUBECONFIG" not in os.environ and os.path.exists(TOKEN_FILE):
+            kubernetes_config.load_incluster_config()  # type: ignore[no-untyped-call]
+        else:
+            await kubernetes_config.load_kube_config()  # type: ignore[no-untyped-call]
         return cls(kubernetes_client.ApiClient(), writes)
 
     async def __aenter__(self) -> Client:

@@ -115,11 +115,13 @@ class Writer:
             wanted = by_key.get((unit, revision))
             there = self._look.child(DEPLOYMENT, name)
             if wanted is not None and not (waits and there is None and unit != COORDINATOR):
-                await self._workload(wanted, there, replicas)
+                await self._workload(wanted, there, replicas, order.loads)
             elif there is not None:
                 await self._scale(there, replicas, order)
 
-    async def _workload(self, wanted: desired.Workload, there: Manifest | None, replicas: int) -> None:
+    async def _workload(
+        self, wanted: desired.Workload, there: Manifest | None, replicas: int, loads: Mapping[str, int]
+    ) -> None:
         """One of the plan's own; its template is written when it is made and never again."""
         if self._look.child(CONFIG_MAP, wanted.plan["metadata"]["name"]) is None:
             await self._make(wanted.plan)
@@ -129,6 +131,7 @@ class Writer:
         head = wanted.deployment["metadata"]
         same_head = comparing.is_as_wanted({"labels": head["labels"]}, there["metadata"])
         if there["spec"].get("replicas") != replicas or not same_head:
+            await self._price(there, replicas, loads)
             await self._apply.scale(wanted.deployment, there, replicas)
 
     async def _scale(self, there: Manifest, replicas: int, order: Order) -> None:
@@ -136,8 +139,7 @@ class Writer:
         has = there["spec"].get("replicas", 1)
         if replicas == has or (replicas < has and not order.may_shrink):
             return
-        if replicas < has and order.loads:
-            await self._price(there, order.loads)
+        await self._price(there, replicas, order.loads)
         labels = there["spec"]["selector"]["matchLabels"]
         head = naming.child(
             "apps/v1",
@@ -148,8 +150,10 @@ class Writer:
         )
         await self._apply.scale(head, there, replicas)
 
-    async def _price(self, deployment: Manifest, loads: Mapping[str, int]) -> None:
-        """The least loaded pod goes first."""
+    async def _price(self, deployment: Manifest, replicas: int, loads: Mapping[str, int]) -> None:
+        """Before some of its pods go: the least loaded is to go first."""
+        if not loads or not 0 < replicas < deployment["spec"].get("replicas", 1):
+            return
         revision = deployment["spec"]["selector"]["matchLabels"][naming.REVISION_LABEL]
         for pod in self._look.pods(deployment["spec"]["selector"]["matchLabels"][naming.UNIT_LABEL]):
             metadata, address = pod["metadata"], pod.get("status", {}).get("podIP")
