@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -133,7 +133,7 @@ class MemoryChannels:
     def send(self, peer: str, message: Message) -> bool:
         if peer in self.gone or peer not in self._world.known:
             return False
-        self._world.links[self._me, peer].append(codec.encode(Frame(PROTOCOL, self._me, peer, 1, 1, 1, 0, message)))
+        self._world.say(self._me, peer, message)
         return True
 
     def publish(self, message: Message) -> None:
@@ -167,7 +167,7 @@ class World:
         self.known: set[str] = {OWNER}
         self.hosts: dict[str, Host] = {}
         self.relays: dict[str, MemoryRelays] = {}
-        self.links: dict[tuple[str, str], deque[bytes]] = defaultdict(deque)
+        self.links: dict[tuple[str, str], deque[bytes]] = {}
         self.told: list[Message] = []  #: What the coordinator was told.
         self.stage_of: dict[str, str] = {}  #: stage -> incarnation
         self.failures: list[tuple[str, BaseException]] = []
@@ -220,7 +220,9 @@ class World:
 
     def say(self, sender: str, receiver: str, message: Message) -> None:
         frame = codec.encode(Frame(PROTOCOL, sender, receiver, 1, 1, 1, 0, message))
-        self.links[sender, receiver].append(frame)
+        self.links.setdefault((sender, receiver), deque()).append(
+            frame
+        )  # one step: several threads say their first word
 
     # --- delivering ---------------------------------------------------------------------------------------------
 
