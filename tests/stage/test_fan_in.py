@@ -168,7 +168,7 @@ async def test_a_payload_that_cannot_be_fetched_fails_its_request_alone() -> Non
 
 
 async def test_the_abort_of_an_attempt_drops_no_transfer_of_the_next_one() -> None:
-    """It may come after them: the abort is the coordinator's word, the payload a stage's, and nothing orders the two."""
+    """It may come after them: one is the coordinator's word, the other a stage's, and nothing orders the two."""
     async with world() as made:
         join_world(made)
         ask(made, "r1")
