@@ -36,6 +36,8 @@ def server(api_server: Cluster) -> Iterator[Cluster]:
     namespaces = (NAMESPACE, "team-a", "team-b")
     for namespace in namespaces:
         api_server.kubectl("create", "namespace", namespace, check=False)
+    # A dry run makes nothing, and a pod is admitted only where its service account is there.
+    api_server.kubectl("-n", NAMESPACE, "create", "serviceaccount", "release-omnipipeline-test", check=False)
     kinds = {"podmonitors": "PodMonitor", "prometheusrules": "PrometheusRule"}
     for plural, kind in kinds.items():
         crd = MONITORING.format(plural=plural, kind=kind, singular=kind.lower())

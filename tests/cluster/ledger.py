@@ -25,13 +25,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """Runs from ``async with`` until `stop`; ``entries`` has one line per request."""
+    """Runs from ``async with`` until `stop`; ``entries`` has one line per request.
 
-    def __init__(self, url: str, *, clients: int = 4, suffix: str = "") -> None:
+    slow: so many of the clients ask what takes 6 s, longer than a pod waits before it begins to drain.
+    """
+
+    def __init__(self, url: str, *, clients: int = 4, slow: int = 0) -> None:
         self.entries: list[Entry] = []
         self._url = url
-        self._suffixes = {suffix}
         self._clients = clients
+        self._slow = slow
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -49,7 +52,7 @@ class Load:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    async def some(self, count: int, *, timeout_s: float = 60.0) -> None:
+    async def some(self, count: int, *, timeout_s: float = 240.0) -> None:
         """Wait until ``count`` more requests have ended."""
         goal = len(self.entries) + count
         async with asyncio.timeout(timeout_s):
@@ -68,9 +71,12 @@ class Load:
             while not self._stopping:
                 count += 1
                 name, streamed = f"c{number}-{count}", (number + count) % 2 == 0
+                words = (
+                    [f"slow-{name}-{i}" for i in range(20)] if number < self._slow else [f"{name}-{i}" for i in (0, 1)]
+                )
                 try:
-                    text = await _ask(client, name, streamed)
-                    outcome = "ok" if _is_answer(text, name) else "wrong"
+                    text = await _ask(client, words, streamed)
+                    outcome = "ok" if _is_answer(text, words) else "wrong"
                     self.entries.append(Entry(id=name, streamed=streamed, outcome=outcome, singer=text.split()[-1]))
                 except _Failed as error:
                     self.entries.append(Entry(id=name, streamed=streamed, outcome=str(error)))
@@ -82,14 +88,14 @@ class _Failed(Exception):
     """The pipeline said no."""
 
 
-def _is_answer(text: str, name: str) -> bool:
+def _is_answer(text: str, words: list[str]) -> bool:
     """Its own words, complete and in order: an answer never holds another request's content."""
-    words = text.split()
-    return [word.rstrip("!") for word in words[:-2]] == [f"{name}-{i}".upper() for i in range(3)] and words[-2] == "--"
+    said = text.split()
+    return said[:-2] == [word.upper() for word in words] and said[-2] == "--"
 
 
-async def _ask(client: httpx.AsyncClient, name: str, streamed: bool) -> str:
-    content = " ".join(f"{name}-{index}" for index in range(3))
+async def _ask(client: httpx.AsyncClient, words: list[str], streamed: bool) -> str:
+    content = " ".join(words)
     body = {"model": "choir", "messages": [{"role": "user", "content": content}], "stream": streamed}
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:

@@ -26,6 +26,7 @@ HELLO = REPOSITORY / "examples" / "hello" / "pipeline.yaml"
 CHOIR = REPOSITORY / "tests" / "cluster" / "choir.yaml"
 KINDS = "omnipipelines,deployments,replicasets,pods,configmaps,secrets,services,networkpolicies,poddisruptionbudgets"
 PIPELINE = "omnipipeline.dev/pipeline"
+REQUESTS = 5000  # through a scaling 1→3→1 and a roll, half of them streaming, some open across every drain
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +107,18 @@ async def test_both_replicas_serve_and_a_killed_pod_costs_no_unstreamed_request(
 
 
 async def test_scaling_and_rolling_under_load_fail_no_request(installed: Installed, choir: str) -> None:
-    async with Load(choir) as load:
+    async with Load(choir, clients=6, slow=2) as load:
         await load.some(50)
         for replicas in (3, 1):
             _patch(installed, "choir", {"processGroups": [{"name": "voices", "replicas": replicas}]})
             await _in_thread_until(lambda n=replicas: _ready_pods(installed, "choir", "voices") == n)
-            await load.some(200)
+            await load.some(500)
         before = _pod_names(installed, "choir")
         _patch(installed, "choir", {"restartedAt": "2026-01-01T00:00:00Z"})
         await _in_thread_until(lambda: _pod_names(installed, "choir").isdisjoint(before))
-        await load.some(200)
+        await load.some(max(200, REQUESTS - len(load.entries)))
     assert load.failures() == {}, load.failures()
+    assert len(load.entries) >= REQUESTS
     assert len(load.singers()) >= 4, load.singers()  # two, a third, and the new revision's
 
 

@@ -14,15 +14,18 @@ HELLO = (REPOSITORY / "examples" / "hello" / "pipeline.yaml").read_text()
 ELSEWHERE = "omni-e2e-strangers"
 HTTP, ADMIN, PROBES, PUBLISHER, CONTROL = 8000, 8001, 8081, 5549, 5550
 KNOCK = """
-import json, socket, sys
-found = []
-for host, port in json.loads(sys.argv[1]):
+import concurrent.futures, json, socket, sys
+
+def opens(door):
     try:
-        socket.create_connection((host, port), 2).close()
-        found.append([host, port])
+        socket.create_connection(door, 2).close()
+        return True
     except OSError:
-        pass
-print(json.dumps(found))
+        return False
+
+doors = json.loads(sys.argv[1])
+with concurrent.futures.ThreadPoolExecutor(len(doors)) as pool:
+    print(json.dumps([door for door, opened in zip(doors, pool.map(opens, map(tuple, doors))) if opened]))
 """
 
 
