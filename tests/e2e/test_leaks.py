@@ -60,21 +60,21 @@ async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeli
         """Hang up at another point each time: in the body, at the entry, in the stream."""
         words = " ".join(["word"] * 40)
         with contextlib.suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(0.02 + 0.002 * (number % 50)):
-                await leaving.ask(words, slow=0.02, size=MIB, pad="x" * MIB)
+            async with asyncio.timeout(0.03 + 0.006 * number):
+                await leaving.ask(words, slow=0.02, size=MIB // 16, pad="x" * MIB)
+
+    async def cancelled() -> float:
+        return (await client.metrics()).get("omnipipeline_requests_total{cancelled}", 0.0)
 
     async def many(count: int) -> None:
-        gate = asyncio.Semaphore(10)
+        """Until so many have hit a request under way: on a busy machine some come before the body does."""
+        wanted = await cancelled() + count
         async with Client(shared.url) as leaving:
-
-            async def one(number: int) -> None:
-                async with gate:
-                    await abort(leaving, number)
-
-            await asyncio.gather(*map(one, range(count)))
+            while await cancelled() < wanted:
+                await asyncio.gather(*(abort(leaving, number) for number in range(25)))
         await at_rest(client)
 
-    await many(300)
+    await many(150)
     pids = shared.pids()
     before, files, memory = held(pids), shared_files(pids), resident(pids)
     await many(1000)
@@ -87,8 +87,6 @@ async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeli
     grown = {name: (size - memory[name]) // MIB for name, size in resident(pids).items()}
     # Allocators keep something; requests that stay would be 1,000 MiB.
     assert max(grown.values()) < 200, f"MiB of growth by 1,000 requests of 1 MiB: {grown}"
-    metrics = await client.metrics()
-    assert metrics["omnipipeline_requests_total{cancelled}"] >= 800, "the aborts must have hit requests under way"
 
 
 async def test_a_kept_view_of_a_payload_is_seen_as_a_slot_that_is_held(client: Client) -> None:
