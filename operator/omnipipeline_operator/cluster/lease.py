@@ -62,18 +62,20 @@ class Lease:
         """
         renewed_at = _now()
         while True:
-            await asyncio.sleep(self._told.retry_s)
-            left = renewed_at + self._told.renew_deadline_s - _now()
-            if left <= 0:
+            deadline = renewed_at + self._told.renew_deadline_s
+            await asyncio.sleep(max(0.0, min(self._told.retry_s, deadline - _now())))
+            if _now() >= deadline:
+                self._held = None  # not ours to release any more
                 raise LeaseLost(f"lease not renewed within {self._told.renew_deadline_s:g} s")
             began = _now()
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout_at(deadline):
                     if not await self._try():
+                        self._held = None
                         raise LeaseLost("the lease is somebody else's")
                 renewed_at = began
             except (errors.ClusterError, TimeoutError) as error:
-                log.warning("lease not renewed, %.1f s left: %s", left - (_now() - began), error)
+                log.warning("lease not renewed, %.1f s left: %s", max(0.0, deadline - _now()), error or "no answer")
 
     async def release(self) -> None:
         """Let the next one in at once."""
