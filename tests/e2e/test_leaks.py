@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 
 import httpx
 import pytest
@@ -56,12 +57,14 @@ async def test_a_deadline_ends_a_request_everywhere(client: Client) -> None:
 
 
 async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeline, client: Client) -> None:
+    inputs = {"text": " ".join(["word"] * 40), "slow": 0.02, "size": MIB // 16, "pad": "x" * MIB}
+    body = json.dumps({"inputs": inputs}).encode()
+
     async def abort(leaving: Client, number: int) -> None:
         """Hang up at another point each time: in the body, at the entry, in the stream."""
-        words = " ".join(["word"] * 40)
         with contextlib.suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(0.03 + 0.006 * number):
-                await leaving.ask(words, slow=0.02, size=MIB // 16, pad="x" * MIB)
+            async with asyncio.timeout(0.15 + 0.008 * number):
+                await leaving.send(body)
 
     async def cancelled() -> float:
         return (await client.metrics()).get("omnipipeline_requests_total{cancelled}", 0.0)
@@ -69,9 +72,9 @@ async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeli
     async def many(count: int) -> None:
         """Until so many have hit a request under way: on a busy machine some come before the body does."""
         wanted = await cancelled() + count
-        async with Client(shared.url) as leaving:
+        async with Client(shared.url, connections=40) as leaving:
             while await cancelled() < wanted:
-                await asyncio.gather(*(abort(leaving, number) for number in range(25)))
+                await asyncio.gather(*(abort(leaving, number) for number in range(40)))
         await at_rest(client)
 
     await many(150)

@@ -120,6 +120,10 @@ class Client:
         headers = {} if request_id is None else {"x-request-id": request_id}
         return await self._http.post("/v1/pipeline", json=body, headers=headers)
 
+    async def send(self, body: bytes) -> httpx.Response:
+        """A body that is JSON already."""
+        return await self._http.post("/v1/pipeline", content=body)
+
     async def ask(self, text: str, **inputs: Any) -> dict[str, Any]:
         """The whole body of an unstreamed answer, an error's included."""
         response = await self.post({"inputs": {"text": text, **inputs}})
