@@ -17,7 +17,7 @@ NAMESPACE, NAME = os.environ["SMOKE_NAMESPACE"], os.environ["SMOKE_NAME"]
 DEADLINE = time.monotonic() + float(os.environ["SMOKE_TIMEOUT"])
 KIND = {"group": "omnipipeline.dev", "version": "v1alpha1", "namespace": NAMESPACE, "plural": "omnipipelines"}
 
-CODE = '''\
+CODE = """\
 import stage_runtime as omni
 
 def split():
@@ -32,7 +32,7 @@ def shout():
         async for chunk in session.chunks():
             yield omni.Chunk(omni.Text(chunk.data["word"].upper() + " "))
     return omni.Streaming(run)
-'''
+"""
 STAGES = [
     {"name": "split", "process": "front", "factory": "smoke:split", "next": ["shout"], "streamTo": ["shout"]},
     {"name": "shout", "process": "voice", "factory": "smoke:shout", "terminal": True},
