@@ -22,8 +22,8 @@ class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = "default"
     name: str = "omnipipeline-operator"
     identity: str = ""
-    duration_s: float = 15.0
-    renew_deadline_s: float = 10.0  # less than the duration: we are gone before anybody else may write
+    duration_s: float = 12.0  # with two looks of a standby at retry_s: 17 s from a death to the next writer
+    renew_deadline_s: float = 8.0  # less than the duration: we are gone before anybody else may write
     retry_s: float = 2.0
 
 

@@ -75,7 +75,9 @@ class Lease:
                         raise LeaseLost("the lease is somebody else's")
                 renewed_at = began
             except (errors.ClusterError, TimeoutError) as error:
-                log.warning("lease not renewed, %.1f s left: %s", max(0.0, deadline - _now()), error or "no answer")
+                log.warning(
+                    "lease not renewed, %.1f s left: %s", max(0.0, deadline - _now()), str(error) or "no answer"
+                )
 
     async def release(self) -> None:
         """Let the next one in at once."""
