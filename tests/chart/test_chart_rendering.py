@@ -51,7 +51,7 @@ def server(api_server: Cluster) -> Iterator[Cluster]:
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_real_api_server_takes_what_these_values_render(server: Cluster, name: str) -> None:
     text = rendered(server, COMBINATIONS[name])
-    server.kubectl("apply", "--dry-run=server", "--validate=strict", "-n", NAMESPACE, "-f", "-", stdin=text)
+    server.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
