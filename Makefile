@@ -34,6 +34,7 @@ format: $(VENV)/.dev ## rewrite the code in the house format
 
 crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml, the chart's copy and docs/config.md
 	$(BIN)/python -m omnipipeline_spec.schema
+	cp crds/omnipipelines.yaml charts/omnipipeline/crds.yaml
 	$(BIN)/python -m omnipipeline_spec.reference
 
 voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question

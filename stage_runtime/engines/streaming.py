@@ -112,8 +112,7 @@ class RequestSession:
     async def open(self) -> None:
         """Wait until the request is known. Raises: RequestError: a source failed before that."""
         await self._opened.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     def give_payload(self, payload: StagePayload) -> None:
         self._payload = payload
@@ -144,12 +143,20 @@ class RequestSession:
         self._changed.clear()
         if self._failure is None:
             await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """A new exception each time: one that is kept keeps its traceback, whose frames keep this session and its
+        chunks, a cycle that would hold their senders' slots until the garbage collector comes by.
+        """
+        cause = self._failure
+        if cause is not None:
+            raise RequestError(
+                cause.code, cause.message, stage=cause.stage, hook=cause.hook, param=cause.param
+            ) from None
 
     def _next(self, source: str | None) -> Chunk | None:
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         for index, chunk in enumerate(self._chunks):
             if source is None or chunk.source == source:
                 del self._chunks[index]

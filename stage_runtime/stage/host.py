@@ -6,6 +6,7 @@ Holds no thread of its own: the I/O thread calls `heard`, the stages' threads ca
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -92,6 +93,8 @@ class Host:
         self._ready = False
         self._loading = len(plans)
         self._releases: dict[str, list[int]] = {}
+        self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
+        self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
         self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed, leader=leader) for plan in plans}
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
@@ -199,6 +202,7 @@ class Host:
 
     def beat(self) -> None:
         """Tell every coordinator how it goes."""
+        self._free_forgotten()
         said = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
@@ -207,6 +211,17 @@ class Host:
         )
         for coordinator in self.registration.coordinators:
             self.say(coordinator, said)
+
+    def _free_forgotten(self) -> None:
+        """Look for slots that only unreachable cycles still hold (a user's exception with its traceback is one): a
+        process at rest allocates nothing, so its garbage collector would not come by.
+        """
+        pins = [int(pin.transfer) for pin in self.relays.pins()]
+        if pins and pins == self._pinned and not any(stage.busy for stage in self.stages.values()):
+            if pins != self._searched_for:  # what is held on purpose is not looked for again and again
+                gc.collect()
+            self._searched_for = pins
+        self._pinned = pins
 
     def gauges(self) -> dict[str, float]:
         found: dict[str, float] = {f"relay_{name}": float(value) for name, value in self.relays.stats().items()}
