@@ -25,6 +25,7 @@ from stage_runtime.wire.values import Chunk, StagePayload
 
 log = logging.getLogger(__name__)
 
+REMEMBERED: Final = 4096  # requests of which a follower may still hear after it is through with them
 RANK_CREDITS: Final = 64  # followers keep up with rank 0 by construction: collectives hold it back
 
 
@@ -134,10 +135,10 @@ class FollowedWork:
     """`engines.base.Work` of a follower: never cancelled, rank 0 says what happens."""
 
     cancelled = False
-    over = False
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.over = False  #: This rank is through with it; what still comes must not begin it anew.
 
 
 class Silence:
@@ -236,7 +237,7 @@ class Follower:
     def __init__(self, inbox: FollowerInbox) -> None:
         self._inbox = inbox
         self._order: Inbound[tuple[RankWork, Fetched | None]] = Inbound()
-        self._works: dict[str, FollowedWork] = {}
+        self._works: dict[str, FollowedWork] = {}  #: Oldest first; those that are over stay for a while.
 
     def work(self, message: RankWork, fetched: Fetched | None) -> None:
         """One step has arrived, perhaps before an earlier one."""
@@ -244,8 +245,10 @@ class Follower:
             self._step(step, body)
 
     def over(self, request_id: str) -> None:
-        """This rank is through with a request; on the engine's thread."""
-        self._works.pop(request_id, None)
+        """This rank is through with a request; on the engine's thread. It may be so before rank 0 is."""
+        work = self._works.get(request_id)
+        if work is not None:
+            work.over = True
 
     def _step(self, message: RankWork, fetched: Fetched | None) -> None:
         if message.kind == "close":
@@ -255,7 +258,7 @@ class Follower:
         self._inbox.follow(self._event(message.kind, message.request_id, fields))
 
     def _event(self, kind: str, request_id: str, fields: dict[str, Any]) -> events.Incoming | None:
-        work = self._works.setdefault(request_id, FollowedWork(request_id)) if request_id else None
+        work = self._work(kind, request_id) if request_id else None
         match kind:
             case "start":
                 return events.Start(request_id, StagePayload(request=fields["request"], data=fields["data"]), work)
@@ -271,6 +274,15 @@ class Follower:
             case "admin":
                 return events.Admin(fields["call_id"], fields["operation"], fields["arguments"], lambda _: None)
         return None
+
+    def _work(self, kind: str, request_id: str) -> FollowedWork:
+        work = self._works.get(request_id)
+        if work is None or (work.over and kind == "start"):  # the same id again, or a next attempt
+            self._works.pop(request_id, None)
+            work = self._works[request_id] = FollowedWork(request_id)
+            if len(self._works) > REMEMBERED:
+                del self._works[next(iter(self._works))]
+        return work
 
 
 def _chunk_fields(chunk: Chunk) -> dict[str, Any]:
