@@ -38,7 +38,7 @@ crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml, the chart's copy and d
 	$(BIN)/python -m omnipipeline_spec.reference
 
 voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question
-	$(BIN)/pytest -m voice
+	$(BIN)/pytest tests/voice
 
 cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit beside the checkout
 	$(BIN)/pytest -m cluster
