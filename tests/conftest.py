@@ -15,5 +15,5 @@ __all__ = ["api_server", "cluster_kit", "node_cluster"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The chart's release last: its operator looks after every namespace, and would answer to other tests' pipelines."""
+    """The release of the chart last: its operator looks after every namespace, the other tests' too."""
     items.sort(key=lambda item: item.path.parent.name == "cluster")
