@@ -43,7 +43,12 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
 
 
 def create(
-    stage: StagePlan, context: StageContext, *, model_path: str | None = None, gpu_id: int | None = None
+    stage: StagePlan,
+    context: StageContext,
+    *,
+    model_path: str | None = None,
+    model_revision: str | None = None,
+    gpu_id: int | None = None,
 ) -> Engine:
     """Call the stage's factory and make an engine of what it returns.
 
@@ -51,7 +56,7 @@ def create(
         factory itself raises passes through.
     """
     factory = resolve(stage.factory, field=f"stages.{stage.name}.factory")
-    return call(factory, stage, context, model_path=model_path, gpu_id=gpu_id)
+    return call(factory, stage, context, model_path=model_path, model_revision=model_revision, gpu_id=gpu_id)
 
 
 def call(
@@ -60,11 +65,13 @@ def call(
     context: StageContext,
     *,
     model_path: str | None = None,
+    model_revision: str | None = None,
     gpu_id: int | None = None,
 ) -> Engine:
     """As `create`, of a factory that is at hand."""
     offered = {
         "model_path": model_path,
+        "model_revision": model_revision,
         "gpu_id": gpu_id,
         "tp_rank": context.tp_rank,
         "tp_size": context.tp_size,

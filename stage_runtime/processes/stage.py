@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 
 from omnipipeline_spec.plan import StagePlan
-from stage_runtime.engines import loading
+from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.processes import logs, statuspipe, surroundings
 from stage_runtime.relays.choosing import Relays
@@ -127,9 +127,11 @@ class Process:
         settings = self._settings
         self._report_progress(plan.name, "loading")
         gpu_id = settings.gpu_id(plan)
+        gpumemory.keep(settings.stages(), gpu_id)
         context = Context(
             plan,
             model_path=settings.plan.model_path,
+            model_revision=settings.plan.model_revision,
             gpu_id=gpu_id,
             tp_rank=settings.tp_rank,
             rendezvous=settings.rendezvous,
@@ -137,7 +139,13 @@ class Process:
             progress=self._report_progress,
             emit=lambda *_, **__: None,
         )
-        return loading.create(plan, context, model_path=settings.plan.model_path, gpu_id=gpu_id)
+        return loading.create(
+            plan,
+            context,
+            model_path=settings.plan.model_path,
+            model_revision=settings.plan.model_revision,
+            gpu_id=gpu_id,
+        )
 
     def _report_progress(self, stage: str, message: str) -> None:
         statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))

@@ -21,6 +21,7 @@ class Context:
         plan: StagePlan,
         *,
         model_path: str | None,
+        model_revision: str | None,
         gpu_id: int | None,
         tp_rank: int,
         rendezvous: str | None,
@@ -31,6 +32,7 @@ class Context:
         self.name = plan.name
         self.device = "cpu" if gpu_id is None else f"cuda:{gpu_id}"
         self.model_path = model_path
+        self.model_revision = model_revision
         self.tp_rank = tp_rank
         self.tp_size = plan.tp_size
         self.rendezvous = rendezvous  #: ``tcp://host:port`` at which the ranks of this TP stage meet.

@@ -30,3 +30,7 @@ class Maker:
     @staticmethod
     def make() -> Any:
         return plain()
+
+
+def pinned(model_path: str, model_revision: str) -> Any:
+    return lambda payload: [model_path, model_revision]

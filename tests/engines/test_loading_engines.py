@@ -26,6 +26,7 @@ class Here:
     name = "talker"
     device = "cpu"
     model_path = None
+    model_revision = None
     tp_rank = 0
     tp_size = 1
     logger = logging.getLogger("talker")
@@ -145,3 +146,10 @@ def test_each_kind_of_stage_function_has_its_engine(made: Any, kind: type) -> No
 def test_an_engine_that_would_never_run_anything_is_refused(made: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         as_engine(made)
+
+
+def test_a_factory_is_told_the_model_and_its_revision() -> None:
+    engine = create(plan("factories:pinned"), Here(), model_path="org/model", model_revision="abc")
+    with running(engine) as rig:
+        rig.start("r1", "data")
+        assert rig.outbox.next()[2] == ["org/model", "abc"]
