@@ -13,12 +13,14 @@ from stage_runtime.coordinator.roster import Roster
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
+    AbortPassed,
     Beat,
     Complete,
     Goodbye,
     HandBack,
     Hello,
     Message,
+    PassAbort,
     Ready,
     Release,
     Shutdown,
@@ -45,6 +47,8 @@ class Coordinator:
             Stream: lambda sender, message: self.desk.stream(sender, message),
             Complete: lambda sender, message: self.desk.complete(sender, message),
             HandBack: lambda sender, message: self.desk.hand_back(sender, message),
+            PassAbort: self._pass_abort,
+            AbortPassed: lambda sender, message: self.desk.elsewhere.answered(sender, message),
             Release: lambda sender, message: self.desk.lanes.released(sender, message.transfers),
             Beat: lambda sender, message: self.roster.beat(sender, message),
             Ready: self._ready,
@@ -128,10 +132,17 @@ class Coordinator:
         welcome = self.roster.hello(sender, message)
         for replaced in before - set(self.roster.membership.instances):
             self.desk.instance_lost(replaced)
+        if sender not in before and welcome and message.member.ready:
+            self.desk.instances_changed()  # one that was buried comes back loaded
         return welcome
 
     def _hello_again(self, sender: str, message: Hello) -> None:
         self._hello(sender, message)
+
+    def _pass_abort(self, sender: str, message: PassAbort) -> None:
+        """Another coordinator was asked to abort it, and an instance says so."""
+        aborted = self.desk.abort(message.request_id, message.reason)
+        self._channels.send(sender, AbortPassed(message.request_id, message.asker, aborted))
 
     def _ready(self, sender: str, message: Ready) -> None:
         if self.roster.ready_now(sender):

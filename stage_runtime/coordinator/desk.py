@@ -16,6 +16,7 @@ from typing import Any, Final
 from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.admission import Admission
 from stage_runtime.coordinator.deadlines import Deadlines
+from stage_runtime.coordinator.elsewhere import Elsewhere
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.roster import Roster
 from stage_runtime.coordinator.tallies import Tallies
@@ -75,6 +76,7 @@ class RequestDesk:
     ) -> None:
         self.tallies = Tallies()
         self.lanes = Lanes(relays, say)
+        self.elsewhere = Elsewhere(roster.incarnation, say)
         self._plan = plan
         self._roster = roster
         self._loop = loop
@@ -138,6 +140,9 @@ class RequestDesk:
     def abort(self, request_id: str, reason: str) -> bool:
         ticket = self._tickets.get(request_id)
         return ticket is not None and self._cancel(ticket, reason)
+
+    async def abort_elsewhere(self, request_id: str, reason: str) -> bool:
+        return await self.elsewhere.abort(request_id, reason, self._roster.membership.instances)
 
     def record(self, request_id: str) -> RequestRecord | None:
         ticket = self._tickets.get(request_id)
@@ -230,6 +235,7 @@ class RequestDesk:
     def instance_lost(self, incarnation: str) -> None:
         """An instance is proven gone; its requests are bound elsewhere or fail."""
         self.lanes.forget(incarnation)
+        self.elsewhere.forget(incarnation)
         self._endings.forget(incarnation)
         for request_id in list(self._by_instance.get(incarnation, ())):
             ticket = self._tickets[request_id]
@@ -352,6 +358,8 @@ class RequestDesk:
 
     def _happen(self, ticket: Ticket, event: Event, delivered: Resulted | None = None) -> tuple[Instruction, ...]:
         instructions = ticket.tracked.handle(event)
+        if Instruction.REBIND in instructions and not isinstance(event, HandedBack):
+            self.tallies.retried += 1  # what had not begun loses nothing by going elsewhere: that is no retry
         self._carry_out(ticket, instructions, delivered)
         return instructions
 
@@ -365,7 +373,6 @@ class RequestDesk:
                     self._abort_attempt(ticket)
                 case Instruction.REBIND:
                     ticket.tracked.retry(next(self._attempts))
-                    self.tallies.retried += 1
                     if not self._rebind(ticket):
                         self._strand(ticket)
                 case Instruction.FINISH:

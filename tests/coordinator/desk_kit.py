@@ -154,10 +154,19 @@ class Played:
 
     # --- processes ----------------------------------------------------------------------------------------------
 
-    def hello(self, incarnation: str, group: str, *, endpoint: str = "", revision: str = "", **fields: Any) -> bool:
+    def hello(
+        self,
+        incarnation: str,
+        group: str,
+        *,
+        endpoint: str = "",
+        revision: str = "",
+        ready: bool = False,
+        **fields: Any,
+    ) -> bool:
         revision = revision or REVISION.units[group]
         endpoint = endpoint or f"ipc:///{incarnation}"
-        member = Member(incarnation, group, group, revision, endpoint, {}, GROUP_STAGES[group])
+        member = Member(incarnation, group, group, revision, endpoint, {}, GROUP_STAGES[group], ready)
         said = Hello(member, f"{PROTOCOL}:edges", "hello", "ipc:///cc")
         for name, value in fields.items():
             said = codec_replace(said, name, value)

@@ -245,6 +245,16 @@ async def test_without_another_instance_a_request_waits_for_the_next_life() -> N
         assert await read(ticket) == [ResultEvent(stage="shout", data="alive")]
 
 
+async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> None:
+    """It was buried by mistake or frozen, and has its models still."""
+    async with played() as made:
+        made.desk.admit(asked())
+        made.coordinator.lost("v1")
+        assert made.hello("v2", "voice", ready=True)
+        assert made.desk.status()["stranded"] == 0
+        assert [one.header.bindings["shout"] for one in made.submitted("f1")] == ["v1", "v2"]
+
+
 @pytest.mark.parametrize("end", ["abort", "deadline"])
 async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) -> None:
     async with played() as made:
@@ -361,6 +371,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
         made.complete(again, "shout", "served")
         assert await read(ticket) == [ResultEvent(stage="shout", data="served")]
         assert any(isinstance(one, Unbound) for one in made.channels.said["f1"])
+        assert made.desk.metrics()["retried_total"] == 0
 
 
 async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
