@@ -81,6 +81,9 @@ class Desk(Protocol):
     def abort(self, request_id: str, reason: str) -> bool:
         """End a request as ``cancelled``. False when no such request is in flight."""
 
+    async def abort_elsewhere(self, request_id: str, reason: str) -> bool:
+        """As `abort`, by the coordinator that owns the request: in a roll there are two."""
+
     def record(self, request_id: str) -> RequestRecord | None: ...
 
     def status(self) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from stage_runtime.relays import payloads
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
 from stage_runtime.relays.lanes import Lanes, attempt_key
+from stage_runtime.rules import forwarding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.outbox import tell_consumed
@@ -28,6 +29,7 @@ from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.stage.watching import Watch
 from stage_runtime.wire.messages import (
     Abort,
+    AbortPassed,
     Admin,
     AdminReply,
     Beat,
@@ -39,6 +41,7 @@ from stage_runtime.wire.messages import (
     Member,
     Members,
     Message,
+    PassAbort,
     ProfilerStart,
     ProfilerStop,
     RankFailed,
@@ -103,6 +106,8 @@ class Host:
             Submit: self._submit,
             DataReady: self._data_ready,
             Abort: self._abort,
+            PassAbort: self._pass_abort,
+            AbortPassed: self._abort_passed,
             Ended: self._ended,
             Release: self._release,
             Consumed: self._consumed,
@@ -318,6 +323,18 @@ class Host:
             stage.intake.abort(message.owner, message.request_id, message.attempt)
         self.lanes.drop_cancelled()
         self.relays.cleanup(attempt_key(message.request_id, message.attempt))
+
+    def _pass_abort(self, sender: str, message: PassAbort) -> None:
+        """One coordinator is asked to abort what another one owns: we know them all."""
+        owners = forwarding.owners(message.asker, self.registration.coordinators)
+        for owner in owners:
+            self.say(owner, message)
+        if not owners:
+            self.say(sender, AbortPassed(message.request_id, message.asker, False))
+
+    def _abort_passed(self, sender: str, message: AbortPassed) -> None:
+        owners = len(forwarding.owners(message.asker, self.registration.coordinators))
+        self.say(message.asker, AbortPassed(message.request_id, message.asker, message.aborted, owners))
 
     def _ended(self, sender: str, message: Ended) -> None:
         for request_id, attempt in message.requests:

@@ -53,9 +53,10 @@ class _Pipeline:
 
     async def cancel(self, exchange: Exchange) -> None:
         """DELETE /v1/requests/{id}: 200 whether it was still in flight or not, 404 when nobody knows it."""
+        desk, reason = self._service.desk, "cancelled by DELETE /v1/requests"
         request_id = exchange.scope["path_params"]["id"]
-        cancelled = self._service.desk.abort(request_id, "cancelled by DELETE /v1/requests")
-        if not cancelled and self._service.desk.record(request_id) is None:
+        cancelled = desk.abort(request_id, reason) or await desk.abort_elsewhere(request_id, reason)
+        if not cancelled and desk.record(request_id) is None:
             raise _unknown(request_id)
         await exchange.reply(msgspec.json.encode({"id": request_id, "cancelled": cancelled}))
 

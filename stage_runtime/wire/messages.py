@@ -175,6 +175,23 @@ class HandBack(Said, frozen=True, tag=8):
     source: Name
 
 
+class PassAbort(Said, frozen=True, tag=10):
+    """Coordinator → instances → every other coordinator: abort this request, if it is yours. It is not ``asker``'s."""
+
+    request_id: RequestId
+    asker: Name  #: The incarnation of the coordinator that was asked for it.
+    reason: str
+
+
+class AbortPassed(Said, frozen=True, tag=11):
+    """The way back: an owner's answer to the instance, and the instance's to ``asker``."""
+
+    request_id: RequestId
+    asker: Name
+    aborted: bool
+    owners: Count = 0  #: How many coordinators the instance has passed it on to; one such answer comes of each.
+
+
 # --- membership -------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +344,8 @@ Message: TypeAlias = (
     | Consumed
     | Ended
     | HandBack
+    | PassAbort
+    | AbortPassed
     | Hello
     | Welcome
     | Refused

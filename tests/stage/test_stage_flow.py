@@ -16,7 +16,7 @@ from stage_kit import World, plan, world
 import stage_runtime as omni
 from omnipipeline_spec.plan import RelayPlan, StagePlan
 from stage_runtime.stage.work import STREAM_WINDOW
-from stage_runtime.wire.messages import Complete, Ended, HandBack
+from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, PassAbort
 
 LARGE = 40_000
 FLAT = RelayPlan(credits=1)
@@ -299,6 +299,22 @@ async def test_a_request_that_the_coordinator_says_is_ended_is_dropped() -> None
         made.say("cc", "pa", Ended((("r1", 1),)))
         await made.until(lambda: host.idle)
         assert made.told == []
+
+
+async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_and_its_answer_back() -> None:
+    async with world() as made:
+        one_stage(made, echo)
+        host = made.hosts["pa"]
+        asked = PassAbort("r1", "cc", "DELETE")
+        made.say("cc", "pa", asked)
+        await made.until(lambda: made.told == [AbortPassed("r1", "cc", False, 0)])  # there is no other
+        made.told.clear()
+        made.known.add("other")
+        host.registration.coordinators["other"] = None  # type: ignore[assignment]
+        made.say("cc", "pa", asked)
+        await made.until(lambda: made.told == [asked])
+        made.say("other", "pa", AbortPassed("r1", "cc", True))
+        await made.until(lambda: made.told == [asked, AbortPassed("r1", "cc", True, 1)])
 
 
 async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through() -> None:

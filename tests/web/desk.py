@@ -90,6 +90,7 @@ class ScriptedDesk:
         self.cap = cap
         self.handles: list[ScriptedHandle] = []
         self.in_flight: dict[str, ScriptedHandle] = {}
+        self.elsewhere: set[str] = set()  #: Requests of another coordinator.
         self.is_ready = True
         self.numbers: Mapping[str, Any] = {"in_flight": 0}
 
@@ -112,6 +113,12 @@ class ScriptedDesk:
     def abort(self, request_id: str, reason: str) -> bool:
         handle = self.in_flight.get(request_id)
         return handle is not None and handle.abort(reason)
+
+    async def abort_elsewhere(self, request_id: str, reason: str) -> bool:
+        if request_id not in self.elsewhere:
+            return False
+        self.elsewhere.remove(request_id)
+        return True
 
     def record(self, request_id: str) -> RequestRecord | None:
         found = next((handle for handle in reversed(self.handles) if handle.id == request_id), None)

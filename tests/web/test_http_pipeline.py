@@ -174,6 +174,15 @@ async def test_a_request_can_be_looked_at_and_cancelled_by_its_id() -> None:
     assert [(item.status_code, item.json()["error"]["code"]) for item in unknown] == [(404, "not_found")] * 2
 
 
+async def test_a_request_of_another_coordinator_is_cancelled_there() -> None:
+    async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
+        running.desk.elsewhere.add("theirs")
+        gone = await client.delete("/v1/requests/theirs")
+        late = await client.delete("/v1/requests/theirs")
+    assert (gone.status_code, gone.json()) == (200, {"id": "theirs", "cancelled": True})
+    assert late.status_code == 404
+
+
 def events(text: str) -> list[tuple[str, Any]]:
     assert text.endswith("\n\n")
     found = []

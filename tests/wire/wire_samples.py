@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from stage_runtime.wire.messages import (
     Abort,
+    AbortPassed,
     Ack,
     Admin,
     AdminReply,
@@ -27,6 +28,7 @@ from stage_runtime.wire.messages import (
     Member,
     Members,
     Message,
+    PassAbort,
     ProfilerStart,
     ProfilerStop,
     RankFailed,
@@ -75,6 +77,8 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (Consumed("r1", 2, "c0ffee", "thinker", "talker", 64), [7, "r1", 2, "c0ffee", "thinker", "talker", 64]),
     (HandBack("r1", 2, "talker"), [8, "r1", 2, "talker"]),
     (Ended((("r1", 2), ("r2", 1))), [9, [["r1", 2], ["r2", 1]]]),
+    (PassAbort("r1", "c0ffee", "a client"), [10, "r1", "c0ffee", "a client"]),
+    (AbortPassed("r1", "c0ffee", True, 2), [11, "r1", "c0ffee", True, 2]),
     (Hello(MEMBER, "1:ef01", "hello", "tcp://c:1"), [20, _MEMBER, "1:ef01", "hello", "tcp://c:1"]),
     (Welcome("tcp://c:2", MEMBER, "tcp://c:1", (MEMBER,)), [21, "tcp://c:2", _MEMBER, "tcp://c:1", [_MEMBER]]),
     (Refused("aa", "declared dead", True), [22, "aa", "declared dead", True]),

@@ -1,0 +1,49 @@
+"""DELETE at the coordinator that does not own the request: the other one aborts it, through an instance."""
+
+from __future__ import annotations
+
+import asyncio
+
+from desk_kit import ME, Played, asked, error_of, played
+
+from stage_runtime.wire.messages import AbortPassed, PassAbort
+
+
+def questions(made: Played, incarnation: str) -> list[PassAbort]:
+    return [one for one in made.channels.said[incarnation] if isinstance(one, PassAbort)]
+
+
+async def asking(made: Played, request_id: str = "theirs") -> asyncio.Task[bool]:
+    task = asyncio.create_task(made.desk.abort_elsewhere(request_id, "DELETE"))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_an_abort_that_another_coordinator_passes_on_ends_the_request_and_says_so() -> None:
+    async with played() as made:
+        ticket = made.desk.admit(asked("mine"))
+        made.coordinator.heard("f1", PassAbort("mine", "other", "DELETE"))
+        assert made.channels.said["f1"][-1] == AbortPassed("mine", "other", True)
+        assert (await error_of(ticket)).code == "cancelled"
+        made.coordinator.heard("v1", PassAbort("mine", "other", "DELETE"))
+        assert made.channels.said["v1"][-1] == AbortPassed("mine", "other", False), "once"
+
+
+async def test_every_instance_is_asked_and_the_owner_s_yes_is_enough() -> None:
+    async with played() as made:
+        answer = await asking(made)
+        assert questions(made, "f1") == questions(made, "v1") == [PassAbort("theirs", ME, "DELETE")]
+        made.coordinator.heard("v1", AbortPassed("theirs", ME, True, 1))
+        assert await asyncio.wait_for(answer, 10)
+
+
+async def test_no_is_known_as_soon_as_everybody_has_answered_or_is_gone() -> None:
+    async with played() as made:
+        answer = await asking(made)
+        again = await asking(made)
+        assert len(questions(made, "f1")) == 1, "one question for two who ask the same"
+        made.coordinator.heard("f1", AbortPassed("theirs", ME, False, 0))
+        await asyncio.sleep(0)
+        assert not answer.done()
+        made.coordinator.lost("v1")
+        assert await asyncio.gather(answer, again) == [False, False]
