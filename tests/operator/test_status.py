@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_operator.changes import conditions, observed, rollout, status
+from omnipipeline_operator.changes import conditions, observed, rollout, status, troubles
 from omnipipeline_operator.changes.observed import Pod, Workload
 from omnipipeline_operator.changes.rollout import Goal, Wanted
 from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
@@ -227,3 +227,28 @@ def test_a_crash_is_told_by_the_last_line_that_the_container_said() -> None:
         "container stage: ValueError: no weights",
         3,
     )
+
+
+def test_a_container_that_was_killed_for_memory_says_so_while_it_waits_to_be_started_again() -> None:
+    waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}}
+    ended = {"lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137, "message": "loading"}}}
+    container = {"name": "stage", **waiting, **ended}
+    seen = observed.pod({"metadata": {"name": "p"}, "status": {"containerStatuses": [container]}})
+    assert seen.reason == "OOMKilled" and "resources.limits.memory" in seen.message
+
+
+def test_units_that_wait_for_their_model_say_what_of_it() -> None:
+    running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
+    broken = pod("f0", over=True, reason="Error", message="container prefetch: no such model")
+
+    def told(*pods: Pod, gave_up: bool = False) -> tuple[str, str]:
+        fetching = troubles.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)
+        _, found = status.summarise(facts(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
+        [ready] = [each for each in found if each.type == "Ready"]
+        return ready.reason, ready.message
+
+    assert told(running) == ("Prefetching", "Job duo-prefetch-1 fetches me/mine")
+    assert told(unplaced) == ("Unschedulable", "pod f2: unbound claim")
+    why = "Job duo-prefetch-1: container prefetch: no such model"
+    assert told(broken, running) == ("PrefetchFailed", f"{why}; it tries again")
+    assert told(broken, gave_up=True) == ("PrefetchFailed", f"{why}; delete the Job to try again")

@@ -75,7 +75,12 @@ def is_bad(condition: Condition) -> bool:
     """Whether somebody should look; not while pods merely start."""
     if condition.type == "Suspended":
         return False
-    return condition.status == "False" and condition.reason not in ("Starting", "RollingOut", "Suspended")
+    return condition.status == "False" and condition.reason not in (
+        "Starting",
+        "Prefetching",
+        "RollingOut",
+        "Suspended",
+    )
 
 
 def rfc3339(seconds: float) -> str:

@@ -131,6 +131,7 @@ def _refusal(deployment: Mapping[str, Any]) -> str | None:
 
 #: Reasons of a waiting container that pass by themselves in seconds.
 _STARTING: Final = ("ContainerCreating", "PodInitializing")
+_TOO_LITTLE_MEMORY: Final = "needs more than resources.limits.memory, to which shared memory counts"
 
 
 def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, str]:
@@ -151,15 +152,20 @@ def _container_trouble(container: Mapping[str, Any]) -> tuple[str, str] | None:
     state, last = container.get("state", {}), container.get("lastState", {}).get("terminated")
     waiting, terminated = state.get("waiting", {}), state.get("terminated") or last
     reason = waiting.get("reason")
+    if reason == "CrashLoopBackOff" and terminated and terminated.get("reason") == "OOMKilled":
+        return "OOMKilled", _TOO_LITTLE_MEMORY  # why it loops is of more use than that it does
     if reason and reason not in _STARTING:
         told = _last_line(terminated) if reason == "CrashLoopBackOff" else ""
         return reason, told or str(waiting.get("message") or reason)
     if terminated and (state.get("terminated") or not state.get("running")):
         word = str(terminated.get("reason") or "Terminated")
+        if word == "OOMKilled":
+            return word, _TOO_LITTLE_MEMORY
         return word, _last_line(terminated) or f"exit code {terminated.get('exitCode')}"
     if last and not container.get("ready"):
-        word = "OOMKilled" if last.get("reason") == "OOMKilled" else "Restarted"
-        return word, _last_line(last) or f"exit code {last.get('exitCode')} before this start"
+        if last.get("reason") == "OOMKilled":
+            return "OOMKilled", _TOO_LITTLE_MEMORY
+        return "Restarted", _last_line(last) or f"exit code {last.get('exitCode')} before this start"
     return None
 
 

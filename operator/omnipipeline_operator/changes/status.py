@@ -49,6 +49,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     registered: Mapping[tuple[str, str], int] | None = None  #: (unit, revision) -> instances; None: nobody could say.
     refusal: Refusal | None = None  #: A name that is taken; the rest still holds.
     progress_deadline_s: float = 3600.0
+    fetching: Trouble | None = None  #: Why units wait for the model; None: they do not.
 
 
 def refused(refusal: Refusal, before: Mapping[str, Any], *, generation: int, available: bool, now: float) -> Any:
@@ -68,7 +69,7 @@ def summarise(
     facts: Facts, before: Mapping[str, Any], *, generation: int, now: float
 ) -> tuple[dict[str, Any], list[Condition]]:
     """The whole status, and its conditions on their own."""
-    found = {each.unit: each for each in _troubles(facts, now)}
+    found = {each.unit: each for each in (*_troubles(facts, now), *filter(None, [facts.fetching]))}
     said = _conditions(facts, found, now)
     units = [_unit(facts, name, found.get(name)) for name in (*facts.goal.units, COORDINATOR)]
     ready = {each["name"]: each["ready"] for each in units}
@@ -150,7 +151,7 @@ def _ready(facts: Facts, worst: Trouble | None, available: bool, progressing: Co
     if available and replaced and is_complete(facts.plan.current, facts.seen) and _coordinates(facts.seen, facts):
         return say("Ready", True, "Serving", f"revision {facts.plan.current.revision} answers requests")
     if worst is not None:
-        return say("Ready", False, worst.reason, f"unit {worst.unit}: {worst.message}")
+        return say("Ready", False, worst.reason, worst.told)
     if facts.decision.rolling and available:
         return say("Ready", False, "Paused" if facts.goal.paused else "RollingOut", progressing.message)
     return say("Ready", False, "Starting", _lacking(facts))
@@ -163,7 +164,7 @@ def _why_available(facts: Facts, available: bool, worst: Trouble | None) -> tupl
     if facts.goal.suspended:
         return "Suspended", "spec.suspend is true"
     if worst is not None:
-        return worst.reason, f"unit {worst.unit}: {worst.message}"
+        return worst.reason, worst.told
     return "Starting", _lacking(facts)
 
 
@@ -171,7 +172,7 @@ def _scheduled(facts: Facts, found: Mapping[str, Trouble]) -> Condition:
     unplaced = [each for each in found.values() if each.reason in ("Unschedulable", *_UNMADE)]
     worst = troubles.worst(unplaced)
     if worst is not None:
-        return say("Scheduled", False, worst.reason, f"unit {worst.unit}: {worst.message}")
+        return say("Scheduled", False, worst.reason, worst.told)
     return say("Scheduled", True, "AllScheduled")
 
 
@@ -223,7 +224,7 @@ def _progressing(facts: Facts, found: Mapping[str, Trouble], now: float) -> Cond
     late = since is not None and now - since > facts.progress_deadline_s
     if late and (facts.decision.rolling or not is_available(facts.entries, facts.seen)):
         worst = troubles.worst(found.values())
-        why = f": unit {worst.unit}: {worst.message}" if worst else ""
+        why = f": {worst.told}" if worst else ""
         return say("Progressing", False, "ProgressDeadlineExceeded", f"no progress{why}")
     return say("Progressing", True, "RollingOut" if facts.decision.rolling else "Starting", _lacking(facts))
 
@@ -233,7 +234,7 @@ def _squeezed(facts: Facts, found: Mapping[str, Trouble]) -> str | None:
     if not facts.decision.rolling or facts.goal.strategy != "Coherent":
         return None
     for trouble in found.values():
-        if trouble.reason == "Unschedulable":
+        if trouble.reason == "Unschedulable" and trouble.unit:
             cure = "free that much, lower its replicas, or choose rollout.strategy: Recreate"
             return f"unit {trouble.unit} has no room beside the old revision: {trouble.message}; {cure}"
     return None

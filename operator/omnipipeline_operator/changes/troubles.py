@@ -27,6 +27,7 @@ _SEVERITY: Final = (
     "CrashLoopBackOff",
     "OOMKilled",
     "Error",
+    "PrefetchFailed",
     "StartupDeadlineExceeded",
     "Unschedulable",
 )
@@ -35,9 +36,13 @@ _SEVERITY: Final = (
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """One reason why something is not ready."""
 
-    unit: str
+    unit: str  #: Empty: it is no unit's, as the prefetch of the model.
     reason: str
     message: str
+
+    @property
+    def told(self) -> str:
+        return f"unit {self.unit}: {self.message}" if self.unit else self.message
 
     @property
     def rank(self) -> int:
@@ -51,6 +56,23 @@ def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) ->
         reason = _refusal(workload.refused)
         found.append(Trouble(unit=workload.unit, reason=reason, message=f"{workload.name}: {workload.refused}"))
     return worst(each for each in found if each is not None)
+
+
+def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> Trouble:
+    """Why units still wait for the Job that fetches their model.
+
+    pods:    the Job's; a failed one stays, so that its last words can be read.
+    gave_up: the Job tries no more.
+    """
+    in_order = sorted((each for each in pods if each.reason is not None), key=lambda each: each.created_at)
+    failed = [each for each in in_order if each.over]
+    if gave_up or failed:
+        why = failed[-1].message if failed else "has failed"
+        then = "delete the Job to try again" if gave_up else "it tries again"
+        return Trouble(unit="", reason="PrefetchFailed", message=f"Job {job}: {why}; {then}")
+    for each in in_order:
+        return Trouble(unit="", reason=str(each.reason), message=f"pod {each.name}: {each.message}")
+    return Trouble(unit="", reason="Prefetching", message=f"Job {job} fetches {model}")
 
 
 def worst(troubles: Iterable[Trouble]) -> Trouble | None:

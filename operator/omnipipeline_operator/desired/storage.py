@@ -15,6 +15,8 @@ from omnipipeline_spec.plan import PipelinePlan
 
 FETCH: Final = """\
 import os
+for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # meant for the pods that come after
+    os.environ.pop(offline, None)
 from huggingface_hub import snapshot_download
 path, revision = os.environ["OMNI_MODEL_PATH"], os.environ.get("OMNI_MODEL_REVISION") or None
 print("fetched to", snapshot_download(path, revision=revision))
@@ -69,7 +71,7 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
         "containers": [fetch],
         "volumes": [volume for volume in like["volumes"] if volume["name"] in ("models", "tmp")],
         "automountServiceAccountToken": False,
-        "restartPolicy": "OnFailure",
+        "restartPolicy": "Never",  # a failed pod stays, with its last words; one that restarts goes with its Job
     }
     template = {"metadata": {"labels": naming.labels(owner.name)}, "spec": pod}
     return {**manifest, "spec": {"backoffLimit": 6, "template": template}}

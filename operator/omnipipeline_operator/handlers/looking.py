@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.changes import comparing, observed
+from omnipipeline_operator.changes import comparing, observed, troubles
 from omnipipeline_operator.changes.observed import Workload
+from omnipipeline_operator.changes.troubles import Trouble
 from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.kinds import Kind
 from omnipipeline_operator.cluster.store import Key, Store
@@ -21,6 +22,7 @@ from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_spec.plan import PipelineRevision
 
 HANGS_AFTER_S: Final = 60.0
+JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 
 
 class Look:
@@ -105,6 +107,21 @@ def rekeyed(look: Look) -> str | None:
     there = look.revisions()
     pinned = there["metadata"].get("annotations", {}).get(naming.REKEYED_PIN) if there else None
     return None if pinned is None else str(pinned)
+
+
+def fetching(look: Look, created: Sequence[Manifest], model: str) -> Trouble | None:
+    """Why units wait for the Job that fetches their model; None: there is none, or it is done."""
+    for wanted in created:
+        if wanted["kind"] != kinds.JOB.name:
+            continue
+        name = wanted["metadata"]["name"]
+        status = (look.child(kinds.JOB, name) or {}).get("status", {})
+        if status.get("succeeded"):
+            return None
+        own = [each for each in look.pods() if each["metadata"]["labels"].get(JOB_NAME) == name]
+        ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
+        return troubles.of_prefetch(name, model, map(observed.pod, own), gave_up="Failed" in ended)
+    return None
 
 
 def hangs(seen: Sequence[Workload], now: float) -> bool:

@@ -169,6 +169,7 @@ class Reconciler:
             registered=registered,
             refusal=refusal,
             progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
+            fetching=looking.fetching(look, planned.wanted.created, planned.spec.model_path or ""),
         )
 
     async def _lost_its_key(self, planned: _Planned, look: Look, seen: Sequence[Workload], applier: Applier) -> bool:

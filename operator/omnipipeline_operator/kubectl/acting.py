@@ -29,11 +29,11 @@ def restart(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
 def chosen(
     pods: Sequence[Manifest], *, names: Sequence[str], units: Sequence[str] | None, node: str | None
 ) -> list[Manifest]:
-    """The pods that all of the given conditions mean; those on their way out already are not among them."""
+    """The pods that all of the given conditions mean; those on their way out, or over, are not among them."""
     return [
         pod
         for pod in pods
-        if "deletionTimestamp" not in pod["metadata"]
+        if _lasts(pod)
         and (not names or pod["metadata"]["name"] in names)
         and (units is None or pod["metadata"]["labels"].get(naming.UNIT_LABEL) in units)
         and (node is None or pod.get("spec", {}).get("nodeName") == node)
@@ -79,7 +79,14 @@ def _settled(kubectl: Kubectl, name: str, left: Manifest) -> bool:
     pods = kubectl.listed("pods", naming.selector(name, unit))
     if any(pod["metadata"]["uid"] == left["metadata"]["uid"] for pod in pods):
         return False
-    return bool(pods) and all(_ready(pod) for pod in pods if "deletionTimestamp" not in pod["metadata"])
+    lasting = [pod for pod in pods if _lasts(pod)]
+    return bool(lasting) and all(map(_ready, lasting))
+
+
+def _lasts(pod: Manifest) -> bool:
+    """It works or is about to: not a prefetch that is done, nor a pod that a full node has thrown out."""
+    over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    return not over and "deletionTimestamp" not in pod["metadata"]
 
 
 def _ready(pod: Manifest) -> bool:

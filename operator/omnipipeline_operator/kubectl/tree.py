@@ -25,7 +25,12 @@ def tree(pipeline: Manifest, pods: Sequence[Manifest], stages: Mapping[str, Sequ
     conditions = root.add("conditions")
     for condition in pipeline.get("status", {}).get("conditions", ()):
         conditions.add(_condition(condition))
-    by_unit = _by_unit(pods)
+    by_unit = _by_unit([pod for pod in pods if naming.UNIT_LABEL in pod["metadata"]["labels"]])
+    fetching = [pod for pod in pods if naming.UNIT_LABEL not in pod["metadata"]["labels"]]
+    if fetching:
+        branch = root.add("prefetch of the model")
+        for pod in fetching:
+            branch.add(_pod(pod))
     for unit in pipeline.get("status", {}).get("units", ()):
         branch = root.add(_unit(unit, stages.get(unit["name"], ())))
         for pod in by_unit.pop(unit["name"], ()):
@@ -87,7 +92,7 @@ def _unit(unit: Manifest, stages: Sequence[str]) -> Text:
 def _by_unit(pods: Sequence[Manifest]) -> dict[str, list[Manifest]]:
     found: dict[str, list[Manifest]] = {}
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
-        found.setdefault(pod["metadata"]["labels"].get(naming.UNIT_LABEL, "?"), []).append(pod)
+        found.setdefault(pod["metadata"]["labels"][naming.UNIT_LABEL], []).append(pod)
     return found
 
 
@@ -118,10 +123,18 @@ def _state(pod: Manifest) -> tuple[str, str]:
             return f"{condition.get('reason', 'Unschedulable')}: {condition.get('message', '')}", "red"
         if condition["type"] == "Ready" and condition["status"] == "True":
             return "ready", "green"
-    return ("loading" if status.get("phase") == "Running" else str(status.get("phase", "Pending"))), "yellow"
+    phase = str(status.get("phase", "Pending"))
+    if phase == "Failed":
+        return _with_last_words("failed", *status.get("containerStatuses", ())), "red"
+    if phase == "Succeeded":
+        return "done", "green"
+    return ("loading" if phase == "Running" else phase), "yellow"
 
 
-def _with_last_words(reason: str, container: Manifest) -> str:
-    ended = container.get("lastState", {}).get("terminated", {})
-    words = str(ended.get("message", "")).strip().splitlines()
-    return f"{reason}: {words[-1]}" if words else reason
+def _with_last_words(reason: str, *containers: Manifest) -> str:
+    for container in containers:
+        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated", {})
+        words = str(ended.get("message", "")).strip().splitlines()
+        if words:
+            return f"{reason}: {words[-1]}"
+    return reason

@@ -63,6 +63,18 @@ def test_a_pod_that_no_node_takes_shows_the_schedulers_words() -> None:
     assert "Unschedulable: Insufficient gpu" in lines[-1]
 
 
+def test_the_pods_that_fetch_the_model_have_a_branch_of_their_own() -> None:
+    ended = {"state": {"terminated": {"reason": "Error", "message": "Traceback\nno such model: me/mine\n"}}}
+    failed = pod("demo-prefetch-1-x", phase="Failed", containerStatuses=[{"name": "prefetch", **ended}])
+    done = pod("demo-prefetch-1-y", phase="Succeeded")
+    for each in (failed, done):
+        del each["metadata"]["labels"]["omnipipeline.dev/unit"]
+    lines = shown(pipeline(), failed, done)
+    at = next(number for number, line in enumerate(lines) if "prefetch of the model" in line)
+    assert "demo-prefetch-1-x  failed: no such model: me/mine" in lines[at + 1]
+    assert "demo-prefetch-1-y  done" in lines[at + 2]
+
+
 def test_pods_of_a_unit_that_the_spec_no_longer_has_are_shown_too() -> None:
     lines = shown(pipeline(observedGeneration=2, units=[]), pod("old", unit="gone", leaving=True))
     assert lines[-2:] == ["gone (no longer in the spec)", "old  draining  node n1"]
@@ -80,8 +92,8 @@ def test_the_title_says_when_the_status_does_not_speak_of_the_last_change(status
     assert said in shown(pipeline(**status))[0]
 
 
-def test_draining_means_pods_that_all_conditions_name_and_that_are_not_leaving_already() -> None:
-    pods = [pod("a"), pod("b", node="n2"), pod("c", unit="front"), pod("d", leaving=True)]
+def test_draining_means_pods_that_all_conditions_name_and_that_are_neither_leaving_nor_over() -> None:
+    pods = [pod("a"), pod("b", node="n2"), pod("c", unit="front"), pod("d", leaving=True), pod("e", phase="Failed")]
 
     def names(**conditions: Any) -> list[str]:
         given = {"names": (), "units": None, "node": None, **conditions}
