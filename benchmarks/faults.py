@@ -1,85 +1,111 @@
-"""What faults cost: SIGKILL, a freeze and a cut network at every member in turn, under load, judged by a ledger.
+"""What faults cost: every member in turn killed, frozen, cut off, drained, restarted and scaled, under steady load.
 
-    python benchmarks/faults.py [--quick] [--fault NAME] [--member NAME] [--replicas N] [--json FILE]
+    python -m benchmarks.faults [--networked] [--fault NAME …] [--member NAME …] [--replicas N …] [--all] [--json FILE]
 
 Half of the requests stream. The client retries nothing and writes down each request's one end. Cuts need root
 (network namespaces); there everything goes by TCP and CURVE, elsewhere by Unix sockets and shared memory.
+Exit code 1: a promise was broken; each is told below its row.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.faultlab import experiments, graph, network
 from benchmarks.faultlab.experiments import Outcome
+from stage_runtime.processes.local import LocalPipeline
 
 HEAD = (
-    f"{'fault':8} {'target':9} {'repl.':>5} {'requests':>8} {'retried':>7} {'lost':>4} {'healthy':>8}  failed by code"
+    f"{'fault':8} {'target':9} {'repl.':>5} {'requests':>8} {'retried':>7} {'lost':>4} {'wrong':>5} {'healthy':>9}  "
+    "failed by code (of them not streamed)"
 )
+ROWS = (*experiments.FAULTS, "scale")
+SCALED = ("entry", "consumer")  # the others with --all
 
 
 def row(outcome: Outcome) -> str:
     failed = ", ".join(f"{code} {count}" for code, count in sorted(outcome.failed.items())) or "-"
+    more = f" ({outcome.unstreamed_failed})" if outcome.failed else ""
+    served = f"; served by each: {outcome.served}" if outcome.served else ""
     return (
         f"{outcome.fault:8} {outcome.target:9} {outcome.replicas:5} {outcome.requests:8} {outcome.retried:7} "
-        f"{outcome.lost:4} {outcome.seconds_to_healthy:6.2f} s  {failed} (unstreamed: {outcome.unstreamed_failed})"
+        f"{outcome.lost:4} {outcome.wrong:5} {outcome.seconds_to_healthy:7.2f} s  {failed}{more}{served}"
     )
 
 
 async def table(arguments: argparse.Namespace) -> list[Outcome]:
     found: list[Outcome] = []
     print(HEAD)
-    for replicas in arguments.replicas or (1, 2):
-        for fault in arguments.fault or experiments.FAULTS:
-            if fault == "cut" and not network.possible():
-                print("cut: needs root and network namespaces", file=sys.stderr)
-                continue
-            start = experiments.networked if fault == "cut" else experiments.local
-            with tempfile.TemporaryDirectory(prefix="f-") as folder:
-                async with start(replicas, Path(folder)) as pipeline:
-                    await experiments.warm(pipeline)
-                    for member in arguments.member or graph.MEMBERS:
-                        after_s = 7.0 if not arguments.quick else 6.0
-                        outcome = await experiments.hurt(pipeline, fault, member, replicas=replicas, after_s=after_s)
-                        found.append(outcome)
-                        print(row(outcome), flush=True)
-                        for problem in (*outcome.faults, *outcome.left):
-                            print(f"    {problem}", flush=True)
-                if arguments.logs:
-                    Path(arguments.logs, f"{fault}-{replicas}.log").write_bytes((Path(folder) / "log").read_bytes())
+    for fault in arguments.fault or [one for one in ROWS if one != "cut" or arguments.networked]:
+        for replicas in arguments.replicas or (1, 2):
+            if (fault, replicas) in (("drain", 1), ("restart", 2), ("scale", 2)):
+                continue  # one alone cannot drain unnoticed: there `restart` brings another first
+            async for outcome in rows(fault, replicas, arguments):
+                found.append(outcome)
+                print(row(outcome), flush=True)
+                for promise in outcome.broken():
+                    print(f"    broken: {promise}", flush=True)
     return found
 
 
-async def scaling(arguments: argparse.Namespace) -> None:
-    count = 1000 if arguments.quick else 5000
+async def rows(fault: str, replicas: int, arguments: argparse.Namespace) -> AsyncIterator[Outcome]:
+    members = arguments.member or (SCALED if fault == "scale" and not arguments.all else graph.MEMBERS)
+    async with running(fault, replicas, arguments) as pipeline:
+        await experiments.warm(pipeline)
+        for member in members:
+            if fault == "scale":
+                assert isinstance(pipeline, LocalPipeline)
+                yield await experiments.resize(pipeline, member, count=arguments.requests)
+            else:
+                yield await experiments.hurt(pipeline, fault, member, replicas=replicas)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    fault: str, replicas: int, arguments: argparse.Namespace
+) -> AsyncIterator[LocalPipeline | network.NetPipeline]:
+    start = experiments.networked if fault == "cut" else experiments.local
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
-        async with experiments.local(1, Path(folder)) as pipeline:
-            ledger, served = await experiments.resize(pipeline, "consumer", count=count, rate=50.0)
-    print(
-        f"\nconsumer 1 → 3 → 1 under {count} requests: failed {dict(ledger.failed())}, served {sorted(served.values())}"
-    )
+        try:
+            async with start(replicas, Path(folder)) as pipeline:
+                yield pipeline
+        finally:
+            log = Path(folder) / "log"
+            if arguments.logs and log.exists():
+                Path(arguments.logs, f"{fault}-{replicas}.log").write_bytes(log.read_bytes())
 
 
-async def main(arguments: argparse.Namespace) -> None:
-    found = await table(arguments)
-    if not arguments.member and not arguments.fault:
-        await scaling(arguments)
+def read(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networked", action="store_true", help="cut the network, too; needs root")
+    parser.add_argument("--fault", action="append", choices=ROWS, help="only this one")
+    parser.add_argument("--member", action="append", choices=graph.MEMBERS, help="only this one")
+    parser.add_argument("--replicas", action="append", type=int, choices=(1, 2), help="only so many")
+    parser.add_argument("--all", action="store_true", help="scale every member, not the entry and the consumer alone")
+    parser.add_argument("--requests", type=int, default=5000, help="sent while a member is scaled")
+    parser.add_argument("--json", help="write the outcomes there")
+    parser.add_argument("--logs", help="keep the processes' logs in this folder")
+    arguments = parser.parse_args(words)
+    if (arguments.networked or "cut" in (arguments.fault or ())) and not network.possible():
+        parser.error("cuts need root, and Debian's iproute2")
+    return arguments
+
+
+def main() -> int:
+    arguments = read()
+    found = asyncio.run(table(arguments))
     if arguments.json:
         Path(arguments.json).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    return 1 if any(outcome.broken() for outcome in found) else 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter runs, fewer requests")
-    parser.add_argument("--fault", action="append", choices=list(experiments.FAULTS), help="only this one")
-    parser.add_argument("--member", action="append", choices=graph.MEMBERS, help="only this one")
-    parser.add_argument("--replicas", action="append", type=int, choices=(1, 2), help="only so many")
-    parser.add_argument("--json", help="write the outcomes there")
-    parser.add_argument("--logs", help="keep the processes' logs in this folder")
-    asyncio.run(main(parser.parse_args()))
+    sys.exit(main())

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,10 @@ from stage_runtime.processes.local import LocalOptions, LocalPipeline
 FROZEN_S = 6.0  # beyond the four seconds within which a freeze is known
 CUT_S = 3.0
 SERVES_WITHIN_S = 5.0
+RATE = 20.0  # requests a second while something is hurt
+AT_ONCE = 24  # requests in flight while a group is scaled: as many as it can take
+#: What a request may be told when a process that it needs has gone. Any other code blames the request.
+TOLD = frozenset(["unavailable", "transport_failed"])
 
 
 class Hurtable(Protocol):
@@ -44,10 +48,27 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     retried: int
     failed: dict[str, int]  #: Code -> how many requests.
     unstreamed_failed: int
-    lost: int
+    lost: int  #: Without an end within their deadline.
+    wrong: int  #: With another's content, torn, or told their end not exactly once.
     seconds_to_healthy: float
-    faults: list[str]  #: What may never happen.
+    faults: list[str]  #: Each of the lost and wrong.
     left: list[str]  #: What was there before or after only.
+    served: list[int] = []  #: By each instance of a group that was scaled.
+
+    def broken(self, *, healthy_within_s: float | None = SERVES_WITHIN_S) -> list[str]:
+        """The promises that did not hold. healthy_within_s: None where a machine is too busy to be timed."""
+        found = [*self.faults, *self.left]
+        if healthy_within_s is not None and self.seconds_to_healthy > healthy_within_s:
+            found.append(f"served again only after {self.seconds_to_healthy:.1f} s")
+        if self.fault in PLANNED and self.failed:
+            found.append(f"a planned change failed requests: {self.failed}")
+        elif self.replicas > 1 and self.unstreamed_failed:
+            found.append(f"{self.unstreamed_failed} unstreamed requests failed though another replica was there")
+        if strange := set(self.failed) - TOLD:
+            found.append(f"ended by another code: {sorted(strange)}")
+        if self.fault == "scale" and (len(self.served) < SCALED or not all(self.served)):
+            found.append(f"not every replica served: {self.served}")
+        return found
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +81,7 @@ async def local(replicas: int, base: Path) -> AsyncIterator[LocalPipeline]:
         pipeline = LocalPipeline(
             type(spec)(**fields),
             options=LocalOptions(port=0),
-            on_line=lambda name, line: print(f"{name}: {line}", file=log, flush=True),
+            on_line=lambda name, line: print(f"{time.monotonic():.2f} {name}: {line}", file=log, flush=True),
         )
         async with pipeline:
             yield pipeline
@@ -80,12 +101,15 @@ async def warm(pipeline: Hurtable) -> None:
     assert not ledger.failed(), ledger.failed()
 
 
+# --- what is done to a member -----------------------------------------------------------------------------------------
+
+
 async def kill(pipeline: Hurtable, member: str) -> None:
-    os.kill(pipeline.pids()[member], signal.SIGKILL)
+    os.kill(_pid(pipeline, member), signal.SIGKILL)
 
 
 async def freeze(pipeline: Hurtable, member: str) -> None:
-    pid = pipeline.pids()[member]
+    pid = _pid(pipeline, member)
     os.kill(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(FROZEN_S)
@@ -102,7 +126,26 @@ async def cut(pipeline: Hurtable, member: str) -> None:
         pipeline.network.mend(member)
 
 
-FAULTS: Mapping[str, Callable[[Hurtable, str], object]] = {"SIGKILL": kill, "SIGSTOP": freeze, "cut": cut}
+async def drain(pipeline: Hurtable, member: str) -> None:
+    """SIGTERM to one process; its supervisor starts another when it has ended."""
+    pid = _pid(pipeline, member)
+    os.kill(pid, signal.SIGTERM)
+    while pid in pipeline.pids().values():
+        await asyncio.sleep(0.05)
+    await pipeline.ready()
+
+
+async def restart(pipeline: Hurtable, member: str) -> None:
+    """As `omni restart` does it: another one is ready before this one drains."""
+    assert isinstance(pipeline, LocalPipeline)
+    await pipeline.restart(member)
+
+
+Hurt = Callable[[Hurtable, str], Awaitable[None]]
+FAULTS: Mapping[str, Hurt] = {"SIGKILL": kill, "SIGSTOP": freeze, "cut": cut, "drain": drain, "restart": restart}
+#: What people do on purpose: no request may notice.
+PLANNED = frozenset(["drain", "restart", "scale"])
+SCALED = 3
 
 
 async def hurt(
@@ -111,28 +154,75 @@ async def hurt(
     member: str,
     *,
     replicas: int,
-    rate: float = 20.0,
+    rate: float = RATE,
     before_s: float = 1.0,
-    after_s: float = 7.0,
+    after_s: float = 6.0,
     streams: float = 0.5,
 ) -> Outcome:
     """Apply ``fault`` to ``member`` under load. ``streams``: the share of requests that stream."""
-    async with httpx.AsyncClient(base_url=pipeline.url, timeout=10) as http:
+
+    async def during(ledger: Ledger) -> float:
+        await asyncio.sleep(before_s)
+        await FAULTS[fault](pipeline, member)
+        over_at = time.monotonic()
+        await asyncio.sleep(after_s)
+        return over_at
+
+    return await _observe(pipeline, fault, member, during, replicas=replicas, rate=rate, streams=streams)
+
+
+async def resize(pipeline: LocalPipeline, member: str, *, count: int) -> Outcome:
+    """Scale ``member`` 1→3→1 while ``count`` requests (or some more, on a slow machine) are sent."""
+    served: Counter[str] = Counter()
+
+    async def note(http: httpx.AsyncClient) -> None:
+        for one in (await looking.status(http))["instances"]:
+            if one["group"] == member:
+                served[one["incarnation"]] = one["served"]
+
+    async def during(ledger: Ledger) -> float:
+        async with httpx.AsyncClient(base_url=pipeline.url, timeout=30) as http:
+            await ledger.sent(count // 4)
+            await pipeline.scale(member, SCALED)
+            await ledger.sent(len(ledger.entries) + count // 4)
+            await note(http)
+            await pipeline.scale(member, 1)
+            over_at = time.monotonic()
+            await ledger.sent(count)
+        return over_at
+
+    outcome = await _observe(pipeline, "scale", member, during, replicas=1, at_once=AT_ONCE)
+    return msgspec.structs.replace(outcome, served=sorted(served.values()))
+
+
+async def _observe(
+    pipeline: Hurtable,
+    fault: str,
+    member: str,
+    during: Callable[[Ledger], Awaitable[float]],
+    *,
+    replicas: int,
+    rate: float | None = None,
+    at_once: int | None = None,
+    streams: float = 0.5,
+) -> Outcome:
+    """Load the pipeline while ``during`` runs, which says when its fault was over; then look at what is left."""
+    async with httpx.AsyncClient(base_url=pipeline.url, timeout=30) as http:
         await _rest(http)
         before = _held(pipeline)
         retried = (await looking.metrics(http))["omnipipeline_retried_total"]
         ledger = Ledger(pipeline.url)
-        load = asyncio.create_task(ledger.load(rate=rate, streams=streams))
-        await asyncio.sleep(before_s)
-        await FAULTS[fault](pipeline, member)  # type: ignore[misc]
-        over_at = time.monotonic()
-        await asyncio.sleep(after_s)
-        ledger.stop()
-        await load
+        load = asyncio.create_task(ledger.load(rate=rate, at_once=at_once, streams=streams))
+        try:
+            over_at = await during(ledger)
+        finally:
+            ledger.stop()
+            await load
         await pipeline.ready()
         left = await _left(http, pipeline, before)
         retried = (await looking.metrics(http))["omnipipeline_retried_total"] - retried
     failed = ledger.failed()
+    faults = ledger.faults()
     return Outcome(
         fault=fault,
         target=member,
@@ -142,31 +232,20 @@ async def hurt(
         failed=dict(failed),
         unstreamed_failed=sum(entry.outcome != "completed" for entry in ledger.unstreamed()),
         lost=failed["lost"],
+        wrong=len(faults) - failed["lost"],
         seconds_to_healthy=round(ledger.healthy_after(over_at), 2),
-        faults=ledger.faults(),
+        faults=faults,
         left=left,
     )
 
 
-async def resize(pipeline: LocalPipeline, member: str, *, count: int, rate: float) -> tuple[Ledger, Counter[str]]:
-    """Scale ``member`` 1→3→1 while ``count`` requests are sent. Returns the ledger and what each instance served."""
-    ledger = Ledger(pipeline.url)
-    served: Counter[str] = Counter()
+def _pid(pipeline: Hurtable, member: str) -> int:
+    """Of one of its processes: the first, whatever its number."""
+    return next(pid for name, pid in pipeline.pids().items() if _group(name) == member)
 
-    async def note() -> None:
-        async with httpx.AsyncClient(base_url=pipeline.url) as http:
-            for one in (await looking.status(http))["instances"]:
-                if one["group"] == member:
-                    served[one["incarnation"]] = one["served"]
 
-    load = asyncio.create_task(ledger.load(rate=rate, count=count))
-    await asyncio.sleep(count / rate / 5)
-    await pipeline.scale(member, 3)
-    await asyncio.sleep(count / rate / 5)
-    await note()
-    await pipeline.scale(member, 1)
-    await load
-    return ledger, served
+def _group(process: str) -> str:
+    return process.partition(".")[0]
 
 
 async def _rest(http: httpx.AsyncClient, within_s: float = 15.0) -> dict[str, float]:
@@ -180,18 +259,21 @@ async def _rest(http: httpx.AsyncClient, within_s: float = 15.0) -> dict[str, fl
     return {}
 
 
-def _held(pipeline: Hurtable) -> dict[str, looking.Held]:
-    return looking.held(pipeline.pids())
+def _held(pipeline: Hurtable) -> Counter[tuple[str, looking.Held]]:
+    """Of every process, by its group: another life may bear another number."""
+    return Counter((_group(name), held) for name, held in looking.held(pipeline.pids()).items())
 
 
 async def _left(
-    http: httpx.AsyncClient, pipeline: Hurtable, before: Mapping[str, looking.Held], within_s: float = 10.0
+    http: httpx.AsyncClient,
+    pipeline: Hurtable,
+    before: Counter[tuple[str, looking.Held]],
+    within_s: float = 15.0,
 ) -> list[str]:
     """What is not as before."""
     left = [f"{name}: {value:g}" for name, value in (await _rest(http)).items()]
     end = time.monotonic() + within_s
     while (now := _held(pipeline)) != before and time.monotonic() < end:
         await asyncio.sleep(0.2)
-    return left + [
-        f"{name}: {before.get(name)} before, {now.get(name)} now" for name in now if now[name] != before.get(name)
-    ]
+    gone, new = before - now, now - before
+    return left + [f"{group}: {held} before" for group, held in gone] + [f"{group}: {held} now" for group, held in new]

@@ -14,6 +14,7 @@ import msgspec
 
 from benchmarks.faultlab import graph
 
+IN_FLIGHT = 200  # beyond it the next request waits: a slow machine shall not be drowned
 SLACK_S = 3.0  # beyond its deadline, after which a request without an end is lost
 
 
@@ -39,22 +40,33 @@ class Ledger:
         self._url = url
         self._stop = asyncio.Event()
 
-    async def load(self, *, rate: float, streams: float = 0.5, count: int | None = None) -> None:
-        """Send ``rate`` requests a second until `stop`, or ``count`` of them; then wait for their ends.
+    async def load(
+        self, *, rate: float | None = None, at_once: int | None = None, streams: float = 0.5, count: int | None = None
+    ) -> None:
+        """Send requests until `stop`, or ``count`` of them; then wait for their ends.
 
-        streams: the share of requests that stream.
+        rate: so many a second. at_once: no more than so many in flight. streams: the share of requests that stream.
         """
         limits = httpx.Limits(max_connections=2000, max_keepalive_connections=100)
         timeout = graph.DEADLINE_S + SLACK_S
+        places = asyncio.Semaphore(at_once or IN_FLIGHT)
         async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as http:
             async with asyncio.TaskGroup() as group:
                 begun = time.monotonic()
                 number = 0
                 while not self._stop.is_set() and (count is None or number < count):
+                    await places.acquire()
                     number += 1
                     stream = int(number * streams) > int((number - 1) * streams)
-                    group.create_task(self._one(http, number, stream))
-                    await asyncio.sleep(max(0.0, begun + number / rate - time.monotonic()))
+                    task = group.create_task(self._one(http, number, stream))
+                    task.add_done_callback(lambda _: places.release())
+                    if rate is not None:
+                        await asyncio.sleep(max(0.0, begun + number / rate - time.monotonic()))
+
+    async def sent(self, count: int) -> None:
+        """Wait until so many requests have been sent."""
+        while len(self.entries) < count:
+            await asyncio.sleep(0.02)
 
     def stop(self) -> None:
         self._stop.set()

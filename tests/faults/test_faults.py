@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import re
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from benchmarks.faultlab import experiments, graph, network
+from benchmarks.faultlab import experiments, graph, looking, network
 from benchmarks.faultlab.experiments import Outcome
 from benchmarks.faultlab.ledger import Entry, Ledger
 
-needs_namespaces = pytest.mark.skipif(not network.possible(), reason="needs root, to make network namespaces")
+PATIENCE_S = 300  # per test, on a machine that does much else
+#: In CI the tests that want a network of their own must run: without root or `ip` they fail there.
+needs_namespaces = pytest.mark.skipif(
+    not network.possible() and not os.environ.get("CI"), reason="needs root, to make network namespaces"
+)
 
 
 @pytest.fixture
@@ -26,53 +36,89 @@ def base() -> Iterator[Path]:
 
 
 def judge(outcome: Outcome) -> None:
-    """What holds whatever is hurt."""
-    assert outcome.faults == [], "a request was lost, torn, ended twice, or got another's content"
-    assert outcome.left == [], "something of the faulty time is still held"
-    assert outcome.seconds_to_healthy < experiments.SERVES_WITHIN_S
-    assert set(outcome.failed) <= {"unavailable", "transport_failed"}, "other codes blame the request"
-    if outcome.replicas > 1:
-        assert outcome.unstreamed_failed == 0, "the other replica could have served it"
+    """What holds whatever is hurt, however slow the machine; `broken` also asks how fast it was over."""
+    assert outcome.requests > 0
+    assert outcome.broken(healthy_within_s=None) == []
 
 
+@pytest.mark.timeout(PATIENCE_S)
 async def test_a_kill_of_any_member_costs_no_unstreamed_request_that_another_replica_can_serve(base: Path) -> None:
     async with experiments.local(2, base) as pipeline:
         await experiments.warm(pipeline)
         for member in graph.MEMBERS:
-            outcome = await experiments.hurt(pipeline, "SIGKILL", member, replicas=2, after_s=2.0)
+            outcome = await experiments.hurt(pipeline, "SIGKILL", member, replicas=2, after_s=1.0)
             judge(outcome)
             assert outcome.retried + sum(outcome.failed.values()) > 0, "the kill must have hit requests"
 
 
-async def test_the_only_instance_s_death_is_over_within_five_seconds(base: Path) -> None:
+@pytest.mark.timeout(PATIENCE_S)
+async def test_the_only_instance_is_killed_frozen_and_replaced(base: Path) -> None:
     async with experiments.local(1, base) as pipeline:
         await experiments.warm(pipeline)
-        for member in ("fan-in", "terminal"):
-            judge(await experiments.hurt(pipeline, "SIGKILL", member, replicas=1, after_s=4.0))
-
-
-async def test_a_frozen_member_is_gone_around_and_comes_back(base: Path) -> None:
-    async with experiments.local(2, base) as pipeline:
-        await experiments.warm(pipeline)
-        judge(await experiments.hurt(pipeline, "SIGSTOP", "consumer", replicas=2, after_s=3.0))
+        judge(await experiments.hurt(pipeline, "SIGKILL", "fan-in", replicas=1, after_s=1.0))
+        judge(await experiments.hurt(pipeline, "SIGSTOP", "consumer", replicas=1, after_s=1.0))
+        judge(await experiments.hurt(pipeline, "restart", "producer", replicas=1, after_s=1.0))
+        await experiments.warm(pipeline)  # all of it is served
 
 
 @pytest.mark.netns
+@pytest.mark.timeout(PATIENCE_S)
 @needs_namespaces
 async def test_a_cut_network_heals_and_takes_nothing_along(base: Path) -> None:
     async with experiments.networked(2, base) as pipeline:
         await experiments.warm(pipeline)
-        for member in ("producer", "fan-in"):
-            judge(await experiments.hurt(pipeline, "cut", member, replicas=2, after_s=5.0))
-
-
-async def test_scaling_up_and_down_under_load_loses_no_request_and_every_replica_serves(base: Path) -> None:
-    async with experiments.local(1, base) as pipeline:
+        judge(await experiments.hurt(pipeline, "cut", "producer", replicas=2, after_s=2.0))
         await experiments.warm(pipeline)
-        ledger, served = await experiments.resize(pipeline, "consumer", count=500, rate=50.0)
-    assert ledger.faults() == [] and ledger.failed() == {}
-    assert len(ledger.entries) == 500
-    assert len(served) == 3 and min(served.values()) > 0, served
+
+
+@pytest.mark.timeout(PATIENCE_S)
+async def test_scaling_and_restarting_a_running_omni_up_loses_no_request(base: Path) -> None:
+    """By the commands that people use, 1 → 3 → 1 of a group in the middle and a new process of the entry."""
+    file = base / "hurt.py"
+    file.write_text("from benchmarks.faultlab import graph\n\npipeline = graph.spec()\n")
+    async with running(file, base) as (url, omni):
+        ledger = Ledger(url)
+        load = asyncio.create_task(ledger.load(at_once=12))
+        await ledger.sent(50)
+        await omni("scale", "consumer", "3")
+        await ledger.sent(len(ledger.entries) + 100)
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            said = (await looking.status(http))["instances"]
+        await omni("restart", "entry")
+        await omni("scale", "consumer", "1")
+        await ledger.sent(len(ledger.entries) + 50)
+        ledger.stop()
+        await load
+    assert ledger.faults() == []
+    assert ledger.failed() == {}
+    served = [one["served"] for one in said if one["group"] == "consumer"]
+    assert len(served) == 3
+    assert min(served) > 0
+
+
+Omni = Callable[..., Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def running(file: Path, base: Path) -> AsyncIterator[tuple[str, Omni]]:
+    """`omni up` of ``file``: its address, and how it is given orders."""
+    program = (sys.executable, "-P", "-m", "stage_runtime")
+    with (base / "log").open("wb") as log:
+        options = ("--port", "0", "--set", f"endpoints.basePath={base}")
+        up = await asyncio.create_subprocess_exec(*program, "up", "-f", str(file), *options, stdout=log, stderr=log)
+
+        async def omni(*order: str) -> None:
+            asked = await asyncio.create_subprocess_exec(*program, *order, "--base-path", str(base), stdout=log)
+            assert await asked.wait() == 0
+
+        try:
+            while (found := re.search(r"answers at (http://\S+)", (base / "log").read_text())) is None:
+                assert up.returncode is None
+                await asyncio.sleep(0.05)
+            yield found[1], omni
+        finally:
+            up.kill()
+            await up.wait()
 
 
 # --- the judge itself -------------------------------------------------------------------------------------------
