@@ -75,7 +75,7 @@ class Roster:
         known = sender in self.membership.instances
         self._channels.connect(sender, member.endpoint)
         self._relays.open(sender, member.relays)
-        for gone in self.membership.join(member):
+        for gone in self.membership.join(member, message.edges):
             self.bury(gone)
         me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
         # A member that says Hello again has found us at a second address, or has given up its link to us.
@@ -85,6 +85,7 @@ class Roster:
             log.info(
                 "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint
             )
+            self._log_misfits(sender)
         return True
 
     def stranger(self, sender: str) -> None:
@@ -152,6 +153,7 @@ class Roster:
         """The list of revisions has changed."""
         self.membership.update(revisions)
         self._rests = _rests(revisions)
+        self._log_misfits(*self.membership.instances)
 
     def loads(self) -> dict[str, dict[str, int]]:
         """Per stage, what the last beats say is waiting and running, all instances together."""
@@ -181,6 +183,7 @@ class Roster:
                     "stages": list(instance.member.stages),
                     "ready": instance.ready,
                     "draining": instance.draining,
+                    "misfit": self.membership.misfit(instance),
                     "waiting": instance.waiting,
                     "running": instance.running,
                     "bound": instance.bound,
@@ -204,6 +207,13 @@ class Roster:
         if not message.edges.startswith(f"{PROTOCOL}:"):
             return f"speaks edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
         return None
+
+    def _log_misfits(self, *incarnations: str) -> None:
+        for incarnation in incarnations:
+            instance = self.membership.instances[incarnation]
+            misfit = self.membership.misfit(instance)
+            if misfit is not None:
+                log.info("%s (%s) gets no requests: %s", instance.member.group, incarnation, misfit)
 
     def _others(self, incarnation: str) -> tuple[Member, ...]:
         return tuple(one.member for name, one in self.membership.instances.items() if name != incarnation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
 import uvloop
 
 from omnipipeline_spec.plan import StagePlan
@@ -21,6 +19,7 @@ from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.processes import logs, statuspipe, surroundings
 from stage_runtime.relays.choosing import Relays
+from stage_runtime.rules import edges
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets import addresses
 from stage_runtime.sockets.channels import Channels, Handler
@@ -30,7 +29,7 @@ from stage_runtime.stage.host import Host
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.stage.watching import Watch
-from stage_runtime.wire.messages import PROTOCOL, Hello, Incarnation, Member, RankHello
+from stage_runtime.wire.messages import Hello, Incarnation, Member, RankHello
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +265,7 @@ class StageProcess(Process):
         self._host.wire(channels, self._registration, self._relays)
 
     def _hello(self, via: str) -> Hello:
-        return Hello(self._member(), edges_hash(self._settings.stages()), self._settings.plan.pipeline, via)
+        return Hello(self._member(), edges.of_process(self._settings.stages()), self._settings.plan.pipeline, via)
 
     def _member(self) -> Member:
         settings = self._settings
@@ -340,12 +339,6 @@ class StageProcess(Process):
         while True:
             await asyncio.sleep(self._settings.plan.heartbeat_s)
             self._host.beat()
-
-
-def edges_hash(stages: tuple[StagePlan, ...]) -> str:
-    """Protocol and declared edges of a process, in one word: what a coordinator compares before it lets one in."""
-    edges = [(stage.name, stage.next, stage.stream_to, stage.wait_for) for stage in stages]
-    return f"{PROTOCOL}:{hashlib.blake2b(msgspec.msgpack.encode(edges), digest_size=8).hexdigest()}"
 
 
 async def _resolve(endpoint: str) -> list[str]:

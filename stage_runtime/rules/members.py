@@ -1,17 +1,19 @@
 """Who is there, who may be bound together, and who is bound next. Pure: the coordinator brings events and loads.
 
-A request is bound to instances whose unit revisions stand together in one pipeline revision; new requests are
-shared among revisions in proportion to their complete sets of ready instances. Inside a group the least loaded
-instance gets it.
+A request is bound to instances whose unit revisions stand together in one pipeline revision, and that declare the
+edges which it has there; new requests are shared among revisions in proportion to their complete sets of ready
+instances. Inside a group the least loaded instance gets it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from omnipipeline_spec.plan import PipelineRevision
+from stage_runtime.rules import edges
 from stage_runtime.wire.messages import Member
 
 
@@ -19,6 +21,7 @@ class Instance(msgspec.Struct):
     """One member as the coordinator sees it."""
 
     member: Member
+    edges: str = ""  #: The schema of the edges that it declares (`rules.edges`).
     ready: bool = False
     draining: bool = False
     waiting: int = 0  #: As its last beat said.
@@ -46,6 +49,9 @@ class Sets(msgspec.Struct):
     weight: float = 0.0  #: Of the smooth weighted round robin.
 
 
+Kind: TypeAlias = tuple[str, str, str, str]  #: group, unit, unit revision, edge schema: what one may stand in for
+
+
 class Unbindable(Exception):
     """No complete set of instances: ``groups`` have none that is ready."""
 
@@ -58,17 +64,23 @@ class Membership:
     """All instances, by incarnation."""
 
     def __init__(self, revisions: Sequence[PipelineRevision]) -> None:
-        self.revisions: tuple[PipelineRevision, ...] = tuple(revisions)  #: Newest last.
+        self.revisions: tuple[PipelineRevision, ...] = ()  #: Newest last.
         self.instances: dict[str, Instance] = {}
-        self._eligible: dict[tuple[str, str, str], list[Instance]] | None = None  #: By (group, unit, revision).
+        self._schemas: dict[str, dict[str, str]] = {}  #: pipeline revision -> group -> edge schema
+        self._eligible: dict[Kind, list[Instance]] | None = None
         self._complete: list[Sets] | None = None
+        self.update(revisions)
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
         self.revisions = tuple(revisions)
+        self._schemas = {one.revision: edges.of_revision(one) for one in revisions}
         self._changed()
 
-    def join(self, member: Member) -> list[str]:
-        """Add or replace a member. Returns incarnations that this proves gone: another life at the same endpoint."""
+    def join(self, member: Member, schema: str) -> list[str]:
+        """Add or replace a member, which declares these edges.
+
+        Returns: incarnations that this proves gone: another life at the same endpoint.
+        """
         gone = [
             known
             for known, instance in self.instances.items()
@@ -77,10 +89,21 @@ class Membership:
         self._changed()
         known = self.instances.get(member.incarnation)
         if known is None:
-            self.instances[member.incarnation] = Instance(member, ready=member.ready)
+            self.instances[member.incarnation] = Instance(member, edges=schema, ready=member.ready)
         else:
-            known.member = member
+            known.member, known.edges = member, schema
         return gone
+
+    def misfit(self, instance: Instance) -> str | None:
+        """Why nothing is ever bound to it, as things are; None: it may serve."""
+        member = instance.member
+        its_own = [one for one in self.revisions if one.units.get(member.unit) == member.revision]
+        if not its_own:
+            return f"unit revision {member.revision} of {member.unit!r} stands in no pipeline revision that is served"
+        if any(self._schemas[one.revision].get(member.group) == instance.edges for one in its_own):
+            return None
+        told = ", ".join(one.revision for one in its_own)
+        return f"declares other edges than {member.group!r} has in pipeline revision {told}"
 
     def leave(self, incarnation: str) -> Instance | None:
         self._changed()
@@ -142,23 +165,28 @@ class Membership:
         """Groups without a ready instance: of the newest revision, or of the one that lacks fewest."""
         by_group = self.eligible()
         missing = [
-            [group for group, unit in one.groups.items() if not by_group.get((group, unit, one.units[unit]))]
-            for one in self.revisions
+            [group for group in one.groups if not by_group.get(self._kind(one, group))] for one in self.revisions
         ]
         if not missing:
             return ["(no pipeline revision known)"]
         return min(missing, key=len) if any_revision else missing[-1]
 
-    def eligible(self) -> dict[tuple[str, str, str], list[Instance]]:
-        """Ready, not draining; by (group, unit, unit revision)."""
+    def eligible(self) -> dict[Kind, list[Instance]]:
+        """Ready, not draining."""
         if self._eligible is not None:
             return self._eligible
         found = self._eligible = {}
         for instance in self.instances.values():
             if instance.eligible:
                 member = instance.member
-                found.setdefault((member.group, member.unit, member.revision), []).append(instance)
+                kind = (member.group, member.unit, member.revision, instance.edges)
+                found.setdefault(kind, []).append(instance)
         return found
+
+    def _kind(self, revision: PipelineRevision, group: str) -> Kind:
+        """What may serve ``group`` in ``revision``."""
+        unit = revision.groups[group]
+        return group, unit, revision.units[unit], self._schemas[revision.revision][group]
 
     def _changed(self) -> None:
         self._eligible = self._complete = None
@@ -168,9 +196,7 @@ class Membership:
         by_group = self.eligible()
         found = []
         for revision in self.revisions:
-            candidates = {
-                group: by_group.get((group, unit, revision.units[unit]), []) for group, unit in revision.groups.items()
-            }
+            candidates = {group: by_group.get(self._kind(revision, group), []) for group in revision.groups}
             count = min((len(instances) for instances in candidates.values()), default=0)
             if count:
                 found.append(Sets(revision, candidates, count))

@@ -16,6 +16,7 @@ from stage_runtime.coordinator.tickets import Ticket
 from stage_runtime.errors import RequestError, TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
+from stage_runtime.rules import edges
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     PROTOCOL,
@@ -126,6 +127,7 @@ REVISION = PipelineRevision(
     terminals=("shout", "write"),
     edges=(("split", "shout", "normal"), ("split", "write", "stream")),
 )
+SCHEMAS = edges.of_revision(REVISION)
 GROUP_STAGES = {"front": ("split",), "voice": ("shout", "write")}
 
 
@@ -167,7 +169,7 @@ class Played:
         revision = revision or REVISION.units[group]
         endpoint = endpoint or f"ipc:///{incarnation}"
         member = Member(incarnation, group, group, revision, endpoint, {}, GROUP_STAGES[group], ready)
-        said = Hello(member, f"{PROTOCOL}:edges", "hello", "ipc:///cc")
+        said = Hello(member, SCHEMAS[group], "hello", "ipc:///cc")
         for name, value in fields.items():
             said = codec_replace(said, name, value)
         return self.coordinator.introduced(incarnation, said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from desk_kit import REVISION, Played, asked, played
+from desk_kit import REVISION, SCHEMAS, Played, asked, played
 
 from omnipipeline_spec.plan import PipelineRevision
 from stage_runtime.errors import RequestError
@@ -54,6 +54,20 @@ async def test_who_does_not_belong_here_is_refused_with_the_reason(fields: dict[
         assert reason in refused.reason
         assert not refused.buried
         assert made.roster.membership.instances == {}
+
+
+async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_and_status_says_why() -> None:
+    async with played() as made:
+        made.join("v2", "voice", edges=SCHEMAS["front"])
+        for number in range(4):
+            made.desk.admit(asked(f"r{number}"))
+        assert {one.header.bindings["shout"] for one in made.submitted("f1")} == {"v1"}
+        told = {one["incarnation"]: one["misfit"] for one in made.desk.status()["instances"]}
+        assert told == {
+            "f1": None,
+            "v1": None,
+            "v2": "declares other edges than 'voice' has in pipeline revision rev1",
+        }
 
 
 async def test_the_dead_may_not_come_back_under_their_old_name() -> None:

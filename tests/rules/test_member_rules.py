@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omnipipeline_spec.plan import PipelineRevision
+from stage_runtime.rules import edges
 from stage_runtime.rules.members import Membership, Unbindable
 from stage_runtime.wire.messages import Member
 
@@ -32,6 +34,9 @@ OLD = revision("old", u1="a1", u2="b1")
 NEW = revision("new", u1="a1", u2="b2")
 
 
+SCHEMAS = edges.of_revision(OLD)
+
+
 def member(incarnation: str, group: str, unit_revision: str, *, ready: bool = True, endpoint: str = "") -> Member:
     return Member(incarnation, group, GROUPS[group], unit_revision, endpoint or incarnation, {}, (), ready)
 
@@ -39,7 +44,7 @@ def member(incarnation: str, group: str, unit_revision: str, *, ready: bool = Tr
 def membership(*members: Member, revisions: tuple[PipelineRevision, ...] = (OLD,)) -> Membership:
     made = Membership(revisions)
     for one in members:
-        made.join(one)
+        made.join(one, SCHEMAS[one.group])
     return made
 
 
@@ -144,8 +149,8 @@ def test_an_instance_that_failed_an_attempt_is_avoided_while_there_is_another() 
 
 def test_another_life_at_the_same_endpoint_proves_the_earlier_one_gone() -> None:
     made = membership(member("v1", "voice", "b1", endpoint="tcp://a:1"))
-    assert made.join(member("v1", "voice", "b1", endpoint="tcp://a:1")) == []
-    assert made.join(member("v2", "voice", "b1", endpoint="tcp://a:1")) == ["v1"]
+    assert made.join(member("v1", "voice", "b1", endpoint="tcp://a:1"), SCHEMAS["voice"]) == []
+    assert made.join(member("v2", "voice", "b1", endpoint="tcp://a:1"), SCHEMAS["voice"]) == ["v1"]
 
 
 def test_bindings_that_end_are_given_back_even_of_those_that_left() -> None:
@@ -172,3 +177,38 @@ def test_a_new_list_of_revisions_is_followed_at_once() -> None:
         made.bind()
     made.update((NEW,))
     assert made.bind()[0].revision == "new"
+
+
+def test_whose_declared_edges_are_not_the_revision_s_is_never_bound_and_says_why() -> None:
+    made = membership(member("f1", "front", "a1"))
+    made.join(member("odd", "voice", "b1"), SCHEMAS["front"])
+    assert made.lacking() == ["voice"]
+    assert made.misfit(made.instances["odd"]) == "declares other edges than 'voice' has in pipeline revision old"
+    made.join(member("v1", "voice", "b1"), SCHEMAS["voice"])
+    assert {made.bind()[1]["shout"] for _ in range(5)} == {"v1"}
+    assert made.misfit(made.instances["v1"]) is None
+
+
+def test_one_whose_revision_is_not_listed_yet_is_bound_once_it_is() -> None:
+    """A new pod may be there before the list of revisions is read again."""
+    made = membership(member("f1", "front", "a1"), member("v2", "voice", "b2"))
+    assert made.misfit(made.instances["v2"]) == (
+        "unit revision b2 of 'u2' stands in no pipeline revision that is served"
+    )
+    made.update((OLD, NEW))
+    assert made.misfit(made.instances["v2"]) is None
+    assert made.bind()[1]["shout"] == "v2"
+
+
+def test_in_a_roll_each_is_measured_by_its_own_revision() -> None:
+    """The edit of a unit that gives it another edge changes its schema with its revision."""
+    streams = msgspec.structs.replace(
+        NEW, edges=(*NEW.edges, ("split", "shout", "stream")), units={"u1": "a2", "u2": "b2"}
+    )
+    made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1"), revisions=(OLD, streams))
+    new = edges.of_revision(streams)
+    made.join(member("f2", "front", "a2"), new["front"])
+    made.join(member("v2", "voice", "b2"), new["voice"])
+    assert new["front"] != SCHEMAS["front"] and new["voice"] != SCHEMAS["voice"]
+    found = {(one.revision, *sorted(set(bindings.values()))) for one, bindings in (made.bind() for _ in range(10))}
+    assert found == {("old", "f1", "v1"), ("new", "f2", "v2")}

@@ -1,0 +1,56 @@
+"""What a process declares of its edges, in one word: so that nobody is bound who would send where nobody listens.
+
+A process says it in its Hello, from its own plan; the coordinator derives it from the graph of a pipeline revision.
+Both ends of an edge stand in it, the coordinator's with the entry and the terminals too. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from typing import Final, TypeAlias
+
+import msgspec
+
+from omnipipeline_spec.plan import PipelineRevision, StagePlan
+from stage_runtime.wire.messages import PROTOCOL
+
+COORDINATOR: Final = "coordinator"
+
+Edge: TypeAlias = tuple[str, str, str]  #: source, target, ``normal`` or ``stream``
+
+
+def of_process(stages: Collection[StagePlan]) -> str:
+    """The schema that these stages' plans declare, all of one process."""
+    edges: set[Edge] = set()
+    for stage in stages:
+        edges.update((stage.name, target, "normal") for target in stage.next)
+        edges.update((stage.name, target, "stream") for target in stage.stream_to)
+        edges.update((source, stage.name, "normal") for source in stage.inputs_from)
+        edges.update((source, stage.name, "stream") for source in stage.stream_from)
+        if stage.entry:
+            edges.add((COORDINATOR, stage.name, "normal"))
+        if stage.terminal:
+            edges.add((stage.name, COORDINATOR, "normal"))
+    return _schema((stage.name for stage in stages), edges)
+
+
+def of_revision(revision: PipelineRevision) -> dict[str, str]:
+    """group -> the schema that its process must declare to serve ``revision``."""
+    ends: list[Edge] = [
+        *revision.edges,
+        (COORDINATOR, revision.entry, "normal"),
+        *((stage, COORDINATOR, "normal") for stage in revision.terminals),
+    ]
+    return {group: _of_group(revision, group, ends) for group in revision.groups}
+
+
+def _of_group(revision: PipelineRevision, group: str, edges: Iterable[Edge]) -> str:
+    stages = {stage for stage, its_group in revision.stages.items() if its_group == group}
+    return _schema(stages, {edge for edge in edges if edge[0] in stages or edge[1] in stages})
+
+
+def _schema(stages: Iterable[str], edges: Collection[Edge]) -> str:
+    """The protocol in plain sight: one who speaks another one is refused, whatever its edges."""
+    said = msgspec.msgpack.encode([sorted(stages), sorted(edges)])
+    return f"{PROTOCOL}:{hashlib.blake2b(said, digest_size=8).hexdigest()}"
