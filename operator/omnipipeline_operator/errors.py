@@ -63,6 +63,10 @@ class Unavailable(ClusterError):
     """No answer, or one that says: later."""
 
 
+#: What server-side apply answers, with a 500, to a field that no schema has and to a value of another type.
+_UNTYPED = "failed to create typed patch object"
+
+
 def of_status(what: str, status: int, message: str, *, reason: str = "", retry_after_s: float = 0.0) -> ClusterError:
     """The error that an HTTP status stands for."""
     kinds: dict[int, type[ClusterError]] = {
@@ -75,4 +79,6 @@ def of_status(what: str, status: int, message: str, *, reason: str = "", retry_a
         429: Unavailable,
     }
     kind = kinds.get(status, Unavailable if status >= 500 or status == 0 else Invalid)
+    if _UNTYPED in message:
+        kind = Invalid
     return kind(what, status, message, reason=reason, retry_after_s=retry_after_s)

@@ -71,16 +71,21 @@ def test_our_fields_are_restored_and_foreign_ones_stay(kube: Kube, operator: Ope
     assert audit.writes() == []
 
 
-def test_a_child_that_lost_its_label_is_found_again(kube: Kube, operator: OperatorProcess) -> None:
+def test_a_child_that_lost_its_label_is_found_again_with_all_its_pods(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
+    kube.apply(pipeline(processGroups=[{"name": "first", "replicas": 3}]))
+    kube.wait_ready("duo")
+    pods = {each["metadata"]["uid"] for each in kube.all("pods")}
     name = next(iter(kube.names("deployments", "omnipipeline.dev/unit=first")))
     uid = kube.get("deployment", name)["metadata"]["uid"]
     for kind, child in (("deployment", name), ("service", "duo"), ("configmap", "duo-revisions")):
         kube("label", kind, child, "omnipipeline.dev/pipeline-")
         eventually(lambda kind=kind, child=child: child in kube.names(kind), what=f"{kind} {child} has its label")
     assert kube.get("deployment", name)["metadata"]["uid"] == uid
+    time.sleep(SETTLE_S)
+    assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
 
 
 def test_a_template_edited_by_hand_is_told_and_left(kube: Kube, operator: OperatorProcess) -> None:

@@ -85,6 +85,25 @@ def test_a_privileged_pod_template_is_refused_by_path(kube: Kube, operator: Oper
     assert kube.names("deployments") == set()
 
 
+def test_a_pod_template_that_the_api_server_refuses_is_told_and_what_runs_goes_on(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    pods = {each["metadata"]["uid"] for each in kube.all("pods")}
+    wrong: list[dict[str, Any]] = [{"terminationGracePeriodSeconds": -1}, {"containrs": []}, {"volumes": "none"}]
+    for patch in wrong:
+        kube.apply(pipeline(processGroups=[{"name": "first", "podTemplate": {"spec": patch}}]))
+        (field,) = patch
+        eventually(lambda field=field: field in kube.condition("duo", "Accepted").get("message", ""), what=field)
+        assert kube.condition("duo", "Accepted")["reason"] == "ChildRefused"
+        assert kube.condition("duo", "Available")["status"] == "True"
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
+
+
 def test_a_namespace_that_is_going_is_left_in_peace(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     kube.apply(pipeline())

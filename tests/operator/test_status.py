@@ -169,6 +169,13 @@ def test_no_progress_for_too_long_is_told_and_the_old_revision_goes_on() -> None
     assert found["Available"] == ("True", "Serving")
 
 
+def test_a_passed_deadline_asks_for_no_further_look() -> None:
+    starting = facts(*all_of(PLAN, pod()), coordinator(READY), progress_deadline_s=100.0)
+    assert status.deadline(starting, NOW) == NOW + 80
+    assert status.deadline(starting, NOW + 80) is None
+    assert status.deadline(facts(*RUNNING), NOW) is None
+
+
 def test_the_serving_revision_changes_when_the_roll_is_over() -> None:
     before = {"revision": {"current": OLD.current.revision}}
     half = facts(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))

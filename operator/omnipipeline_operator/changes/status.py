@@ -240,10 +240,11 @@ def _squeezed(facts: Facts, found: Mapping[str, Trouble]) -> str | None:
     return None
 
 
-def deadline(facts: Facts) -> float | None:
-    """When the progress deadline passes, if the present roll makes no progress; for a look at that time."""
+def deadline(facts: Facts, now: float) -> float | None:
+    """When the progress deadline will pass, if the present roll makes no progress; for a look at that time."""
     since = _last_progress(facts)
-    return None if since is None or not _short(facts) else since + facts.progress_deadline_s
+    late = None if since is None or not _short(facts) else since + facts.progress_deadline_s
+    return late if late is not None and late > now else None  # past: told, and time alone changes nothing more
 
 
 def _last_progress(facts: Facts) -> float | None:

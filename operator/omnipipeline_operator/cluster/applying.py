@@ -25,6 +25,7 @@ MANAGER: Final = "omnipipeline-operator"
 #: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager that leaves a field
 #: out of an apply gives it up, so the two must never be one.
 SCALER: Final = "omnipipeline-operator-scaler"
+_HEAD: Final = ("labels", "ownerReferences")
 
 
 class NameTaken(errors.OperatorError):
@@ -69,9 +70,11 @@ class Applier:
         return await self.adopt_back(manifest, there)
 
     async def adopt_back(self, manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
-        """Restore labels and owner of a child of ours, whatever else is in it."""
-        head = {key: manifest["metadata"][key] for key in ("labels", "ownerReferences") if key in manifest["metadata"]}
-        body = {**_head(manifest, there), "metadata": {**_head(manifest, there)["metadata"], **head}}
+        """Restore labels and owner of a child of ours, whatever else is in it; a Deployment keeps its replicas."""
+        body = _head(manifest, there)
+        body["metadata"] |= {key: value for key, value in manifest["metadata"].items() if key in _HEAD}
+        if "replicas" in there.get("spec", {}):  # SCALER's too: left out, they would become the default, 1
+            body["spec"] = {"replicas": there["spec"]["replicas"]}
         return self._seen(await self._client.apply(body, manager=SCALER))
 
     async def keep(self, manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
@@ -82,7 +85,7 @@ class Applier:
     async def scale(self, manifest: Manifest, there: Mapping[str, Any], replicas: int) -> Manifest:
         """Set the replicas of a known Deployment, and its labels and owner, nothing else."""
         body = _head(manifest, there)
-        body["metadata"] |= {key: manifest["metadata"][key] for key in ("labels", "ownerReferences")}
+        body["metadata"] |= {key: manifest["metadata"][key] for key in _HEAD}
         return self._seen(await self._client.apply({**body, "spec": {"replicas": replicas}}, manager=SCALER))
 
     async def create_secret(self, manifest: Manifest) -> None:

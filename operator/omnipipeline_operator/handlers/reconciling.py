@@ -131,16 +131,21 @@ class Reconciler:
             may_shrink=may_shrink or planned.goal.suspended,
             loads={host: load for desk in desks for host, load in desk.loads().items()},
         )
-        refusal, again = None, None if may_shrink else SOON_S
+        refusal, again, failed = None, None if may_shrink else SOON_S, None
         try:
             await writer.carry_out(order)
         except NameTaken as error:
             refusal = Refusal(reason="NameConflict", message=str(error))
             again = SOON_S if error.passing else LATER_S
+        except (errors.Invalid, errors.Forbidden) as error:
+            refusal, failed = _refused_child(error), error
         facts = self._facts(planned, look, desks, refusal, serving)
         await self._summarise(resource, facts, applier)
-        late = status.deadline(facts)
-        return min(filter(None, (again, late and max(late - self._clock(), SOON_S))), default=None)
+        if failed is not None:
+            raise failed
+        now = self._clock()
+        late = status.deadline(facts, now)
+        return min(filter(None, (again, late and max(late - now, SOON_S))), default=None)
 
     def _facts(
         self,
@@ -231,6 +236,12 @@ class Reconciler:
             return  # deleted meanwhile, or made anew: its own event is on the way
         transitions = conditions.transitions(said, before.get("conditions", ()))
         await reporting.report(self._client, owner, transitions, reporter=self._told.lease.identity or "operator")
+
+
+def _refused_child(error: errors.ClusterError) -> Refusal:
+    """The API server will not have an object as the spec makes it: a quota, a policy, a podTemplate that is none."""
+    reason = "QuotaExceeded" if "exceeded quota" in error.message else "ChildRefused"
+    return Refusal(reason=reason, message=error.message)
 
 
 def _goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:

@@ -127,7 +127,8 @@ class Writer:
             await self._make(wanted.plan)
         if there is None:
             spec = {"replicas": replicas, **wanted.deployment["spec"]}
-            there = await self._make({**wanted.deployment, "spec": spec})
+            await self._make({**wanted.deployment, "spec": spec})
+            return  # one that was there after all keeps its replicas: the next look decides, knowing them
         head = wanted.deployment["metadata"]
         same_head = comparing.is_as_wanted({"labels": head["labels"]}, there["metadata"])
         if there["spec"].get("replicas") != replicas or not same_head:

@@ -1,0 +1,105 @@
+"""On a real API server: rolls that change their mind on the way. Every state of the pods is looked at, from a watch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from diary import Diary, Ready
+from running import Kube, OperatorProcess, eventually, pipeline
+from test_cluster_children import deployments
+
+from omnipipeline_spec import loading, planning
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+REPLICAS = {"first": 2, "last": 3}
+GROUPS = [{"name": name, "replicas": count} for name, count in REPLICAS.items()]
+NOWHERE = {"placement": {"nodeSelector": {"fake": "nowhere"}}}
+
+
+def trio(*, size: int, first: str = "first", last: str = "last", **refined: Any) -> dict[str, Any]:
+    """Both stages take ``size``: another one changes both units, and neither fits the other's old revision."""
+    arguments = {"factoryArgs": {"size": size}}
+    return pipeline(
+        stages=[
+            {"name": "first", "process": first, "factory": "some.module:first", "next": ["last"], **arguments},
+            {"name": "last", "process": last, "factory": "some.module:last", "terminal": True, **arguments},
+        ],
+        processGroups=[
+            {"name": process, "replicas": REPLICAS[stage], **refined}
+            for stage, process in (("first", first), ("last", last))
+            if stage == "first" or first != last
+        ],
+    )
+
+
+def units_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """unit -> revision, as planned here."""
+    return dict(planning.plan(loading.from_resource(manifest).spec, name="duo").current.units)
+
+
+def is_whole(state: Ready, revisions: list[dict[str, str]]) -> bool:
+    """Whether requests could be bound: a ready pod of each unit of one pipeline revision, and a coordinator."""
+    coordinated = any(unit == "coordinator" for unit, _ in state)
+    return coordinated and any(all(state.get(each) for each in one.items()) for one in revisions)
+
+
+def uids(kube: Kube, revisions: Mapping[str, str]) -> set[str]:
+    """Pods of these unit revisions that are not leaving."""
+    return {
+        pod["metadata"]["uid"]
+        for pod in kube.all("pods")
+        if "deletionTimestamp" not in pod["metadata"]
+        and revisions.get(pod["metadata"]["labels"]["omnipipeline.dev/unit"])
+        == pod["metadata"]["labels"]["omnipipeline.dev/revision"]
+    }
+
+
+def test_edits_reverts_and_regroupings_in_mid_roll_never_leave_half_a_set(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    operator.start()
+    one, stuck, two = trio(size=1), trio(size=9, **NOWHERE), trio(size=2)
+    kube.apply(one)
+    kube.wait_ready("duo")
+    pods = uids(kube, units_of(one))
+    with Diary(kube, "duo") as diary:
+        kube.apply(stuck)
+        for unit, revision in units_of(stuck).items():
+            eventually(lambda unit=unit, revision=revision: deployments(kube)[unit].get(revision), what="a roll begins")
+        eventually(lambda: kube.condition("duo", "Progressing").get("reason") == "InsufficientCapacity")
+        assert kube.condition("duo", "Available")["status"] == "True"
+        kube.apply(one)
+        kube.wait_ready("duo")
+        assert uids(kube, units_of(one)) == pods, "going back restarts nothing"
+        kube.apply(stuck)
+        eventually(lambda: deployments(kube)["last"].get(units_of(stuck)["last"]), what="the roll begins again")
+        kube.apply(two)
+        kube.wait_ready("duo")
+        assert {unit: asked[units_of(two)[unit]] for unit, asked in deployments(kube).items() if unit in REPLICAS} == (
+            REPLICAS
+        )
+    states = list(diary.states())
+    assert len(states) > 10
+    for state in states:
+        assert is_whole(state, [units_of(one), units_of(two)]), state
+        for unit, wanted in REPLICAS.items():
+            assert sum(count for (name, _), count in state.items() if name == unit) >= wanted, state
+
+
+def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    shapes = [trio(size=1), trio(size=1, last="final"), trio(size=1, first="both", last="both"), trio(size=1)]
+    kube.apply(shapes[0])
+    kube.wait_ready("duo")
+    with Diary(kube, "duo") as diary:
+        for shape in shapes[1:]:
+            kube.apply(shape)
+            ready = kube.wait_ready("duo")
+            asked = {unit: count for unit, counts in deployments(kube).items() if (count := sum(counts.values()))}
+            assert set(asked) == {*units_of(shape), "coordinator"}
+            assert {each["name"] for each in ready["status"]["units"]} == set(asked)
+    for state in diary.states():
+        assert is_whole(state, [units_of(shape) for shape in shapes]), state
