@@ -43,6 +43,9 @@ def keep(stages: Iterable[StagePlan], gpu_id: int | None) -> None:
         return
     import torch
 
+    if not torch.backends.cuda.is_built():
+        log.warning("no cap on GPU %d: this torch was built for the CPU and allocates nothing there", gpu_id)
+        return
     capacity = torch.cuda.get_device_properties(gpu_id).total_memory
     share = fraction(users, capacity)
     if share is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,13 +36,24 @@ def test_the_stages_of_a_process_share_the_sum_of_their_budgets(stages: list[Sta
     assert gpumemory.fraction(stages, 80 * GIB) == wanted
 
 
+def _torch(*, built: bool, **cuda: Any) -> SimpleNamespace:
+    backends = SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: built))
+    return SimpleNamespace(cuda=SimpleNamespace(**cuda), backends=backends)
+
+
+def test_a_torch_without_cuda_has_nothing_to_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _torch(built=False))
+    gpumemory.keep([stage("a", share=0.5)], 0)
+
+
 def test_torch_is_told_the_share_of_the_process_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, int]] = []
-    cuda = SimpleNamespace(
+    torch = _torch(
+        built=True,
         get_device_properties=lambda _device: SimpleNamespace(total_memory=40 * GIB),
         set_per_process_memory_fraction=lambda share, device: told.append((share, device)),
     )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "torch", torch)
     gpumemory.keep([stage("a", nbytes=10 * GIB)], 1)
     gpumemory.keep([stage("a", share=0.5), stage("b")], 1)
     assert told == [(0.25, 1)]
