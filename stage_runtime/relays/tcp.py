@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 RECEIVE_HWM: Final = 16  # messages; the receiving thread empties the queue at once, `Arrivals` bounds what it keeps
 JOINED_NBYTES: Final = 256 << 10  # smaller packs are joined into one frame: a copy is cheaper than frames
 HEADER_NBYTES: Final = 64 << 10  # more than any header takes
+#: What libzmq says of those who came without the pipeline's key, or with something else than ZeroMQ.
+TURNED_AWAY: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -75,10 +79,14 @@ class TcpRelay:
         self._routes: dict[Peer, _Route] = {}
         self._lock = threading.Lock()
         self._unreleased_bytes = 0
-        self._counts = dict.fromkeys(("sent_transfers", "sent_bytes"), 0)
+        self._counts = dict.fromkeys(("sent_transfers", "sent_bytes", "turned_away"), 0)
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
         self._socket, self._endpoint = self._bound()
+        self._socket.monitor("inproc://door", TURNED_AWAY)
+        self._door = self._zmq.socket(zmq.PAIR)
+        self._door.rcvhwm = 0  # a full one would block libzmq's own thread
+        self._door.connect("inproc://door")
         self._stop = self._zmq.socket(zmq.PAIR)
         self._stop.bind("inproc://stop")
         self._thread = threading.Thread(target=self._receive, name="omni-relay-tcp", daemon=True)
@@ -202,6 +210,7 @@ class TcpRelay:
             self._guard = None
         self._stop.close(linger=0)
         self._socket.close(linger=0)
+        self._door.close(linger=0)
         self._zmq.term()
 
     @property
@@ -273,11 +282,16 @@ class TcpRelay:
         stop.connect("inproc://stop")
         poller = zmq.Poller()
         poller.register(stop, zmq.POLLIN)
+        poller.register(self._door, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
         while True:
-            if any(socket is stop for socket, _ in poller.poll()):
+            ready = [socket for socket, _ in poller.poll()]
+            if stop in ready:
                 stop.close(linger=0)
                 return
+            if self._door in ready:
+                self._door.recv_multipart()
+                self._counts["turned_away"] += 1
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

@@ -41,6 +41,12 @@ STALL_RETRY_S: Final = 0.002
 RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_S, a busy receiver is no loss
 RESEND_MOST_S: Final = 4.0
 DISMISS_S: Final = 5.0  # to connect and be heard
+#: Why somebody who connected to us did not get as far as a word.
+TURNED_AWAY: Final[dict[int, str]] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or said nothing in time",
+}
 
 
 class Handler(Protocol):
@@ -82,6 +88,7 @@ class Channels:
         self._pulls: list[zmq.Socket[bytes]] = []
         self._subscriptions: dict[str, zmq.Socket[bytes]] = {}
         self._publisher: zmq.Socket[bytes] | None = None
+        self._doors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
@@ -226,7 +233,7 @@ class Channels:
             self._close_link(link)
         self._links.clear()
         self._unnamed.clear()
-        for socket in [*self._pulls, *self._subscriptions.values()]:
+        for socket in [*self._doors, *self._pulls, *self._subscriptions.values()]:
             self._forget(socket)
         if self._publisher is not None:
             self._publisher.close(linger=0)
@@ -306,7 +313,7 @@ class Channels:
         self.counters[kind] += 1
         if why not in self._strangers and len(self._strangers) < 100:
             self._strangers.add(why)
-            log.warning("frame dropped: %s", why)
+            log.warning("dropped (%s): %s", kind, why)
 
     def _drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
         """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves."""
@@ -426,8 +433,30 @@ class Channels:
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         if self._security is not None and not is_local(check(endpoint)):
             self._security.server(socket)
+        door = self._door(socket)
         socket.bind(check(endpoint))
-        return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._doors.append(door)
+        self._read(door, lambda: self._watch_door(door, bound))
+        return bound
+
+    def _door(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Where libzmq says whom it turned away at ``socket``."""
+        address = f"inproc://door-{len(self._doors)}"
+        socket.monitor(address, sum(TURNED_AWAY))
+        door: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        door.rcvhwm = 0  # a full one would block libzmq's thread, and with it our heartbeats, while we compute
+        door.connect(address)
+        return door
+
+    def _watch_door(self, door: zmq.Socket[bytes], endpoint: str) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(door.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.ZMQError:
+                return
+            if event in TURNED_AWAY:
+                self._refuse("turned_away", f"at {endpoint}: {TURNED_AWAY[event]}")
 
     def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         if self._security is not None and not is_local(check(endpoint)):

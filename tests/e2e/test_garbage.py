@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
 from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.sockets.addresses import Security
 from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Abort, Frame, Goodbye
-from tests.e2e.world import Client, at_rest, eventually
+from tests.e2e.pods import KEY, pods
+from tests.e2e.world import APART, Client, at_rest, eventually, prism
 
 NESTED = b"\x91" * 100_000 + b"\xc0"
 FRAMES: dict[str, bytes] = {
@@ -143,6 +147,124 @@ async def test_a_connection_that_says_nothing_holds_up_nobody(shared: LocalPipel
     await serves_as_before(shared, client, shared.pids())
     for one in silent:
         one.close()
+
+
+# --- over TCP, where CURVE stands before every frame ------------------------------------------------------------
+
+
+def listening(pid: int) -> list[int]:
+    """The TCP ports of a process: control, relay, of a coordinator its publisher and HTTP, too."""
+    return sorted(
+        one.laddr.port for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN
+    )
+
+
+def without_key(_: zmq.Socket[Any]) -> None:
+    """The mechanism NULL."""
+
+
+def another_key(push: zmq.Socket[Any]) -> None:
+    Security(b"another pipeline's own 32 bytes!").client(push)
+
+
+def half_a_key(push: zmq.Socket[Any]) -> None:
+    """Knows the servers' public key, and is no member: what the ZAP handler alone turns away."""
+    Security(KEY).client(push)
+    push.curve_publickey, push.curve_secretkey = zmq.curve_keypair()
+
+
+def member(push: zmq.Socket[Any]) -> None:
+    Security(KEY).client(push)
+
+
+@contextlib.contextmanager
+def knocking(stranger: zmq.Context[Any], ports: list[int], *keys: Any) -> Iterator[list[zmq.Socket[Any]]]:
+    """One who speaks and one who listens for every port and key, as long as the block lasts."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for port in ports:
+            for key in keys:
+                for kind in (zmq.PUSH, zmq.SUB):
+                    one = stack.enter_context(stranger.socket(kind))
+                    one.linger = 0
+                    key(one)
+                    if kind == zmq.SUB:
+                        one.subscribe(b"")
+                    one.connect(f"tcp://127.0.0.1:{port}")
+                    made.append(one)
+        yield made
+
+
+def raw_noise(port: int) -> socket.socket:
+    plain = socket.create_connection(("127.0.0.1", port))
+    with contextlib.suppress(OSError):  # it may hang up on us at once
+        plain.sendall(os.urandom(5000))
+    return plain
+
+
+async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_once(
+    base: Path, stranger: zmq.Context[Any]
+) -> None:
+    async with pods(prism(APART, relay_backend="tcp"), base) as made, Client(made.url("coordinator")) as client:
+
+        async def every(*kinds: str) -> bool:
+            """Whether every process has counted some of each kind."""
+            status, own = await client.status(), await client.metrics()
+            told = [
+                own.get(f"omnipipeline_{kind}", own.get(f"omnipipeline_control_events_total{{{kind}}}", 0))
+                for kind in kinds
+            ]
+            told += [
+                one["gauges"].get(kind, one["gauges"].get(f"control_{kind}", 0))
+                for one in status["instances"]
+                for kind in kinds
+            ]
+            return len(told) == len(kinds) * len(before) and min(told) > 0
+
+        async def goes_on() -> None:
+            answers = await asyncio.gather(*(client.answer(f"still {number}", size=1 << 20) for number in range(6)))
+            assert [one["text"] for one in answers] == [f"still {number}" for number in range(6)]
+            await client.streamed("and a stream")
+
+        before = made.pids()
+        await goes_on()
+        assert not await every("turned_away") and not await every("relay_tcp_turned_away")
+        ports = [port for pid in before.values() for port in listening(pid)]
+        assert len(ports) == 2 * len(before) + 2
+        for _ in range(2):
+            with (
+                contextlib.ExitStack() as open_ones,
+                knocking(stranger, ports, without_key, another_key, half_a_key) as knocks,
+            ):
+                for port in ports:
+                    open_ones.enter_context(raw_noise(port))
+                    open_ones.enter_context(socket.create_connection(("127.0.0.1", port)))  # and says nothing
+                for one in knocks:
+                    if one.type == zmq.PUSH:
+                        for frame in FRAMES.values():
+                            with contextlib.suppress(zmq.Again):  # nobody takes it
+                                one.send(frame, zmq.NOBLOCK)
+                await eventually(lambda: every("turned_away", "relay_tcp_turned_away"), 30)
+                await goes_on()
+                with pytest.raises(zmq.Again):
+                    next(one for one in knocks if one.type == zmq.SUB).recv(zmq.NOBLOCK)
+        log = (base / "log").read_text()
+        for process in before:
+            told = [line for line in log.splitlines() if line.startswith(f"{process}: ") and "(turned_away)" in line]
+            assert 1 <= len(told) <= 2 * 3, "each reason once at each socket, however often somebody comes"
+        # One who has the key, and says what nobody can read, or too much of it.
+        with knocking(stranger, ports, member) as knocks:
+            for one in knocks:
+                if one.type == zmq.PUSH:
+                    for frame in FRAMES.values():
+                        one.send(frame)
+                    one.send_multipart([b"garbage", b"x" * 100])
+                    one.send_multipart([b"z"] * 500)
+                    one.send(bytes(9 << 20))
+            await eventually(lambda: every("garbage", "relay_tcp_garbage_messages"), 30)
+            await goes_on()
+        assert made.pids() == before
+        await at_rest(client, 30)
 
 
 def shared_publisher(pipeline: LocalPipeline) -> str:

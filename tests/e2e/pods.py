@@ -1,0 +1,124 @@
+"""A pipeline as pods have it, on the loopback: TCP and CURVE at every socket, one coordinator or several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omnipipeline_spec import planning
+from omnipipeline_spec.pipeline import PipelineConfig
+from stage_runtime.processes import launching
+from stage_runtime.processes.children import Command
+from stage_runtime.processes.instances import Instance, InstanceSpec, Patience
+from stage_runtime.processes.launching import Addresses, StageLaunch
+from stage_runtime.processes.statuspipe import Serving
+from stage_runtime.processes.supervisor import Supervisor
+from tests.e2e.world import HERE
+
+KEY = b"thirty-two bytes of the pipeline"
+PATIENCE = Patience(startup_s=120, grace_s=20)
+ANYWHERE = "tcp://127.0.0.1:0"
+
+
+class Pods:
+    """One coordinator per name, and one process per group that registers with all of them."""
+
+    def __init__(self, spec: PipelineConfig, folder: Path, coordinators: tuple[str, ...]) -> None:
+        self.plan = planning.plan(spec)
+        self.control = {name: f"tcp://127.0.0.1:{_free_port()}" for name in coordinators}
+        self.publisher = {name: f"tcp://127.0.0.1:{_free_port()}" for name in coordinators}
+        self._folder = folder
+        self._log = (folder / "log").open("a")
+        self._supervisor = Supervisor(on_change=lambda _: None, on_line=self._line)
+        self._coordinators: dict[str, Instance] = {}
+        key = folder / "key"
+        key.write_bytes(KEY)
+        path = [HERE, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+        self._environment = launching.environment(os.environ, path=path, code_dir=None)
+        self._environment["OMNI_CONTROL_KEY_FILE"] = str(key)
+
+    def url(self, coordinator: str) -> str:
+        """Where it answers HTTP."""
+        (child,) = self._coordinators[coordinator].children
+        return next(event.url for event in reversed(child.said) if isinstance(event, Serving))
+
+    def pids(self) -> dict[str, int]:
+        return {view.process: view.pid for view in self._supervisor.views() if view.pid is not None}
+
+    async def ready(self) -> None:
+        await self._supervisor.started()
+
+    async def start(self) -> None:
+        plan = self.plan
+        revisions = self._file("revisions.json", [plan.current])
+        for name in self.control:
+            told = {
+                **self._environment,
+                "OMNI_PLAN": str(self._file("coordinator.json", plan.coordinator)),
+                "OMNI_REVISIONS": str(revisions),
+                "OMNI_LISTEN": self.control[name],
+                "OMNI_PUBLISH": self.publisher[name],
+                "OMNI_HTTP_PORT": "0",
+            }
+            argv = launching.coordinator_instance({}, dict).commands()[0].argv
+            command = Command(name=name, argv=argv, env=told, awaits=frozenset({Serving}))
+            spec = InstanceSpec(
+                name=name, group=name, replica=0, stages=(), processes=(name,), commands=lambda one=command: [one]
+            )
+            self._coordinators[name] = self._supervisor.add(spec, PATIENCE)
+        for unit in plan.units:
+            file = self._file(f"{unit.name}.json", unit)
+            for group in unit.groups:
+                launch = StageLaunch(
+                    unit=unit,
+                    group=group,
+                    plan_file=file,
+                    replica=0,
+                    coordinators=",".join(self.control.values()),
+                    environment=self._environment,
+                    addresses=lambda: Addresses(listen=ANYWHERE, advertise=ANYWHERE),
+                )
+                self._supervisor.add(launching.stage_instance(launch), PATIENCE)
+        await self.ready()
+        self._supervisor.settle()
+
+    async def stop(self) -> None:
+        self._supervisor.ask_all_to_stop()
+        await self._supervisor.gone()
+        await self._supervisor.close()
+        self._log.close()
+
+    def _file(self, name: str, content: Any) -> Path:
+        file = self._folder / name
+        file.write_bytes(msgspec.json.encode(content))
+        return file
+
+    def _line(self, name: str, line: str) -> None:
+        print(f"{name}: {line}", file=self._log, flush=True)
+
+
+def _free_port() -> int:
+    """Below the range from which the kernel gives ports to connections: nobody takes it before we bind it."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@contextlib.asynccontextmanager
+async def pods(spec: PipelineConfig, folder: Path, *coordinators: str) -> AsyncIterator[Pods]:
+    """All of them up; drained and gone afterwards. Their log is in ``folder/log``."""
+    made = Pods(spec, folder, coordinators or ("coordinator",))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.stop()

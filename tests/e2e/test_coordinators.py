@@ -1,0 +1,60 @@
+"""Two coordinators at once, as in a roll, over TCP and CURVE: either aborts the other's requests; one may die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.pods import pods
+from tests.e2e.world import APART, Client, at_rest, eventually, prism
+
+
+async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_survives_the_other(base: Path) -> None:
+    async with pods(prism(APART), base, "old", "new") as made:
+        async with Client(made.url("old")) as old, Client(made.url("new")) as new:
+            for client in (old, new):
+                await eventually(lambda client=client: complete(client), 30)  # type: ignore[misc]
+                assert (await client.answer("a b"))["text"] == "a b"
+
+            # a client's DELETE that reaches the coordinator which does not know its request
+            asked = asyncio.create_task(old.post({"inputs": {"text": "a b", "nap": 60}}, request_id="theirs"))
+            await eventually(lambda: in_flight(old, 1), 30)
+            async with httpx.AsyncClient(base_url=made.url("new"), timeout=40) as http:
+                gone = await http.delete("/v1/requests/theirs")
+                assert (gone.status_code, gone.json()) == (200, {"id": "theirs", "cancelled": True})
+                answer = await asked
+                assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
+                assert (await http.delete("/v1/requests/theirs")).status_code == 404
+                assert (await http.delete("/v1/requests/nobody-s")).status_code == 404
+            await at_rest(old, 30)
+
+            # a coordinator that is killed: its clients' connections end, the stages drop its requests, the other serves
+            words = " ".join(["word"] * 400)
+            doomed = [asyncio.create_task(old.ask("a b", nap=60, size=1 << 20)) for _ in range(4)]
+            streams = [asyncio.create_task(old.streamed(words, slow=0.5, size=1 << 16)) for _ in range(4)]
+            kept = asyncio.create_task(new.answer("a b", nap=1.0))
+            await eventually(lambda: in_flight(old, 8), 30)
+            pid = made.pids()["old"]
+            os.kill(pid, signal.SIGKILL)
+            for one in await asyncio.gather(*doomed, *streams, return_exceptions=True):
+                assert isinstance(one, httpx.TransportError), one
+            assert (await new.answer("next"))["text"] == "next"
+            assert (await kept)["text"] == "a b", "the other's requests go on"
+            await at_rest(new, 30)  # slots, credits and queue entries of the dead one's came back
+            await eventually(lambda: made.pids().get("old", pid) != pid, 30)
+            await made.ready()
+        async with Client(made.url("old")) as reborn:
+            await eventually(lambda: complete(reborn), 30)
+            assert (await reborn.answer("and this one"))["text"] == "and this one"
+
+
+async def complete(client: Client) -> bool:
+    return bool((await client.status())["complete"])
+
+
+async def in_flight(client: Client, count: int) -> bool:
+    return bool((await client.status())["in_flight"] == count)
