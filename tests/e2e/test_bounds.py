@@ -1,0 +1,125 @@
+"""Who produces faster than anybody listens is held back: memory stays bounded, and the others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest_asyncio
+
+from omnipipeline_spec.cluster import Control
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from stage_runtime.processes.local import LocalPipeline
+from tests.e2e.world import HEARTBEAT_S, Client, at_rest, running
+
+MIB = 1 << 20
+POUR_S = 2.5  # an unbounded producer makes gigabytes in this time
+WITHIN = 200 * MIB  # of growth, of each process
+
+
+def flood() -> PipelineConfig:
+    """tap → slow (stream and result) or fine (result): each in a process of its own."""
+
+    def stage(name: str, **fields: object) -> StageConfig:
+        return StageConfig(name=name, process=name, factory=f"flood:{name}", **fields)  # type: ignore[arg-type]
+
+    return PipelineConfig(
+        name="flood",
+        stages=[
+            stage(
+                "tap",
+                next=["slow", "fine"],
+                route_fn="flood:route_fn",
+                stream_to="slow",
+                stream_done_to_fn="flood:done_fn",
+            ),
+            stage("slow", terminal=True),
+            stage("fine", terminal=True),
+        ],
+        terminal_stages_fn="flood:terminal_stages_fn",
+        control=Control(heartbeat_seconds=HEARTBEAT_S),
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def flooded() -> AsyncIterator[LocalPipeline]:
+    with tempfile.TemporaryDirectory(prefix="e-") as folder:
+        async with running(flood(), Path(folder)) as pipeline:
+            async with Client(pipeline.url, connections=40) as client:  # arenas and pools have their size
+                await asyncio.gather(*(client.ask("", to="fine", size=MIB) for _ in range(40)))
+                await client.ask("", to="slow", size=MIB, chunks=3, pace=0)
+                await at_rest(client, 30)
+            yield pipeline
+
+
+def footprint(pipeline: LocalPipeline) -> dict[str, int]:
+    """All memory of each process, its arena with it."""
+    return {name: psutil.Process(pid).memory_info().rss for name, pid in pipeline.pids().items()}
+
+
+async def watched(pipeline: LocalPipeline, client: Client, before: dict[str, int]) -> None:
+    """Let it pour. Nobody grows beyond the bound, and the healthy branch answers again and again."""
+    until, answers = time.monotonic() + POUR_S, 0
+    while time.monotonic() < until or answers < 5:
+        async with asyncio.timeout(30):
+            answer = await client.ask("", to="fine", size=1000)
+        assert answer["results"]["fine"]["sum"] == 7000
+        answers += 1
+        grown = {name: (nbytes - before[name]) // MIB for name, nbytes in footprint(pipeline).items()}
+        assert max(grown.values()) < WITHIN // MIB, f"MiB of growth: {grown}"
+        await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def pouring(pipeline: LocalPipeline, client: Client, count: int, **inputs: object) -> AsyncIterator[None]:
+    """So many requests under way that will not end by themselves, aborted afterwards."""
+    asked = [asyncio.create_task(client.ask("", **inputs)) for _ in range(count)]
+    try:
+        yield
+        assert not any(one.done() for one in asked), "the slow one cannot be through: it was no flood"
+    finally:
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_a_stream_that_nobody_keeps_up_with_is_held_back(flooded: LocalPipeline) -> None:
+    """4 requests would pour 100 GiB: 2 wait for their turn at the consumer, 2 are read drop by drop."""
+    async with Client(flooded.url, connections=40) as client:
+        before = footprint(flooded)
+        async with pouring(flooded, client, 4, to="slow", size=64 << 10, chunks=400_000, pace=0.05):
+            await watched(flooded, client, before)
+        await at_rest(client, 30)
+
+
+async def test_payloads_that_nobody_takes_wait_within_bounds_and_block_no_other_branch(flooded: LocalPipeline) -> None:
+    async with Client(flooded.url, connections=60) as client:
+        before = footprint(flooded)
+        async with pouring(flooded, client, 40, to="slow", size=2 * MIB, pace=60.0):
+            await watched(flooded, client, before)
+        await at_rest(client, 30)
+
+
+async def test_clients_that_stop_reading_hold_back_their_own_streams_alone(flooded: LocalPipeline) -> None:
+    """16 clients ask for 16 GiB each and read nothing of it. Each is a window of 256 chunks behind: 8 MiB."""
+    where = urlsplit(flooded.url)
+    body = {"inputs": {"to": "fine", "size": 10, "gush": 500_000, "piece": 32 << 10}, "stream": True}
+    said = json.dumps(body).encode()
+    head = f"POST /v1/pipeline HTTP/1.1\r\nHost: x\r\nContent-Length: {len(said)}\r\n\r\n"
+    async with Client(flooded.url, connections=40) as client:
+        before = footprint(flooded)
+        with contextlib.ExitStack() as stack:
+            for _ in range(16):
+                deaf = stack.enter_context(socket.create_connection((where.hostname or "", where.port or 0)))
+                deaf.sendall(head.encode() + said)
+            await watched(flooded, client, before)
+            assert (await client.status())["in_flight"] >= 16
+        await at_rest(client, 30)
