@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import secrets
@@ -315,19 +316,28 @@ class StageProcess(Process):
         self._finish(EXIT_DRAINED)
 
     async def _watch_progress(self) -> None:
-        """End a process whose loop makes no progress though it has work: long computing is not death, this is."""
+        """End a process whose loop makes no progress though it has work: long computing is not death, this is.
+
+        Where something keeps the GIL for so long that nobody can look, C code ends it, and prints all stacks.
+        """
         stuck_after_s = self._settings.plan.stuck_after_s
+        every_s = min(stuck_after_s / 10, 5.0)
         seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
-        while True:
-            await asyncio.sleep(min(stuck_after_s / 10, 5.0))
-            now = time.monotonic()
-            for name, stage in self._host.stages.items():
-                steps, since = seen.get(name, (-1, now))
-                if not self._loaded or not stage.busy or stage.steps != steps:
-                    seen[name] = (stage.steps, now)
-                elif now - since > stuck_after_s:
-                    self._failed(name, TimeoutError(f"no progress for {stuck_after_s:.0f} s with work at hand"))
-                    return
+        try:
+            while True:
+                await asyncio.sleep(every_s)
+                if self._loaded:  # a loader may keep the GIL as long as it likes: the supervisor sees what it does
+                    faulthandler.dump_traceback_later(stuck_after_s + every_s, exit=True)
+                now = time.monotonic()
+                for name, stage in self._host.stages.items():
+                    steps, since = seen.get(name, (-1, now))
+                    if not self._loaded or not stage.busy or stage.steps != steps:
+                        seen[name] = (stage.steps, now)
+                    elif now - since > stuck_after_s:
+                        self._failed(name, TimeoutError(f"no progress for {stuck_after_s:.0f} s with work at hand"))
+                        return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     async def _greet(self, leader: Leader) -> None:
         """Find the followers."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from omnipipeline_spec.cluster import ProcessGroup
 from stage_runtime.processes.local import LocalPipeline
 from tests.e2e.world import APART, Client, at_rest, coordinator, eventually, prism, replicas, running
 
@@ -131,6 +132,21 @@ async def test_a_frozen_stage_is_dead_within_four_seconds_and_comes_back_as_some
         assert pipeline.pids()["voice"] == frozen, "it lives on: nothing was wrong with it"
         await asyncio.gather(*(client.answer(f"after {index}") for index in range(10)))
         await at_rest(client)
+
+
+async def test_a_stage_that_makes_no_progress_is_ended_whether_it_keeps_the_gil_or_not(base: Path) -> None:
+    """Its own look at the time needs the GIL; where that is kept for ever, C code ends the process."""
+    groups = [ProcessGroup(name="front", stuck_after_seconds=4)]
+    spec = prism(APART, process_groups=groups, coordinator=coordinator(retries=0))
+    async with running(spec, base) as pipeline, Client(pipeline.url) as client:
+        for waits, trace in (("hold", "in _hold_the_gil"), ("nap", "no progress for 4 s with work at hand")):
+            pid = pipeline.pids()["front"]
+            body = await client.ask("a b", **{waits: 300})
+            assert (body["error"]["code"], body["error"]["stage"]) == ("unavailable", "take"), waits
+            await eventually(lambda trace=trace: trace in (base / "log").read_text())  # type: ignore[misc]
+            await eventually(lambda pid=pid: pipeline.pids().get("front", pid) != pid, 30)  # type: ignore[misc]
+            await pipeline.ready()
+        assert (await client.answer("a b"))["text"] == "a b"
 
 
 async def test_a_stage_that_computes_without_letting_go_of_the_gil_is_not_declared_dead(
