@@ -284,7 +284,7 @@ class RequestDesk:
             return Submit(header, entry, body)
 
         assert ticket.extracted is not None
-        parcel = Parcel(ticket, ticket.extracted, make, self._plan.relay_backend)
+        parcel = Parcel(ticket.sending, ticket.extracted, make, self._plan.relay_backend)
         try:
             sent = self.lanes.ship((COORDINATOR, entry, bindings[entry]), parcel, credits=BODY_CREDITS)
             problem = "" if sent else f"no connection to the instance of {entry!r}"
@@ -399,7 +399,7 @@ class RequestDesk:
         return bool(self._happen(ticket, Cancelled(reason)))
 
     def _consumed(self, ticket: Ticket, stage: str) -> None:
-        if not ticket.aborted:
+        if ticket.tracked.state is State.RUNNING:
             self._readings.read(ticket.id, ticket.tracked.attempt, stage, ticket.bindings.get(stage, ""))
 
     # --- ending -------------------------------------------------------------------------------------------------
@@ -411,6 +411,7 @@ class RequestDesk:
             self._say(incarnation, said)
         self._publish(said)
         self._unbind(ticket)
+        ticket.sending.aborted = True
         self.lanes.drop_cancelled()
 
     def _unbind(self, ticket: Ticket) -> None:
@@ -456,6 +457,7 @@ class RequestDesk:
         if ticket.extracted is not None:
             self._admission.ended(ticket.extracted)
             ticket.extracted = None
+        ticket.sending.aborted = True
         self._readings.forget(ticket.id, ticket.streams)
         ticket.ended_at = time.monotonic()
         self.tallies.timed(ticket.timings.values())

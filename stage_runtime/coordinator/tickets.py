@@ -36,6 +36,14 @@ class Resulted(msgspec.Struct):
     fetched: Fetched | None
 
 
+class Sending(msgspec.Struct):
+    """`relays.lanes.Wanted` of one attempt's body: not sent any more once the attempt is given up."""
+
+    request_id: str
+    attempt: int
+    aborted: bool = False
+
+
 class Ticket:
     """Everything the desk knows of one request. Owned by the I/O thread.
 
@@ -57,6 +65,7 @@ class Ticket:
         self.tracked = tracked
         self.kind = request.kind
         self.extracted: Extracted | None = extracted  #: Kept while a retry is possible.
+        self.sending = Sending(request.id, tracked.attempt)
         self.bindings: dict[str, str] = {}
         self.revision = ""
         self.traceparent = traceparent
@@ -105,21 +114,9 @@ class Ticket:
 
     # --- the desk's side ----------------------------------------------------------------------------------------
 
-    # relays.lanes.Wanted
-    @property
-    def request_id(self) -> str:
-        return self.tracked.id
-
-    @property
-    def attempt(self) -> int:
-        return self.tracked.attempt
-
-    @property
-    def aborted(self) -> bool:
-        return self.tracked.state is not State.RUNNING
-
     def begin_attempt(self) -> None:
         """A new attempt begins: what an earlier one said partly is dropped."""
+        self.sending = Sending(self.id, self.tracked.attempt)
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
         self.endings.clear()
         if self._whole:

@@ -10,9 +10,10 @@ from desk_kit import REVISION, Played, asked, error_of, played, read, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stage_runtime.coordinator.desk import BODY_CREDITS
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.wire.messages import Body, Complete, Consumed, Ended, Goodbye, HandBack, Release, Unbound
+from stage_runtime.wire.messages import Body, Complete, Consumed, Ended, Failure, Goodbye, HandBack, Release, Unbound
 
 
 def only(made: Played, incarnation: str = "f1") -> Any:
@@ -492,3 +493,22 @@ def test_every_admitted_request_ends_once_and_leaves_nothing_bound(steps: list[s
 
 def test_the_revision_of_these_tests_has_every_stage_in_a_group() -> None:
     assert set(REVISION.stages.values()) == set(REVISION.groups)
+
+
+async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
+    """It waited for a credit of the entry instance, and the next attempt goes there too."""
+    large = "x" * 100_000
+    async with played(max_in_flight=100) as made:
+        for number in range(BODY_CREDITS):
+            made.desk.admit(asked(f"r{number}", inputs=large))
+        sent = made.submitted("f1")
+        made.desk.admit(asked("waits", inputs=large))
+        assert made.desk.lanes.queued == 1
+        made.coordinator.heard(
+            "v1", Complete("waits", sent[-1].header.attempt + 1, "shout", failure=Failure("transport_failed", "no"))
+        )
+        assert made.desk.lanes.queued == 1, "only the second attempt's"
+        (slot,) = [put.transfer for put in made.relays.held.values()][:1]
+        made.coordinator.heard("f1", Release((slot,)))
+        (late,) = made.submitted("f1")[BODY_CREDITS:]
+        assert (late.header.request_id, late.header.attempt) == ("waits", sent[-1].header.attempt + 2)
