@@ -43,7 +43,7 @@ def keep(stages: Iterable[StagePlan], gpu_id: int | None) -> None:
         return
     import torch
 
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         log.warning("no cap on GPU %d: this torch was built for the CPU and allocates nothing there", gpu_id)
         return
     capacity = torch.cuda.get_device_properties(gpu_id).total_memory

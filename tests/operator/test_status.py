@@ -244,6 +244,14 @@ def test_a_container_that_was_killed_for_memory_says_so_while_it_waits_to_be_sta
     assert seen.reason == "OOMKilled" and "resources.limits.memory" in seen.message
 
 
+def test_a_pod_whose_node_has_gone_silent_says_which() -> None:
+    conditions = [{"type": "ContainersReady", "status": "True"}, {"type": "Ready", "status": "False"}]
+    manifest = {"metadata": {"name": "p"}, "spec": {"nodeName": "n7"}, "status": {"conditions": conditions}}
+    assert (observed.pod(manifest).reason, "n7" in observed.pod(manifest).message) == ("NodeLost", True)
+    conditions[1] |= {"reason": "ReadinessGatesNotReady"}
+    assert observed.pod(manifest).reason is None
+
+
 def test_units_that_wait_for_their_model_say_what_of_it() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
     broken = pod("f0", over=True, reason="Error", message="container prefetch: no such model")

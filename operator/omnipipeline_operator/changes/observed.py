@@ -89,7 +89,7 @@ def pod(manifest: Mapping[str, Any]) -> Pod:
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     ready = conditions.get("Ready", {}).get("status") == "True"
-    reason, message = (None, "") if ready else _trouble(status, conditions)
+    reason, message = (None, "") if ready else _trouble(manifest, conditions)
     return Pod(
         name=metadata["name"],
         ip=status.get("podIP"),
@@ -134,8 +134,9 @@ _STARTING: Final = ("ContainerCreating", "PodInitializing")
 _TOO_LITTLE_MEMORY: Final = "needs more than resources.limits.memory, to which shared memory counts"
 
 
-def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, str]:
+def _trouble(manifest: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, str]:
     """The first thing that keeps a pod from being ready."""
+    status = manifest.get("status", {})
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return "Unschedulable", str(scheduled.get("message", ""))
@@ -143,9 +144,20 @@ def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, An
         found = _container_trouble(container)
         if found is not None:
             return found[0], f"container {container['name']}: {found[1]}"
+    if _is_cut_off(conditions):
+        return (
+            "NodeLost",
+            f"node {manifest.get('spec', {}).get('nodeName')} does not answer; another pod takes over soon",
+        )
     if status.get("phase") == "Failed":
         return str(status.get("reason") or "Failed"), str(status.get("message") or "the pod has failed")
     return None, ""
+
+
+def _is_cut_off(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
+    """The node controller takes the readiness away and gives no reason; what the kubelet said last stands beside it."""
+    ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
+    return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
 def _container_trouble(container: Mapping[str, Any]) -> tuple[str, str] | None:

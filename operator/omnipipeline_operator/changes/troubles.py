@@ -28,6 +28,7 @@ _SEVERITY: Final = (
     "OOMKilled",
     "Error",
     "PrefetchFailed",
+    "NodeLost",
     "StartupDeadlineExceeded",
     "Unschedulable",
 )

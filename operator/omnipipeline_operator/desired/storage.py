@@ -14,12 +14,16 @@ from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.plan import PipelinePlan
 
 FETCH: Final = """\
-import os
+import os, sys, traceback
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # meant for the pods that come after
     os.environ.pop(offline, None)
 from huggingface_hub import snapshot_download
 path, revision = os.environ["OMNI_MODEL_PATH"], os.environ.get("OMNI_MODEL_REVISION") or None
-print("fetched to", snapshot_download(path, revision=revision))
+try:
+    print("fetched to", snapshot_download(path, revision=revision))
+except Exception as error:  # its last line is what the pipeline's conditions say
+    traceback.print_exc()
+    sys.exit(f"cannot fetch {path}: {type(error).__name__}: {' '.join(str(error).split())}")
 """
 
 

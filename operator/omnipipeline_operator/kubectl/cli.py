@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import yaml
@@ -23,6 +23,8 @@ from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest
 from omnipipeline_spec.errors import InvalidPipeline, SpecError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+WHOLE_LINES: Final = 10_000  # columns
 
 
 def file_options(function: Function) -> Function:
@@ -50,7 +52,7 @@ def status(kubectl: Kubectl, name: str) -> None:
     with told_plainly():
         pipeline = kubectl.pipeline(name)
         pods = kubectl.listed("pods", naming.selector(name))
-    Console(soft_wrap=True, highlight=False).print(tree.tree(pipeline, pods, _stages(pipeline)))
+    _console().print(tree.tree(pipeline, pods, _stages(pipeline)))
     conditions = pipeline.get("status", {}).get("conditions", ())
     ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
     sys.exit(0 if ready else 1)
@@ -82,7 +84,7 @@ def plan(file: str, overrides: tuple[str, ...]) -> None:
     """What a file would become: pods, processes, GPUs, edges. No cluster is asked."""
     with told_plainly():
         _, planned = offline.read(file, overrides)
-    Console(soft_wrap=True, highlight=False).print(picture.plan(planned))
+    _console().print(picture.plan(planned))
 
 
 @main.command()
@@ -169,6 +171,11 @@ def told_plainly() -> Iterator[None]:
     except (SpecError, Refused, KubectlError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
+
+
+def _console() -> Console:
+    """Lines wrap in a terminal; a pipe gets them whole: rich would cut them at 80 columns, and reasons stand last."""
+    return Console(width=None if sys.stdout.isatty() else WHOLE_LINES, highlight=False)
 
 
 def _stages(pipeline: Manifest) -> dict[str, tuple[str, ...]]:
