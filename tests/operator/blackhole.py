@@ -26,7 +26,11 @@ class Proxy:
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
+                try:
+                    server = socket.create_connection(self._target)
+                except OSError:  # nobody listens there now: the same is told on this side
+                    client.close()
+                    continue
                 self._sockets += [client, server]
                 threading.Thread(target=self._carry, args=(client, server), daemon=True).start()
 
@@ -42,9 +46,11 @@ class Proxy:
                     assert isinstance(one, socket.socket)
                     data = one.recv(1 << 16)
                     holed = holed or self.swallow.is_set()
-                    if not data:
-                        return
-                    if not holed:
+                    if not data and holed:
+                        selector.unregister(one)  # the end is swallowed, too
+                    elif not data:
+                        raise ConnectionResetError  # as suppressed above: on to closing both
+                    elif not holed:
                         peers[one].sendall(data)
                 if holed and not self.swallow.is_set():
                     break  # bytes are missing: the network is back, this connection is not

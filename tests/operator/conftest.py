@@ -76,3 +76,12 @@ def audit(prepared: tuple[Cluster, Path]) -> running.Audit:
     cluster, _ = prepared
     path = cluster.kubeconfig.parent / "logs" / "audit.log"
     return running.Audit(path, f"system:serviceaccount:{running.SYSTEM}:{running.ACCOUNT}")
+
+
+@pytest.fixture
+def election(prepared: tuple[Cluster, Path]) -> Iterator[running.Election]:
+    """The Lease of who writes; none before and none afterwards."""
+    found = running.Election(prepared[0])
+    found.close()
+    yield found
+    found.close()

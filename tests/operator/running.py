@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,26 +144,64 @@ class Audit:
     def writes(self) -> list[tuple[str, str, str, int]]:
         """(verb, resource, name, code) of every write but those of the Lease."""
         found = []
+        for entry in self._entries():
+            about = entry["objectRef"]
+            resource = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
+            found.append((entry["verb"], resource, about.get("name", ""), entry["responseStatus"]["code"]))
+        return found
+
+    def writers(self) -> list[str]:
+        """Whose token each of these writes bore, in the order in which they came in."""
+        entries = sorted(self._entries(), key=lambda entry: str(entry["requestReceivedTimestamp"]))
+        return [entry["user"]["extra"]["authentication.kubernetes.io/credential-id"][0] for entry in entries]
+
+    def _entries(self) -> list[dict[str, Any]]:
         with self._path.open("rb") as log:
             log.seek(self._from)
-            for line in log.read().splitlines():
-                entry = json.loads(line)
-                about = entry.get("objectRef", {})
-                if entry["user"]["username"] != self._user or about.get("resource") == "leases":
-                    continue
-                resource = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
-                found.append((entry["verb"], resource, about.get("name", ""), entry["responseStatus"]["code"]))
-        return found
+            entries = [json.loads(line) for line in log.read().splitlines()]
+        return [
+            entry
+            for entry in entries
+            if entry["user"]["username"] == self._user and entry.get("objectRef", {}).get("resource") != "leases"
+        ]
+
+
+class Election:
+    """The operators' Lease, as it is now."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._system = Kube(cluster=cluster, namespace=SYSTEM)
+
+    def _spec(self) -> dict[str, object]:
+        lease = self._system.get("lease", ACCOUNT) or {}
+        spec: dict[str, object] = lease.get("spec", {})
+        return spec
+
+    def holder(self) -> str:
+        return str(self._spec().get("holderIdentity", ""))
+
+    def acquired_at(self) -> float:
+        return datetime.fromisoformat(str(self._spec()["acquireTime"])).timestamp()
+
+    def transitions(self) -> int:
+        return int(str(self._spec()["leaseTransitions"]))
+
+    def close(self) -> None:
+        self._system("delete", "lease", ACCOUNT, "--ignore-not-found")
+
+
+def token(cluster: Cluster) -> str:
+    """A new one of the operator's service account; the audit log tells it from its others."""
+    return cluster.kubectl("-n", SYSTEM, "create", "token", ACCOUNT, "--duration=4h").stdout.strip()
 
 
 def environment(cluster: Cluster, folder: Path, *, namespaces: str = "", lease: bool = False) -> dict[str, str]:
     """The operator's own environment: its service account's token, nothing of the administrator's."""
     config = folder / "operator.kubeconfig"
     if not config.exists():
-        token = cluster.kubectl("-n", SYSTEM, "create", "token", ACCOUNT, "--duration=4h").stdout.strip()
         text = cluster.kubectl("config", "view", "--raw", "--minify", "-o", "json").stdout
         view = json.loads(text)
-        view["users"] = [{"name": "operator", "user": {"token": token}}]
+        view["users"] = [{"name": "operator", "user": {"token": token(cluster)}}]
         view["contexts"][0]["context"]["user"] = "operator"
         config.write_text(json.dumps(view))
     return {

@@ -48,11 +48,14 @@ class Lease:
         """Return when this process is the one that writes."""
         while True:
             try:
-                if await self._try():
-                    log.info("holding lease %s/%s as %s", self._told.namespace, self._told.name, self._told.identity)
-                    return
-            except errors.ClusterError as error:
-                log.warning("lease: %s", error)
+                async with asyncio.timeout(self._told.renew_deadline_s / 2):
+                    taken = await self._try()
+            except (errors.ClusterError, TimeoutError) as error:
+                taken = False
+                log.warning("lease: %s", str(error) or "no answer")
+            if taken:
+                log.info("holding lease %s/%s as %s", self._told.namespace, self._told.name, self._told.identity)
+                return
             await asyncio.sleep(self._told.retry_s * random.uniform(0.8, 1.2))
 
     async def keep(self) -> None:

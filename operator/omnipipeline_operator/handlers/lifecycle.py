@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from typing import Any, Final, cast
 
@@ -48,7 +49,9 @@ class Operator:
         self._lease = Lease(client, settings.lease)
         self._metrics = Metrics()
         self._reconciler = Reconciler(client, self._store, desks, settings, clock=time.time)
-        self._listed_at: float | None = None  #: Monotonic time of the last complete list.
+        self._listed_at: float | None = None  #: Monotonic time of the last complete list…
+        self._listed_from = -math.inf  #: …and when it began: nothing that was so then is unknown.
+        self._relist_now = asyncio.Event()
         self._leads = False
         self._show()
 
@@ -84,23 +87,32 @@ class Operator:
 
     async def _relist_for_ever(self) -> None:
         while True:
-            wait = self._told.relist_s
+            wait, began = self._told.relist_s, time.monotonic()
             try:
                 await self._watcher.relist(self._client, self._told.namespaces)
-                self._listed_at = time.monotonic()
+                self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("complete").inc()
             except errors.ClusterError as error:
                 log.warning("list: %s", error)
                 self._metrics.relists.labels("failed").inc()
                 wait = min(wait, RELIST_RETRY_S)
-            await asyncio.sleep(wait)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._relist_now.wait()
+            self._relist_now.clear()
 
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         """Write, once everything is known and nobody else writes."""
+        known_from = -math.inf
         if self._told.lease.enabled:
             await self._lease.acquire()
             group.create_task(self._lease.keep())
-        while self._listed_at is None:
+            # A standby's watches may have broken off unseen: it would carry out a spec of yesterday. A list that began
+            # while the last holder had the lease to lose is new enough.
+            known_from = time.monotonic() - self._told.lease.duration_s
+            if self._listed_from < known_from:
+                self._relist_now.set()
+        while self._listed_at is None or self._listed_from < known_from:
             await asyncio.sleep(0.05)
         self._leads = True
         log.info("looking after %d pipelines", sum(1 for _ in self._store.pipelines()))
