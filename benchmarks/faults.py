@@ -1,4 +1,4 @@
-"""What faults cost: every member in turn killed, frozen, cut off, drained, restarted and scaled, under steady load.
+"""What faults cost: each member killed, frozen, cut off, parted, drained, restarted and scaled, under steady load.
 
     python -m benchmarks.faults [--networked] [--fault NAME …] [--member NAME …] [--replicas N …] [--all] [--json FILE]
 
@@ -44,7 +44,7 @@ def row(outcome: Outcome) -> str:
 async def table(arguments: argparse.Namespace) -> list[Outcome]:
     found: list[Outcome] = []
     print(HEAD)
-    for fault in arguments.fault or [one for one in ROWS if one != "cut" or arguments.networked]:
+    for fault in arguments.fault or [one for one in ROWS if arguments.networked or one not in experiments.NETWORKED]:
         for replicas in arguments.replicas or (1, 2):
             if (fault, replicas) in (("drain", 1), ("restart", 2), ("scale", 2)):
                 continue  # one alone cannot drain unnoticed: there `restart` brings another first
@@ -72,7 +72,7 @@ async def rows(fault: str, replicas: int, arguments: argparse.Namespace) -> Asyn
 async def running(
     fault: str, replicas: int, arguments: argparse.Namespace
 ) -> AsyncIterator[LocalPipeline | network.NetPipeline]:
-    start = experiments.networked if fault == "cut" else experiments.local
+    start = experiments.networked if fault in experiments.NETWORKED else experiments.local
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
         try:
             async with start(replicas, Path(folder)) as pipeline:
@@ -94,7 +94,7 @@ def read(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", help="write the outcomes there")
     parser.add_argument("--logs", help="keep the processes' logs in this folder")
     arguments = parser.parse_args(words)
-    if (arguments.networked or "cut" in (arguments.fault or ())) and not network.possible():
+    if (arguments.networked or experiments.NETWORKED.intersection(arguments.fault or ())) and not network.possible():
         parser.error("cuts need root, and Debian's iproute2")
     return arguments
 

@@ -22,6 +22,7 @@ from stage_runtime.processes.local import LocalOptions, LocalPipeline
 
 FROZEN_S = 6.0  # beyond the four seconds within which a freeze is known
 CUT_S = 3.0
+PARTED_S = 6.0  # beyond the four seconds within which a link is known to be dead
 SERVES_WITHIN_S = 5.0
 RATE = 20.0  # requests a second while something is hurt
 AT_ONCE = 24  # requests in flight while a group is scaled: as many as it can take
@@ -126,6 +127,18 @@ async def cut(pipeline: Hurtable, member: str) -> None:
         pipeline.network.mend(member)
 
 
+async def part(pipeline: Hurtable, member: str) -> None:
+    """A member and its neighbour lose each other, and the coordinator neither."""
+    assert isinstance(pipeline, network.NetPipeline)
+    place = graph.MEMBERS.index(member)
+    neighbour = graph.MEMBERS[place + 1 if place + 1 < len(graph.MEMBERS) else place - 1]
+    pipeline.network.part(member, neighbour)
+    try:
+        await asyncio.sleep(PARTED_S)
+    finally:
+        pipeline.network.unite(member, neighbour)
+
+
 async def drain(pipeline: Hurtable, member: str) -> None:
     """SIGTERM to one process; its supervisor starts another when it has ended."""
     pid = _pid(pipeline, member)
@@ -142,7 +155,15 @@ async def restart(pipeline: Hurtable, member: str) -> None:
 
 
 Hurt = Callable[[Hurtable, str], Awaitable[None]]
-FAULTS: Mapping[str, Hurt] = {"SIGKILL": kill, "SIGSTOP": freeze, "cut": cut, "drain": drain, "restart": restart}
+FAULTS: Mapping[str, Hurt] = {
+    "SIGKILL": kill,
+    "SIGSTOP": freeze,
+    "cut": cut,
+    "parted": part,
+    "drain": drain,
+    "restart": restart,
+}
+NETWORKED = frozenset(["cut", "parted"])
 #: What people do on purpose: no request may notice.
 PLANNED = frozenset(["drain", "restart", "scale"])
 SCALED = 3

@@ -51,7 +51,7 @@ class Network:
         for words in (("addr", "add", f"{SUBNET}.{number}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
             _ip("-n", space, *words)
         _ip("-n", space, "link", "set", "lo", "up")
-        return f"{SUBNET}.{number}"
+        return self._address(host)
 
     def inside(self, host: str, command: Command) -> Command:
         """The command, run on that machine."""
@@ -63,6 +63,16 @@ class Network:
     def mend(self, host: str) -> None:
         _ip("link", "set", self._outer(host), "up")
 
+    def part(self, one: str, other: str) -> None:
+        """These two lose each other; everybody else still reaches both."""
+        for here, there in ((one, other), (other, one)):
+            nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+            _ip("-n", self.space(here), "neigh", "replace", self._address(there), *nobody)
+
+    def unite(self, one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            _ip("-n", self.space(here), "neigh", "del", self._address(there), "dev", "eth0")
+
     def close(self) -> None:
         for host in self._hosts:
             _ip("netns", "del", self.space(host))
@@ -70,6 +80,9 @@ class Network:
 
     def space(self, host: str) -> str:
         return f"{self.name}-{self._hosts[host]}"
+
+    def _address(self, host: str) -> str:
+        return f"{SUBNET}.{self._hosts[host]}"
 
     def _outer(self, host: str) -> str:
         return f"{self.name}v{self._hosts[host]}"

@@ -23,6 +23,7 @@ from stage_runtime.wire.messages import (
     PassAbort,
     Ready,
     Release,
+    Severed,
     Shutdown,
     Stream,
 )
@@ -52,6 +53,7 @@ class Coordinator:
             Release: lambda sender, message: self.desk.lanes.released(sender, message.transfers),
             Beat: lambda sender, message: self.roster.beat(sender, message),
             Ready: self._ready,
+            Severed: lambda sender, message: self.desk.severed(sender, message.peer),
             Goodbye: lambda sender, message: self.roster.goodbye(sender, message),
             Hello: self._hello_again,
         }

@@ -55,6 +55,7 @@ from stage_runtime.wire.values import OmniRequest
 
 log = logging.getLogger(__name__)
 
+RECONNECT_S: Final = 1.0  # two that cannot reach each other are given so long: is one of them dead, or back?
 NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
 RETRY_AFTER_S: Final = 1.0
 BODY_CREDITS: Final = 8  # bodies under way to one entry instance
@@ -244,6 +245,17 @@ class RequestDesk:
             self._happen(ticket, InstanceLost(stage, ticket.tracked.attempt))
         self._by_instance.pop(incarnation, None)
 
+    def severed(self, sender: str, peer: str) -> None:
+        """Two instances have lost each other, and with it what was under way between them.
+
+        If one of them is dead, that is known soon and `instance_lost` says more. Else their requests would wait for
+        each other until their deadlines.
+        """
+        both = self._by_instance.get(sender, set()) & self._by_instance.get(peer, set())
+        attempts = [(request_id, self._tickets[request_id].tracked.attempt) for request_id in both]
+        if attempts:
+            self._loop.call_later(RECONNECT_S, self._give_up, attempts, peer)
+
     def instances_changed(self) -> None:
         """Somebody is ready: requests that wait for an instance may go."""
         for request_id in list(self._stranded):
@@ -351,6 +363,14 @@ class RequestDesk:
             # Which end is cut off, neither knows: sent again, it goes to others where there are others.
             ticket.avoid.update(ticket.bindings.values())
         self._happen(ticket, StageFailed(attempt, failure))
+
+    def _give_up(self, attempts: list[tuple[str, int]], peer: str) -> None:
+        """Whatever of ``attempts`` has not ended since is stuck between ``peer`` and another."""
+        for request_id, attempt in attempts:
+            ticket = self._tickets.get(request_id)
+            if ticket is not None and ticket.tracked.attempt == attempt and peer in ticket.bindings.values():
+                stage = next(stage for stage, bound in ticket.bindings.items() if bound == peer)
+                self._failed(ticket, attempt, Failure("transport_failed", "the connection to it broke", stage))
 
     def _learn(self, ticket: Ticket, message: Complete) -> None:
         for timing in message.timings:

@@ -7,6 +7,7 @@ so a stopped receiver holds up nobody else; it is copied when a release comes ba
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from threading import Lock
@@ -14,11 +15,14 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from stage_runtime.errors import TransferError
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.payloads import Extracted
 from stage_runtime.rules.credits import Window
 from stage_runtime.wire.messages import Body, Message
+
+log = logging.getLogger(__name__)
 
 Edge: TypeAlias = tuple[str, str, str]  #: source stage, target stage, the peer's incarnation
 Say: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there a link; any thread
@@ -78,7 +82,7 @@ class Lanes:
         self._lock = Lock()
 
     def ship(self, edge: Edge, parcel: Parcel, *, credits: int) -> bool:
-        """Send it now, or as soon as a credit and a slot are free. False: there is no link to the peer.
+        """Send it now, or as soon as a credit and a slot are free. False or TransferError: nothing reaches the peer.
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
         """
@@ -115,18 +119,23 @@ class Lanes:
         for lane in freed.values():
             self._advance(lane)
 
-    def forget(self, peer: str) -> None:
-        """The peer is gone: nothing waits for it, and what it held is freed."""
+    def cut(self, peer: str) -> None:
+        """The connection to the peer broke: nothing waits for it. What it may still look at stays as it is."""
         with self._lock:
             gone = [edge for edge in self._lanes if edge[2] == peer]
             lanes = [self._lanes.pop(edge) for edge in gone]
             self._starved.difference_update(gone)
-            for key in [key for key in self._out if key[0] == peer]:
-                del self._out[key]
         for lane in lanes:
             with lane.lock:
                 lane.closed = True
                 lane.waiting.clear()
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone: nothing waits for it, and what it held is freed."""
+        self.cut(peer)
+        with self._lock:
+            for key in [key for key in self._out if key[0] == peer]:
+                del self._out[key]
         self._relays.forget(peer)
 
     def drop_cancelled(self) -> None:
@@ -158,13 +167,19 @@ class Lanes:
             while lane.waiting:
                 if lane.waiting[0].work.aborted:
                     lane.waiting.popleft()
-                elif self._start(lane, lane.waiting[0]):
-                    lane.waiting.popleft()
-                else:
-                    return
+                    continue
+                try:
+                    if not self._start(lane, lane.waiting[0]):
+                        return
+                except TransferError:
+                    log.info("a payload to %s stays: nothing reaches it; who says so ends its request", lane.edge[2])
+                lane.waiting.popleft()
 
     def _start(self, lane: Lane, parcel: Parcel) -> bool:
-        """Move one payload. The lane's lock is held."""
+        """Move one payload. The lane's lock is held. False: no credit or no slot now.
+
+        Raises: TransferError: nothing reaches the peer.
+        """
         if not lane.window.take():
             return False
         peer = lane.edge[2]
@@ -195,4 +210,6 @@ class Lanes:
                     self._out.pop(key, None)
                 lane.window.give()
                 self._relays.discard(operation)
+        if not said:
+            raise TransferError(f"no connection to {peer}")
         return True

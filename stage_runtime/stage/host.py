@@ -15,6 +15,7 @@ from typing import Any, Final
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.events import Admin as AdminEvent
+from stage_runtime.errors import ValueRefused
 from stage_runtime.relays import payloads
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
@@ -49,6 +50,7 @@ from stage_runtime.wire.messages import (
     Ready,
     Refused,
     Release,
+    Severed,
     Shutdown,
     Submit,
     Unbound,
@@ -57,6 +59,7 @@ from stage_runtime.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+MEET_AGAIN_S: Final = 1.5  # after a connection broke; by then the coordinator has given up what was under way
 RANKS_AGREE_S: Final = 5.0  # within which all ranks have raised what one has raised
 
 
@@ -96,6 +99,7 @@ class Host:
         self._ready = False
         self._loading = len(plans)
         self._releases: dict[str, list[int]] = {}
+        self._asked: set[tuple[str, str, str]] = set()  #: (coordinator, call, stage) that engines have not answered.
         self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
         self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
         self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed, leader=leader) for plan in plans}
@@ -165,14 +169,19 @@ class Host:
         handle(sender, message)
 
     def lost(self, peer: str) -> None:
+        if peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
+            for coordinator in self.registration.coordinators:
+                self.say(coordinator, Severed(peer))
+            # Until then it may still look at what we sent: its slots must not be written again.
+            self.lanes.cut(peer)
+            self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
+            return
         self._forget(peer)
         if self._leader is not None and self._leader.is_follower(peer):
             self._on_failed(next(iter(self.stages)), ConnectionError(f"a follower rank ({peer}) is gone"))
         elif self.registration.lost(peer):
             orphans = sum(stage.intake.abort_owner(peer) for stage in self.stages.values())
             log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
-        elif peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
-            self._loop.call_later(1.0, self._meet_again, peer)
 
     # --- stage.outbox.Surroundings ------------------------------------------------------------------------------
 
@@ -373,7 +382,8 @@ class Host:
 
     def _meet_again(self, peer: str) -> None:
         member = self.members.get(peer)
-        if member is not None:
+        if member is not None and self.channels.link(peer) is None:
+            self._forget(peer)
             self._meet([member])
 
     def _forget(self, peer: str) -> None:
@@ -382,16 +392,27 @@ class Host:
     # --- administration -----------------------------------------------------------------------------------------
 
     def _admin(self, sender: str, message: Admin) -> None:
+        """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
         stage = self.stages.get(message.stage)
-        if stage is None:
-            said = AdminReply(message.call_id, message.stage, 0, None, f"no stage {message.stage!r} here")
-            self.say(sender, said)
+        if stage is None or stage.intake.engine is None or not stage.intake.engine.takes_admin:
+            problem = f"no stage {message.stage!r} here that takes operations"
+            self.say(sender, AdminReply(message.call_id, message.stage, 0, None, problem))
             return
+        call = (sender, message.call_id, message.stage)
+        self._asked.add(call)
+        stage.inbox.put(
+            AdminEvent(message.call_id, message.operation, message.arguments, lambda value: self._answer(call, value))
+        )
 
-        def reply(value: Any) -> None:
-            self.say(sender, AdminReply(message.call_id, message.stage, 0, value))
-
-        stage.inbox.put(AdminEvent(message.call_id, message.operation, message.arguments, reply))
+    def _answer(self, call: tuple[str, str, str], value: Any, error: str | None = None) -> None:
+        """In any thread; the first answer counts."""
+        sender, call_id, stage = call
+        if call in self._asked:
+            self._asked.discard(call)
+            try:
+                self.say(sender, AdminReply(call_id, stage, 0, value, error))
+            except ValueRefused as refused:
+                self.say(sender, AdminReply(call_id, stage, 0, None, str(refused)))
 
     def _admin_all(self, sender: str, message: ProfilerStart | ProfilerStop) -> None:
         """Profiler control goes to every engine that listens for it."""
@@ -439,6 +460,8 @@ class Host:
         self._loop.call_later(RANKS_AGREE_S, look)
 
     def _stage_crashed(self, name: str, error: BaseException) -> None:
+        for call in [one for one in list(self._asked) if one[2] == name]:
+            self._answer(call, None, f"the engine crashed: {type(error).__name__}: {error}"[:2000])
         self._loop.call_soon_threadsafe(self._on_failed, name, error)
 
     def _send_releases(self) -> None:

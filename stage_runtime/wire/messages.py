@@ -254,6 +254,14 @@ class Unbound(Said, frozen=True, tag=27):
     """Coordinator → draining process: none of my requests is bound to you any more."""
 
 
+class Severed(Said, frozen=True, tag=28):
+    """Process → coordinator: my connection to ``peer`` broke. What was under way between us may be lost, even if you
+    still hear us both.
+    """
+
+    peer: Name  #: An incarnation.
+
+
 # --- control ----------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +362,7 @@ Message: TypeAlias = (
     | Beat
     | Goodbye
     | Unbound
+    | Severed
     | Shutdown
     | ProfilerStart
     | ProfilerStop

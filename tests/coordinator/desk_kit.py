@@ -242,6 +242,14 @@ async def played(
         made.desk.close()
 
 
+async def came(look: Callable[[], Any]) -> Any:
+    """What ``look`` finds, as soon as it finds anything."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (found := look()):
+            await asyncio.sleep(0.01)
+    return found
+
+
 async def read(ticket: Ticket) -> list[ChunkEvent | ResultEvent]:
     async with asyncio.timeout(PATIENCE_S):
         return [event async for event in ticket.events()]

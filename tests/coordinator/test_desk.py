@@ -6,14 +6,25 @@ import asyncio
 from typing import Any
 
 import pytest
-from desk_kit import REVISION, Played, asked, error_of, played, read, request_of
+from desk_kit import REVISION, Played, asked, came, error_of, played, read, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.coordinator.desk import BODY_CREDITS
+from stage_runtime.coordinator.desk import BODY_CREDITS, RECONNECT_S
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.wire.messages import Body, Complete, Consumed, Ended, Failure, Goodbye, HandBack, Release, Unbound
+from stage_runtime.wire.messages import (
+    Body,
+    Complete,
+    Consumed,
+    Ended,
+    Failure,
+    Goodbye,
+    HandBack,
+    Release,
+    Severed,
+    Unbound,
+)
 
 
 def only(made: Played, incarnation: str = "f1") -> Any:
@@ -328,6 +339,37 @@ async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
         everything = made.submitted("f1") + made.submitted("f2")
         (second,) = [one for one in everything if one is not first]
         assert not set(second.header.bindings.values()) & set(first.header.bindings.values())
+
+
+async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried_on_others() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        stuck = made.desk.admit(asked("stuck"))
+        made.desk.admit(asked("through"))
+        (first, second) = made.submitted("f1")
+        made.join("f2", "front")
+        made.join("v2", "voice")
+        made.coordinator.heard("f1", Severed("v1"))
+        made.complete(second, "shout", "in time")
+        (again,) = await came(lambda: made.submitted("f2"))
+        assert again.header.request_id == "stuck"
+        assert again.header.attempt > first.header.attempt
+        assert again.header.bindings == {"split": "f2", "shout": "v2", "write": "v2"}
+        assert made.aborted("v1") == [("stuck", first.header.attempt)]
+        made.complete(again, "shout", "served")
+        assert await read(stuck) == [ResultEvent(stage="shout", data="served")]
+        assert made.desk.record("through").attempt == 1
+
+
+async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked())
+        made.coordinator.heard("f1", Severed("v1"))
+        made.coordinator.lost("v1")
+        made.join("v2", "voice")
+        (_, again) = made.submitted("f1")
+        await asyncio.sleep(RECONNECT_S * 1.2)  # what was said of the first attempt does not touch the second
+        made.complete(again, "shout", "served")
+        assert await read(ticket) == [ResultEvent(stage="shout", data="served")]
 
 
 async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> None:

@@ -67,7 +67,17 @@ async def test_the_only_instance_is_killed_frozen_and_replaced(base: Path) -> No
 async def test_a_cut_network_heals_and_takes_nothing_along(base: Path) -> None:
     async with experiments.networked(2, base) as pipeline:
         await experiments.warm(pipeline)
-        judge(await experiments.hurt(pipeline, "cut", "producer", replicas=2, after_s=2.0))
+        judge(await experiments.hurt(pipeline, "cut", "producer", replicas=2, after_s=1.0))
+        await experiments.warm(pipeline)
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(PATIENCE_S)
+@needs_namespaces
+async def test_two_that_cannot_reach_each_other_cost_no_unstreamed_request(base: Path) -> None:
+    async with experiments.networked(2, base) as pipeline:
+        await experiments.warm(pipeline)
+        judge(await experiments.hurt(pipeline, "parted", "fan-in", replicas=2, after_s=1.0))
         await experiments.warm(pipeline)
 
 

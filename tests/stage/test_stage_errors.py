@@ -10,7 +10,8 @@ import pytest
 from stage_kit import World, plan, world
 
 import stage_runtime as omni
-from stage_runtime.wire.messages import Body, DataReady, Failure
+from stage_runtime.engines import events
+from stage_runtime.wire.messages import Admin, AdminReply, Body, DataReady, Failure
 
 
 def echo(payload: omni.StagePayload) -> Any:
@@ -233,3 +234,38 @@ async def test_a_message_for_a_stage_of_another_process_is_counted_and_dropped()
         made.say("pa", "pb", DataReady(made.header("r1"), "x", "a", Body(b"\x80")))
         await made.settle()
         assert made.hosts["pb"].counters["misdirected"] == 1
+
+
+class Operated:
+    """An engine with operations of its own."""
+
+    def run(self, inbox: Any, outbox: Any, stop: Event) -> None:
+        for event in inbox:
+            if isinstance(event, events.Admin):
+                if event.operation == "crash":
+                    raise RuntimeError("no such operation")
+                event.reply(event.arguments.get("value") if event.operation == "echo" else object())
+                event.reply("again")
+
+
+async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it() -> None:
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True, entry=True)], {"a": Operated()})
+        made.process("pb", [plan("b", terminal=True, entry=True)], {"b": lambda payload: None})
+        await made.until(
+            lambda: all(made.hosts[process].stages[name].intake.engine for name, process in made.stage_of.items())
+        )
+        for number, (stage, operation) in enumerate(
+            [("a", "echo"), ("a", "odd"), ("b", "echo"), ("nobody", "echo"), ("a", "crash")]
+        ):
+            process = made.stage_of.get(stage, "pa")
+            made.say("cc", process, Admin(f"call {number}", stage, operation, {"value": [1, "two"]}))
+        await made.until(lambda: len(made.told) == 5)
+        await made.settle()
+        answers = {one.call_id: one for one in made.told if isinstance(one, AdminReply)}
+        assert answers["call 0"] == AdminReply("call 0", "a", 0, [1, "two"])
+        assert "object" in (answers["call 1"].error or "")
+        assert answers["call 2"].error == "no stage 'b' here that takes operations"
+        assert answers["call 3"].error == "no stage 'nobody' here that takes operations"
+        assert answers["call 4"].error == "the engine crashed: RuntimeError: no such operation"
+        assert len(made.told) == len(answers) == 5

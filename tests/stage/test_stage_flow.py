@@ -16,7 +16,7 @@ from stage_kit import World, plan, world
 import stage_runtime as omni
 from omnipipeline_spec.plan import RelayPlan, StagePlan
 from stage_runtime.stage.work import STREAM_WINDOW
-from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, PassAbort
+from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, Member, Members, PassAbort, Severed
 
 LARGE = 40_000
 FLAT = RelayPlan(credits=1)
@@ -282,6 +282,28 @@ async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> 
         await made.until(cancelled.is_set)
         go.set()
         await made.until(lambda: made.results() == {"mine": "kept"})
+
+
+async def test_a_neighbour_that_is_lost_to_us_alone_is_told_of_and_met_again() -> None:
+    """What it may still look at is not written over meanwhile."""
+    async with world() as made:
+        made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": lambda payload: len(payload.data)})
+        one_credit = plan("a", next=("b",), relay=FLAT)
+        host = made.process("pa", [one_credit], {"a": lambda payload: b"x" * 100_000})
+        made.say("cc", "pa", Members(joined=(Member("pb", "b", "b", "1", "ipc:///pb", {}, ("b",)),)))
+        made.submit("under way", "a")
+        await made.until(lambda: bool(made.links.get(("pa", "pb"))))
+        made.links["pa", "pb"].clear()  # announced and not heard
+        host.channels.drop("pb")
+        host.lost("pb")
+        made.submit("between", "a")
+        await made.until(lambda: "between" in made.failed())
+        assert made.failed()["between"].code == "transport_failed"
+        assert [one for one in made.told if isinstance(one, Severed)] == [Severed("pb")]
+        assert made.outstanding == 1, "the other may still look at it"
+        await made.until(lambda: made.outstanding == 0)
+        made.submit("after", "a")
+        await made.until(lambda: made.results().get("after") == 100_000)
 
 
 async def test_a_request_that_the_coordinator_says_is_ended_is_dropped() -> None:
