@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import hmac
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -42,12 +43,13 @@ class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class _Transfer:
     """One that has begun to arrive."""
 
-    __slots__ = ("end", "nbytes", "region", "request_id")
+    __slots__ = ("end", "nbytes", "region", "request_id", "since")
 
     def __init__(self, request_id: str, nbytes: int) -> None:
         self.request_id = request_id
         self.nbytes = nbytes
         self.region: Any = None  #: The buffer: the frame itself when it came whole.
+        self.since = time.monotonic()
         self.end = 0  #: Where the next piece belongs. They come in order, for they come over one connection.
 
     def take(self, header: Header, body: memoryview) -> bool:
@@ -153,6 +155,17 @@ class Arrivals:
         for key, claim in ended.items():
             claim.operation.fail(TransferError(f"transfer {key[1]} from {key[0]}: its request was aborted"))
             self._context.on_release(*key)
+
+    def expire(self, now: float) -> None:
+        """Drop what nobody has asked for in time: its announcement was lost, or its request is long over.
+
+        now: as `time.monotonic` says it.
+        """
+        oldest = now - self._settings.unclaimed_s
+        with self._lock:
+            for key in self._of(lambda key, transfer: key not in self._claims and transfer.since < oldest):
+                self._drop(key, "nobody asked for it in time")
+                self._counts["dropped_transfers"] += 1
 
     def forget(self, peer: Peer) -> None:
         """That peer is gone: nothing more comes."""

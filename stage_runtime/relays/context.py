@@ -36,6 +36,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     whole_bytes: int = 32 << 20  #: Up to here a tcp transfer is one frame, which the receiver need not copy.
     unreleased_bytes: int = 2 << 30  #: By tcp: put to all peers and not released; more has to wait.
     unclaimed_bytes: int = 1 << 30  #: By tcp: arrived and not fetched; more is dropped and its request fails.
+    unclaimed_s: float = 10.0  #: By tcp: what nobody has asked for by then comes of a connection that broke.
     transfer_bytes: int = 8 << 30  #: A single transfer that says it is larger is garbage.
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -91,6 +92,7 @@ class TcpRelay:
         self._stop.bind("inproc://stop")
         self._thread = threading.Thread(target=self._receive, name="omni-relay-tcp", daemon=True)
         self._thread.start()
+        self._expiring = self._loop.call_later(self._settings.unclaimed_s, self._expire)
 
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(Facts(self._endpoint, self._token.hex()))  # type: ignore[no-any-return]
@@ -198,6 +200,7 @@ class TcpRelay:
         }
 
     def close(self) -> None:
+        self._expiring.cancel()
         if self._thread.is_alive():
             self._stop.send(b"")
             self._thread.join()
@@ -275,6 +278,10 @@ class TcpRelay:
             self._unreleased_bytes -= put.nbytes
         put.resource = None
         put.finish(error)
+
+    def _expire(self) -> None:
+        self._arrivals.expire(time.monotonic())
+        self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
 
     def _receive(self) -> None:
         """The receiving thread: until `close` says stop."""

@@ -218,3 +218,15 @@ def test_a_backend_that_is_not_here_is_refused_with_what_there_is(name, words):
     with pytest.raises(ConfigurationError, match=words) as caught:
         backend(name)
     assert "shm" in str(caught.value) and "tcp" in str(caught.value)
+
+
+async def test_what_nobody_asks_for_in_time_is_dropped_and_its_sender_released():
+    """A connection that broke may deliver what its request has long given up."""
+    with pair("tcp", settings=msgspec.structs.replace(SMALL, unclaimed_s=0.2)) as both:
+        _, late = both.put(np.zeros(MIB, np.uint8))
+        await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == MIB)
+        await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 0)
+        with pytest.raises(TransferError, match="in time"):
+            await both.get(late)
+        await both.until(lambda: both.held() == 0)
+        assert (await both.carry(np.arange(1000))).sum() == 499500
