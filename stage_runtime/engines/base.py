@@ -65,6 +65,7 @@ class Engine(Protocol):
     """What a factory's return value is made into."""
 
     takes_chunks: bool  #: Whether stream chunks may be sent to it.
+    takes_admin: bool  #: Whether it answers operations of its own.
     ticks: int  #: Grows while an event loop of its own turns; 0 for ever without one.
     concurrency: int  #: Requests at once. The ranks of a TP stage need 1: they must see the same order.
 

@@ -18,6 +18,7 @@ class BatchedEngine:
 
     ticks = 0
     takes_chunks = False
+    takes_admin = False
     concurrency = 1  # batches
 
     def __init__(self, fn: Callable[[list[StagePayload]], list[Any]], max_batch: int, max_wait_s: float) -> None:

@@ -22,6 +22,7 @@ class CustomEngine:
 
     ticks = 0
     takes_chunks = True
+    takes_admin = True
     concurrency = 1  # loops; how many requests it takes is its own business
 
     def __init__(self, engine: Runs) -> None:

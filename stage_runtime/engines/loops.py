@@ -22,6 +22,7 @@ class LoopEngine:
     """Base of engines whose functions are coroutines: at most ``concurrency`` at once, the rest waits in order."""
 
     takes_chunks = False
+    takes_admin = False
     outbox: Outbox
 
     def __init__(self, concurrency: int) -> None:

@@ -25,6 +25,7 @@ class SyncEngine:
 
     ticks = 0
     takes_chunks = False
+    takes_admin = False
 
     def __init__(self, fn: Callable[[StagePayload], Any], concurrency: int) -> None:
         self._fn = fn
