@@ -73,6 +73,15 @@ def test_the_definition_is_kept_when_the_release_goes(api_server: Cluster) -> No
     assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
+def test_the_release_holds_the_lease_that_the_operator_is_told_of(api_server: Cluster) -> None:
+    made = objects(rendered(api_server, []))
+    [lease] = [each["metadata"]["name"] for each in made if each["kind"] == "Lease"]
+    [deployment] = [each for each in made if each["kind"] == "Deployment"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    told = {each["name"]: each.get("value") for each in container["env"]}
+    assert told["OMNI_OPERATOR_LEASE_NAME"] == lease
+
+
 @pytest.mark.parametrize("name", ["as it is", "namespaced"])
 def test_the_operator_can_read_no_secret_and_has_no_wildcard(api_server: Cluster, name: str) -> None:
     rules = [rule for role in _roles(rendered(api_server, COMBINATIONS[name])) for rule in role["rules"]]
