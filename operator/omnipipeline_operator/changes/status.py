@@ -50,6 +50,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None  #: A name that is taken; the rest still holds.
     progress_deadline_s: float = 3600.0
     fetching: Trouble | None = None  #: Why units wait for the model; None: they do not.
+    note: str | None = None  #: What the author should know though nothing is refused.
 
 
 def refused(refusal: Refusal, before: Mapping[str, Any], *, generation: int, available: bool, now: float) -> Any:
@@ -136,7 +137,8 @@ def _conditions(facts: Facts, found: Mapping[str, Trouble], now: float) -> list[
 def _accepted(facts: Facts) -> Condition:
     if facts.refusal is not None:
         return say("Accepted", False, facts.refusal.reason, facts.refusal.message)
-    return say("Accepted", True, "Valid", f"{len(facts.plan.units)} pod units are planned")
+    planned = f"{len(facts.plan.units)} pod units are planned"
+    return say("Accepted", True, "Valid", f"{planned}; {facts.note}" if facts.note else planned)
 
 
 def _ready(facts: Facts, worst: Trouble | None, available: bool, progressing: Condition) -> Condition:

@@ -124,6 +124,23 @@ def fetching(look: Look, created: Sequence[Manifest], model: str) -> Trouble | N
     return None
 
 
+def shared_claim(look: Look, created: Sequence[Manifest], pods: int) -> str | None:
+    """What to know of the model cache's claim, which is made once: that several pods cannot share it, or that it waits.
+
+    pods: how many are to mount it.
+    """
+    there = next((look.claim(one["metadata"]["name"]) for one in created if one["kind"] == kinds.CLAIM.name), None)
+    if there is None:
+        return None
+    named, modes = f"claim {there['metadata']['name']}", there["spec"].get("accessModes", [])
+    if there.get("status", {}).get("phase") == "Pending":
+        return f"{named} ({', '.join(modes)}) has no volume yet"
+    if pods > 1 and not {"ReadWriteMany", "ReadOnlyMany"}.intersection(modes):
+        cure = "delete it to have another one made, or name one of your own"
+        return f"{named} is {', '.join(modes)}: its {pods} pods start on one node only; {cure}"
+    return None
+
+
 def hangs(seen: Sequence[Workload], now: float) -> bool:
     """Whether a pod has been about to start for suspiciously long: what it mounts may not be there."""
     return any(pod.waits_for_volumes and now - pod.created_at > HANGS_AFTER_S for each in seen for pod in each.present)

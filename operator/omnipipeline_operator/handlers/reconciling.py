@@ -175,6 +175,7 @@ class Reconciler:
             refusal=refusal,
             progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
             fetching=looking.fetching(look, planned.wanted.created, planned.spec.model_path or ""),
+            note=looking.shared_claim(look, planned.wanted.created, sum(planned.plan.replicas.values())),
         )
 
     async def _lost_its_key(self, planned: _Planned, look: Look, seen: Sequence[Workload], applier: Applier) -> bool:

@@ -59,7 +59,7 @@ class Writer:
             await self._keep(manifest)
         await self._workloads(order)
         await self._tell_coordinators(order)
-        await self._remove_unwanted(order.wanted.applied)
+        await self._remove_unwanted([*order.wanted.applied, *order.wanted.created])
         await self._retire(order.decision.retired)
 
     # --- what pods need -----------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Writer:
 
     async def _remove_unwanted(self, wanted: Sequence[Manifest]) -> None:
         names = {(each["kind"], each["metadata"]["name"]) for each in wanted}
-        for kind in kinds.APPLIED:
+        for kind in (*kinds.APPLIED, JOB):  # a claim stays: what was fetched is of use to the next pipeline
             for there in self._look.children(kind):
                 if (kind.name, there["metadata"]["name"]) not in names:
                     await self._apply.delete(there)

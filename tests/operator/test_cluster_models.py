@@ -1,0 +1,108 @@
+"""On a real API server: the model cache's claim and the Job that fills it, from pending to gone."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+from running import Kube, OperatorProcess, eventually, pipeline
+from test_cluster_children import deployments
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+def cached(model: str, *, prefetch: bool = True, **spec: Any) -> dict[str, Any]:
+    cache = {"type": "PersistentVolumeClaim", "size": "1Gi", "storageClassName": "by-hand"}
+    return pipeline(modelPath=model, modelCache={**cache, "prefetch": {"enabled": prefetch}}, **spec)
+
+
+def volume(namespace: str, modes: list[str]) -> dict[str, Any]:
+    """What a provisioner would make for the claim of `cached`."""
+    name = f"{namespace}-{uuid.uuid4().hex[:8]}"
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": modes,
+            "storageClassName": "by-hand",
+            "claimRef": {"namespace": namespace, "name": "duo-models"},
+            "hostPath": {"path": "/nowhere"},
+        },
+    }
+
+
+def sources(kube: Kube) -> list[str]:
+    """The models that the pipeline's Jobs fetch."""
+    found = []
+    for job in kube.all("jobs", "omnipipeline.dev/pipeline=duo"):
+        environment = {
+            each["name"]: each.get("value") for each in job["spec"]["template"]["spec"]["containers"][0]["env"]
+        }
+        found.append(f"{environment['OMNI_MODEL_PATH']}@{environment['OMNI_MODEL_REVISION']}")
+    return found
+
+
+def test_a_prefetch_is_told_of_while_it_waits_and_fails_and_goes_with_its_source(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    operator.start()
+    kube.apply(cached("some/model"))
+    waiting = eventually(
+        lambda: "unbound" in kube.condition("duo", "Ready").get("message", "") and kube.condition("duo", "Ready")
+    )
+    assert waiting["reason"] == "Unschedulable"
+    assert "claim duo-models (ReadWriteMany) has no volume yet" in kube.condition("duo", "Accepted")["message"]
+    assert set(deployments(kube)) == {"coordinator"}, "stages wait for their model"
+    (job,) = kube.names("jobs")
+
+    (pod,) = kube.all("pods", f"batch.kubernetes.io/job-name={job}")
+    kube("patch", "job", job, "--type=merge", "-p", '{"spec":{"backoffLimit":0}}')
+    ended = {"exitCode": 1, "reason": "Error", "message": "one line\nno such model: some/model"}
+    container = {"name": "prefetch", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    failed = {
+        "phase": "Failed",
+        "conditions": [{"type": "PodScheduled", "status": "True"}],
+        "containerStatuses": [{**container, "state": {"terminated": ended}}],
+    }
+    name = pod["metadata"]["name"]
+    kube("patch", "pod", name, "--subresource=status", "--type=merge", "-p", json.dumps({"status": failed}))
+    told = eventually(
+        lambda: "delete the Job" in kube.condition("duo", "Ready").get("message", "") and kube.condition("duo", "Ready")
+    )
+    assert told["reason"] == "PrefetchFailed" and "no such model: some/model" in told["message"]
+
+    made = volume(kube.namespace, ["ReadWriteMany"])
+    kube.apply(made)
+    kube.apply(cached("some/other", modelRevision="v2"))
+    kube.wait_ready("duo", within_s=90)
+    assert sources(kube) == ["some/other@v2"], "a failed one goes when its source does"
+    assert set(deployments(kube)) == {"first", "last", "coordinator"}
+    pods = {each["metadata"]["uid"] for each in kube.all("pods", "omnipipeline.dev/unit")}
+    claim = kube.get("persistentvolumeclaim", "duo-models")["metadata"]["uid"]
+    kube.apply(cached("some/other", modelRevision="v2", prefetch=False))
+    eventually(lambda: not kube.names("jobs"), what="no Job that nobody asks for")
+    kube.wait_ready("duo")
+    assert {each["metadata"]["uid"] for each in kube.all("pods", "omnipipeline.dev/unit")} == pods
+    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+    for kind in ("deployments", "pods"):
+        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left", within_s=60)
+    assert kube.get("persistentvolumeclaim", "duo-models")["metadata"]["uid"] == claim, "what was fetched stays"
+    kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")
+
+
+def test_a_claim_that_several_pods_cannot_share_is_told_of(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    made = volume(kube.namespace, ["ReadWriteOnce"])
+    kube.apply(made)
+    one = {"name": "first", "process": "first", "factory": "some.module:first", "terminal": True}
+    kube.apply(cached("some/model", stages=[one]))
+    kube.wait_ready("duo", within_s=90)
+    assert "claim" not in kube.condition("duo", "Accepted")["message"]
+    kube.apply(cached("some/model", stages=[one], processGroups=[{"name": "first", "replicas": 2}]))
+    said = eventually(lambda: "claim" in (told := kube.condition("duo", "Accepted")["message"]) and told)
+    assert "claim duo-models is ReadWriteOnce: its 2 pods start on one node only" in said
+    kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")
