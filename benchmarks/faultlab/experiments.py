@@ -22,7 +22,7 @@ from stage_runtime.processes.local import LocalOptions, LocalPipeline
 
 FROZEN_S = 6.0  # beyond the four seconds within which a freeze is known
 CUT_S = 3.0
-PARTED_S = 6.0  # beyond the four seconds within which a link is known to be dead
+PARTED_S = 5.0  # beyond the four seconds within which a link is known to be dead
 SERVES_WITHIN_S = 5.0
 RATE = 20.0  # requests a second while something is hurt
 AT_ONCE = 24  # requests in flight while a group is scaled: as many as it can take

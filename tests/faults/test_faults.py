@@ -46,37 +46,27 @@ async def test_a_kill_of_any_member_costs_no_unstreamed_request_that_another_rep
     async with experiments.local(2, base) as pipeline:
         await experiments.warm(pipeline)
         for member in graph.MEMBERS:
-            outcome = await experiments.hurt(pipeline, "SIGKILL", member, replicas=2, after_s=1.0)
+            outcome = await experiments.hurt(pipeline, "SIGKILL", member, replicas=2, before_s=0.5, after_s=0.5)
             judge(outcome)
             assert outcome.retried + sum(outcome.failed.values()) > 0, "the kill must have hit requests"
 
 
 @pytest.mark.timeout(PATIENCE_S)
-async def test_the_only_instance_is_killed_frozen_and_replaced(base: Path) -> None:
+async def test_the_only_instance_of_a_group_comes_back_and_serves(base: Path) -> None:
     async with experiments.local(1, base) as pipeline:
         await experiments.warm(pipeline)
         judge(await experiments.hurt(pipeline, "SIGKILL", "fan-in", replicas=1, after_s=1.0))
         judge(await experiments.hurt(pipeline, "SIGSTOP", "consumer", replicas=1, after_s=1.0))
-        judge(await experiments.hurt(pipeline, "restart", "producer", replicas=1, after_s=1.0))
         await experiments.warm(pipeline)  # all of it is served
 
 
 @pytest.mark.netns
 @pytest.mark.timeout(PATIENCE_S)
 @needs_namespaces
-async def test_a_cut_network_heals_and_takes_nothing_along(base: Path) -> None:
+async def test_a_cut_network_and_two_that_lose_each_other_cost_no_unstreamed_request(base: Path) -> None:
     async with experiments.networked(2, base) as pipeline:
         await experiments.warm(pipeline)
         judge(await experiments.hurt(pipeline, "cut", "producer", replicas=2, after_s=1.0))
-        await experiments.warm(pipeline)
-
-
-@pytest.mark.netns
-@pytest.mark.timeout(PATIENCE_S)
-@needs_namespaces
-async def test_two_that_cannot_reach_each_other_cost_no_unstreamed_request(base: Path) -> None:
-    async with experiments.networked(2, base) as pipeline:
-        await experiments.warm(pipeline)
         judge(await experiments.hurt(pipeline, "parted", "fan-in", replicas=2, after_s=1.0))
         await experiments.warm(pipeline)
 
