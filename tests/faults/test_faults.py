@@ -158,3 +158,33 @@ def test_healthy_is_when_the_last_failing_request_was_sent() -> None:
     ledger.entries = [entry(sent_at=12.0), entry(sent_at=14.5, outcome="unavailable"), entry(sent_at=15.0)]
     assert ledger.healthy_after(13.0) == 1.5
     assert ledger.healthy_after(20.0) == 0.0
+
+
+def outcome(**changes: object) -> Outcome:
+    fields = {
+        "fault": "SIGKILL", "target": "entry", "replicas": 2, "requests": 9, "retried": 1, "failed": {},
+        "unstreamed_failed": 0, "lost": 0, "wrong": 0, "seconds_to_healthy": 1.0, "faults": [], "left": [],
+    }  # fmt: skip
+    return Outcome(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"faults": ["r1: lost"]},
+        {"left": ["entry: 9 descriptors now"]},
+        {"seconds_to_healthy": 5.1},
+        {"failed": {"unavailable": 2}, "unstreamed_failed": 1},
+        {"failed": {"deadline": 1}},
+        {"fault": "drain", "failed": {"unavailable": 1}},
+        {"fault": "scale", "replicas": 1, "served": [5, 5]},
+        {"fault": "scale", "replicas": 1, "served": [0, 5, 5]},
+    ],
+    ids=str,
+)
+def test_a_broken_promise_is_found(changes: dict[str, object]) -> None:
+    assert outcome().broken() == []
+    assert outcome(failed={"unavailable": 3}).broken() == [], "streams that had begun cannot be sent again"
+    assert outcome(replicas=1, failed={"unavailable": 3}, unstreamed_failed=3).broken() == []
+    assert outcome(fault="scale", replicas=1, served=[1, 2, 3]).broken() == []
+    assert len(outcome(**changes).broken()) == 1
