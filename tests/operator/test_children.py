@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omnipipeline_operator.changes import observed
+from omnipipeline_operator.cluster import store
 from omnipipeline_operator.desired import children, config, naming, pods, templates
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
@@ -55,6 +57,24 @@ def test_groups_on_one_gpu_share_a_pod_that_asks_for_it_once() -> None:
     assert "limits" not in pod_of(made, "mouth")["containers"][0]["resources"]
     assert pods.gpus(made.workloads[0].deployment) == 1
     assert pods.gpus(made.workloads[1].deployment) == 0
+
+
+def test_what_the_store_leaves_out_is_nothing_that_an_observer_reads() -> None:
+    for made in wanted().workloads:
+        deployment = {**made.deployment, "metadata": {**made.deployment["metadata"], "uid": "d"}}
+        template = deployment["spec"]["template"]
+        status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+        cut_off = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+        lost = {"phase": "Running", "conditions": cut_off}
+        spec_of_pod = {**template["spec"], "nodeName": "node-7"}
+        pods_seen = [
+            {"kind": "Pod", "metadata": {**template["metadata"], "name": "p"}, "spec": spec_of_pod, "status": each}
+            for each in (status, lost)
+        ]
+        seen = observed.workload(deployment, pods_seen)
+        assert seen.image and seen.control_secret and seen.gpus == (made.unit == "ears")
+        assert "node-7" in seen.pods[1].message
+        assert observed.workload(store.slimmed(deployment), map(store.slimmed, pods_seen)) == seen
 
 
 def test_every_pod_satisfies_the_restricted_standard() -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from omnipipeline_operator.handlers.queueing import CHANGED_RETRY_S, FIRST_RETRY_S, LAST_RETRY_S, Queue
+from omnipipeline_operator.handlers.queueing import (
+    CHANGED_RETRY_S,
+    FIRST_RETRY_S,
+    LAST_RETRY_S,
+    LAST_STIR_S,
+    REST_S,
+    STREAK,
+    Queue,
+)
 
 A, B = ("space", "a"), ("space", "b")
 
@@ -96,3 +104,67 @@ async def test_a_later_look_does_not_put_off_an_earlier_one() -> None:
     given.done(A, again_s=100.0)
     given.add(A)
     assert await given.take() == A
+
+
+async def test_what_was_asked_for_goes_before_what_only_happened() -> None:
+    given = queue()
+    given.add(A)
+    given.add(B, first=True)
+    assert [await given.take(), await given.take()] == [B, A]
+
+
+async def test_an_edit_during_a_look_goes_first_after_it() -> None:
+    given = queue()
+    given.add(A)
+    assert await given.take() == A
+    given.add(B)
+    given.add(A, first=True)
+    given.done(A)
+    assert await given.take() == A
+
+
+async def test_a_stream_of_edits_does_not_starve_the_others() -> None:
+    given = queue()
+    given.add(A)
+    taken = []
+    for number in range(STREAK + 1):
+        given.add(("space", f"edited-{number}"), first=True)
+        taken.append(await given.take())
+    assert taken.index(A) == STREAK
+
+
+async def test_an_edit_does_not_cut_short_the_patience_after_a_failure() -> None:
+    given = queue()
+    given.add(A, first=True)
+    assert await given.take() == A
+    given.add(A, first=True)
+    given.failed(A, least_s=30.0)
+    assert await is_idle(given)
+    given.add(B)
+    assert await given.take() == B
+
+
+async def test_news_lets_a_pipeline_rest_for_a_moment_but_an_edit_does_not() -> None:
+    given = queue()
+    given.add(A)
+    await given.take()
+    given.done(A)
+    given.add(A)
+    assert await is_idle(given)
+    given.add(A, first=True)
+    assert not await is_idle(given)
+
+
+async def test_a_look_that_changed_something_is_repeated_ever_later_until_one_changes_nothing() -> None:
+    given = queue()
+    given.add(A)
+    waits: list[float] = []
+    for _ in range(9):
+        assert await given.take() == A
+        given.done(A, again_s=1000.0, stirred=True)
+        waits.append(given.next_in_s() or 0.0)
+        given.add(A, first=True)  # an edit need not wait for that
+    assert waits[0] <= REST_S and REST_S < waits[-1] <= LAST_STIR_S
+    assert await given.take() == A
+    given.done(A)
+    assert await is_idle(given) and len(given) == 0

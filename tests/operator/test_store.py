@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from omnipipeline_operator.changes import comparing
+from omnipipeline_operator.cluster import store as store_of
 from omnipipeline_operator.cluster.kinds import PIPELINE, SERVICE
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.desired.naming import Owner
@@ -17,6 +18,11 @@ def service(version: int, *, name: str = "demo", uid: str = "s", labelled: bool 
     labels = {"omnipipeline.dev/pipeline": "demo"} if labelled else {}
     metadata = {"name": name, "namespace": "space", "uid": uid, "resourceVersion": str(version), "labels": labels}
     return {"kind": "Service", "apiVersion": "v1", "metadata": metadata, "spec": spec}
+
+
+def pipeline(version: int, *, generation: int = 1, **more: Any) -> dict[str, Any]:
+    metadata = {"name": "demo", "namespace": "space", "uid": "u", "resourceVersion": str(version)}
+    return {"kind": PIPELINE.name, "metadata": {**metadata, "generation": generation}, **more}
 
 
 def test_an_older_version_never_replaces_a_newer_one() -> None:
@@ -57,12 +63,85 @@ def test_a_list_that_says_nothing_new_wakes_nobody() -> None:
     assert store.replace(SERVICE, [service(5)], older_than=10) == set()
 
 
-def test_managed_fields_are_not_kept() -> None:
+def test_the_echo_of_our_own_write_wakes_nobody() -> None:
     store = Store()
-    manifest = service(5)
-    manifest["metadata"]["managedFields"] = [{"manager": "somebody"}]
-    store.put(manifest)
-    assert "managedFields" not in store.children(KEY, SERVICE)[0]["metadata"]
+    store.put(service(5))
+    assert store.put(service(5)) is None
+    assert store.put(service(5, uid="made anew")) == KEY
+
+
+def test_changes_of_children_and_of_the_spec_are_counted_and_those_of_the_status_are_not() -> None:
+    store = Store()
+    seen = [store.stirred(KEY)]
+    for manifest in (
+        pipeline(3),
+        pipeline(4, status={"ready": True}),
+        pipeline(5, generation=2),
+        service(6),
+        service(6),
+        service(7),
+    ):
+        store.put(manifest)
+        seen.append(store.stirred(KEY))
+    assert seen == [0, 1, 1, 2, 3, 3, 4]
+
+
+def test_an_edit_that_came_in_with_the_answer_to_a_write_of_ours_is_counted() -> None:
+    """Its event finds the store ahead of it: without the count nobody would look."""
+    store = Store()
+    store.put(pipeline(3))
+    before = store.stirred(KEY)
+    store.put(pipeline(9, generation=2, status={"observedGeneration": 1}))
+    assert store.put(pipeline(8, generation=2)) is None
+    assert store.stirred(KEY) > before
+
+
+def test_what_nobody_reads_is_not_kept() -> None:
+    noise = {"managedFields": [{"manager": "m"}], "annotations": {"a": "1", store_of.LAST_APPLIED: "{}"}}
+    head = {"name": "n", "namespace": "space"}
+    template = {
+        "metadata": {"annotations": {"kept": "1"}},
+        "spec": {
+            "containers": [{"name": "main", "image": "i", "resources": {"limits": {}}, "env": [{"name": "X"}]}],
+            "volumes": [{"name": "control", "secret": {"secretName": "s"}}, {"name": "tmp", "emptyDir": {}}],
+        },
+    }
+    kept = {
+        "metadata": {"annotations": {"kept": "1"}},
+        "spec": {
+            "containers": [{"name": "main", "image": "i", "resources": {"limits": {}}}],
+            "volumes": [{"name": "control", "secret": {"secretName": "s"}}],
+        },
+    }
+    labels = {"omnipipeline.dev/revision": "abc"}
+    for given, slim in (
+        (
+            {"kind": "Service", "metadata": head | noise},
+            {"kind": "Service", "metadata": head | {"annotations": {"a": "1"}}},
+        ),
+        (
+            {
+                "kind": "Pod",
+                "metadata": head,
+                "spec": {"containers": [], "nodeName": "n"},
+                "status": {"phase": "Running"},
+            },
+            {"kind": "Pod", "metadata": head, "spec": {"nodeName": "n"}, "status": {"phase": "Running"}},
+        ),
+        (
+            {"kind": "ConfigMap", "metadata": head | {"labels": labels}, "data": {"plan.json": "{}"}},
+            {"kind": "ConfigMap", "metadata": head | {"labels": labels}},
+        ),
+        (
+            {"kind": "ConfigMap", "metadata": head, "data": {"a": "b"}},
+            {"kind": "ConfigMap", "metadata": head, "data": {"a": "b"}},
+        ),
+        (
+            {"kind": "Deployment", "metadata": head, "spec": {"replicas": 2, "template": template}},
+            {"kind": "Deployment", "metadata": head, "spec": {"replicas": 2, "template": kept}},
+        ),
+    ):
+        assert store_of.slimmed(given) == slim
 
 
 def test_a_pipeline_is_known_by_its_own_name() -> None:

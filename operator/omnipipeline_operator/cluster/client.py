@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -23,6 +23,7 @@ from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.kinds import Kind
 
 Manifest = dict[str, Any]
+Counted = Callable[[str, str, int], None]
 
 TOKEN_FILE: Final = "/var/run/secrets/kubernetes.io/serviceaccount/token"
 TIMEOUT_S: Final = 10.0
@@ -40,20 +41,24 @@ class Writes(Protocol):
 
 
 class Client:
-    """One connection pool to one API server."""
+    """One connection pool to one API server.
 
-    def __init__(self, api: Any, writes: Writes) -> None:
+    counted: told of every request: verb, resource, HTTP status (0: no answer).
+    """
+
+    def __init__(self, api: Any, writes: Writes, counted: Counted) -> None:
         self._api = api
         self._writes = writes
+        self._counted = counted
 
     @classmethod
-    async def connect(cls, writes: Writes) -> Client:
+    async def connect(cls, writes: Writes, counted: Counted = lambda verb, resource, code: None) -> Client:
         """With the pod's service account, or with KUBECONFIG."""
         if "KUBECONFIG" not in os.environ and os.path.exists(TOKEN_FILE):
             kubernetes_config.load_incluster_config()  # type: ignore[no-untyped-call]
         else:
             await kubernetes_config.load_kube_config()  # type: ignore[no-untyped-call]
-        return cls(kubernetes_client.ApiClient(), writes)
+        return cls(kubernetes_client.ApiClient(), writes, counted)
 
     async def __aenter__(self) -> Client:
         return self
@@ -131,7 +136,7 @@ class Client:
         content_type: str = JSON,
         timeout_s: float = TIMEOUT_S,
     ) -> Manifest:
-        what = f"{method} {path}"
+        what, status = f"{method} {path}", 0
         headers = {"Accept": JSON, "Content-Type": content_type}
         try:
             async with asyncio.timeout(timeout_s):
@@ -145,10 +150,13 @@ class Client:
                 )
                 answer = await self._api.call_api(*serialized, _request_timeout=timeout_s)
                 text = await answer.read()
+                status = answer.status
         except TimeoutError as error:
             raise errors.Unavailable(what, 0, f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise errors.Unavailable(what, 0, str(error) or type(error).__name__) from error
+        finally:
+            self._counted(method, kinds.plural_in(path), status)
         if answer.status >= 400:
             raise _refusal(what, answer.status, text, answer.headers.get("Retry-After", ""))
         parsed: Manifest = json.loads(text)

@@ -52,6 +52,13 @@ APPLIED: Final = (SERVICE, INGRESS, POLICY, BUDGET)
 _BY_NAME: Final = {each.name: each for each in (PIPELINE, SECRET, EVENT, LEASE, *WATCHED)}
 
 
+def plural_in(path: str) -> str:
+    """The resource that an address of `Kind.path` is about."""
+    _, root, *parts = path.split("/")
+    parts = parts[1:] if root == "api" else parts[2:]
+    return parts[2] if parts[0] == "namespaces" and len(parts) > 2 else parts[0]
+
+
 def of(manifest: Mapping[str, Any]) -> Kind:
     """The kind of an object that says it."""
     return _BY_NAME[manifest["kind"]]

@@ -73,7 +73,7 @@ class Lease:
             began = _now()
             try:
                 async with asyncio.timeout_at(deadline):
-                    if not await self._try():
+                    if not await self._renew():
                         self._held = None
                         raise LeaseLost("the lease is somebody else's")
                 renewed_at = began
@@ -92,6 +92,17 @@ class Lease:
             await self._client.replace(free, timeout_s=self._told.retry_s)
         except errors.ClusterError as error:
             log.warning("lease not released: %s", error)
+
+    async def _renew(self) -> bool:
+        """One write, without reading first: it succeeds if nobody has written since we did."""
+        if self._held is None:
+            return await self._try()
+        try:
+            renewed = self._manifest(self._held)
+            self._held = await self._client.replace(renewed, timeout_s=self._told.renew_deadline_s / 2)
+        except (errors.Conflict, errors.NotFound):
+            return await self._try()
+        return True
 
     async def _try(self) -> bool:
         """One round: make it, take it or renew it; False: it is somebody else's."""

@@ -2,19 +2,24 @@
 
 Here: plain dicts, fed by watches, by lists and by the answers to our own writes, so that a decision never looks behind
 what we have just done. Not here: watching (`handlers.watching`), any decision. Called by the handlers.
+
+Objects are kept without what nothing here reads (`slimmed`). The echo of a write of
+ours brings nothing new and wakes nobody; whoever wrote looks once more because `stirred` tells him of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
-from omnipipeline_operator.cluster.kinds import PIPELINE, Kind
+from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
 from omnipipeline_operator.desired import naming
 
 Manifest = dict[str, Any]
 Key = tuple[str, str]  # namespace, name of the pipeline
 Address = tuple[str, str, str]  # kind, namespace, name
+
+LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 class Store:
@@ -24,19 +29,28 @@ class Store:
         self._objects: dict[Address, Manifest] = {}
         #: Addresses of the children of each pipeline. Every address in here is in ``_objects``.
         self._children: dict[Key, set[Address]] = {}
+        self._stirred: dict[Key, int] = {}
 
     def put(self, manifest: Mapping[str, Any]) -> Key | None:
-        """Remember an object, unless something newer is known; the pipeline that it concerns."""
+        """Remember an object, unless it or something newer is known; the pipeline that has to be looked at now."""
         address, key = _address(manifest), _pipeline_of(manifest)
         known = self._objects.get(address)
-        if known is not None and _version(known) > _version(manifest) and _uid(known) == _uid(manifest):
+        if known is not None and _version(known) >= _version(manifest) and _uid(known) == _uid(manifest):
             return None
         if known is not None:
             self._forget(address, known)
-        self._objects[address] = _slimmed(manifest)
-        if key is not None and manifest["kind"] != PIPELINE.name:
+        self._objects[address] = slimmed(manifest)
+        if key is None:
+            return None
+        if manifest["kind"] != PIPELINE.name:
             self._children.setdefault(key, set()).add(address)
+        if manifest["kind"] != PIPELINE.name or known is None or _asks_for(known) != _asks_for(manifest):
+            self._stirred[key] = self._stirred.get(key, 0) + 1
         return key
+
+    def stirred(self, key: Key) -> int:
+        """A number that grows with each change of a pipeline's spec or children, but not of its status."""
+        return self._stirred.get(key, 0)
 
     def drop(self, manifest: Mapping[str, Any]) -> Key | None:
         """Forget an object that is gone, unless its successor is known already."""
@@ -45,6 +59,8 @@ class Store:
         if known is not None and _uid(known) == _uid(manifest):
             self._forget(address, known)
             del self._objects[address]
+            if manifest["kind"] == PIPELINE.name:
+                self._stirred.pop(address[1:], None)
         return _pipeline_of(manifest)
 
     def replace(self, kind: Kind, manifests: Iterable[Mapping[str, Any]], *, older_than: int) -> set[Key]:
@@ -116,7 +132,33 @@ def _uid(manifest: Mapping[str, Any]) -> str:
     return str(manifest["metadata"].get("uid", ""))
 
 
-def _slimmed(manifest: Mapping[str, Any]) -> Manifest:
-    """Without managedFields, a third of most objects, which nothing here reads."""
-    metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
-    return {**manifest, "metadata": metadata}
+def _asks_for(pipeline: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a look at a pipeline begins with."""
+    metadata = pipeline["metadata"]
+    return _uid(pipeline), metadata.get("generation"), "deletionTimestamp" in metadata
+
+
+def slimmed(manifest: Mapping[str, Any]) -> Manifest:
+    """An object without what nobody reads: managedFields, a third of most objects, and the bulk of some kinds."""
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
+    if LAST_APPLIED in metadata.get("annotations", ()):
+        metadata["annotations"] = {key: value for key, value in metadata["annotations"].items() if key != LAST_APPLIED}
+    slim = {**manifest, "metadata": metadata}
+    if manifest["kind"] == POD.name:
+        slim["spec"] = {key: value for key, value in manifest.get("spec", {}).items() if key == "nodeName"}
+    elif manifest["kind"] == CONFIG_MAP.name and naming.REVISION_LABEL in metadata.get("labels", ()):
+        slim.pop("data", None)  # a plan, immutable: that it is there is enough
+    elif manifest["kind"] == DEPLOYMENT.name and "template" in manifest.get("spec", {}):
+        slim["spec"] = {**manifest["spec"], "template": _slim_template(manifest["spec"]["template"])}
+    return slim
+
+
+def _slim_template(template: Mapping[str, Any]) -> Manifest:
+    """It is written once and never compared: its image, its GPUs and the name of its Secret are read back."""
+    spec = template["spec"]
+    containers = [
+        {key: value for key, value in each.items() if key in ("name", "image", "resources")}
+        for each in spec.get("containers", ())
+    ]
+    volumes = [each for each in spec.get("volumes", ()) if "secret" in each]
+    return {"metadata": template.get("metadata", {}), "spec": {"containers": containers, "volumes": volumes}}

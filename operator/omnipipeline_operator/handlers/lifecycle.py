@@ -40,14 +40,14 @@ class Stopped(errors.OperatorError):
 class Operator:
     """One operator process."""
 
-    def __init__(self, settings: Settings, client: Client, desks: Desks) -> None:
+    def __init__(self, settings: Settings, client: Client, desks: Desks, metrics: Metrics) -> None:
         self._told = settings
         self._client = client
         self._store = Store()
         self._queue = Queue()
         self._watcher = Watcher(self._store, self._queue)
         self._lease = Lease(client, settings.lease)
-        self._metrics = Metrics()
+        self._metrics = metrics
         self._reconciler = Reconciler(client, self._store, desks, settings, clock=time.time)
         self._listed_at: float | None = None  #: Monotonic time of the last complete list…
         self._listed_from = -math.inf  #: …and when it began: nothing that was so then is unknown.
@@ -89,7 +89,8 @@ class Operator:
         while True:
             wait, began = self._told.relist_s, time.monotonic()
             try:
-                await self._watcher.relist(self._client, self._told.namespaces)
+                spread_s = self._told.relist_s / 5 if self._leads else 0.0  # at once by one who takes over
+                await self._watcher.relist(self._client, self._told.namespaces, spread_s=spread_s)
                 self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("complete").inc()
             except errors.ClusterError as error:
@@ -127,7 +128,7 @@ class Operator:
 
     async def _look(self, key: tuple[str, str]) -> None:
         """The outermost boundary: whatever a pipeline does to us, the others are looked after."""
-        name = "/".join(key)
+        name, stirred = "/".join(key), self._store.stirred(key)
         try:
             again_s = await self._reconciler.reconcile(key)
         except errors.ClusterError as error:
@@ -139,7 +140,9 @@ class Operator:
             self._metrics.failures.labels("Unexpected").inc()
             log.exception("%s: a fault of the operator's; again in %.1f s", name, wait)
         else:
-            self._queue.done(key, again_s=again_s)
+            # What it has written, and any edit that came in with an answer, is seen by one more look: no watch will
+            # tell of it, for it is known already.
+            self._queue.done(key, again_s=again_s, stirred=self._store.stirred(key) != stirred)
 
     # --- health -------------------------------------------------------------------------------------------------
 
@@ -167,6 +170,7 @@ class Operator:
 async def run(settings: Settings, writes: Writes) -> None:
     """Run one operator until SIGTERM. ``writes``: what every write passes."""
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(await Client.connect(writes))
+        metrics = Metrics()
+        client = await stack.enter_async_context(await Client.connect(writes, metrics.counted))
         desks = await stack.enter_async_context(Desks())
-        await Operator(settings, client, desks).run()
+        await Operator(settings, client, desks, metrics).run()

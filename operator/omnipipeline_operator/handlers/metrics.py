@@ -31,6 +31,17 @@ class Metrics:
             "omnipipeline_operator_relists_total", "Complete lists of all kinds", ["outcome"], registry=self.registry
         )
 
+        self.requests = Counter(
+            "omnipipeline_operator_api_requests_total",
+            "Requests to the API server without those of the watches; code 0: no answer",
+            ["verb", "resource", "code"],
+            registry=self.registry,
+        )
+
+    def counted(self, verb: str, resource: str, code: int) -> None:
+        """One request to the API server."""
+        self.requests.labels(verb, resource, str(code)).inc()
+
     def show(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge whose value is read when somebody scrapes."""
         Gauge(f"omnipipeline_operator_{name}", text, registry=self.registry).set_function(read)

@@ -1,13 +1,15 @@
 """Which pipelines to look at, and when: one place per pipeline, never two looks at one at a time.
 
-Here: the keyed queue with its back-off. Not here: what a look does (`reconciling`). Called by `watching` (adds) and
-`lifecycle` (takes).
+Here: the keyed queue with its back-off, and its two lanes: what somebody has asked for is looked at before what has
+only happened (a pod's news, a repeated list). Not here: what a look does (`reconciling`). Called by `watching` (adds)
+and `lifecycle` (takes).
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
 from collections.abc import Callable
 from typing import Final
@@ -16,6 +18,9 @@ Key = tuple[str, str]
 
 FIRST_RETRY_S: Final = 0.2
 LAST_RETRY_S: Final = 60.0
+REST_S: Final = 0.1  # between two looks at one pipeline, edits apart: news comes in bursts, and somebody may undo us
+LAST_STIR_S: Final = 5.0
+STREAK: Final = 8  # so many looks of the first lane in a row, then one of the second: neither may starve
 CHANGED_RETRY_S: Final = 1.0  # not at once: the change may be what the failing look itself has written
 
 
@@ -26,16 +31,24 @@ class Queue:
         self._jitter = jitter
         self._due: dict[Key, float] = {}  #: When each waiting key may be taken.
         self._heap: list[tuple[float, Key]] = []  #: Has an entry for each of ``_due``, and stale ones.
+        self._first: dict[Key, None] = {}  #: Keys that go before all others once they are due, in order.
+        self._streak = 0  #: Looks of the first lane since the last one of the second.
         self._taken: dict[Key, bool] = {}  #: Being looked at -> added again meanwhile.
         self._failures: dict[Key, int] = {}
+        self._rests_until: dict[Key, float] = {}
+        self._stirs: dict[Key, int] = {}  #: Looks in a row during which something has changed.
         self._wake = asyncio.Event()
 
-    def add(self, key: Key, after_s: float = 0.0) -> None:
-        """Look at ``key`` in ``after_s`` seconds, or earlier if that was wanted already."""
+    def add(self, key: Key, after_s: float = 0.0, *, first: bool = False) -> None:
+        """Look at ``key`` in ``after_s`` seconds, or earlier if that was wanted already. ``first``: before others."""
+        if first:
+            self._first[key] = None
         if key in self._taken and after_s <= 0:
             self._taken[key] = True
             return
         at = _now() + after_s
+        if not first:
+            at = max(at, self._rests_until.get(key, 0.0))
         if key not in self._due or at < self._due[key]:
             self._due[key] = at
             heapq.heappush(self._heap, (at, key))
@@ -44,29 +57,36 @@ class Queue:
     async def take(self) -> Key:
         """The next key that is due and is not being looked at."""
         while True:
-            wait = self._until_next()
-            if wait is not None and wait <= 0:
-                at, key = heapq.heappop(self._heap)
-                if self._due.get(key) != at:
-                    continue
+            key = self._next()
+            if key is not None:
+                del self._due[key]
                 if key in self._taken:
-                    del self._due[key]
                     self._taken[key] = True
                     continue
-                del self._due[key]
+                self._first.pop(key, None)
                 self._taken[key] = False
                 return key
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), wait)
+                await asyncio.wait_for(self._wake.wait(), self.next_in_s())
             except TimeoutError:
                 continue
 
-    def done(self, key: Key, *, again_s: float | None = None) -> None:
-        """The look went well: the next failure waits as briefly as a first one."""
+    def done(self, key: Key, *, again_s: float | None = None, stirred: bool = False) -> None:
+        """The look went well: the next failure waits as briefly as a first one.
+
+        stirred: something has changed during the look, perhaps by it: look once more, each time later. Somebody may
+        undo for ever what we do.
+        """
         self._failures.pop(key, None)
+        self._rests_until[key] = _now() + REST_S
+        if stirred:
+            count = self._stirs[key] = self._stirs.get(key, 0) + 1
+            again_s = min(REST_S * 2.0 ** (count - 1), LAST_STIR_S, again_s or math.inf)
+        else:
+            self._stirs.pop(key, None)
         if self._taken.pop(key):
-            self.add(key)
+            self.add(key, first=key in self._first)
         elif again_s is not None:
             self.add(key, again_s)
 
@@ -87,7 +107,23 @@ class Queue:
     def __len__(self) -> int:
         return len(self._due) + len(self._taken)
 
-    def _until_next(self) -> float | None:
+    def _next(self) -> Key | None:
+        """The key whose turn it is; None: nothing is due."""
+        now, wait = _now(), self.next_in_s()
+        if wait is None or wait > 0:
+            return None
+        if self._streak < STREAK:
+            for key in self._first:
+                if self._due.get(key, math.inf) <= now:
+                    self._streak += 1
+                    return key
+        self._streak = 0
+        return self._heap[0][1]
+
+    def next_in_s(self) -> float | None:
+        """How long until something is due; None: nothing waits."""
+        while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
         return self._heap[0][0] - _now() if self._heap else None
 
 

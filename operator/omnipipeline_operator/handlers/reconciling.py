@@ -1,7 +1,7 @@
 """One look at one pipeline: read, decide, do, report.
 
 Here: the order of these four, and what becomes of an error. Not here: the parts themselves. Called by `lifecycle`'s
-workers, one look at a time per pipeline. Nothing is remembered between looks.
+workers, one look at a time per pipeline. Nothing that was seen or done is remembered between looks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from omnipipeline_operator.desired.naming import COORDINATOR, Manifest, Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.handlers import looking, reporting
 from omnipipeline_operator.handlers.looking import Look, Pins
+from omnipipeline_operator.handlers.plans import Plans
 from omnipipeline_operator.handlers.writing import Order, Writer
 from omnipipeline_operator.settings import Settings
-from omnipipeline_spec import loading, planning
 from omnipipeline_spec.errors import SpecError
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.plan import PipelinePlan
@@ -65,6 +65,7 @@ class Reconciler:
         self._desks = desks
         self._told = settings
         self._clock = clock
+        self._plans = Plans()
 
     async def reconcile(self, key: Key) -> float | None:
         """Do what is to be done now; the seconds after which to look again without being told to.
@@ -73,6 +74,7 @@ class Reconciler:
         """
         resource = self._store.pipeline(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
+            self._plans.forget(key)
             return None
         owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
         look = Look(self._store, key, owner)
@@ -92,11 +94,7 @@ class Reconciler:
 
     def _plan(self, resource: Manifest, look: Look) -> _Planned:
         """Raises: SpecError, errors.Refused."""
-        spec = loading.from_resource(resource).spec
-        rekeyed = looking.rekeyed(look)
-        if rekeyed is not None:
-            spec = msgspec.structs.replace(spec, restarted_at=f"{spec.restarted_at or ''}+{rekeyed}")
-        plan = planning.plan(spec, name=look.owner.name)
+        spec, plan = self._plans.of(resource, looking.rekeyed(look))
         units = {unit.name: unit.revision for unit in plan.units}
         pins = looking.pins(
             look, look.workloads(), units=units, image=self._told.stage_image, random_id=secrets.token_hex(5)

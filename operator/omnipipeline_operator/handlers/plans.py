@@ -1,0 +1,43 @@
+"""The plan of each pipeline, made once per spec.
+
+Here: remembering it; it follows from the spec alone, so a stale one cannot be. Not here: making it (the contract's
+`planning`). Called by `reconciling`. Reading and planning a spec is most of a look, and pods' news changes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from omnipipeline_operator.cluster.store import Key
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.plan import PipelinePlan
+
+
+class Plans:
+    """By pipeline; each with the uid, generation and occasion that it was made for."""
+
+    def __init__(self) -> None:
+        self._made: dict[Key, tuple[tuple[Any, ...], PipelineConfig, PipelinePlan]] = {}
+
+    def of(self, resource: Mapping[str, Any], rekeyed: str | None) -> tuple[PipelineConfig, PipelinePlan]:
+        """The spec as it is carried out, and its plan.
+
+        rekeyed: added to every unit's revision; see `looking.rekeyed`.
+        Raises:  SpecError.
+        """
+        metadata = resource["metadata"]
+        key, asked = (metadata["namespace"], metadata["name"]), (metadata["uid"], metadata["generation"], rekeyed)
+        made = self._made.get(key)
+        if made is None or made[0] != asked:
+            spec = loading.from_resource(resource).spec
+            if rekeyed is not None:
+                spec = msgspec.structs.replace(spec, restarted_at=f"{spec.restarted_at or ''}+{rekeyed}")
+            made = self._made[key] = (asked, spec, planning.plan(spec, name=metadata["name"]))
+        return made[1], made[2]
+
+    def forget(self, key: Key) -> None:
+        self._made.pop(key, None)

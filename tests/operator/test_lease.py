@@ -1,0 +1,93 @@
+"""The Lease as its holder sees it: one write a renewal, and an end when somebody else has it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.cluster.lease import Lease, LeaseLost
+from omnipipeline_operator.settings import LeaseSettings
+
+SETTINGS = LeaseSettings(namespace="space", name="lease", identity="me", retry_s=0.01)
+
+
+class OneLease:
+    """What the API server keeps of one Lease; obeys the part of `Client` that `Lease` uses."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, Any] | None = None
+        self.version = 0
+        self.asked: list[str] = []
+
+    async def get(self, kind: Any, namespace: str, name: str) -> dict[str, Any]:
+        self.asked.append("get")
+        if self.there is None:
+            raise errors.NotFound("get", 404, "not found")
+        return self.there
+
+    async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append("create")
+        return self.write(manifest)
+
+    async def replace(self, manifest: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        self.asked.append("replace")
+        if self.there is None:
+            raise errors.NotFound("replace", 404, "not found")
+        if manifest["metadata"]["resourceVersion"] != self.there["metadata"]["resourceVersion"]:
+            raise errors.Conflict("replace", 409, "the object has been modified")
+        return self.write(manifest)
+
+    def write(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        self.there = {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": str(self.version)}}
+        return self.there
+
+    async def renewed(self, times: int) -> None:
+        async with asyncio.timeout(30):
+            until = self.version + times
+            while self.version < until:
+                await asyncio.sleep(0.005)
+
+
+async def held() -> tuple[OneLease, Lease, asyncio.Task[None]]:
+    server = OneLease()
+    lease = Lease(server, SETTINGS)  # type: ignore[arg-type]
+    await lease.acquire()
+    server.asked.clear()
+    return server, lease, asyncio.create_task(lease.keep())
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_renewal_is_one_write_and_no_read() -> None:
+    server, lease, keeping = await held()
+    await server.renewed(5)
+    await ended(keeping)
+    assert set(server.asked) == {"replace"} and lease.held
+
+
+async def test_a_lease_that_somebody_has_marked_or_removed_is_still_ours() -> None:
+    server, lease, keeping = await held()
+    assert server.there is not None
+    server.write({**server.there, "metadata": {**server.there["metadata"], "labels": {"theirs": "1"}}})
+    await server.renewed(2)
+    server.there = None
+    await server.renewed(2)
+    assert not keeping.done() and lease.held
+    await ended(keeping)
+
+
+async def test_a_lease_that_somebody_else_has_taken_ends_its_holder() -> None:
+    server, lease, keeping = await held()
+    assert server.there is not None
+    server.write({**server.there, "spec": {**server.there["spec"], "holderIdentity": "somebody else"}})
+    with pytest.raises(LeaseLost):
+        await asyncio.wait_for(keeping, 30)
+    assert not lease.held
+    assert server.there["spec"]["holderIdentity"] == "somebody else"

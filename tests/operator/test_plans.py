@@ -1,0 +1,40 @@
+"""A plan is made once for a spec, and anew for everything that it depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omnipipeline_operator.handlers.plans import Plans
+from omnipipeline_spec.errors import SpecError
+
+
+def resource(*, uid: str = "u", generation: int = 1, factory: str = "m:a") -> dict[str, Any]:
+    stage = {"name": "a", "process": "a", "factory": factory, "terminal": True}
+    return {
+        "apiVersion": "omnipipeline.dev/v1alpha1",
+        "kind": "OmniPipeline",
+        "metadata": {"name": "demo", "namespace": "space", "uid": uid, "generation": generation},
+        "spec": {"stages": [stage]},
+    }
+
+
+def test_the_same_spec_has_the_same_plan_and_any_other_has_its_own() -> None:
+    plans = Plans()
+    first = plans.of(resource(), None)[1]
+    assert plans.of(resource(), None)[1] is first
+    edited = plans.of(resource(generation=2, factory="m:b"), None)[1]
+    assert edited.current.revision != first.current.revision
+    anew = plans.of(resource(uid="v", generation=2), None)[1]
+    assert anew.current.revision == first.current.revision
+    rekeyed = plans.of(resource(uid="v", generation=2), "occasion")[1]
+    assert rekeyed.current.revision != first.current.revision
+
+
+def test_a_bad_spec_leaves_no_plan_behind() -> None:
+    plans = Plans()
+    plans.of(resource(), None)
+    for _ in range(2):
+        with pytest.raises(SpecError):
+            plans.of(resource(generation=2, factory="no factory"), None)
