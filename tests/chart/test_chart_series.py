@@ -1,0 +1,134 @@
+"""Every series and label that the chart's alerts and dashboard ask for is one that somebody serves.
+
+What is served is rendered by the code that serves it, with one sample of everything; nothing is started.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import os
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Final
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from rendering import CHART
+
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.desired import children
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.handlers.lifecycle import Operator
+from omnipipeline_operator.handlers.metrics import Metrics as OperatorMetrics
+from omnipipeline_operator.settings import Settings
+from omnipipeline_spec import planning
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from stage_runtime.coordinator import desk
+from stage_runtime.coordinator.tallies import Tallies
+from stage_runtime.processes import pod
+from stage_runtime.processes.instances import ProcessView
+from stage_runtime.web.metrics import Metrics as CoordinatorMetrics
+from stage_runtime.wire.messages import Timing
+
+NAME: Final = re.compile(r"\b(omni(?:pipeline|_process)_[a-z_]+)(\{[^}]*\})?")
+GROUPED: Final = re.compile(r"\bby \(([^)]*)\)")
+#: What Prometheus and the PodMonitor's podTargetLabels add to every series.
+ADDED: Final = {"namespace", "pod", "omnipipeline_dev_pipeline", "omnipipeline_dev_unit", "omnipipeline_dev_revision"}
+
+
+def expressions() -> Iterator[str]:
+    """Of the dashboard's panels, and of the rules as they stand in the template."""
+    board = json.loads((CHART / "files" / "dashboard.json").read_text())
+    yield from (target["expr"] for panel in board["panels"] for target in panel.get("targets", ()))
+    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
+    found = re.findall(r"^ +expr: (?:\|-\n((?: {12}.*\n)+)|(.*)\n)", rules, re.MULTILINE)
+    yield from (several or single for several, single in found)
+
+
+def served(*texts: str) -> dict[str, set[str]]:
+    """Each series' labels."""
+    labels: dict[str, set[str]] = defaultdict(set)
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels[sample.name] |= set(sample.labels)
+    return labels
+
+
+def of_operator() -> str:
+    metrics = OperatorMetrics()
+    Operator(Settings(stage_image="i"), Client(None, _nobody(), metrics.counted), _nobody(), metrics)
+    metrics.counted("GET", "pods", 200)
+    metrics.failures.labels("Unavailable").inc()
+    metrics.relists.labels("complete").inc()
+    return generate_latest(metrics.registry).decode()
+
+
+def of_coordinator() -> str:
+    tallies = Tallies()
+    tallies.timed([Timing("split", 1000, 2000)])
+    source = ast.parse(textwrap.dedent(inspect.getsource(desk.RequestDesk.metrics)))
+    tables = [node for node in ast.walk(source) if isinstance(node, ast.Dict)]
+    keys = [key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)]
+    numbers: dict[str, Any] = dict.fromkeys(keys, 1.0)
+    shaped = {"requests": {("chat", "completed"): 1}, "stages": tallies.stages(), "control": {}, "relay": {}}
+    assert set(shaped) <= set(numbers)
+    counted: Any = SimpleNamespace(metrics=lambda: numbers | shaped | {"instances_ready": {"front": 1}})
+    metrics = CoordinatorMetrics(counted)
+    exchange: Any = SimpleNamespace(
+        method="GET", route="/", status=200, outcome="completed", sent_bytes=1, begun_at=1.0, first_byte_at=2.0
+    )
+    metrics.observe(exchange, 3.0)
+    return metrics.render().decode()
+
+
+def of_pod() -> str:
+    view = ProcessView(process="front", instance="i", stages=(), state="ready", pid=os.getpid())
+    fake: Any = SimpleNamespace(
+        _supervisor=SimpleNamespace(views=lambda: [view]),
+        _settings=SimpleNamespace(plan=SimpleNamespace(pipeline="p", name="u")),
+    )
+    fake._family = functools.partial(pod.Pod._family, fake)
+    return pod.Pod._metrics(fake).body
+
+
+def _nobody() -> Any:
+    return None
+
+
+def test_whatever_the_chart_asks_for_is_served() -> None:
+    there = served(of_operator(), of_coordinator(), of_pod())
+    asked = list(expressions())
+    missing = []
+    for expression in asked:
+        for name, selector in NAME.findall(expression):
+            if name in ADDED:
+                continue
+            wanted = set(re.findall(r"([a-z_]+)\s*[=!]", selector))
+            wanted |= {each.strip() for group in GROUPED.findall(expression) for each in group.split(",")}
+            unknown = sorted(wanted - ADDED - there.get(name, set()))
+            if name not in there or unknown:
+                missing.append(f"{name}: {unknown or 'nobody serves it'}")
+    assert len(asked) > 15 and missing == []
+
+
+def test_the_monitor_of_pipelines_asks_a_port_and_copies_labels_that_all_their_pods_have() -> None:
+    text = (CHART / "templates" / "podmonitor.yaml").read_text().split("\n---\n")[0]
+    ports = set(re.findall(r"\bport: (\w+)", text))
+    [copied] = re.findall(r"podTargetLabels: \[(.*)\]", text)
+    [selected] = re.findall(r"key: (\S+), operator: Exists", text)
+    spec = PipelineConfig(name="p", stages=[StageConfig(name="a", process="a", factory="m:a", terminal=True)])
+    facts = PodFacts(owner=Owner(namespace="n", name="p", uid="u"), image="i", control_secret="s")
+    made = children.children(spec, planning.plan(spec), facts).workloads
+    assert len(made) == 2
+    for each in made:
+        template = each.deployment["spec"]["template"]
+        assert ports <= {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+        assert {selected, *copied.split(", ")} <= set(template["metadata"]["labels"])
