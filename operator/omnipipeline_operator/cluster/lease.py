@@ -138,9 +138,8 @@ class Lease:
         told, now = self._told, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         before = (there or {}).get("spec", {})
         mine = before.get("holderIdentity") == told.identity
-        metadata: Manifest = {"name": told.name, "namespace": told.namespace}
-        if there is not None:
-            metadata["resourceVersion"] = there["metadata"]["resourceVersion"]
+        # What others wrote on it stays: it may be part of a helm release.
+        metadata: Manifest = {"name": told.name, "namespace": told.namespace} if there is None else there["metadata"]
         spec = {
             "holderIdentity": told.identity,
             "leaseDurationSeconds": int(told.duration_s),
