@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.e2e.world import APART, HELLO, SPREAD, TOGETHER, Client, at_rest, prism, running
 
@@ -39,6 +40,7 @@ async def answers(base: Path, processes: dict[str, str], **changes: Any) -> list
     return [whole, streams]
 
 
+@pytest.mark.timeout(400)  # three pipelines, 15 s on a machine that does nothing else
 async def test_the_same_pipeline_says_the_same_in_one_process_in_many_and_by_either_relay(base: Path) -> None:
     """Placement and relay change how values travel, never what the stages make of them."""
     together = await answers(base, TOGETHER)

@@ -195,6 +195,13 @@ def knocking(stranger: zmq.Context[Any], ports: list[int], *keys: Any) -> Iterat
         yield made
 
 
+def utter(push: zmq.Socket[Any], *messages: list[bytes]) -> None:
+    """Without waiting: at a publisher's or an HTTP port nobody ever takes it."""
+    for frames in messages:
+        with contextlib.suppress(zmq.Again):
+            push.send_multipart(frames, zmq.NOBLOCK)
+
+
 def raw_noise(port: int) -> socket.socket:
     plain = socket.create_connection(("127.0.0.1", port))
     with contextlib.suppress(OSError):  # it may hang up on us at once
@@ -241,9 +248,7 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
                     open_ones.enter_context(socket.create_connection(("127.0.0.1", port)))  # and says nothing
                 for one in knocks:
                     if one.type == zmq.PUSH:
-                        for frame in FRAMES.values():
-                            with contextlib.suppress(zmq.Again):  # nobody takes it
-                                one.send(frame, zmq.NOBLOCK)
+                        utter(one, *([frame] for frame in FRAMES.values()))
                 await eventually(lambda: every("turned_away", "relay_tcp_turned_away"), 30)
                 await goes_on()
                 with pytest.raises(zmq.Again):
@@ -256,11 +261,8 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
         with knocking(stranger, ports, member) as knocks:
             for one in knocks:
                 if one.type == zmq.PUSH:
-                    for frame in FRAMES.values():
-                        one.send(frame)
-                    one.send_multipart([b"garbage", b"x" * 100])
-                    one.send_multipart([b"z"] * 500)
-                    one.send(bytes(9 << 20))
+                    utter(one, *([frame] for frame in FRAMES.values()))
+                    utter(one, [b"garbage", b"x" * 100], [b"z"] * 500, [bytes(9 << 20)])
             await eventually(lambda: every("garbage", "relay_tcp_garbage_messages"), 30)
             await goes_on()
         assert made.pids() == before
