@@ -319,7 +319,7 @@ class RequestDesk:
         if ticket is None or inbound is None:
             fetched.discard()
             return
-        streamed = Streamed(message.source, message.chunk_id, message.modality, fetched)
+        streamed = Streamed(message.source, message.chunk_id, message.modality, fetched, message.weight)
         try:
             ready = inbound.offer(message.chunk_id, streamed)
         except ProtocolError as error:
@@ -418,9 +418,9 @@ class RequestDesk:
     def _cancel(self, ticket: Ticket, reason: str) -> bool:
         return bool(self._happen(ticket, Cancelled(reason)))
 
-    def _consumed(self, ticket: Ticket, stage: str) -> None:
+    def _consumed(self, ticket: Ticket, stage: str, weight: int) -> None:
         if ticket.tracked.state is State.RUNNING:
-            self._readings.read(ticket.id, ticket.tracked.attempt, stage, ticket.bindings.get(stage, ""))
+            self._readings.read(ticket.id, ticket.tracked.attempt, stage, ticket.bindings.get(stage, ""), weight)
 
     # --- ending -------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Consumed, Ended, Message
 
 COORDINATOR: Final = "coordinator"  # the target of terminals' streams
 ENDED_EVERY_S: Final = 0.02
-CONSUMED_EVERY: Final = 64  # a quarter of a stream's window
+CONSUMED_EVERY: Final = STREAM_WINDOW // 4
 
 
 class Endings:
@@ -39,17 +40,17 @@ class Endings:
 
 
 class Readings:
-    """How many chunks clients have read, and their producers have not been told of."""
+    """The weight of chunks that clients have read, and their producers have not been told of."""
 
     def __init__(self, owner: str, say: Callable[[str, Message], bool]) -> None:
         self._owner = owner
         self._say = say
         self._untold: dict[tuple[str, str], int] = {}  #: (request id, stage)
 
-    def read(self, request_id: str, attempt: int, stage: str, producer: str) -> None:
+    def read(self, request_id: str, attempt: int, stage: str, producer: str, weight: int) -> None:
         """A client took one chunk of ``stage``; its producer may send more."""
         key = (request_id, stage)
-        untold = self._untold.get(key, 0) + 1
+        untold = self._untold.get(key, 0) + weight
         if untold >= CONSUMED_EVERY:
             self._say(producer, Consumed(request_id, attempt, self._owner, stage, COORDINATOR, untold))
             untold = 0

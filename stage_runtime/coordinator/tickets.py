@@ -27,6 +27,7 @@ class Streamed(msgspec.Struct):
     index: int
     modality: str | None
     fetched: Fetched
+    weight: int
 
 
 class Resulted(msgspec.Struct):
@@ -57,7 +58,7 @@ class Ticket:
         extracted: Extracted,
         *,
         cancel: Callable[[Ticket, str], bool],
-        consumed: Callable[[Ticket, str], None],
+        consumed: Callable[[Ticket, str, int], None],
         traceparent: str | None,
         deadline: float,
         whole: bool = False,
@@ -129,7 +130,7 @@ class Ticket:
         if not self._whole:
             self._wake()
         elif isinstance(event, Streamed):
-            self._consumed(self, event.stage)  # nobody reads yet, and its producer must not wait for that
+            self._consumed(self, event.stage, event.weight)  # nobody reads yet, and its producer must not wait for that
 
     def finish(self) -> None:
         self._finished = True
@@ -193,7 +194,7 @@ class Ticket:
             return ResultEvent(stage=event.stage, data=event.fetched.open(torch=False))
         fields: dict[str, Any] = event.fetched.open(torch=False)
         if not self._whole:
-            self._consumed(self, event.stage)
+            self._consumed(self, event.stage, event.weight)
         return ChunkEvent(
             stage=event.stage,
             index=event.index,

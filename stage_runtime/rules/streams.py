@@ -6,11 +6,20 @@ order; ``done`` says how many there were and never overtakes a chunk.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from stage_runtime.errors import ProtocolError
 
 Item = TypeVar("Item")
+
+STREAM_WINDOW: Final = 256  # what a consumer may lag behind its producer, per request and edge, in units of weight
+UNIT_NBYTES: Final = 64 << 10  # one unit; a window is 16 MiB of large chunks, or 256 small ones
+HEAVIEST: Final = STREAM_WINDOW // 4  # four chunks fit, however large: one is made while others are on their way
+
+
+def weight(nbytes: int) -> int:
+    """What a chunk of so many bytes takes of its stream's window."""
+    return min(HEAVIEST, 1 + nbytes // UNIT_NBYTES)
 
 
 class Inbound(Generic[Item]):
@@ -56,7 +65,7 @@ class Inbound(Generic[Item]):
 
 
 class Outbound:
-    """One request's chunks to one target: numbers, and how many the consumer has not taken yet.
+    """One request's chunks to one target: numbers, and the weight of those that the consumer has not taken yet.
 
     The window bounds memory at any ratio of producer to consumer: a full one makes the producer wait.
     """
@@ -64,20 +73,22 @@ class Outbound:
     def __init__(self, window: int) -> None:
         self._window = window
         self.count = 0  #: Chunks numbered so far.
-        self._consumed = 0
+        self._sent = 0  #: Their weight.
+        self._consumed = 0  #: The weight of those that were taken.
 
     @property
     def full(self) -> bool:
-        return self.count - self._consumed >= self._window
+        return self._sent - self._consumed >= self._window
 
-    def number(self) -> int:
+    def number(self, weight: int = 1) -> int:
         self.count += 1
+        self._sent += weight
         return self.count - 1
 
-    def consumed(self, count: int) -> bool:
-        """The consumer took ``count`` more. True when that opened a full window. A lie opens nothing beyond."""
+    def consumed(self, weight: int) -> bool:
+        """The consumer took so much more. True when that opened a full window. A lie opens nothing beyond."""
         was_full = self.full
-        self._consumed = min(self._consumed + count, self.count)
+        self._consumed = min(self._consumed + weight, self._sent)
         return was_full and not self.full
 
 

@@ -84,14 +84,17 @@ class MergedArrival:
 class ChunkArrival:
     """One chunk, its turn having come."""
 
-    __slots__ = ("index", "modality", "sealed", "source", "work")
+    __slots__ = ("index", "modality", "sealed", "source", "weight", "work")
 
-    def __init__(self, work: RequestWork, source: str, index: int, modality: str | None, sealed: Sealed) -> None:
+    def __init__(
+        self, work: RequestWork, source: str, index: int, modality: str | None, sealed: Sealed, weight: int = 1
+    ) -> None:
         self.work = work
         self.source = source
         self.index = index
         self.modality = modality
         self.sealed = sealed
+        self.weight = weight
 
     def open(self) -> events.ChunkIn:
         fields = self.sealed.open()

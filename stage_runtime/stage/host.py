@@ -325,7 +325,7 @@ class Host:
         if message.chunk_id is None:
             intake.payload(message.header, message.source, fetched, message.timings)
         else:
-            intake.chunk(message.header, message.source, message.chunk_id, message.modality, fetched)
+            intake.chunk(message.header, message.source, message.chunk_id, message.modality, fetched, message.weight)
 
     def _abort(self, sender: str, message: Abort) -> None:
         for stage in self.stages.values():

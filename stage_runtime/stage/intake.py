@@ -66,7 +66,9 @@ class Intake:
             return
         self._inbox.put(PayloadArrival(work, sealed))
 
-    def chunk(self, header: Header, source: str, index: int, modality: str | None, sealed: Sealed) -> None:
+    def chunk(
+        self, header: Header, source: str, index: int, modality: str | None, sealed: Sealed, weight: int = 1
+    ) -> None:
         """Chunk ``index`` of ``source`` has arrived, perhaps before an earlier one."""
         work = self._work(header)
         if work is None:
@@ -78,12 +80,13 @@ class Intake:
         work.queued()
         with self._lock:  # offered and put in one step: two threads must not swap what became ready
             try:
-                ready = work.merge.of(source).offer(index, ChunkArrival(work, source, index, modality, sealed))
+                ready = work.merge.of(source).offer(index, ChunkArrival(work, source, index, modality, sealed, weight))
             except ProtocolError as error:
                 failure: ProtocolError | None = error
             else:
                 failure = None
                 for arrival in ready:
+                    work.weigh(source, arrival.weight)
                     self._inbox.put(arrival)
                 self._tell_end(work, source)
         if failure is not None:

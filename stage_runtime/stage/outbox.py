@@ -16,7 +16,7 @@ from stage_runtime.errors import HookError, ProtocolError, RequestError, Transfe
 from stage_runtime.relays import payloads
 from stage_runtime.relays.lanes import Lanes, Make, Parcel
 from stage_runtime.relays.payloads import Extracted
-from stage_runtime.rules import routing
+from stage_runtime.rules import routing, streams
 from stage_runtime.stage.arrivals import Passed
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.intake import Intake
@@ -129,7 +129,8 @@ class StageOutbox:
         ours = _ours(work)
         producer = ours.bindings.get(source, "")
         here = producer == self._around.incarnation
-        told = count if here else 0 if ours.dead else ours.note_consumed(source, count)
+        weight = ours.taken(source, count)
+        told = weight if here else 0 if ours.dead else ours.note_consumed(source, weight)
         if not told:
             return
         said = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
@@ -201,10 +202,11 @@ class StageOutbox:
         fields: dict[str, Any] = {"data": chunk.data, "metadata": chunk.metadata}
         if target == COORDINATOR:
             extracted = payloads.extract(fields, where="chunk", as_fields=True)
-            index = work.number(target)
+            weight = streams.weight(extracted.nbytes)
+            index = work.number(target, weight)
 
             def stream(body: Body) -> Message:
-                return Stream(work.request_id, work.attempt, self._plan.name, index, body, chunk.modality)
+                return Stream(work.request_id, work.attempt, self._plan.name, index, body, chunk.modality, weight)
 
             self._ship(work, target, work.owner, extracted, stream)
             return
@@ -220,10 +222,13 @@ class StageOutbox:
         if work.sent(target) == 0:
             fields["request"] = work.request
         extracted = payloads.extract(fields, where="chunk", as_fields=True)
-        index = work.number(target)
+        weight = streams.weight(extracted.nbytes)
+        index = work.number(target, weight)
 
         def make(body: Body) -> Message:
-            return DataReady(work.header(), self._plan.name, target, body, index, modality=chunk.modality)
+            return DataReady(
+                work.header(), self._plan.name, target, body, index, modality=chunk.modality, weight=weight
+            )
 
         self._ship(work, target, peer, extracted, make)
 
@@ -286,7 +291,7 @@ def tell_consumed(producer: Intake | None, said: Consumed) -> None:
     """A consumer has taken chunks of a stage of this process."""
     work = producer.find(said.owner, said.request_id, said.attempt) if producer is not None else None
     if work is not None:
-        work.consumed(said.target, said.count)
+        work.consumed(said.target, said.weight)
 
 
 def failure_of(error: BaseException, stage: str, hook: str) -> Failure:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from concurrent.futures import Future
 from threading import Lock
 from typing import Any, Final
 
 from stage_runtime.engines.base import Gate
 from stage_runtime.rules.gathering import Gathering
-from stage_runtime.rules.streams import Merge, Outbound
+from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
 from stage_runtime.wire.messages import Header, Timing
 from stage_runtime.wire.values import OmniRequest
-
-STREAM_WINDOW: Final = 256  # chunks a consumer may lag behind its producer, per request and edge
 
 
 class Fate:
@@ -58,7 +57,8 @@ class RequestWork:
         self.began_at: float | None = None
         self._payload_claimed = False
         self._outbound: dict[str, Outbound] = {}
-        self._untold: dict[str, int] = {}  #: source -> chunks taken and not told its producer yet
+        self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that nobody has taken, in order
+        self._untold: dict[str, int] = {}  #: source -> weight of chunks taken and not told its producer yet
         self._gate: Gate | None = None
         self._lock = Lock()
 
@@ -110,10 +110,10 @@ class RequestWork:
 
     # --- streams out --------------------------------------------------------------------------------------------
 
-    def number(self, target: str) -> int:
+    def number(self, target: str, weight: int = 1) -> int:
         """The next chunk's number on the edge to ``target``."""
         with self._lock:
-            return self._outbound.setdefault(target, Outbound(STREAM_WINDOW)).number()
+            return self._outbound.setdefault(target, Outbound(STREAM_WINDOW)).number(weight)
 
     def sent(self, target: str) -> int:
         """How many chunks have gone to ``target``."""
@@ -128,11 +128,11 @@ class RequestWork:
             self._gate = self._gate or Future()
             return self._gate
 
-    def consumed(self, target: str, count: int) -> None:
-        """``target`` has taken ``count`` more."""
+    def consumed(self, target: str, weight: int) -> None:
+        """``target`` has taken so much more."""
         with self._lock:
             outbound = self._outbound.get(target)
-            if outbound is None or not outbound.consumed(count) or self._gate is None:
+            if outbound is None or not outbound.consumed(weight) or self._gate is None:
                 return
             if any(other.full for other in self._outbound.values()):
                 return
@@ -141,9 +141,18 @@ class RequestWork:
 
     # --- streams in ---------------------------------------------------------------------------------------------
 
-    def note_consumed(self, source: str, count: int) -> int:
-        """Count what was taken of ``source``. Returns how many to tell its producer now: a quarter window at a time."""
-        untold = self._untold.get(source, 0) + count
+    def weigh(self, source: str, weight: int) -> None:
+        """The next chunk of ``source`` waits here."""
+        self._weights.setdefault(source, deque()).append(weight)
+
+    def taken(self, source: str, count: int) -> int:
+        """So many chunks of ``source`` were taken, in their order. Returns their weight."""
+        weights = self._weights.get(source)
+        return sum(weights.popleft() if weights else 1 for _ in range(count))
+
+    def note_consumed(self, source: str, weight: int) -> int:
+        """Count what was taken of ``source``. Returns how much to tell its producer now: a quarter window at a time."""
+        untold = self._untold.get(source, 0) + weight
         tell = untold if untold >= STREAM_WINDOW // 4 else 0
         self._untold[source] = untold - tell
         return tell

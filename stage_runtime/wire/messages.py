@@ -110,6 +110,7 @@ class DataReady(Said, frozen=True, tag=2):
     failure: Failure | None = None
     modality: str | None = None
     timings: tuple[Timing, ...] = ()
+    weight: Count = 1  #: Of a chunk: what it takes of the stream's window (`rules.streams`); `Consumed` gives it back.
 
 
 class Stream(Said, frozen=True, tag=3):
@@ -121,6 +122,7 @@ class Stream(Said, frozen=True, tag=3):
     chunk_id: Count
     body: Body
     modality: str | None = None
+    weight: Count = 1  #: As of `DataReady`.
 
 
 class Complete(Said, frozen=True, tag=4):
@@ -151,14 +153,14 @@ class Release(Said, frozen=True, tag=6):
 
 
 class Consumed(Said, frozen=True, tag=7):
-    """Stream consumer → producer: ``count`` more chunks of this edge have been taken; send as many again."""
+    """Stream consumer → producer: chunks of this weight in all have been taken; send as much again."""
 
     request_id: RequestId
     attempt: Count
     owner: Name
     source: Name
     target: Name
-    count: Count
+    weight: Count
 
 
 class Ended(Said, frozen=True, tag=9):

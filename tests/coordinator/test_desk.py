@@ -449,7 +449,7 @@ async def test_a_reader_lets_its_producer_go_on() -> None:
         for _ in range(128):
             await anext(events)
         told = [one for one in made.channels.said["v1"] if isinstance(one, Consumed)]
-        assert sum(one.count for one in told) == 128
+        assert sum(one.weight for one in told) == 128
         assert {(one.request_id, one.owner, one.source, one.target) for one in told} == {
             ("r1", "cc", "shout", "coordinator")
         }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ProtocolError
-from stage_runtime.rules.streams import Inbound, Merge, Outbound
+from stage_runtime.rules.streams import STREAM_WINDOW, UNIT_NBYTES, Inbound, Merge, Outbound, weight
 
 
 @given(st.integers(0, 12).flatmap(lambda count: st.tuples(st.just(count), st.permutations(range(-1, count)))))
@@ -96,6 +96,31 @@ def test_a_window_is_never_more_than_full_and_lies_open_nothing(window: int, ste
             assert opened == (was_full and not outbound.full)
         assert outbound.count - taken <= window
         assert outbound.full == (outbound.count - taken == window)
+
+
+@given(st.lists(st.integers(0, 8 << 20), min_size=1, max_size=300))
+def test_what_a_window_lets_out_is_bounded_in_bytes_and_never_less_than_four_chunks(sizes: list[int]) -> None:
+    outbound = Outbound(STREAM_WINDOW)
+    sent: list[int] = []
+    for nbytes in sizes:
+        if outbound.full:
+            break
+        outbound.number(weight(nbytes))
+        sent.append(nbytes)
+    assert sum(sent) < STREAM_WINDOW * UNIT_NBYTES + 4 * max(sent, default=0) + 1
+    assert len(sent) >= min(4, len(sizes))
+
+
+def test_what_was_taken_opens_the_window_by_its_weight() -> None:
+    outbound = Outbound(4)
+    outbound.number(3)
+    outbound.number(2)
+    assert outbound.full
+    assert outbound.consumed(3)
+    assert not outbound.full
+    outbound.consumed(99)
+    outbound.number(4)
+    assert outbound.full, "a lie opens nothing beyond"
 
 
 def test_sources_close_one_by_one_and_the_merge_with_the_last() -> None:

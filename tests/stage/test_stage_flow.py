@@ -15,7 +15,7 @@ from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.plan import RelayPlan, StagePlan
-from stage_runtime.stage.work import STREAM_WINDOW
+from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, Member, Members, PassAbort, Severed
 
 LARGE = 40_000
@@ -151,6 +151,38 @@ async def test_a_producer_is_held_back_by_a_consumer_that_lags(apart: bool) -> N
         assert sent <= STREAM_WINDOW
         consumer_loop[0].call_soon_threadsafe(go.set)
         await made.until(lambda: made.results() == {"r1": list(range(1000))})
+
+
+async def test_a_window_holds_fewer_large_chunks_and_opens_as_they_are_taken() -> None:
+    """64 KiB take two units each: 128 of them fill the window, and every one that is taken gives two back."""
+    sent = 0
+    go = asyncio.Event()
+    consumer_loop: list[asyncio.AbstractEventLoop] = []
+
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        nonlocal sent
+        for index in range(500):
+            yield omni.Chunk(np.full(64 << 10, index % 251, np.uint8))
+            sent = index + 1
+        yield omni.Result(None)
+
+    async def consume(session: omni.Session) -> AsyncIterator[Any]:
+        consumer_loop.append(asyncio.get_running_loop())
+        await go.wait()
+        yield omni.Result([int(chunk.data[0]) async for chunk in session.chunks()])
+
+    plans = [
+        plan("a", next=("b",), stream_to=("b",), relay=RelayPlan(credits=1000)),
+        plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
+    ]
+    async with world() as made:
+        place(made, plans, {"a": produce, "b": omni.Streaming(consume)}, apart=True)
+        made.submit("r1", "a")
+        await made.until(lambda: sent >= STREAM_WINDOW // 2 - 1)
+        await made.settle()
+        assert sent <= STREAM_WINDOW // 2
+        consumer_loop[0].call_soon_threadsafe(go.set)
+        await made.until(lambda: made.results() == {"r1": [index % 251 for index in range(500)]})
 
 
 async def test_a_producer_that_waits_for_its_consumer_ends_when_the_request_is_aborted() -> None:

@@ -65,10 +65,10 @@ _MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"
 SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (Submit(HEADER, "thinker", BODY), [1, _HEADER, "thinker", _BODY]),
     (
-        DataReady(HEADER, "thinker", "talker", BODY, 7, True, FAILURE, "audio", (TIMING,)),
-        [2, _HEADER, "thinker", "talker", _BODY, 7, True, _FAILURE, "audio", [_TIMING]],
+        DataReady(HEADER, "thinker", "talker", BODY, 7, True, FAILURE, "audio", (TIMING,), 5),
+        [2, _HEADER, "thinker", "talker", _BODY, 7, True, _FAILURE, "audio", [_TIMING], 5],
     ),
-    (Stream("r1", 2, "talker", 7, BODY, "audio"), [3, "r1", 2, "talker", 7, _BODY, "audio"]),
+    (Stream("r1", 2, "talker", 7, BODY, "audio", 5), [3, "r1", 2, "talker", 7, _BODY, "audio", 5]),
     (
         Complete("r1", 2, "talker", BODY, 7, FAILURE, (TIMING,)),
         [4, "r1", 2, "talker", _BODY, 7, _FAILURE, [_TIMING]],
