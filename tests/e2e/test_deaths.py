@@ -94,7 +94,7 @@ async def test_without_retries_the_killed_stage_s_requests_fail_with_its_name(ba
 async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(base: Path) -> None:
     spec = prism(APART, process_groups=replicas(voice=2))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
-        words = " ".join("word" for _ in range(20))
+        words = " ".join("word" for _ in range(60))  # six seconds: a busy machine may be late with the kill
         asked = [asyncio.create_task(client.streamed(words, slow=0.1)) for _ in range(8)]
         await asyncio.sleep(0.8)
         os.kill(pipeline.pids()["voice"], signal.SIGKILL)
