@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_privileged: bool = False  #: Whether podTemplate may ask for hostNetwork, hostPID, hostIPC, privileged.
     scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
     log_format: Literal["text", "json"] = "json"
-    workers: int = 32  # more than wait for a coordinator that does not answer
+    workers: int = 16  # more than wait for a coordinator that does not answer
     writes_per_s: float = 200.0  # 500 pipelines anew within a minute
     write_burst: int = 200
     relist_s: float = 300.0
@@ -62,7 +62,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
         scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),
         log_format=_choice(environ, "OMNI_OPERATOR_LOG_FORMAT"),
-        workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 32)),
+        workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 16)),
         writes_per_s=_number(environ, "OMNI_OPERATOR_WRITES_PER_SECOND", 200.0),
         write_burst=int(_number(environ, "OMNI_OPERATOR_WRITE_BURST", 200)),
         relist_s=_number(environ, "OMNI_OPERATOR_RELIST_SECONDS", 300.0),
