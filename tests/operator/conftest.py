@@ -21,7 +21,7 @@ def prepared(api_server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
     assert program is not None
     api_server.kubectl("apply", "--server-side", "-f", str(REPOSITORY / "crds" / "omnipipelines.yaml"))
     crd = "crd/omnipipelines.omnipipeline.dev"
-    api_server.kubectl("wait", "--for=condition=Established", crd, "--timeout=20s")
+    api_server.kubectl("wait", "--for=condition=Established", crd, "--timeout=50s")
     api_server.kubectl("create", "namespace", running.SYSTEM, check=False)
     chart = str(REPOSITORY / "charts" / "omnipipeline")
     templates = ["--show-only", "templates/rbac.yaml", "--show-only", "templates/serviceaccount.yaml"]

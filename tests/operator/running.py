@@ -27,7 +27,7 @@ FAKE_GROUP = "pool"
 TOLERATED = [{"key": "fake", "operator": "Exists"}]
 
 
-def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = "") -> T:
+def eventually(probe: Callable[[], T], *, within_s: float = 90.0, what: str = "") -> T:
     """The first truthy answer; what the last one was when there is none in time."""
     until = time.monotonic() + within_s
     while True:
@@ -36,7 +36,7 @@ def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = ""
             return answer
         if time.monotonic() > until:
             raise AssertionError(f"not within {within_s:g} s: {what or probe}; last answer: {answer!r}")
-        time.sleep(0.1)
+        time.sleep(0.2)  # each probe is a process
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Kube:
         conditions = found.get("status", {}).get("conditions", [])
         return next((each for each in conditions if each["type"] == kind), {})
 
-    def wait_ready(self, pipeline: str, within_s: float = 40.0) -> Any:
+    def wait_ready(self, pipeline: str, within_s: float = 150.0) -> Any:
         """The pipeline once it is Ready in its present generation."""
 
         def probe() -> Any:
@@ -99,6 +99,7 @@ class OperatorProcess:
     program: tuple[str, ...] = ("-m", "omnipipeline_operator")
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     port: int = field(default=0, init=False)
+    _said: int = field(default=0, init=False)  #: Length of the log when the process was started.
 
     def start(self, **more: str) -> OperatorProcess:
         with socket.socket() as probe:
@@ -106,9 +107,17 @@ class OperatorProcess:
             self.port = probe.getsockname()[1]
         environment = self.environment | {"OMNI_OPERATOR_PROBE_PORT": str(self.port)} | more
         with self.log.open("ab") as output:
+            self._said = output.tell()
             self.process = subprocess.Popen(
                 [sys.executable, *self.program], env=environment, stdout=output, stderr=output, cwd=REPOSITORY
             )
+        return self
+
+    def looking(self) -> OperatorProcess:
+        """Once it has listed everything and leads."""
+        eventually(
+            lambda: b"looking after" in self.log.read_bytes()[self._said :], what="the operator looks after them"
+        )
         return self
 
     def stop(self) -> int:

@@ -146,6 +146,17 @@ def test_the_plan_in_the_configmap_is_the_one_that_was_planned() -> None:
     assert config.read_revisions(listed) == (plan.current,)
 
 
+def test_the_largest_pipelines_revisions_fit_a_config_map_in_mid_roll() -> None:
+    names = [f"s{index:02d}{'x' * 60}" for index in range(64)]
+    stages: list[dict[str, Any]] = [{"name": name, "process": name, "factory": "m:stage"} for name in names]
+    for index, stage in enumerate(stages[:-1]):
+        stage |= {"next": names[index + 1 : index + 17], "streamTo": names[index + 1 : index + 17]}
+    stages[-1]["terminal"] = True
+    entry = planning.plan(spec(stages=stages), name="demo").current
+    listed = config.revisions([entry] * 3, OWNER, image="stage:1", control_secret="s")  # old, given up, new
+    assert len(listed["data"][config.REVISIONS_FILE]) < 2**20
+
+
 def test_a_broken_list_of_revisions_reads_as_none() -> None:
     assert config.read_revisions({"data": {config.REVISIONS_FILE: "[{]"}}) == ()
     assert config.read_revisions({"data": {config.REVISIONS_FILE: '[{"revision": 1}]'}}) == ()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+import renderer
 from running import Audit, Kube, OperatorProcess, eventually, pipeline
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SETTLE_S = 3.0  # for "nothing more happens": several watch events would have come and gone
 
@@ -27,7 +29,7 @@ def test_a_pipeline_becomes_ready_and_a_second_look_of_a_newer_operator_writes_n
 ) -> None:
     operator.start()
     kube.apply(pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}}))
-    kube("wait", "--for=condition=Ready", "omnipipeline/duo", "--timeout=40s")
+    kube("wait", "--for=condition=Ready", "omnipipeline/duo", "--timeout=50s")
     ready = kube.wait_ready("duo")
     assert ready["status"]["stagesReady"] == "2/2"
     assert {each["name"] for each in ready["status"]["units"]} == {"first", "last", "coordinator"}
@@ -46,9 +48,15 @@ def test_a_pipeline_becomes_ready_and_a_second_look_of_a_newer_operator_writes_n
     time.sleep(SETTLE_S)
     assert operator.stop() == 0
     audit.mark()
-    operator.start(OMNI_OPERATOR_RELIST_SECONDS="1", OMNI_OPERATOR_STAGE_IMAGE="localhost/omni-stage:newer")
-    time.sleep(SETTLE_S + 3)
+    operator.start(OMNI_OPERATOR_RELIST_SECONDS="1", OMNI_OPERATOR_STAGE_IMAGE="localhost/omni-stage:newer").looking()
+    time.sleep(SETTLE_S)
     assert audit.writes() == []
+    assert operator.stop() == 0
+    operator.program = (str(Path(__file__).with_name("renderer.py")),)
+    operator.start()
+    eventually(lambda: renderer.SAID in kube.get("service", "duo")["metadata"].get("annotations", {}))
+    time.sleep(SETTLE_S)
+    assert {each[1] for each in audit.writes()} == {"services"}, "no template, and so no pod"
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == uids
 
 
@@ -161,12 +169,36 @@ def test_deleting_leaves_nothing_and_the_name_can_be_used_at_once(kube: Kube, op
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
-    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=50s")
     kube.apply(pipeline())
-    ready = kube.wait_ready("duo", within_s=60)
+    ready = kube.wait_ready("duo")
     for kind in ("deployments", "services", "configmaps"):
         for child in kube.all(kind, "omnipipeline.dev/pipeline"):
             assert child["metadata"]["ownerReferences"][0]["uid"] == ready["metadata"]["uid"]
-    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=50s")
     for kind in ("deployments", "pods", "services", "configmaps", "secrets"):
-        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left", within_s=40)
+        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left")
+
+
+def test_as_many_stages_as_there_may_be_with_the_longest_names_are_made_whole(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    operator.start()
+    names = [f"s{index:02d}{'x' * 60}" for index in range(64)]
+    stages = [
+        {
+            "name": name,
+            "process": name,
+            "factory": "some.module:stage",
+            # 16 edges each are taken, too (tests/contract), and cost the API server 4 s for every write.
+            **({"next": names[index + 1 : index + 3]} if index < 63 else {"terminal": True}),
+        }
+        for index, name in enumerate(names)
+    ]
+    pipeline_name = f"p{'y' * 37}"
+    kube.apply(pipeline(pipeline_name, stages=stages))
+    ready = kube.wait_ready(pipeline_name, within_s=300)
+    assert ready["status"]["stagesReady"] == "64/64"
+    assert len(ready["status"]["units"]) == 65
+    made = kube.names("deployments")
+    assert len(made) == 65 and max(map(len, made)) == 63

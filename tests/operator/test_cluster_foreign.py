@@ -8,7 +8,7 @@ import pytest
 from running import Audit, Kube, OperatorProcess, eventually, pipeline
 from test_cluster_children import SETTLE_S, deployments
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
 def service(name: str, **labels: str) -> dict[str, object]:

@@ -14,7 +14,7 @@ from dying import DIED
 from running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
 from test_cluster_children import SETTLE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 FAILOVER_S = 20.0
 
@@ -49,16 +49,16 @@ def test_dying_before_any_write_and_starting_again_ends_in_the_same_state(
     assert whole.stop() == 0
     assert len(made) > 15
     for limit in (0, 1, 2, 4, 7, 11, 15):
-        kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+        kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=50s")
         for kind in ("deployments", "services", "configmaps", "secrets"):
-            eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left", within_s=40)
+            eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left")
         kube.apply(rich)
         operator.program = (dying, str(limit))
         operator.start()
         assert operator.process is not None
         assert operator.process.wait(timeout=60) == DIED, f"it lived through {limit} writes"
         operator.program = ("-m", "omnipipeline_operator")
-        operator.start()
+        operator.start().looking()
         kube.wait_ready("duo")
         assert shape(kube) == wanted, f"after dying before write {limit + 1}"
         assert len(kube.names("secrets")) == 1
@@ -86,17 +86,29 @@ def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: Oper
     assert {name: count for name, count in asked.items() if count} == workloads
 
 
-def test_a_pipeline_deleted_while_nobody_watched_is_not_made_anew(kube: Kube, operator: OperatorProcess) -> None:
+def test_what_is_deleted_or_made_anew_while_nobody_watched_is_not_mistaken(
+    kube: Kube, operator: OperatorProcess
+) -> None:
     operator.start()
-    kube.apply(pipeline())
-    kube.wait_ready("duo")
+    kube.apply(pipeline("gone"), pipeline("anew"))
+    kube.wait_ready("gone")
+    before = kube.wait_ready("anew")
     assert operator.stop() == 0
-    kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=20s")
+    kube("delete", "omnipipeline", "gone", "anew", "--wait=true", "--timeout=50s")
+    kube.apply(pipeline("anew"))
     operator.start()
+    after = eventually(
+        lambda: kube.condition("anew", "Ready").get("status") == "True" and kube.get("omnipipeline", "anew"),
+        within_s=120,
+    )
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    gone = "omnipipeline.dev/pipeline=gone"
     for kind in ("deployments", "services", "configmaps"):
-        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left", within_s=40)
+        eventually(lambda kind=kind: not kube.names(kind, gone), what=f"no {kind} left")
+        for child in kube.all(kind, "omnipipeline.dev/pipeline=anew"):
+            assert [each["uid"] for each in child["metadata"]["ownerReferences"]] == [after["metadata"]["uid"]]
     time.sleep(SETTLE_S)
-    assert kube.names("deployments") == set()
+    assert kube.names("deployments", gone) == set()
 
 
 def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_s(

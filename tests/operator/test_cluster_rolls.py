@@ -12,7 +12,7 @@ from test_cluster_children import deployments
 
 from omnipipeline_spec import loading, planning
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 REPLICAS = {"first": 2, "last": 3}
 GROUPS = [{"name": name, "replicas": count} for name, count in REPLICAS.items()]

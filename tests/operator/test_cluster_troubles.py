@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 from typing import Any
 
@@ -11,10 +13,12 @@ from test_cluster_children import SETTLE_S, deployments
 
 from omnipipeline_spec import loading, planning
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
+SHARED = {"gpu": [0], "gpuMemory": {"fraction": 0.4}}
 GPU_STAGES = [
-    {"name": "first", "process": "first", "factory": "some.module:first", "next": ["last"], "gpu": [0]},
+    {"name": "first", "process": "first", "factory": "some.module:first", "next": ["second"], **SHARED},
+    {"name": "second", "process": "second", "factory": "some.module:second", "next": ["last"], **SHARED},
     {"name": "last", "process": "last", "factory": "some.module:last", "terminal": True},
 ]
 
@@ -33,7 +37,8 @@ def test_too_many_gpus_are_explained_and_fewer_are_scheduled(kube: Kube, operato
     assert "nvidia.com/gpu" in found["message"] and "unit first" in found["message"]
     kube.apply(pipeline(stages=GPU_STAGES, processGroups=[{"name": "first", "replicas": 3}]))
     ready = kube.wait_ready("duo")
-    assert ready["status"]["gpus"]["requested"] == 3
+    assert ready["status"]["gpus"]["requested"] == 3, "two process groups share each"
+    assert [each["name"] for each in ready["status"]["units"]] == ["first", "last", "coordinator"]
     eventually(lambda: kube.get("omnipipeline", "duo")["status"]["gpus"]["ready"] == 3)
     assert kube.condition("duo", "Scheduled")["status"] == "True"
 
@@ -42,7 +47,7 @@ def test_a_roll_without_room_says_what_to_free_and_recreate_does_it(kube: Kube, 
     operator.start()
     full = [{"name": "first", "replicas": 12}]
     kube.apply(pipeline(stages=GPU_STAGES, processGroups=full))
-    kube.wait_ready("duo", within_s=60)
+    kube.wait_ready("duo")
     kube.apply(pipeline(stages=GPU_STAGES, processGroups=full, envDefaults={"CHANGED": "1"}))
     squeezed = wait_reason(kube, "Progressing", "InsufficientCapacity")
     assert squeezed["status"] == "False" and "Recreate" in squeezed["message"]
@@ -50,7 +55,7 @@ def test_a_roll_without_room_says_what_to_free_and_recreate_does_it(kube: Kube, 
     kube.apply(
         pipeline(stages=GPU_STAGES, processGroups=full, envDefaults={"CHANGED": "1"}, rollout={"strategy": "Recreate"})
     )
-    kube.wait_ready("duo", within_s=60)
+    kube.wait_ready("duo")
 
 
 def test_a_quota_is_told(kube: Kube, operator: OperatorProcess) -> None:
@@ -108,7 +113,7 @@ def test_a_namespace_that_is_going_is_left_in_peace(kube: Kube, operator: Operat
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
-    kube("delete", "namespace", kube.namespace, "--wait=true", "--timeout=60s")
+    kube("delete", "namespace", kube.namespace, "--wait=true", "--timeout=50s")
     time.sleep(SETTLE_S)
     assert "a fault of the operator's" not in operator.log.read_text()
 
@@ -129,12 +134,30 @@ def test_the_plan_is_the_same_through_kubectl_and_offline(kube: Kube, operator: 
     assert {unit: next(iter(revisions)) for unit, revisions in deployments(kube).items()} == wanted
 
 
-def test_events_tell_of_transitions_only(kube: Kube, operator: OperatorProcess) -> None:
+def test_events_tell_of_transitions_only_and_conditions_of_their_generation(
+    kube: Kube, operator: OperatorProcess
+) -> None:
     operator.start()
     kube.apply(pipeline())
-    kube.wait_ready("duo")
+    first = kube.wait_ready("duo")
+    kube.apply(pipeline(processGroups=[{"name": "first", "replicas": 2}]))
+    second = kube.wait_ready("duo")
+    kube.apply(pipeline(suspend=True))
+    eventually(lambda: not kube.all("pods"), what="no pods")
+    third = eventually(
+        lambda: kube.condition("duo", "CoordinatorReady")["reason"] == "Suspended" and kube.get("omnipipeline", "duo")
+    )
+    for seen in (first, second, third):
+        assert len(seen["status"]["conditions"]) == 9
+        for condition in seen["status"]["conditions"]:
+            assert condition["observedGeneration"] == seen["metadata"]["generation"]
+            assert re.fullmatch("([A-Z][a-z]+)+", condition["reason"]), condition
     time.sleep(SETTLE_S)
     told = [each for each in kube.all("events") if each["involvedObject"]["kind"] == "OmniPipeline"]
-    reasons = [each["reason"] for each in told]
-    assert "Serving" in reasons
-    assert len(reasons) == len(set(zip(reasons, (each["message"] for each in told), strict=True)))
+    by_condition: dict[str, list[tuple[str, str]]] = {}
+    for each in sorted(told, key=lambda event: str(event["eventTime"])):
+        condition, _, status, *_ = re.split("[ :]", each["message"])
+        by_condition.setdefault(condition, []).append((status, each["reason"]))
+    assert by_condition["Ready"][0] == ("True", "Serving") and by_condition["Ready"][-1] == ("False", "Suspended")
+    for changes in by_condition.values():
+        assert all(one != following for one, following in itertools.pairwise(changes)), changes

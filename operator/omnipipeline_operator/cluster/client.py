@@ -28,6 +28,7 @@ Counted = Callable[[str, str, int], None]
 TOKEN_FILE: Final = "/var/run/secrets/kubernetes.io/serviceaccount/token"
 TIMEOUT_S: Final = 10.0
 LIST_TIMEOUT_S: Final = 60.0
+STATUS_TIMEOUT_S: Final = 30.0  # the rules of the whole spec are evaluated anew: 4 s for the largest one
 PAGE: Final = 500
 APPLY: Final = "application/apply-patch+yaml"
 MERGE: Final = "application/merge-patch+json"
@@ -99,7 +100,8 @@ class Client:
         metadata = manifest["metadata"]
         path = kinds.of(manifest).path(metadata["namespace"], metadata["name"], subresource)
         query = {"fieldManager": manager, "force": "true"}
-        return await self._write("PATCH", path, query=query, body=manifest, content_type=APPLY)
+        timeout_s = STATUS_TIMEOUT_S if subresource == "status" else TIMEOUT_S
+        return await self._write("PATCH", path, query=query, body=manifest, content_type=APPLY, timeout_s=timeout_s)
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
         """A JSON merge patch."""
