@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import math
 import random
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -27,8 +28,11 @@ CHANGED_RETRY_S: Final = 1.0  # not at once: the change may be what the failing 
 class Queue:
     """Keys that wait. A key that is added while it is looked at is looked at again afterwards."""
 
-    def __init__(self, jitter: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, jitter: Callable[[], float] = random.random, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._jitter = jitter
+        self._now = clock
         self._due: dict[Key, float] = {}  #: When each waiting key may be taken.
         self._heap: list[tuple[float, Key]] = []  #: Has an entry for each of ``_due``, and stale ones.
         self._first: dict[Key, None] = {}  #: Keys that go before all others once they are due, in order.
@@ -46,7 +50,7 @@ class Queue:
         if key in self._taken and after_s <= 0:
             self._taken[key] = True
             return
-        at = _now() + after_s
+        at = self._now() + after_s
         if not first:
             at = max(at, self._rests_until.get(key, 0.0))
         if key not in self._due or at < self._due[key]:
@@ -79,7 +83,7 @@ class Queue:
         undo for ever what we do.
         """
         self._failures.pop(key, None)
-        self._rests_until[key] = _now() + REST_S
+        self._rests_until[key] = self._now() + REST_S
         if stirred:
             count = self._stirs[key] = self._stirs.get(key, 0) + 1
             again_s = min(REST_S * 2.0 ** (count - 1), LAST_STIR_S, again_s or math.inf)
@@ -102,14 +106,14 @@ class Queue:
 
     def oldest_wait_s(self) -> float:
         """How long the key that waits longest has been due."""
-        return max(0.0, max((_now() - at for at in self._due.values()), default=0.0))
+        return max(0.0, max((self._now() - at for at in self._due.values()), default=0.0))
 
     def __len__(self) -> int:
         return len(self._due) + len(self._taken)
 
     def _next(self) -> Key | None:
         """The key whose turn it is; None: nothing is due."""
-        now, wait = _now(), self.next_in_s()
+        now, wait = self._now(), self.next_in_s()
         if wait is None or wait > 0:
             return None
         if self._streak < STREAK:
@@ -124,8 +128,4 @@ class Queue:
         """How long until something is due; None: nothing waits."""
         while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
-        return self._heap[0][0] - _now() if self._heap else None
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        return self._heap[0][0] - self._now() if self._heap else None
