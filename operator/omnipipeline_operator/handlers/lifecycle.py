@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import signal
 import time
 from typing import Any, Final, cast
 
@@ -74,7 +75,18 @@ class Operator:
                 await self._lease.release()
 
     async def _watch(self) -> None:
-        """kopf's operator. It takes the process's SIGTERM and SIGINT, and returns on them alone."""
+        """kopf's operator, once everything could be listed. It takes SIGTERM and SIGINT, and returns on them alone.
+
+        It asks once which kinds there are, and an API server that has just begun refuses some of the answers: it would
+        never watch those.
+        """
+        told = asyncio.Event()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signal_number, told.set)
+        while self._listed_at is None and not told.is_set():
+            await asyncio.sleep(0.05)
+        if told.is_set():
+            raise Stopped("told to stop")
         await kopf.operator(
             registry=self._watcher.registry(),
             standalone=True,
@@ -82,6 +94,7 @@ class Operator:
             identity=cast(Any, self._told.lease.identity),
             clusterwide=not self._told.namespaces,
             namespaces=self._told.namespaces,
+            stop_flag=told,
         )
         raise Stopped("told to stop")
 
