@@ -11,7 +11,7 @@ from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.lease import Lease, LeaseLost
 from omnipipeline_operator.settings import LeaseSettings
 
-SETTINGS = LeaseSettings(namespace="space", name="lease", identity="me", retry_s=0.01)
+SETTINGS = LeaseSettings(namespace="space", name="lease", identity="me", retry_s=0.01, renew_deadline_s=60.0)
 
 
 class OneLease:
