@@ -1,14 +1,37 @@
-"""The chart's release that the tests of this folder share, and a namespace for their pipelines."""
+"""The chart's release and the pipelines that the tests of this folder share.
+
+In the order of the files: what serves, GPUs, models, a lost node, the release's upgrade, strangers, and at the end what
+is left when all of it goes.
+"""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
-from cluster_kit import Cluster
-from installing import CHART, RELEASE, SYSTEM, Images, Installed, build_images, helm, image_values, read, wait_for
+from cluster_kit import REPOSITORY, Cluster, kit
+from installing import (
+    CHART,
+    PIPELINE,
+    RELEASE,
+    SYSTEM,
+    Images,
+    Installed,
+    build_images,
+    helm,
+    image_values,
+    objects,
+    pipeline,
+    url,
+    wait_for,
+    wait_ready,
+)
 
 CRD = "omnipipelines.omnipipeline.dev"
+HELLO = REPOSITORY / "examples" / "hello" / "pipeline.yaml"
+DOOMED, SPARE = "doomed", "spare"  # groups of the kit's simulated nodes
+CHOIR = REPOSITORY / "tests" / "cluster" / "choir.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +41,7 @@ def images(node_cluster: Cluster) -> Images:
 
 @pytest.fixture(scope="session")
 def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
-    """Helm install into a fresh namespace; afterwards helm uninstall leaves nothing but the CRD."""
+    """Helm install into a fresh namespace."""
     cluster, namespace = node_cluster, "omni-e2e"
     # What the pods may do is held to Kubernetes' strictest standard.
     restricted = "pod-security.kubernetes.io/enforce=restricted"
@@ -28,17 +51,84 @@ def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
         cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=60s")
         cluster.kubectl("create", "namespace", name)
         cluster.kubectl("label", "namespace", name, restricted)
-    options = ["--namespace", SYSTEM, *image_values(images), "--wait", "--timeout", "180s"]
+    before = objects(cluster)
+    options = ["--namespace", SYSTEM, *image_values(images), "--wait", "--timeout", "300s"]
     try:
         done = helm(cluster, "install", RELEASE, str(CHART), *options, check=False)
         assert done.returncode == 0, f"{done.stderr}\n{_last_words(cluster)}"
-        yield Installed(cluster=cluster, namespace=namespace, images=images)
+        yield Installed(cluster=cluster, namespace=namespace, images=images, before=before)
     finally:
-        helm(cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
-        left = wait_for("the operator's pods are gone", lambda: _without_pods(cluster), timeout_s=60)
-        cluster.kubectl("delete", "namespace", namespace, SYSTEM, "--timeout=60s")
-    assert left == "nothing"
-    assert cluster.kubectl("get", "crd", CRD, "-o", "name").stdout
+        helm(cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--ignore-not-found")
+        # Pods have their time to drain.
+        for name in (namespace, SYSTEM):
+            cluster.kubectl("delete", "namespace", name, "--wait=false")
+        wait_for("the namespaces are gone", lambda: not _there(cluster, namespace, SYSTEM), timeout_s=400)
+
+
+@pytest.fixture(scope="session")
+def hello(installed: Installed) -> str:
+    """URL of the example, applied as it is in the repository."""
+    return _applied(installed, "hello", str(HELLO))
+
+
+@pytest.fixture(scope="session")
+def choir(installed: Installed) -> str:
+    """URL of three groups in a row, the middle one twice."""
+    return _applied(installed, "choir", str(CHOIR))
+
+
+@pytest.fixture(scope="session")
+def bereft(installed: Installed) -> Iterator[str]:
+    """A pipeline whose node has just stopped to answer; Kubernetes takes two minutes for what follows.
+
+    The nodes are simulated: what is tried is what the cluster and the operator do, and no container runs.
+    """
+    _kit("fakenodes", DOOMED, "1", "0")
+    _kit("fakenodes", SPARE, "1", "0")
+    stages: list[dict[str, object]] = [{"name": "only", "process": "only", "factory": "made:only", "terminal": True}]
+    tolerated = [{"key": "fake", "operator": "Exists", "effect": "NoSchedule"}]
+    either = [{"matchExpressions": [{"key": "fake", "operator": "In", "values": [DOOMED, SPARE]}]}]
+    first = {"matchExpressions": [{"key": "fake", "operator": "In", "values": [DOOMED]}]}
+    affinity = {
+        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": either},
+        "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "preference": first}],
+    }
+    placed = {"tolerations": tolerated, "affinity": {"nodeAffinity": affinity}}
+    beside = {"tolerations": tolerated, "nodeSelector": {"fake": SPARE}}
+    name = "bereft"
+    wanted = pipeline(
+        name, stages, code="", processGroups=[{"name": "only", "placement": placed}], coordinator={"placement": beside}
+    )
+    try:
+        installed.apply(wanted)
+        wait_ready(installed.cluster, installed.namespace, name)
+        [pod] = installed.pods(name, "only")
+        assert pod["spec"]["nodeName"] == f"{DOOMED}-1"
+        _kit("losenodes", DOOMED)
+        yield name
+    finally:
+        installed.kubectl("delete", "omnipipeline", name, "--wait=false", "--ignore-not-found")
+        # Nobody is left to say that its pod has ended.
+        installed.kubectl("delete", "pods", "-l", f"{PIPELINE}={name}", "--grace-period=0", "--force")
+        _kit("losenodes", SPARE)
+        installed.cluster.kubectl("delete", "nodes", f"{DOOMED}-1", f"{SPARE}-1", "--ignore-not-found")
+
+
+def _kit(*arguments: str) -> None:
+    program = kit()
+    assert program is not None, "a lost node needs the kit ($OMNI_CLUSTER_KIT)"
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
+
+
+def _applied(installed: Installed, name: str, file: str) -> str:
+    installed.kubectl("apply", "--validate=strict", "-f", file)
+    wait_ready(installed.cluster, installed.namespace, name)
+    return url(installed.cluster, installed.namespace, name)
+
+
+def _there(cluster: Cluster, *namespaces: str) -> bool:
+    return bool(cluster.kubectl("get", "namespace", *namespaces, "--ignore-not-found", "-o", "name").stdout)
 
 
 def _last_words(cluster: Cluster) -> str:
@@ -46,10 +136,3 @@ def _last_words(cluster: Cluster) -> str:
     selector = f"app.kubernetes.io/instance={RELEASE}"
     arguments = ["-n", SYSTEM, "logs", "-l", selector, "--tail=30"]
     return "".join(cluster.kubectl(*arguments, *more, check=False).stdout for more in ((), ("--previous",)))
-
-
-def _without_pods(cluster: Cluster) -> str | None:
-    kinds = "deployments,pods,configmaps,serviceaccounts,roles,rolebindings,networkpolicies"
-    labelled = read(cluster, "-n", SYSTEM, kinds, "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]
-    cluster_wide = read(cluster, "clusterroles,clusterrolebindings", "-l", f"app.kubernetes.io/instance={RELEASE}")
-    return None if labelled or cluster_wide["items"] else "nothing"

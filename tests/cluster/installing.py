@@ -1,8 +1,8 @@
 """The project's own images and chart in a cluster, for tests of the whole.
 
-Here: building and loading the images, helm, the wait for a pipeline, a namespace of one's own. Not here: what is
-tested, the load (`ledger`). Images: ``$OMNI_TEST_OPERATOR_IMAGE`` and ``$OMNI_TEST_STAGE_IMAGE`` where the cluster has
-them already, else the Dockerfile is built by the kit.
+Here: building and loading the images, helm, the plugin, reading objects and conditions, the wait for a pipeline. Not
+here: what is tested, the load (`ledger`). Images: ``$OMNI_TEST_OPERATOR_IMAGE`` and ``$OMNI_TEST_STAGE_IMAGE`` where
+the cluster has them already, else the Dockerfile is built by the kit.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 from cluster_kit import REPOSITORY, Cluster, kit
 
 CHART = REPOSITORY / "charts" / "omnipipeline"
 SYSTEM = "omni-e2e-system"  # the operator's namespace
 RELEASE = "omnipipeline"
-BUILD_S = 900.0
+BUILD_S = 1800.0  # of a machine that has neither the base image nor torch yet, and other things to do
+PIPELINE = "omnipipeline.dev/pipeline"
 T = TypeVar("T")
 
 
@@ -40,6 +43,74 @@ class Installed:
     cluster: Cluster
     namespace: str
     images: Images
+    before: frozenset[str]  #: Objects outside of namespaces before helm install.
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        """In the pipelines' namespace."""
+        return self.cluster.kubectl("-n", self.namespace, *arguments, stdin=stdin).stdout
+
+    def apply(self, pipeline: dict[str, Any]) -> None:
+        self.kubectl("apply", "--validate=strict", "-f", "-", stdin=json.dumps(pipeline))
+
+    def patch(self, name: str, spec: dict[str, object]) -> None:
+        self.kubectl("patch", "omnipipeline", name, "--type=merge", f"--patch={json.dumps({'spec': spec})}")
+
+    def status(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = read(self.cluster, "-n", self.namespace, "omnipipeline", name).get("status", {})
+        return found
+
+    def condition(self, name: str, kind: str) -> dict[str, Any]:
+        """Empty while there is none."""
+        return next((each for each in self.status(name).get("conditions", ()) if each["type"] == kind), {})
+
+    def pods(self, name: str, unit: str | None = None) -> list[dict[str, Any]]:
+        selector = f"{PIPELINE}={name}" + (f",omnipipeline.dev/unit={unit}" if unit else "")
+        items: list[dict[str, Any]] = read(self.cluster, "-n", self.namespace, "pods", "-l", selector)["items"]
+        return items
+
+    def uids(self, name: str) -> set[str]:
+        """Of a pipeline's pods."""
+        return {str(pod["metadata"]["uid"]) for pod in self.pods(name)}
+
+    def plugin(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """``kubectl omni``."""
+        command = [sys.executable, "-m", "omnipipeline_operator.kubectl.cli", "-n", self.namespace, *arguments]
+        return subprocess.run(
+            command,
+            env=self.cluster.environment,
+            input=stdin,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+
+def pipeline(name: str, stages: list[dict[str, object]], *, code: str, **spec: object) -> dict[str, Any]:
+    """A chat pipeline whose factories are in the module ``made``."""
+    return {
+        "apiVersion": "omnipipeline.dev/v1alpha1",
+        "kind": "OmniPipeline",
+        "metadata": {"name": name},
+        "spec": {"serves": ["chat"], "code": {"inline": {"made.py": code}}, "stages": stages, **spec},
+    }
+
+
+def objects(cluster: Cluster, namespace: str | None = None) -> frozenset[str]:
+    """Everything of every kind that can be listed in a namespace, or outside of all; Events aside."""
+    where = [f"--namespace={namespace}"] if namespace else []
+    scope = f"--namespaced={str(namespace is not None).lower()}"
+    kinds = cluster.kubectl("api-resources", "--verbs=list", scope, "-o", "name").stdout.split()
+    wanted = [kind for kind in kinds if not kind.startswith(("events", "componentstatuses"))]
+    return frozenset(cluster.kubectl(*where, "get", ",".join(wanted), "-o", "name", check=False).stdout.split())
+
+
+def ask(url: str, text: str = "hello") -> str:
+    """One unstreamed answer."""
+    body = {"model": "any", "messages": [{"role": "user", "content": text}]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
 
 
 def build_images() -> Images:

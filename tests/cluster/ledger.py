@@ -52,7 +52,7 @@ class Load:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    async def some(self, count: int, *, timeout_s: float = 240.0) -> None:
+    async def some(self, count: int, *, timeout_s: float = 500.0) -> None:
         """Wait until ``count`` more requests have ended."""
         goal = len(self.entries) + count
         async with asyncio.timeout(timeout_s):
@@ -66,7 +66,7 @@ class Load:
         return Counter(entry.singer for entry in self.entries if entry.singer)
 
     async def _client(self, number: int) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=30.0) as client:
+        async with httpx.AsyncClient(base_url=self._url, timeout=120.0) as client:
             count = 0
             while not self._stopping:
                 count += 1
@@ -77,7 +77,8 @@ class Load:
                 try:
                     text = await _ask(client, words, streamed)
                     outcome = "ok" if _is_answer(text, words) else "wrong"
-                    self.entries.append(Entry(id=name, streamed=streamed, outcome=outcome, singer=text.split()[-1]))
+                    singer = (text.split() or [""])[-1]
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=outcome, singer=singer))
                 except _Failed as error:
                     self.entries.append(Entry(id=name, streamed=streamed, outcome=str(error)))
                 except httpx.HTTPError as error:

@@ -1,0 +1,20 @@
+"""A node that stops to answer: its pods are replaced, and the pipeline says why it was away."""
+
+from __future__ import annotations
+
+import pytest
+from installing import Installed, read, wait_for, wait_ready
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
+
+
+def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_told_why(installed: Installed, bereft: str) -> None:
+    def leaving() -> dict[str, bool]:
+        pods = installed.pods(bereft, "only")
+        return {pod["spec"].get("nodeName", ""): "deletionTimestamp" in pod["metadata"] for pod in pods}
+
+    wait_for("another pod elsewhere", lambda: leaving() == {"doomed-1": True, "spare-1": False}, timeout_s=300)
+    wait_ready(installed.cluster, installed.namespace, bereft)
+    events = read(installed.cluster, "-n", installed.namespace, "events")["items"]
+    told = [each["message"] for each in events if each["involvedObject"]["name"] == bereft]
+    assert any("doomed-1" in message for message in told), told
