@@ -14,7 +14,7 @@ from dying import DIED
 from running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
 from test_cluster_children import SETTLE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 FAILOVER_S = 20.0
 
