@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -75,6 +76,9 @@ class Fetching:
                 self._landed(body, operation.take(), then)
                 return
         except (TransferError, ProtocolError) as error:
+            # Its slot may have another use since an abort; the sender's credit is free only when we say so.
+            with contextlib.suppress(TransferError):
+                self._relays.decline(body.transfer, peer=peer)
             self._relays.cleanup(request_id)
             failed(error)
             return

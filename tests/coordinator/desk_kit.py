@@ -72,6 +72,8 @@ class MemoryRelays:
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Any:
         raise TransferError("the slot is gone")
 
+    def decline(self, metadata: bytes, *, peer: str) -> None: ...
+
     def released(self, peer: str, transfer: int) -> None:
         self.held.pop((peer, transfer), None)
 

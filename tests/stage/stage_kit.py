@@ -104,6 +104,9 @@ class MemoryRelays:
         weakref.finalize(slot, self._world.died, self._me, peer, transfer)
         return Got(memoryview(slot))
 
+    def decline(self, metadata: bytes, *, peer: str) -> None:
+        self._world.died(self._me, peer, int.from_bytes(metadata, "big"))
+
     def released(self, peer: str, transfer: int) -> None:
         self.held.pop((peer, transfer), None)
 
