@@ -56,7 +56,7 @@ async def flooded() -> AsyncIterator[LocalPipeline]:
             async with Client(pipeline.url, connections=40) as client:  # arenas and pools have their size
                 await asyncio.gather(*(client.ask("", to="fine", size=MIB) for _ in range(40)))
                 await client.ask("", to="slow", size=MIB, chunks=3, pace=0)
-                await at_rest(client, 30)
+                await at_rest(client)
             yield pipeline
 
 
@@ -97,7 +97,7 @@ async def test_a_stream_that_nobody_keeps_up_with_is_held_back(flooded: LocalPip
         before = footprint(flooded)
         async with pouring(flooded, client, 4, to="slow", size=64 << 10, chunks=400_000, pace=0.05):
             await watched(flooded, client, before)
-        await at_rest(client, 30)
+        await at_rest(client)
 
 
 async def test_payloads_that_nobody_takes_wait_within_bounds_and_block_no_other_branch(flooded: LocalPipeline) -> None:
@@ -105,7 +105,7 @@ async def test_payloads_that_nobody_takes_wait_within_bounds_and_block_no_other_
         before = footprint(flooded)
         async with pouring(flooded, client, 40, to="slow", size=2 * MIB, pace=60.0):
             await watched(flooded, client, before)
-        await at_rest(client, 30)
+        await at_rest(client)
 
 
 async def test_clients_that_stop_reading_hold_back_their_own_streams_alone(flooded: LocalPipeline) -> None:
@@ -122,4 +122,4 @@ async def test_clients_that_stop_reading_hold_back_their_own_streams_alone(flood
                 deaf.sendall(head.encode() + said)
             await watched(flooded, client, before)
             assert (await client.status())["in_flight"] >= 8
-        await at_rest(client, 30)
+        await at_rest(client)

@@ -30,7 +30,7 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
                 assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
                 assert (await http.delete("/v1/requests/theirs")).status_code == 404
                 assert (await http.delete("/v1/requests/nobody-s")).status_code == 404
-            await at_rest(old, 30)
+            await at_rest(old)
 
             # a coordinator that is killed: its clients' connections end, the stages drop its requests, the other serves
             words = " ".join(["word"] * 400)
@@ -44,7 +44,7 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
                 assert isinstance(one, httpx.TransportError), one
             assert (await new.answer("next"))["text"] == "next"
             assert (await kept)["text"] == "a b", "the other's requests go on"
-            await at_rest(new, 30)  # slots, credits and queue entries of the dead one's came back
+            await at_rest(new)  # slots, credits and queue entries of the dead one's came back
             await eventually(lambda: made.pids().get("old", pid) != pid, 30)
             await made.ready()
         async with Client(made.url("old")) as reborn:

@@ -266,7 +266,7 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
             await eventually(lambda: every("garbage", "relay_tcp_garbage_messages"), 30)
             await goes_on()
         assert made.pids() == before
-        await at_rest(client, 30)
+        await at_rest(client)
 
 
 def shared_publisher(pipeline: LocalPipeline) -> str:

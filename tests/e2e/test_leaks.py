@@ -25,12 +25,12 @@ async def test_a_client_that_hangs_up_before_the_answer_aborts_its_request_downs
     asked.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asked
-    await at_rest(client, 5)  # thirty seconds of nap were cut short
+    await at_rest(client, 20)  # thirty seconds of nap were cut short
 
 
 async def test_a_client_that_hangs_up_in_mid_stream_aborts_its_request_downstream(client: Client) -> None:
     await client.cut(" ".join(["word"] * 400), after=3, slow=0.1, size=MIB)
-    await at_rest(client, 5)
+    await at_rest(client, 20)
 
 
 async def test_deleting_a_request_ends_it_everywhere_and_its_client_is_told(
@@ -47,13 +47,13 @@ async def test_deleting_a_request_ends_it_everywhere_and_its_client_is_told(
         answer = await asked
         assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
         assert (await other.delete("/v1/requests/doomed")).json() == {"id": "doomed", "cancelled": False}
-    await at_rest(client, 5)
+    await at_rest(client, 20)
 
 
 async def test_a_deadline_ends_a_request_everywhere(client: Client) -> None:
     answer = await client.post({"inputs": {"text": "a b", "nap": 30}, "timeout": 0.3})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
-    await at_rest(client, 5)
+    await at_rest(client, 20)
 
 
 @pytest.mark.timeout(600)  # 20 s on a machine that does nothing else

@@ -222,7 +222,7 @@ async def under_way(client: Client) -> dict[str, float]:
     return found
 
 
-async def at_rest(client: Client, within_s: float = 10.0) -> None:
+async def at_rest(client: Client, within_s: float = 40.0) -> None:
     """Wait until no request, slot, credit or queue entry is left anywhere."""
     left: dict[str, float] = {}
     await asyncio.sleep(2 * HEARTBEAT_S)  # what beats said before says nothing
