@@ -113,7 +113,8 @@ def test_a_namespace_that_is_going_is_left_in_peace(kube: Kube, operator: Operat
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
-    kube("delete", "namespace", kube.namespace, "--wait=true", "--timeout=50s")
+    kube("delete", "namespace", kube.namespace, "--wait=false")
+    eventually(lambda: not kube.get("namespace", kube.namespace), within_s=200, what="the namespace is gone")
     time.sleep(SETTLE_S)
     assert "a fault of the operator's" not in operator.log.read_text()
 
