@@ -13,7 +13,7 @@ import msgspec
 
 from stage_runtime.wire.tensorrefs import TensorRef
 
-PROTOCOL: Final = 1  #: Raised with every change that an older process would misread.
+PROTOCOL: Final = 2  #: Raised with every change that an older process would misread.
 INLINE_LIMIT: Final = 16 << 10  # a payload up to this rides in its message: one slot and one release saved
 FRAME_LIMIT: Final = 1 << 20  # no honest frame is larger: the value of a payload goes by relay too
 NAME_LIMIT: Final = 64

@@ -6,7 +6,8 @@ Not collected by itself, since an older image has to be built first from its own
     cluster build -t localhost/omnipipeline-stage:old -f OLD/Dockerfile --target stage OLD
     (and --target operator); pytest tests/cluster/skew.py
 
-In CI the rule stands alone: a process of another protocol, and a plan of a later version, are refused by name.
+A mixture serves while both speak one PROTOCOL (docs/contracts.md, Versions). In CI the rule stands alone: a process of
+another protocol, and a plan of a later version, are refused by name.
 """
 
 from __future__ import annotations
