@@ -285,6 +285,7 @@ class StageProcess(Process):
 
     def _all_loaded(self) -> None:
         self._loaded = True
+        self._arm_watchdog()
         statuspipe.report(self._settings.status_fd, statuspipe.Ready())
         log.info("ready: %s", ", ".join(self._host.stages))
         self._host.announce_ready()
@@ -321,13 +322,12 @@ class StageProcess(Process):
         Where something keeps the GIL for so long that nobody can look, C code ends it, and prints all stacks.
         """
         stuck_after_s = self._settings.plan.stuck_after_s
-        every_s = min(stuck_after_s / 10, 5.0)
         seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
         try:
             while True:
-                await asyncio.sleep(every_s)
+                await asyncio.sleep(self._look_every_s)
                 if self._loaded:  # a loader may keep the GIL as long as it likes: the supervisor sees what it does
-                    faulthandler.dump_traceback_later(stuck_after_s + every_s, exit=True)
+                    self._arm_watchdog()
                 now = time.monotonic()
                 for name, stage in self._host.stages.items():
                     steps, since = seen.get(name, (-1, now))
@@ -338,6 +338,14 @@ class StageProcess(Process):
                         return
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def _arm_watchdog(self) -> None:
+        """Anew at each look: who cannot look for so long is ended."""
+        faulthandler.dump_traceback_later(self._settings.plan.stuck_after_s + self._look_every_s, exit=True)
+
+    @property
+    def _look_every_s(self) -> float:
+        return min(self._settings.plan.stuck_after_s / 10, 5.0)
 
     async def _greet(self, leader: Leader) -> None:
         """Find the followers."""
