@@ -107,11 +107,24 @@ def bereft(installed: Installed) -> Iterator[str]:
         _kit("losenodes", DOOMED)
         yield name
     finally:
-        installed.kubectl("delete", "omnipipeline", name, "--wait=false", "--ignore-not-found")
-        # Nobody is left to say that its pod has ended.
-        installed.kubectl("delete", "pods", "-l", f"{PIPELINE}={name}", "--grace-period=0", "--force")
-        _kit("losenodes", SPARE)
-        installed.cluster.kubectl("delete", "nodes", f"{DOOMED}-1", f"{SPARE}-1", "--ignore-not-found")
+        bury(installed, name)
+
+
+def bury(installed: Installed, name: str) -> None:
+    """Remove the pipeline of `bereft` and its nodes, if they are still there."""
+    if not installed.cluster.kubectl("get", "nodes", f"{DOOMED}-1", "--ignore-not-found", "-o", "name").stdout:
+        return
+    installed.kubectl("delete", "omnipipeline", name, "--wait=false", "--ignore-not-found")
+
+    def gone() -> bool:
+        """Nobody is left to say that the lost node's pod has ended."""
+        mine = ("-l", f"{PIPELINE}={name}")
+        installed.kubectl("delete", "pods", *mine, "--grace-period=0", "--force")
+        return not installed.kubectl("get", "deployments,replicasets,pods", *mine, "-o", "name")
+
+    wait_for(f"{name} is gone", gone, timeout_s=120)
+    _kit("losenodes", SPARE)
+    installed.cluster.kubectl("delete", "nodes", f"{DOOMED}-1", f"{SPARE}-1", "--ignore-not-found")
 
 
 def _kit(*arguments: str) -> None:

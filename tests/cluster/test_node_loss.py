@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from conftest import bury
 from installing import Installed, read, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
@@ -18,3 +19,4 @@ def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_told_why(inst
     events = read(installed.cluster, "-n", installed.namespace, "events")["items"]
     told = [each["message"] for each in events if each["involvedObject"]["name"] == bereft]
     assert any("doomed-1" in message for message in told), told
+    bury(installed, bereft)  # what follows asks whether anything is left
