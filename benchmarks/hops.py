@@ -5,6 +5,8 @@
 hop = (time of 4 stages - time of 1) / 3, so that what the coordinator costs drops out. Every figure stands beside
 limits measured in the same run: memcpy, a raw TCP one-way trip of the same size between two processes, and the bare
 one-way trip of a small ZeroMQ message with one hand-off to a worker thread: what no hop over ZeroMQ can beat.
+
+At the end, or alone with --curve: what CURVE costs, on hops whose tensors go by the tcp relay as between two pods.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import msgspec
@@ -47,10 +50,11 @@ SIZES = {"0 B": 0, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 M
 ECHO = "def make():\n    def run(payload):\n        return payload.data\n    return run\n"
 
 
-def pipeline(stages: int, *, processes: int) -> PipelinePlan:
+def pipeline(stages: int, *, processes: int, relay: Literal["auto", "tcp"] = "auto") -> PipelinePlan:
     """An echo pipeline of ``stages``, spread over ``processes``."""
     names = [f"s{index}" for index in range(stages)]
     config = PipelineConfig(
+        relay_backend=relay,
         stages=[
             StageConfig(
                 name=name,
@@ -60,7 +64,7 @@ def pipeline(stages: int, *, processes: int) -> PipelinePlan:
                 terminal=index + 1 == stages,
             )
             for index, name in enumerate(names)
-        ]
+        ],
     )
     return planning.plan(config, name=f"hops-{stages}-{processes}")
 
@@ -152,6 +156,29 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
             coordinator.desk.close()
             relays.close()
             channels.close()
+
+
+async def curve(rounds: int) -> dict[str, dict[str, float]]:
+    """The same hop with CURVE on every socket and without, in turns."""
+    found = {}
+    async with contextlib.AsyncExitStack() as stack:
+        both: dict[bool, dict[int, Running]] = {False: {}, True: {}}
+        for secured, stages in ((secured, stages) for secured in both for stages in (1, 4)):
+            plan = pipeline(stages, processes=stages, relay="tcp")
+            both[secured][stages] = await stack.enter_async_context(running(plan, tcp=True, curve=secured))
+        print("{:>8} | {:>10} {:>10} {:>7}".format("tcp hop", "plain", "CURVE", "x plain"))
+        for label, nbytes in SIZES.items():
+            inputs, count = tensor(nbytes), max(10, rounds // (8 if nbytes > 1 << 20 else 1))
+            hops: dict[bool, list[float]] = {False: [], True: []}
+            for warming in (True, *[False] * 5):
+                for secured, one in both.items():
+                    times = [await one[stages].latency_us(inputs, 5 if warming else count) for stages in (1, 4)]
+                    if not warming:
+                        hops[secured].append((times[1] - times[0]) / 3)
+            plain, dear = (statistics.median(hops[secured]) for secured in both)
+            found[label] = {"plain_us": plain, "curve_us": dear}
+            print(f"{label:>8} | {plain:8.1f}us {dear:8.1f}us {dear / plain:6.2f}x")
+    return found
 
 
 async def http(apart: dict[int, Running], rounds: int) -> dict[str, float]:
@@ -290,11 +317,20 @@ def tensor(nbytes: int) -> object:
 async def main(arguments: argparse.Namespace) -> None:
     rounds = 40 if arguments.quick else 200
     figures: dict[str, object] = {}
+    if not arguments.curve:
+        await hops(figures, rounds, quick=arguments.quick)
+    figures["curve"] = await curve(rounds)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(figures, indent=1))
+
+
+async def hops(figures: dict[str, object], rounds: int, *, quick: bool) -> None:
+    """Hops within a process and between processes, the limits, HTTP and the rate."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(stages: int, processes: int, *, tcp: bool = True) -> Running:
+        async def start(stages: int, processes: int) -> Running:
             plan = pipeline(stages, processes=processes)
-            return await stack.enter_async_context(running(plan, tcp=tcp, curve=arguments.curve))
+            return await stack.enter_async_context(running(plan, tcp=True, curve=False))
 
         apart = {stages: await start(stages, stages) for stages in (1, 2, 4)}
         together = {stages: await start(stages, 1) for stages in (1, 4)}
@@ -332,7 +368,7 @@ async def main(arguments: argparse.Namespace) -> None:
             )
         print(f"one ZeroMQ message again: {await zmq_one_way_us():.0f}us")
         figures["http"] = await http(apart, rounds)
-        total = 2000 if arguments.quick else 20000
+        total = 2000 if quick else 20000
         inputs = {"data": "x" * 4096}
         for stages in (2, 4):
             await apart[stages].rate(inputs, 64, total // 4)
@@ -340,13 +376,11 @@ async def main(arguments: argparse.Namespace) -> None:
             figures[f"rate_{stages}"] = max(rates)
             median = statistics.median(rates)
             print(f"{stages} stages, 4 KiB, concurrency 64, at the desk: {median:,.0f} req/s (best {max(rates):,.0f})")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--curve", action="store_true", help="CURVE on every socket")
+    parser.add_argument("--curve", action="store_true", help="only what CURVE costs")
     parser.add_argument("--json", help="write the figures there")
     uvloop.run(main(parser.parse_args()))
