@@ -29,12 +29,12 @@ def test_every_message_comes_back_as_it_was_said(message: Message, _plain: list[
 @pytest.mark.parametrize(("message", "plain"), SAMPLES, ids=name)
 def test_msgpack_reads_every_message_field_by_field(message: Message, plain: list[object]) -> None:
     seen = msgpack.unpackb(codec.encode(framed(message)))
-    assert seen == [1, "sender", "receiver", 11, 10, 9, 8, plain]
+    assert seen == [PROTOCOL, "sender", "receiver", 11, 10, 9, 8, plain]
 
 
 @pytest.mark.parametrize(("message", "plain"), SAMPLES, ids=name)
 def test_what_msgpack_writes_is_understood(message: Message, plain: list[object]) -> None:
-    said = msgpack.packb([1, "sender", "receiver", 11, 10, 9, 8, plain])
+    said = msgpack.packb([PROTOCOL, "sender", "receiver", 11, 10, 9, 8, plain])
     assert codec.decode(said) == framed(message)
 
 
@@ -55,6 +55,8 @@ def test_no_two_messages_share_a_tag() -> None:
 
 
 def test_trailing_fields_that_a_peer_leaves_out_have_their_defaults() -> None:
-    said = msgpack.packb([1, "sender", "receiver", 11, 10, 9, 8, [60]])
+    said = msgpack.packb([PROTOCOL, "sender", "receiver", 11, 10, 9, 8, [60]])
     assert codec.decode(said).message.gap is False  # type: ignore[union-attr]
-    assert codec.decode(msgpack.packb([1, "a", "", 1, 0, 0, 0, [24]])) == Frame(1, "a", "", 1, 0, 0, 0, Ready())
+    assert codec.decode(msgpack.packb([PROTOCOL, "a", "", 1, 0, 0, 0, [24]])) == Frame(
+        PROTOCOL, "a", "", 1, 0, 0, 0, Ready()
+    )
