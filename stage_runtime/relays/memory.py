@@ -1,7 +1,10 @@
-"""Raw memory: where a buffer lies, regions of a mapping whose last view's death can be seen, pages made ready."""
+"""Raw memory: where a buffer lies, regions of a mapping whose last view's death can be seen, pages made ready or
+given back.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from typing import Any, Final
 
@@ -45,3 +48,13 @@ def populate(mapping: mmap.mmap, nbytes: int) -> None:
     except OSError:
         pages: np.ndarray[Any, Any] = np.frombuffer(mapping, np.uint8, nbytes)[::PAGE]
         pages |= 0  # a write that changes nothing
+
+
+def give_back() -> None:
+    """Return the allocator's free pages to the system; milliseconds. Does nothing where libc is not glibc.
+
+    Values of a mebibyte leave glibc's heaps full of holes that it keeps: 480 MiB were seen, with nothing in them.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -6,25 +6,24 @@ Holds no thread of its own: the I/O thread calls `heard`, the stages' threads ca
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines.base import Engine
-from stage_runtime.engines.events import Admin as AdminEvent
-from stage_runtime.errors import ValueRefused
 from stage_runtime.relays import payloads
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
 from stage_runtime.relays.lanes import Lanes, attempt_key
 from stage_runtime.rules import forwarding
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.administration import Administration
 from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.outbox import tell_consumed
 from stage_runtime.stage.registration import Registration
+from stage_runtime.stage.resting import Rest
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.stage.watching import Watch
@@ -32,7 +31,6 @@ from stage_runtime.wire.messages import (
     Abort,
     AbortPassed,
     Admin,
-    AdminReply,
     Beat,
     Consumed,
     DataReady,
@@ -99,10 +97,9 @@ class Host:
         self._ready = False
         self._loading = len(plans)
         self._releases: dict[str, list[int]] = {}
-        self._asked: set[tuple[str, str, str]] = set()  #: (coordinator, call, stage) that engines have not answered.
-        self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
-        self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
         self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed, leader=leader) for plan in plans}
+        self._rest = Rest(self.stages.values())
+        self._administration = Administration(self.stages, self.say)
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         } - set(self.stages)
@@ -119,9 +116,9 @@ class Host:
             Members: self._members,
             Shutdown: lambda _, message: self._on_shutdown(message.reason),
             Unbound: lambda sender, _: self._on_unbound(sender),
-            Admin: self._admin,
-            ProfilerStart: self._admin_all,
-            ProfilerStop: self._admin_all,
+            Admin: self._administration.ask,
+            ProfilerStart: self._administration.tell_all,
+            ProfilerStop: self._administration.tell_all,
             Refused: self._refused,
             RankHello: self._rank_hello,
             RankFailed: self._rank_failed,
@@ -216,7 +213,7 @@ class Host:
 
     def beat(self) -> None:
         """Tell every coordinator how it goes."""
-        self._free_forgotten()
+        self._rest.beat(self.relays)
         said = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
@@ -225,17 +222,6 @@ class Host:
         )
         for coordinator in self.registration.coordinators:
             self.say(coordinator, said)
-
-    def _free_forgotten(self) -> None:
-        """Look for slots that only unreachable cycles still hold (a user's exception with its traceback is one): a
-        process at rest allocates nothing, so its garbage collector would not come by.
-        """
-        pins = [int(pin.transfer) for pin in self.relays.pins()]
-        if pins and pins == self._pinned and not any(stage.busy for stage in self.stages.values()):
-            if pins != self._searched_for:  # what is held on purpose is not looked for again and again
-                gc.collect()
-            self._searched_for = pins
-        self._pinned = pins
 
     def gauges(self) -> dict[str, float]:
         found: dict[str, float] = {f"relay_{name}": float(value) for name, value in self.relays.stats().items()}
@@ -389,38 +375,6 @@ class Host:
     def _forget(self, peer: str) -> None:
         self.lanes.forget(peer)
 
-    # --- administration -----------------------------------------------------------------------------------------
-
-    def _admin(self, sender: str, message: Admin) -> None:
-        """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
-        stage = self.stages.get(message.stage)
-        if stage is None or stage.intake.engine is None or not stage.intake.engine.takes_admin:
-            problem = f"no stage {message.stage!r} here that takes operations"
-            self.say(sender, AdminReply(message.call_id, message.stage, 0, None, problem))
-            return
-        call = (sender, message.call_id, message.stage)
-        self._asked.add(call)
-        stage.inbox.put(
-            AdminEvent(message.call_id, message.operation, message.arguments, lambda value: self._answer(call, value))
-        )
-
-    def _answer(self, call: tuple[str, str, str], value: Any, error: str | None = None) -> None:
-        """In any thread; the first answer counts."""
-        sender, call_id, stage = call
-        if call in self._asked:
-            self._asked.discard(call)
-            try:
-                self.say(sender, AdminReply(call_id, stage, 0, value, error))
-            except ValueRefused as refused:
-                self.say(sender, AdminReply(call_id, stage, 0, None, str(refused)))
-
-    def _admin_all(self, sender: str, message: ProfilerStart | ProfilerStop) -> None:
-        """Profiler control goes to every engine that listens for it."""
-        operation = "profiler_start" if isinstance(message, ProfilerStart) else "profiler_stop"
-        arguments: Mapping[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
-        for stage in self.stages.values():
-            stage.inbox.put(AdminEvent("", operation, dict(arguments), lambda _: None))
-
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _target(self, name: str) -> Intake | None:
@@ -460,8 +414,7 @@ class Host:
         self._loop.call_later(RANKS_AGREE_S, look)
 
     def _stage_crashed(self, name: str, error: BaseException) -> None:
-        for call in [one for one in list(self._asked) if one[2] == name]:
-            self._answer(call, None, f"the engine crashed: {type(error).__name__}: {error}"[:2000])
+        self._administration.crashed(name, error)
         self._loop.call_soon_threadsafe(self._on_failed, name, error)
 
     def _send_releases(self) -> None:

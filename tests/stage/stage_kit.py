@@ -122,6 +122,9 @@ class MemoryRelays:
     def stats(self) -> dict[str, int]:
         return {}
 
+    def pins(self) -> list[Any]:
+        return []
+
 
 class MemoryChannels:
     """What hosts and coordinators ask of `sockets.channels.Channels`."""

@@ -15,6 +15,7 @@ from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.plan import RelayPlan, StagePlan
+from stage_runtime.relays import memory
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, Member, Members, PassAbort, Severed
 
@@ -421,3 +422,35 @@ async def test_a_draining_entry_stage_hands_back_what_it_has_not_begun() -> None
         go.set()
         await made.until(lambda: any(isinstance(one, Complete) for one in made.told))
         await made.until(lambda: made.hosts["pa"].idle)
+
+
+async def test_memory_is_given_back_once_each_time_that_a_process_comes_to_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[int]()
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(1))
+    held, go_on = threading.Event(), threading.Event()
+
+    def wait(payload: omni.StagePayload) -> Any:
+        held.set()
+        assert go_on.wait(20)
+        return payload.data
+
+    async with world() as made:
+        host = made.process("p", [plan("a", terminal=True)], {"a": wait})
+        host.beat()
+        host.beat()
+        assert not given, "nothing was done yet"
+        for done in (1, 2):
+            held.clear()
+            go_on.clear()
+            made.submit(f"r{done}", "a", done)
+            await made.until(held.is_set)
+            for _ in range(3):
+                host.beat()
+            assert len(given) == done - 1, "while it computes"
+            go_on.set()
+            await made.until(lambda done=done: len(completed(made)) == done and not host.stages["a"].busy)
+            for _ in range(3):
+                host.beat()
+            assert len(given) == done

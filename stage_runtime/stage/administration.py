@@ -1,0 +1,55 @@
+"""Operations that a coordinator asks of a process's engines, and the one answer to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stage_runtime.engines.events import Admin as AdminEvent
+from stage_runtime.errors import ValueRefused
+from stage_runtime.stage.stage import Stage
+from stage_runtime.wire.messages import Admin, AdminReply, Message, ProfilerStart, ProfilerStop
+
+
+class Administration:
+    """Knows which operations wait for their engine."""
+
+    def __init__(self, stages: Mapping[str, Stage], say: Callable[[str, Message], bool]) -> None:
+        self._stages = stages
+        self._say = say
+        self._asked: set[tuple[str, str, str]] = set()  #: (coordinator, call, stage) that engines have not answered.
+
+    def ask(self, sender: str, message: Admin) -> None:
+        """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
+        stage = self._stages.get(message.stage)
+        if stage is None or stage.intake.engine is None or not stage.intake.engine.takes_admin:
+            problem = f"no stage {message.stage!r} here that takes operations"
+            self._say(sender, AdminReply(message.call_id, message.stage, 0, None, problem))
+            return
+        call = (sender, message.call_id, message.stage)
+        self._asked.add(call)
+        stage.inbox.put(
+            AdminEvent(message.call_id, message.operation, message.arguments, lambda value: self._answer(call, value))
+        )
+
+    def tell_all(self, sender: str, message: ProfilerStart | ProfilerStop) -> None:
+        """Profiler control goes to every engine that listens for it."""
+        operation = "profiler_start" if isinstance(message, ProfilerStart) else "profiler_stop"
+        arguments: Mapping[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
+        for stage in self._stages.values():
+            stage.inbox.put(AdminEvent("", operation, dict(arguments), lambda _: None))
+
+    def crashed(self, stage: str, error: BaseException) -> None:
+        """The engine will answer nothing any more. In its thread."""
+        for call in [one for one in list(self._asked) if one[2] == stage]:
+            self._answer(call, None, f"the engine crashed: {type(error).__name__}: {error}"[:2000])
+
+    def _answer(self, call: tuple[str, str, str], value: Any, error: str | None = None) -> None:
+        """In any thread; the first answer counts."""
+        sender, call_id, stage = call
+        if call in self._asked:
+            self._asked.discard(call)
+            try:
+                self._say(sender, AdminReply(call_id, stage, 0, value, error))
+            except ValueRefused as refused:
+                self._say(sender, AdminReply(call_id, stage, 0, None, str(refused)))

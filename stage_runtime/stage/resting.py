@@ -1,0 +1,43 @@
+"""What a process does about its memory when it has come to rest: a process at rest allocates nothing, so neither its
+garbage collector nor its allocator would come by.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+from stage_runtime.relays import memory
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.stage.stage import Stage
+
+
+class Rest:
+    """Looks at every beat whether anything has happened since the one before."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._stages = tuple(stages)
+        self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
+        self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
+        self._taken = 0  #: What the engines had taken at the last beat.
+        self._trimmed_at = 0  #: What they had taken when free memory was given back last.
+
+    def beat(self, relays: Relays) -> None:
+        busy = any(stage.busy for stage in self._stages)
+        self._free_forgotten([int(pin.transfer) for pin in relays.pins()], busy=busy)
+        self._give_memory_back(sum(stage.inbox.taken for stage in self._stages), busy=busy)
+
+    def _free_forgotten(self, pins: list[int], *, busy: bool) -> None:
+        """Look for slots that only unreachable cycles still hold (a user's exception with its traceback is one)."""
+        if pins and pins == self._pinned and not busy:
+            if pins != self._searched_for:  # what is held on purpose is not looked for again and again
+                gc.collect()
+            self._searched_for = pins
+        self._pinned = pins
+
+    def _give_memory_back(self, taken: int, *, busy: bool) -> None:
+        """Once each time that the process has come to rest."""
+        if taken == self._taken != self._trimmed_at and not busy:
+            memory.give_back()
+            self._trimmed_at = taken
+        self._taken = taken
