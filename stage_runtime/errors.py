@@ -88,6 +88,10 @@ class ProtocolError(PeerError):
     """A frame that cannot be understood: garbage, another protocol version, a field out of bounds."""
 
 
+class OtherProtocol(ProtocolError):
+    """A frame of another protocol version: nothing of it is believed but that."""
+
+
 class TransferError(PeerError):
     """A relay could not move a payload."""
 

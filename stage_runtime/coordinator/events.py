@@ -90,7 +90,9 @@ class Desk(Protocol):
         """Members, stages, in flight, revisions: what `/status` answers (JSON-ready)."""
 
     def ready(self) -> bool:
-        """`/readyz`: there was a complete set of instances once, or 30 s have passed without."""
+        """`/readyz`: there was a complete set of instances once, or 30 s have passed without it and
+        without a frame of another protocol.
+        """
 
     def metrics(self) -> Mapping[str, Any]:
         """Numbers for /metrics: ``requests`` {(kind, outcome): n}, ``in_flight``, per stage waiting/running, …"""

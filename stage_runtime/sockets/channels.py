@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -18,7 +20,7 @@ from typing import Final, Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from stage_runtime.errors import ProtocolError
+from stage_runtime.errors import OtherProtocol, ProtocolError
 from stage_runtime.rules.links import ACK_EVERY, Standing, Verdict
 from stage_runtime.sockets.addresses import Security, check, is_local
 from stage_runtime.sockets.links import Link
@@ -79,6 +81,7 @@ class Channels:
     ) -> None:
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
+        self.other_protocol_at = -math.inf  #: Monotonic time of the last frame of another protocol.
         self._handler = handler
         self._loop = loop
         self._security = security
@@ -246,6 +249,10 @@ class Channels:
     def _take(self, data: bytes) -> None:
         try:
             frame = codec.decode(data)
+        except OtherProtocol as error:
+            self.other_protocol_at = time.monotonic()
+            self._refuse("other_protocol", str(error))
+            return
         except ProtocolError as error:
             self._refuse("garbage", str(error))
             return

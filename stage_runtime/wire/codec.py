@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stage_runtime.errors import ProtocolError, ValueRefused
+from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
 from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Frame
 
 _encoder = msgspec.msgpack.Encoder()
@@ -33,23 +33,25 @@ def encode(frame: Frame) -> bytes:
 def decode(data: bytes | memoryview) -> Frame:
     """Read one frame.
 
-    Raises: ProtocolError: garbage, too large, another protocol version, or a field out of bounds.
+    Raises: OtherProtocol; ProtocolError: garbage, too large, or a field out of bounds.
     """
     if len(data) > FRAME_LIMIT:
         raise ProtocolError(f"frame of {len(data)} bytes, over {FRAME_LIMIT}")
     try:
         frame = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(_why(data, error)) from error
+        raise _misread(data, error) from error
     if frame.protocol != PROTOCOL:
-        raise ProtocolError(f"protocol {frame.protocol}, not {PROTOCOL}")
+        raise OtherProtocol(f"protocol {frame.protocol}, not {PROTOCOL}")
     return frame
 
 
-def _why(data: bytes | memoryview, error: Exception) -> str:
+def _misread(data: bytes | memoryview, error: Exception) -> ProtocolError:
     """The version first: fields that do not fit usually mean another protocol."""
     try:
         version = msgspec.msgpack.decode(_loose.decode(data)[0], type=int)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, IndexError):
-        return f"not a frame: {error}"
-    return f"not a frame: {error}" if version == PROTOCOL else f"protocol {version}, not {PROTOCOL}"
+        return ProtocolError(f"not a frame: {error}")
+    if version == PROTOCOL:
+        return ProtocolError(f"not a frame: {error}")
+    return OtherProtocol(f"protocol {version}, not {PROTOCOL}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -94,6 +95,7 @@ class MemoryChannels:
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
+        self.other_protocol_at = -math.inf
         self.linked: set[str] = set()
         self.said: dict[str, list[Message]] = defaultdict(list)
         self.published: list[Message] = []

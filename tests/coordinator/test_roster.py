@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import msgspec
 import pytest
-from desk_kit import REVISION, SCHEMAS, Played, asked, played
+from desk_kit import REVISION, SCHEMAS, Played, asked, came, played
 
 from omnipipeline_spec.plan import PipelineRevision
+from stage_runtime.coordinator import roster
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Beat, Goodbye, Members, Refused, Welcome
 
@@ -119,6 +123,18 @@ async def test_a_coordinator_that_was_complete_once_stays_ready() -> None:
         made.coordinator.lost("v1")
         assert made.desk.ready()
         assert not made.desk.status()["complete"]
+
+
+async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_protocol(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with played(joined=False) as made:
+        monkeypatch.setattr(roster, "READY_AFTER_S", 0.05)
+        made.channels.other_protocol_at = time.monotonic() + 0.2
+        await asyncio.sleep(0.1)
+        assert not made.desk.ready(), "an older coordinator serves them, and goes when this one is ready"
+        await came(made.desk.ready)
+        assert time.monotonic() > made.channels.other_protocol_at + 0.05
 
 
 async def test_beats_carry_load_and_are_forgotten_with_their_instance() -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -297,6 +298,10 @@ async def test_garbage_and_oversized_frames_are_counted_and_nobody_else_notices(
         for data in (b"", b"\x00", b"\xff" * 1000, b"\x91" * 10_000, frame("aa", "bb", Refused("x", "y"))[:-2]):
             intruder.send(data)
         await b.listener.until(lambda: b.channels.counters["garbage"] == 5)
+        assert b.channels.other_protocol_at < 0
+        intruder.send(b"\x92" + bytes([PROTOCOL + 1]) + b"\xc0")
+        await b.listener.until(lambda: b.channels.counters["other_protocol"] == 1)
+        assert 0 <= time.monotonic() - b.channels.other_protocol_at < 60
         intruder.send(b"\x00" * (FRAME_LIMIT + 1))  # libzmq closes the connection on it
         intruder.close()
         other = raw(b.endpoint)
