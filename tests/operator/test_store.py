@@ -7,7 +7,7 @@ from typing import Any
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster import store as store_of
 from omnipipeline_operator.cluster.kinds import PIPELINE, SERVICE
-from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.cluster.store import Store, address_of
 from omnipipeline_operator.desired.naming import Owner
 
 KEY = ("space", "demo")
@@ -52,7 +52,8 @@ def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
     store = Store()
     store.put(service(5, name="ghost"))
     store.put(service(20, name="just-made"))
-    changed = store.replace(SERVICE, [service(6, name="there")], older_than=10)
+    store.put(service(6, name="there"))
+    changed = store.drop_unlisted(SERVICE, {address_of(service(6, name="there"))}, older_than=10)
     assert changed == {KEY}
     assert [each["metadata"]["name"] for each in store.children(KEY, SERVICE)] == ["just-made", "there"]
 
@@ -60,7 +61,8 @@ def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
 def test_a_list_that_says_nothing_new_wakes_nobody() -> None:
     store = Store()
     store.put(service(5))
-    assert store.replace(SERVICE, [service(5)], older_than=10) == set()
+    assert store.put(service(5)) is None
+    assert store.drop_unlisted(SERVICE, {address_of(service(5))}, older_than=10) == set()
 
 
 def test_the_echo_of_our_own_write_wakes_nobody() -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 import aiohttp
+import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
@@ -59,7 +60,10 @@ class Client:
             kubernetes_config.load_incluster_config()  # type: ignore[no-untyped-call]
         else:
             await kubernetes_config.load_kube_config()  # type: ignore[no-untyped-call]
-        return cls(kubernetes_client.ApiClient(), writes, counted)
+        configuration = kubernetes_client.Configuration.get_default_copy()
+        # aiohttp would read ~/.netrc before every request, in a thread; kopf's connections do not either.
+        configuration.client_session_kwargs = {"trust_env": False}
+        return cls(kubernetes_client.ApiClient(configuration), writes, counted)
 
     async def __aenter__(self) -> Client:
         return self
@@ -89,10 +93,12 @@ class Client:
 
     # --- writing ------------------------------------------------------------------------------------------------
 
-    async def create(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Manifest:
-        """POST. Raises: Conflict: the name is taken."""
+    async def create(self, manifest: Mapping[str, Any], *, manager: str = "", dry_run: bool = False) -> Manifest:
+        """POST. Raises: Conflict: the name is taken; Invalid: also for a field that no schema has."""
         kind = kinds.of(manifest)
-        query = {"dryRun": "All"} if dry_run else {}
+        query = {"fieldValidation": "Strict"}
+        query |= {"fieldManager": manager} if manager else {}
+        query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("POST", kind.path(manifest["metadata"]["namespace"]), query=query, body=manifest)
 
     async def apply(self, manifest: Mapping[str, Any], *, manager: str, subresource: str | None = None) -> Manifest:
@@ -161,7 +167,10 @@ class Client:
             self._counted(method, kinds.plural_in(path), status)
         if answer.status >= 400:
             raise _refusal(what, answer.status, text, answer.headers.get("Retry-After", ""))
-        parsed: Manifest = json.loads(text)
+        try:
+            parsed: Manifest = msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise errors.Unavailable(what, status, f"the answer is no JSON: {error}") from error
         return parsed
 
 

@@ -9,7 +9,7 @@ ours brings nothing new and wakes nobody; whoever wrote looks once more because 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
 from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
@@ -33,7 +33,7 @@ class Store:
 
     def put(self, manifest: Mapping[str, Any]) -> Key | None:
         """Remember an object, unless it or something newer is known; the pipeline that has to be looked at now."""
-        address, key = _address(manifest), _pipeline_of(manifest)
+        address, key = address_of(manifest), _pipeline_of(manifest)
         known = self._objects.get(address)
         if known is not None and _version(known) >= _version(manifest) and _uid(known) == _uid(manifest):
             return None
@@ -54,7 +54,7 @@ class Store:
 
     def drop(self, manifest: Mapping[str, Any]) -> Key | None:
         """Forget an object that is gone, unless its successor is known already."""
-        address = _address(manifest)
+        address = address_of(manifest)
         known = self._objects.get(address)
         if known is not None and _uid(known) == _uid(manifest):
             self._forget(address, known)
@@ -63,15 +63,9 @@ class Store:
                 self._stirred.pop(address[1:], None)
         return _pipeline_of(manifest)
 
-    def replace(self, kind: Kind, manifests: Iterable[Mapping[str, Any]], *, older_than: int) -> set[Key]:
-        """What a list says of a kind: everything else that is not newer than the list is a ghost."""
-        changed, listed = set(), set()
-        for manifest in manifests:
-            listed.add(_address(manifest))
-            known = self._objects.get(_address(manifest))
-            key = self.put(manifest)
-            if key is not None and (known is None or _version(known) < _version(manifest)):
-                changed.add(key)
+    def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[Key]:
+        """Of a kind, what a complete list did not have and what is not newer than the list is a ghost."""
+        changed = set()
         for address, known in list(self._objects.items()):
             if address[0] == kind.name and address not in listed and _version(known) <= older_than:
                 key = self.drop(known)
@@ -110,7 +104,8 @@ class Store:
                 del self._children[key]
 
 
-def _address(manifest: Mapping[str, Any]) -> Address:
+def address_of(manifest: Mapping[str, Any]) -> Address:
+    """Where an object is."""
     metadata = manifest["metadata"]
     return manifest["kind"], metadata["namespace"], metadata["name"]
 

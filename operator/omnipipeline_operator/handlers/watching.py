@@ -16,15 +16,16 @@ import kopf
 
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.kinds import PIPELINE, WATCHED, Kind
-from omnipipeline_operator.cluster.store import Store, slimmed
+from omnipipeline_operator.cluster.store import Store, address_of
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.handlers.queueing import Key, Queue
 
 log = logging.getLogger(__name__)
 
-CHUNK: Final = 500
+CHUNK: Final = 50
 IDLE_S: Final = 75.0  # the API server sends a bookmark every minute: a silent stream is dead
 CONNECT_S: Final = 10.0
+WORKER_S: Final = 0.5  # kopf's task of an object holds its last event, whole, for so long: 7,000 of them after a list
 
 
 class Watcher:
@@ -60,12 +61,15 @@ class Watcher:
         Raises: errors.ClusterError: nothing was forgotten on account of a list that broke off.
         """
         for kind in (PIPELINE, *WATCHED):
-            known_up_to = self._store.newest()
+            known_up_to, listed = self._store.newest(), set()
             selector = None if kind is PIPELINE else naming.PIPELINE_LABEL
-            listed = []
             for namespace in namespaces or (None,):
-                listed += [slimmed(each) async for each in client.listed(kind, namespace, selector)]
-            for key in self._store.replace(kind, listed, older_than=known_up_to):
+                async for each in client.listed(kind, namespace, selector):
+                    listed.add(address_of(each))
+                    key = self._store.put(each)
+                    if key is not None:
+                        self._queue.add(key)
+            for key in self._store.drop_unlisted(kind, listed, older_than=known_up_to):
                 self._queue.add(key)
         for key in self._store.pipelines():
             self._queue.add(key, spread_s * random.random())
@@ -104,6 +108,7 @@ async def _configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.scanning.disabled = True
     settings.persistence.diffbase_storage = _NoMemory()
     settings.watching.chunk_size = CHUNK
+    settings.queueing.idle_timeout = WORKER_S
     settings.watching.inactivity_timeout = IDLE_S
     settings.watching.connect_timeout = CONNECT_S
     for kind in WATCHED:

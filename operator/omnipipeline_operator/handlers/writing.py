@@ -124,10 +124,10 @@ class Writer:
     ) -> None:
         """One of the plan's own; its template is written when it is made and never again."""
         if self._look.child(CONFIG_MAP, wanted.plan["metadata"]["name"]) is None:
-            await self._make(wanted.plan)
+            await self._make_once(wanted.plan)
         if there is None:
             spec = {"replicas": replicas, **wanted.deployment["spec"]}
-            await self._make({**wanted.deployment, "spec": spec})
+            await self._make_once({**wanted.deployment, "spec": spec})
             return  # one that was there after all keeps its replicas: the next look decides, knowing them
         head = wanted.deployment["metadata"]
         same_head = comparing.is_as_wanted({"labels": head["labels"]}, there["metadata"])
@@ -212,6 +212,10 @@ class Writer:
     async def _make(self, manifest: Manifest) -> Manifest:
         await self._before_making()
         return await self._apply.make(manifest)
+
+    async def _make_once(self, manifest: Manifest) -> Manifest:
+        await self._before_making()
+        return await self._apply.make_once(manifest)
 
     async def _before_making(self) -> None:
         """A resource that is gone, and whose deletion no watch has told us, must not fight garbage collection."""
