@@ -1,7 +1,7 @@
 """The chart's release and the pipelines that the tests of this folder share.
 
-In the order of the files: what serves, GPUs, models, a lost node, the release's upgrade, strangers, and at the end what
-is left when all of it goes.
+In the order of the files: what serves, GPUs, models, a lost node, the release's upgrade, a roll to another protocol,
+strangers, and at the end what is left when all of it goes.
 """
 
 from __future__ import annotations

@@ -38,13 +38,22 @@ def api_address(told: dict[str, str]) -> tuple[str, int]:
     return url.hostname, url.port or 443
 
 
-def restart_api_server(cluster: Cluster) -> None:
-    """Killed, and started anew by the kit."""
-    program, state = kit(), cluster.kubeconfig.parent / "run" / "apiserver.pid"
-    if program is None or not state.is_file():
+def kill_api_server(cluster: Cluster) -> list[str]:
+    """SIGKILL; its command line."""
+    state = cluster.kubeconfig.parent / "run" / "apiserver.pid"
+    if kit() is None or not state.is_file():
         pytest.skip("only the kit's API server can be restarted")
-    os.kill(int(state.read_text()), signal.SIGKILL)
+    number = int(state.read_text())
+    command = Path(f"/proc/{number}/cmdline").read_bytes().decode().split("\0")[:-1]
+    os.kill(number, signal.SIGKILL)
     state.unlink()  # a killed process is there until somebody reaps it
+    return command
+
+
+def start_api_server(cluster: Cluster) -> None:
+    """Anew, by the kit."""
+    program = kit()
+    assert program is not None
     subprocess.run([program, "up", "--no-node"], env=cluster.environment, capture_output=True, timeout=240, check=True)
 
 
@@ -85,7 +94,8 @@ def test_one_writes_while_the_api_server_restarts_and_while_its_holder_is_in_a_b
             operators["other"].start()
             kube.apply(pipeline())
             kube.wait_ready("duo")
-            restart_api_server(cluster)
+            kill_api_server(cluster)
+            start_api_server(cluster)
             kube.apply(replicas(2))
             eventually(lambda: has(4), within_s=120, what="the edit after the restart")
             pods = {each["metadata"]["uid"] for each in kube.all("pods")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from test_cluster_children import SETTLE_S
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 FAILOVER_S = 20.0
+DEATHS = (0, 1, 2, 4, 7, 11, 15)  # writes that an operator makes before it dies
 
 
 def shape(kube: Kube) -> dict[str, Any]:
@@ -30,39 +32,50 @@ def shape(kube: Kube) -> dict[str, Any]:
             text = json.dumps(spec, sort_keys=True)
             for secret in kube.names("secrets"):
                 text = text.replace(secret, "SECRET")
+            text = text.replace(kube.namespace, "NAMESPACE")
             found[f"{kind}/{each['metadata']['name']}"] = text
     return found
 
 
+@pytest.fixture
+def places(kube: Kube) -> Iterator[dict[int, Kube]]:
+    """A namespace for each write before which an operator dies."""
+    found = {limit: Kube(cluster=kube.cluster, namespace=f"{kube.namespace}-{limit}") for limit in DEATHS}
+    names = [each.namespace for each in found.values()]
+    for name in names:
+        kube.cluster.kubectl("create", "namespace", name)
+    yield found
+    kube.cluster.kubectl("delete", "namespace", *names, "--wait=false")
+
+
 def test_dying_before_any_write_and_starting_again_ends_in_the_same_state(
-    kube: Kube, operator: OperatorProcess, audit: Audit
+    kube: Kube, operator: OperatorProcess, audit: Audit, prepared: tuple[Cluster, Path], places: dict[int, Kube]
 ) -> None:
     rich = pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}})
-    dying = str(Path(__file__).with_name("dying.py"))
-    whole = operator.start()
+    operator.start()
     audit.mark()
     kube.apply(rich)
     kube.wait_ready("duo")
     time.sleep(1)
     wanted = shape(kube)
     made = [each for each in audit.writes() if each[0] in ("patch", "create") and each[3] in (200, 201)]
-    assert whole.stop() == 0
-    assert len(made) > 15
-    for limit in (0, 1, 2, 4, 7, 11, 15):
-        kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=50s")
-        for kind in ("deployments", "services", "configmaps", "secrets"):
-            eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left")
-        kube.apply(rich)
-        operator.program = (dying, str(limit))
+    assert operator.stop() == 0
+    assert len(made) > max(DEATHS)
+    for limit, place in places.items():
+        place.apply(rich)
+        operator.environment = running.environment(*prepared, namespaces=place.namespace)
+        operator.program = (str(Path(__file__).with_name("dying.py")), str(limit))
         operator.start()
         assert operator.process is not None
         assert operator.process.wait(timeout=60) == DIED, f"it lived through {limit} writes"
-        operator.program = ("-m", "omnipipeline_operator")
-        operator.start().looking()
-        kube.wait_ready("duo")
-        assert shape(kube) == wanted, f"after dying before write {limit + 1}"
-        assert len(kube.names("secrets")) == 1
-        assert operator.stop() == 0
+    everywhere = ",".join(place.namespace for place in places.values())
+    operator.environment = running.environment(*prepared, namespaces=everywhere)
+    operator.program = ("-m", "omnipipeline_operator")
+    operator.start()
+    for limit, place in places.items():
+        place.wait_ready("duo")
+        assert shape(place) == wanted, f"after dying before write {limit + 1}"
+        assert len(place.names("secrets")) == 1
 
 
 def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: OperatorProcess) -> None:

@@ -12,6 +12,7 @@ from omnipipeline_operator.handlers.queueing import (
     LAST_RETRY_S,
     LAST_STIR_S,
     REST_S,
+    RESTING,
     STREAK,
     Queue,
 )
@@ -181,3 +182,14 @@ async def test_a_look_that_changed_something_is_repeated_ever_later_until_one_ch
     assert await given.take() == A
     given.done(A)
     assert await is_idle(given) and len(given) == 0
+
+
+async def test_pipelines_that_have_rested_leave_nothing_behind(given: Queue, clock: Clock) -> None:
+    for number in range(3 * RESTING):
+        key = ("space", f"p{number}")
+        given.add(key)
+        assert await given.take() == key
+        given.done(key)
+        clock.now_s += REST_S / 10
+    kept = [name for name, value in vars(given).items() if isinstance(value, dict | list) and len(value) > RESTING]
+    assert kept == []

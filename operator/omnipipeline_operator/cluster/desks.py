@@ -20,6 +20,7 @@ from omnipipeline_operator.desired.pods import PROBE_PORT
 
 TIMEOUT_S: Final = 1.0
 SHORT_S: Final = 0.1  # for an address that was asked before and has never answered
+REMEMBERED: Final = 2000  # addresses; of more, those go that were asked longest ago
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +89,9 @@ class Desks:
 
     async def _one(self, address: str) -> Desk | None:
         desk = await self._ask(address, TIMEOUT_S if self._answers.get(address, True) else SHORT_S)
-        self._answers[address] = desk is not None or self._answers.get(address, False)
+        self._answers[address] = self._answers.pop(address, False) or desk is not None
+        if len(self._answers) > REMEMBERED:
+            del self._answers[next(iter(self._answers))]
         return desk
 
     async def _ask(self, address: str, timeout_s: float) -> Desk | None:

@@ -20,6 +20,7 @@ Key = tuple[str, str]
 FIRST_RETRY_S: Final = 0.2
 LAST_RETRY_S: Final = 60.0
 REST_S: Final = 0.1  # between two looks at one pipeline, edits apart: news comes in bursts, and somebody may undo us
+RESTING: Final = 1000  # of so many that rest or did rest, those that did are forgotten
 LAST_STIR_S: Final = 5.0
 STREAK: Final = 8  # so many looks of the first lane in a row, then one of the second: neither may starve
 CHANGED_RETRY_S: Final = 1.0  # not at once: the change may be what the failing look itself has written
@@ -83,7 +84,7 @@ class Queue:
         undo for ever what we do.
         """
         self._failures.pop(key, None)
-        self._rests_until[key] = self._now() + REST_S
+        self._rest(key)
         if stirred:
             count = self._stirs[key] = self._stirs.get(key, 0) + 1
             again_s = min(REST_S * 2.0 ** (count - 1), LAST_STIR_S, again_s or math.inf)
@@ -110,6 +111,12 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._due) + len(self._taken)
+
+    def _rest(self, key: Key) -> None:
+        now = self._now()
+        if len(self._rests_until) >= RESTING:
+            self._rests_until = {each: until for each, until in self._rests_until.items() if until > now}
+        self._rests_until[key] = now + REST_S
 
     def _next(self) -> Key | None:
         """The key whose turn it is; None: nothing is due."""

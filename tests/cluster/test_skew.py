@@ -1,0 +1,64 @@
+"""A roll to an image that speaks another protocol, under load: neither side ever sees the other, and nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster_kit import kit
+from installing import BUILD_S, Installed, wait_for, wait_ready
+from ledger import Load
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
+
+#: The same image but for two constants: its protocol is a later one, and its coordinator does not wait long for a set
+#: of stages, so that its stages come as late as those that load a large model do.
+DOCKERFILE = r"""
+FROM {stage}
+USER 0
+RUN cd /opt/omnipipeline/lib/python3*/site-packages/stage_runtime \
+    && sed -i 's/^PROTOCOL: Final = [0-9]*/PROTOCOL: Final = 99/' wire/messages.py \
+    && sed -i 's/^READY_AFTER_S: Final = [0-9.]*/READY_AFTER_S: Final = 0.5/' coordinator/roster.py \
+    && grep -q '^PROTOCOL: Final = 99' wire/messages.py && grep -q '^READY_AFTER_S: Final = 0.5' coordinator/roster.py \
+    && find . -name '*.pyc' -delete
+USER 65532:65532
+"""
+
+
+@pytest.fixture(scope="session")
+def next_image(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A stage image of the next version, as far as protocols go."""
+    given = os.environ.get("OMNI_TEST_NEXT_STAGE_IMAGE")
+    if given:
+        return given
+    program = kit()
+    assert program is not None, "no kit, and OMNI_TEST_NEXT_STAGE_IMAGE is not set"
+    folder, name = tmp_path_factory.mktemp("next"), "localhost/omnipipeline-stage:e2e-next"
+    Path(folder, "Dockerfile").write_text(DOCKERFILE.format(stage=installed.images.stage))
+    command = [program, "build", "-t", name, "-f", "Dockerfile", "."]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BUILD_S)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return name
+
+
+async def test_a_roll_to_another_protocol_and_back_fails_no_request(
+    installed: Installed, choir: str, next_image: str
+) -> None:
+    async with Load(choir, clients=4, slow=1) as load:
+        await load.some(20)
+        for image in (next_image, installed.images.stage):
+            before = installed.uids("choir")
+            installed.patch("choir", {"image": image})
+            await asyncio.to_thread(_rolled, installed, before, image)
+            await load.some(50)
+    assert load.failures() == {}, load.failures()
+
+
+def _rolled(installed: Installed, before: set[str], image: str) -> None:
+    wait_for(f"no pod but those of {image}", lambda: installed.uids("choir").isdisjoint(before), timeout_s=200)
+    wait_ready(installed.cluster, installed.namespace, "choir")
+    images = {pod["spec"]["containers"][0]["image"] for pod in installed.pods("choir")}
+    assert images == {image}

@@ -1,0 +1,93 @@
+"""Asking coordinators over real sockets: one that cannot be asked costs a whole second only once."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from omnipipeline_operator.cluster import desks as desks_of
+from omnipipeline_operator.cluster.desks import Desk, Desks
+
+INSTANCES = [
+    {"unit": "u", "revision": "r", "endpoint": "tcp://10.0.0.1:5", "ready": True, "bound": 2, "waiting": 1},
+    {"unit": "u", "revision": "r", "endpoint": "tcp://10.0.0.1:6", "ready": True, "running": 4, "more": "ignored"},
+    {"unit": "u", "revision": "r", "endpoint": "tcp://[::2]:5", "ready": True, "draining": True},
+]
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """A coordinator's `/status`, at 127.0.0.1 and nowhere else."""
+
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response({"revisions": ["a", "b"], "instances": INSTANCES})
+
+    application = web.Application()
+    application.router.add_get("/status", status)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    found: int = runner.addresses[0][1]
+    yield found
+    await runner.cleanup()
+
+
+async def test_what_a_coordinator_says_and_one_that_nobody_answers_for(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desks_of, "PROBE_PORT", port)
+    async with Desks() as asked:
+        found = await asked.ask(["127.0.0.1", "127.0.0.2"])
+    [desk] = found
+    assert desk.revisions == ("a", "b")
+    assert desk.registered() == {("u", "r"): 1}, "two processes of one pod; the other drains"
+    assert desk.loads() == {"10.0.0.1": 7, "::2": 0}
+
+
+async def test_who_has_never_answered_is_waited_for_briefly_and_who_has_is_not(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.3", port), backlog=0) as silent:  # accepts, and never says a word
+        monkeypatch.setattr(desks_of, "PROBE_PORT", port)
+        async with Desks() as asked:
+            waits = []
+            for _ in range(2):
+                began = time.monotonic()
+                assert await asked.ask([silent.getsockname()[0]]) == []
+                waits.append(time.monotonic() - began)
+            assert waits[0] >= desks_of.TIMEOUT_S
+            assert desks_of.SHORT_S <= waits[1] < desks_of.TIMEOUT_S
+            patience = []
+
+            async def never(address: str, timeout_s: float) -> Desk | None:
+                patience.append(timeout_s)
+                return None
+
+            assert await asked.ask(["127.0.0.1"])
+            monkeypatch.setattr(asked, "_ask", never)
+            await asked.ask(["127.0.0.1"])
+            assert patience == [desks_of.TIMEOUT_S]
+
+
+async def test_addresses_of_long_ago_are_forgotten(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desks_of, "PROBE_PORT", port)
+    monkeypatch.setattr(desks_of, "REMEMBERED", 3)
+    async with Desks() as asked:
+        await asked.ask(["127.0.0.2"])  # refused
+        for number in range(10, 13):
+            await asked.ask([f"127.0.0.{number}"])
+        patience = []
+
+        async def never(address: str, timeout_s: float) -> Desk | None:
+            patience.append(timeout_s)
+            return None
+
+        monkeypatch.setattr(asked, "_ask", never)
+        await asked.ask(["127.0.0.2"])
+        await asked.ask(["127.0.0.12"])
+        assert patience == [desks_of.TIMEOUT_S, desks_of.SHORT_S]
