@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from typing import Final
 
 from stage_runtime.relays import memory
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.stage.stage import Stage
+
+LAST_TRIM: Final = 64  # calm beats
 
 
 class Rest:
@@ -20,7 +23,7 @@ class Rest:
         self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
         self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
         self._taken = 0  #: What the engines had taken at the last beat.
-        self._trimmed_at = 0  #: What they had taken when free memory was given back last.
+        self._calm = LAST_TRIM  #: Beats in a row without anything; a process that has done nothing yet is past it all.
 
     def beat(self, relays: Relays) -> None:
         busy = any(stage.busy for stage in self._stages)
@@ -36,8 +39,8 @@ class Rest:
         self._pinned = pins
 
     def _give_memory_back(self, taken: int, *, busy: bool) -> None:
-        """Once each time that the process has come to rest."""
-        if taken == self._taken != self._trimmed_at and not busy:
+        """At the first calm beat, the second, the fourth, the eighth…: what others hold of ours comes back late."""
+        self._calm = self._calm + 1 if taken == self._taken and not busy else 0
+        if 0 < self._calm <= LAST_TRIM and self._calm.bit_count() == 1:
             memory.give_back()
-            self._trimmed_at = taken
         self._taken = taken
