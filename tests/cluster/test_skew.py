@@ -14,8 +14,9 @@ from ledger import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
+LOADING_S = "10"
 #: The same image but for two constants: its protocol is a later one, and its coordinator does not wait long for a set
-#: of stages, so that its stages come as late as those that load a large model do.
+#: of stages, so that `LOADING_S` is longer, as the loading of a large model is.
 DOCKERFILE = r"""
 FROM {stage}
 USER 0
@@ -49,9 +50,10 @@ async def test_a_roll_to_another_protocol_and_back_fails_no_request(
 ) -> None:
     async with Load(choir, clients=4, slow=1) as load:
         await load.some(20)
-        for image in (next_image, installed.images.stage):
+        late = {"image": next_image, "envDefaults": {"LOADING_S": LOADING_S}}
+        for image, spec in ((next_image, late), (installed.images.stage, dict.fromkeys(late))):
             before = installed.uids("choir")
-            installed.patch("choir", {"image": image})
+            installed.patch("choir", spec)
             await asyncio.to_thread(_rolled, installed, before, image)
             await load.some(50)
     assert load.failures() == {}, load.failures()
