@@ -92,24 +92,36 @@ class Incoming:
     """The receiver's half of one link.
 
     session: our number of this link, higher than that of any link to the same peer before.
+    before:  of the link before this one, which we gave up. What the peer says again of what it said before it had
+             heard anything names no link of ours. Where it did hear that link later, it will give up its own, too, once
+             it hears this one: its words of before are void. Else it may go on, from where it had come to.
     """
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int, before: Incoming | None = None) -> None:
         self.session = session
         self.hears = 0  #: The peer's session that all frames here belong to; 0: none has come yet.
         self.heard = 0  #: Everything up to here has been delivered.
         self.owed = 0  #: Frames delivered since the last ack went out.
         self._asked = False
+        self._hears_us = False  #: A frame has shown that the peer hears this very link.
+        self._void = 0  #: No session of the peer's up to here is heard.
+        self._resumed = (0, 0)  #: A session of the peer's, and what of it was heard on the link before.
+        if before is not None:
+            self._void = max(before._void, before.hears if before._hears_us else 0)
+            self._resumed = (before.hears, before.heard) if before.hears > self._void else before._resumed
 
     def stand(self, session: int, hears: int) -> Standing:
         """Place a frame of the peer's ``session``, which has heard our session ``hears``."""
         if session == 0:  # said before its sender knew us: an introduction
             return Standing.CURRENT
-        if hears not in (0, self.session):
+        if hears not in (0, self.session) or session <= self._void:
             return Standing.LAGGING
         if self.hears == 0:
             self.hears = session
+            if session == self._resumed[0]:
+                self.heard = self._resumed[1]
         if session == self.hears:
+            self._hears_us = self._hears_us or hears == self.session
             return Standing.CURRENT
         return Standing.OLD if session < self.hears else Standing.RENEWED
 

@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from stage_runtime.errors import OtherProtocol, ProtocolError
-from stage_runtime.rules.links import ACK_EVERY, Standing, Verdict
+from stage_runtime.rules.links import ACK_EVERY, Incoming, Standing, Verdict
 from stage_runtime.sockets.addresses import Security, check, is_local
 from stage_runtime.sockets.links import Link
 from stage_runtime.wire import codec
@@ -43,6 +43,7 @@ STALL_RETRY_S: Final = 0.002
 RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_S, a busy receiver is no loss
 RESEND_MOST_S: Final = 4.0
 DISMISS_S: Final = 5.0  # to connect and be heard
+GIVEN_UP_KEPT: Final = 1000  # peers
 #: Why somebody who connected to us did not get as far as a word.
 TURNED_AWAY: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
@@ -95,6 +96,7 @@ class Channels:
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
+        self._given_up: dict[str, Incoming] = {}  #: Of the last link to a peer that was dropped, the oldest first.
         self._monitors: dict[Link, zmq.Socket[bytes]] = {}
         self._resends: dict[Link, tuple[float, float]] = {}  #: When to send again, and the patience that led there.
         self._owing: set[Link] = set()
@@ -145,7 +147,8 @@ class Channels:
         push.reconnect_ivl = 50
         push.reconnect_ivl_max = 1000
         monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        link = Link(self.incarnation, peer, endpoint, next(self._sessions), push, self._stalled)
+        incoming = Incoming(next(self._sessions), self._given_up.get(peer))
+        link = Link(self.incarnation, peer, endpoint, incoming, push, self._stalled)
         self._monitors[link] = monitor
         self._read(monitor, lambda: self._watch_link(link, monitor))
         if peer:
@@ -161,6 +164,7 @@ class Channels:
         link = self._unnamed.pop(endpoint, None)
         if link is not None:
             link.peer = peer
+            link.incoming = Incoming(link.incoming.session, self._given_up.get(peer))
             self._links[peer] = link
         return link
 
@@ -215,6 +219,10 @@ class Channels:
         link = self._links.pop(peer, None)
         if link is not None:
             self._close_link(link)
+            self._given_up.pop(peer, None)
+            self._given_up[peer] = link.incoming
+            if len(self._given_up) > GIVEN_UP_KEPT:
+                del self._given_up[next(iter(self._given_up))]
 
     def _dismissed(self, link: Link) -> None:
         if self._links.get(link.peer) is link:

@@ -25,13 +25,13 @@ class Link:
         me: str,
         peer: str,
         endpoint: str,
-        session: int,
+        incoming: Incoming,
         socket: zmq.Socket[bytes],
         stalled: Callable[[], None],
     ) -> None:
         self.peer = peer  #: Its incarnation; empty until it has introduced itself.
         self.endpoint = endpoint
-        self.incoming = Incoming(session)  #: Touched by the I/O thread, read by senders.
+        self.incoming = incoming  #: Touched by the I/O thread, read by senders.
         self.connected = False
         self.breaks = 0  #: How often its connection has broken.
         self.lost = False

@@ -171,30 +171,65 @@ def test_a_frame_is_placed_by_both_ends_numbers(
     assert incoming.stand(session, hears) is standing
 
 
+def test_what_the_peer_said_before_it_heard_anything_is_void_once_it_heard_the_link_given_up() -> None:
+    first = Incoming(1)
+    assert first.stand(7, 0) is Standing.CURRENT
+    assert first.accept(1) is Verdict.DELIVER
+    assert first.stand(7, 1) is Standing.CURRENT, "it hears us"
+    later = Incoming(3, Incoming(2, first))
+    assert later.stand(7, 0) is Standing.LAGGING
+    assert later.stand(8, 0) is Standing.CURRENT
+    assert later.accept(1) is Verdict.DELIVER
+
+
+def test_who_never_heard_the_link_given_up_goes_on_where_it_was() -> None:
+    first = Incoming(1)
+    assert first.stand(7, 0) is Standing.CURRENT
+    assert [first.accept(seq) for seq in (1, 2)] == [Verdict.DELIVER] * 2
+    later = Incoming(3, Incoming(2, first))
+    assert later.stand(7, 0) is Standing.CURRENT
+    assert [later.accept(seq) for seq in (1, 2, 3)] == [Verdict.DUPLICATE] * 2 + [Verdict.DELIVER]
+    anew = Incoming(3, Incoming(2, first))
+    assert anew.stand(8, 0) is Standing.CURRENT
+    assert anew.accept(1) is Verdict.DELIVER
+
+
 class End:
     """One end of a pair that may give its link up at any time."""
 
     def __init__(self) -> None:
-        self.session = 0
-        self.renew()
+        self.session = 1
+        self.incoming = Incoming(1)
+        self.said: list[tuple[int, int]] = []  #: (session, hears) of what may be said again, late.
 
     def renew(self) -> None:
         self.session += 1
-        self.incoming = Incoming(self.session)
+        self.incoming = Incoming(self.session, self.incoming)
+
+    def word(self) -> tuple[int, int]:
+        self.said.append((self.session, self.incoming.hears))
+        return self.said[-1]
 
 
-@given(st.lists(st.sampled_from(["renew a", "renew b", "a speaks", "b speaks"]), max_size=30))
-def test_two_ends_that_gave_up_apart_come_together_again(steps: list[str]) -> None:
-    """Whatever happened, a few words later both hear each other's present link and nobody gives up any more."""
+STEPS = ["renew a", "renew b", "a speaks", "b speaks", "a again", "b again"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 30)), max_size=40))
+def test_two_ends_that_gave_up_apart_come_together_again(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Whatever happened, and whatever old words came late: a few words later both hear each other's present link, and
+    nobody gives up any more.
+    """
     a, b = End(), End()
 
-    def speak(sender: End, receiver: End) -> Standing:
-        standing = receiver.incoming.stand(sender.session, sender.incoming.hears)
+    def speak(sender: End, receiver: End, word: tuple[int, int] | None = None) -> Standing:
+        standing = receiver.incoming.stand(*(word or sender.word()))
         if standing is Standing.RENEWED:
             receiver.renew()
         return standing
 
-    for step in [*steps, *["a speaks", "b speaks"] * 4]:
+    for step, which in [*steps, *[("a speaks", 0), ("b speaks", 0)] * 4]:
         match step:
             case "renew a":
                 a.renew()
@@ -204,5 +239,9 @@ def test_two_ends_that_gave_up_apart_come_together_again(steps: list[str]) -> No
                 speak(a, b)
             case "b speaks":
                 speak(b, a)
+            case "a again" if a.said:
+                speak(a, b, a.said[which % len(a.said)])
+            case "b again" if b.said:
+                speak(b, a, b.said[which % len(b.said)])
     assert [speak(a, b), speak(b, a)] == [Standing.CURRENT] * 2
     assert (a.incoming.hears, b.incoming.hears) == (b.session, a.session)

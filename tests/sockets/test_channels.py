@@ -225,6 +225,7 @@ async def test_an_end_that_gave_up_alone_comes_together_with_the_other_again() -
             b.say("aa", f"old {index}")
         await b.listener.until(lambda: len(b.listener.heard_words) == 50)
         await a.listener.until(lambda: len(a.listener.heard_words) == 50)
+        assert await a.channels.settled(5)
         a.channels.drop("bb")  # as when only this end's connection broke
         a.channels.connect("bb", b.endpoint)
         a.say("bb", "new")
@@ -233,6 +234,29 @@ async def test_an_end_that_gave_up_alone_comes_together_with_the_other_again() -
         b.say("aa", "new too")
         await b.listener.until(lambda: b.listener.heard_words[50:] == ["new"])
         await a.listener.until(lambda: a.listener.heard_words[50:] == ["new too"])
+        assert a.listener.lost_peers == []
+
+
+async def test_what_was_said_on_the_link_before_is_not_heard_again_on_the_next_one(short_path: Path) -> None:
+    """A frame that its sender repeats, first sent before it had heard anything: it names no link of ours."""
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        a.say("bb", "old")
+        b.say("aa", "old")
+        await a.listener.until(lambda: a.listener.heard_words == ["old"])
+        assert await a.channels.settled(5)  # so b has heard this link, and a knows
+        a.channels.drop("bb")
+        link = a.channels.connect("bb", b.endpoint)
+        await a.listener.until(lambda: link.connected)
+        late = raw(a.endpoint)
+        late.send(frame("bb", "aa", Goodbye("old")))
+        await a.listener.until(lambda: a.channels.counters["outdated"] == 1)
+        late.close()
+        await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])  # it is told
+        b.channels.connect("aa", a.endpoint)
+        b.say("aa", "new")
+        await a.listener.until(lambda: a.listener.heard_words == ["old", "new"])
         assert a.listener.lost_peers == []
 
 
