@@ -2,6 +2,9 @@
 
 What may happen to a request and what follows is `rules.requests`' table; who may be bound is `rules.members`'.
 Here both are fed and carried out. Everything runs on the coordinator's I/O thread.
+
+Over 450 lines and one room: whatever happens ends in one table of tickets, and each of these short methods changes it.
+What could be taken out is beside it: `admission`, `deadlines`, `elsewhere`, `tallies`, `telling`, `tickets`.
 """
 
 from __future__ import annotations

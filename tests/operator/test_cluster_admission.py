@@ -26,10 +26,16 @@ def enforcing(prepared: tuple[Cluster, Path], kube: Kube) -> Iterator[None]:
     cluster, folder = prepared
     command = [f"{part},{PLUGIN}" if part.startswith(FLAG) else part for part in kill_api_server(cluster)]
     assert any(PLUGIN in part for part in command), command
-    with (folder / "apiserver.log").open("ab") as log:
+    said = folder / "apiserver.log"
+    with said.open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def answers() -> bool:
+        assert process.poll() is None, said.read_text()[-2000:]
+        return cluster.kubectl("get", "--raw", "/readyz", check=False).returncode == 0
+
     try:
-        eventually(lambda: cluster.kubectl("get", "--raw", "/readyz", check=False).returncode == 0)
+        eventually(answers, what="the API server with the plugin")
         yield
     finally:
         process.send_signal(signal.SIGKILL)

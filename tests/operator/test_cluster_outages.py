@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -39,14 +40,19 @@ def api_address(told: dict[str, str]) -> tuple[str, int]:
 
 
 def kill_api_server(cluster: Cluster) -> list[str]:
-    """SIGKILL; its command line."""
+    """SIGKILL; its command line. Its port is free afterwards: a successor that finds it taken ends at once."""
     state = cluster.kubeconfig.parent / "run" / "apiserver.pid"
     if kit() is None or not state.is_file():
         pytest.skip("only the kit's API server can be restarted")
     number = int(state.read_text())
     command = Path(f"/proc/{number}/cmdline").read_bytes().decode().split("\0")[:-1]
-    os.kill(number, signal.SIGKILL)
-    state.unlink()  # a killed process is there until somebody reaps it
+    watched = os.pidfd_open(number)  # readable when its last thread has closed its files, whoever its parent is
+    try:
+        signal.pidfd_send_signal(watched, signal.SIGKILL)
+        assert select.select([watched], [], [], 60)[0], "the API server outlives SIGKILL"
+    finally:
+        os.close(watched)
+    state.unlink()  # its number may be there until somebody reaps it
     return command
 
 

@@ -19,6 +19,18 @@ INSTANCES = [
 ]
 
 
+def nobody_answers(asked: Desks, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """From now on; the list gets how long each was waited for."""
+    patience: list[float] = []
+
+    async def never(_: str, timeout_s: float) -> Desk | None:
+        patience.append(timeout_s)
+        return None
+
+    monkeypatch.setattr(asked, "_ask", never)
+    return patience
+
+
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     """A coordinator's `/status`, at 127.0.0.1 and nowhere else."""
@@ -62,14 +74,8 @@ async def test_who_has_never_answered_is_waited_for_briefly_and_who_has_is_not(
                 waits.append(time.monotonic() - began)
             assert waits[0] >= desks_of.TIMEOUT_S
             assert desks_of.SHORT_S <= waits[1] < desks_of.TIMEOUT_S
-            patience = []
-
-            async def never(address: str, timeout_s: float) -> Desk | None:
-                patience.append(timeout_s)
-                return None
-
             assert await asked.ask(["127.0.0.1"])
-            monkeypatch.setattr(asked, "_ask", never)
+            patience = nobody_answers(asked, monkeypatch)
             await asked.ask(["127.0.0.1"])
             assert patience == [desks_of.TIMEOUT_S]
 
@@ -81,13 +87,7 @@ async def test_addresses_of_long_ago_are_forgotten(port: int, monkeypatch: pytes
         await asked.ask(["127.0.0.2"])  # refused
         for number in range(10, 13):
             await asked.ask([f"127.0.0.{number}"])
-        patience = []
-
-        async def never(address: str, timeout_s: float) -> Desk | None:
-            patience.append(timeout_s)
-            return None
-
-        monkeypatch.setattr(asked, "_ask", never)
+        patience = nobody_answers(asked, monkeypatch)
         await asked.ask(["127.0.0.2"])
         await asked.ask(["127.0.0.12"])
         assert patience == [desks_of.TIMEOUT_S, desks_of.SHORT_S]

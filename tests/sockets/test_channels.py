@@ -18,6 +18,7 @@ import zmq
 from peers import SECRET, End, PeerProcess, Proxy, ends, hello, introduce
 
 from stage_runtime.errors import ConfigurationError, ValueRefused
+from stage_runtime.sockets import channels
 from stage_runtime.sockets.addresses import Security, check, resolve
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
@@ -258,6 +259,17 @@ async def test_what_was_said_on_the_link_before_is_not_heard_again_on_the_next_o
         b.say("aa", "new")
         await a.listener.until(lambda: a.listener.heard_words == ["old", "new"])
         assert a.listener.lost_peers == []
+
+
+async def test_links_of_long_ago_are_forgotten(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "GIVEN_UP_KEPT", 3)
+    a = End("aa", place("ipc", short_path, "a"))
+    async with ends(a):
+        for number in range(10):
+            a.channels.connect(f"p{number}", f"ipc://{short_path}/{number}")
+            a.channels.drop(f"p{number}")
+        kept = [name for name, value in vars(a.channels).items() if isinstance(value, dict) and len(value) > 3]
+        assert kept == []
 
 
 async def test_an_end_that_is_still_spoken_to_on_its_old_link_says_so() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_samples import SAMPLES
 
-from stage_runtime.errors import ProtocolError, ValueRefused
+from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     FRAME_LIMIT,
@@ -111,7 +111,7 @@ def test_another_protocol_is_named(version: int) -> None:
     same_shape = msgpack.packb([version, "a", "b", 1, 0, 1, 0, [24]])
     other_shape = msgpack.packb([version, {"sender": "a"}])
     for said in (same_shape, other_shape):
-        with pytest.raises(ProtocolError, match=f"protocol {version}, not {PROTOCOL}"):
+        with pytest.raises(OtherProtocol, match=f"protocol {version}, not {PROTOCOL}"):
             codec.decode(said)
 
 

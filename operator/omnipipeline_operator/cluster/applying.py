@@ -58,7 +58,7 @@ class Applier:
         return await self._made(manifest, self._client.apply(absent, manager=MANAGER))
 
     async def make_once(self, manifest: Manifest) -> Manifest:
-        """As `make`, for a child of which MANAGER writes nothing ever after: half the work for the API server."""
+        """As `make`, for a child of which MANAGER writes nothing ever after: less work for the API server."""
         return await self._made(manifest, self._client.create(manifest, manager=MANAGER))
 
     async def _made(self, manifest: Manifest, making: Awaitable[Manifest]) -> Manifest:
