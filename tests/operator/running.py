@@ -167,7 +167,8 @@ class Audit:
     def _entries(self) -> list[dict[str, Any]]:
         with self._path.open("rb") as log:
             log.seek(self._from)
-            entries = [json.loads(line) for line in log.read().splitlines()]
+            whole, _, _ = log.read().rpartition(b"\n")  # a line that is being written comes with the next look
+        entries = [json.loads(line) for line in whole.splitlines()]
         return [
             entry
             for entry in entries
