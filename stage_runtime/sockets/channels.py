@@ -1,12 +1,9 @@
 """A process's end of the control plane: one PULL socket, one link per peer, PUB or SUB for broadcasts.
 
 Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
-elsewhere. Sockets are drained by file descriptor, never through ``zmq.asyncio``, which costs twice the latency.
+elsewhere. The sockets themselves are `opening`'s, and who has said and heard what is `rules.links`'.
 What a message means is the handler's business; here it is counted, put in order, acknowledged, and its sender's
 life is watched: by libzmq's own heartbeats and disconnects, which go on while Python holds the GIL.
-
-Over 450 lines and one room: opening, saying, hearing, repeating and watching all change one table of links, on one
-thread; apart they would hand it to each other. What could be taken out is: `rules.links`, `links`, `addresses`.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from stage_runtime.errors import OtherProtocol, ProtocolError
 from stage_runtime.rules.links import ACK_EVERY, Incoming, Standing, Verdict
-from stage_runtime.sockets.addresses import Security, check, is_local
+from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.links import Link
+from stage_runtime.sockets.opening import Sockets, events_of
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     FRAME_LIMIT,
@@ -47,12 +44,6 @@ RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_
 RESEND_MOST_S: Final = 4.0
 DISMISS_S: Final = 5.0  # to connect and be heard
 GIVEN_UP_KEPT: Final = 1000  # peers
-#: Why somebody who connected to us did not get as far as a word.
-TURNED_AWAY: Final[dict[int, str]] = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or said nothing in time",
-}
 
 
 class Handler(Protocol):
@@ -88,14 +79,13 @@ class Channels:
         self.other_protocol_at = -math.inf  #: Monotonic time of the last frame of another protocol.
         self._handler = handler
         self._loop = loop
-        self._security = security
         self._dead_after_s = dead_after_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._guard = security.guard(self._context) if security else None
+        self._sockets = Sockets(
+            loop, security=security, dead_after_s=dead_after_s, turned_away=lambda why: self._refuse("turned_away", why)
+        )
         self._pulls: list[zmq.Socket[bytes]] = []
         self._subscriptions: dict[str, zmq.Socket[bytes]] = {}
         self._publisher: zmq.Socket[bytes] | None = None
-        self._doors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
@@ -113,39 +103,39 @@ class Channels:
 
     def bind(self, endpoint: str) -> str:
         """Listen there. Returns the endpoint as bound (a TCP port ``*`` or 0 is filled in)."""
-        pull = self._socket(zmq.PULL)
+        pull = self._sockets.make(zmq.PULL)
         pull.maxmsgsize = FRAME_LIMIT
-        bound = self._bind(pull, endpoint)
+        bound = self._sockets.bind(pull, endpoint)
         self._pulls.append(pull)
-        self._read(pull, lambda: self._drain(pull, self._take))
+        self._sockets.read(pull, lambda: self._drain(pull, self._take))
         return bound
 
     def bind_publisher(self, endpoint: str) -> str:
-        self._publisher = self._socket(zmq.PUB)
-        return self._bind(self._publisher, endpoint)
+        self._publisher = self._sockets.make(zmq.PUB)
+        return self._sockets.bind(self._publisher, endpoint)
 
     def subscribe(self, endpoint: str) -> None:
         """Hear a coordinator's broadcasts, too."""
         if endpoint in self._subscriptions:
             return
-        subscription = self._socket(zmq.SUB)
+        subscription = self._sockets.make(zmq.SUB)
         subscription.maxmsgsize = FRAME_LIMIT
         subscription.subscribe(b"")
-        self._connect(subscription, endpoint)
+        self._sockets.connect(subscription, endpoint)
         self._subscriptions[endpoint] = subscription
-        self._read(subscription, lambda: self._drain(subscription, self._overhear))
+        self._sockets.read(subscription, lambda: self._drain(subscription, self._overhear))
 
     def unsubscribe(self, endpoint: str) -> None:
         subscription = self._subscriptions.pop(endpoint, None)
         if subscription is not None:
-            self._forget(subscription)
+            self._sockets.forget(subscription)
 
     def connect(self, peer: str, endpoint: str) -> Link:
         """The link to ``peer``, made if need be; ``peer`` may be empty until it introduces itself (`name`)."""
         known = self._links.get(peer) if peer else self._unnamed.get(endpoint)
         if known is not None:
             return known
-        push = self._socket(zmq.PUSH)
+        push = self._sockets.make(zmq.PUSH)
         push.immediate = True  # frames for nobody stay with us, where they can be sent again
         push.reconnect_ivl = 50
         push.reconnect_ivl_max = 1000
@@ -153,13 +143,13 @@ class Channels:
         incoming = Incoming(next(self._sessions), self._given_up.get(peer))
         link = Link(self.incarnation, peer, endpoint, incoming, push, self._stalled)
         self._monitors[link] = monitor
-        self._read(monitor, lambda: self._watch_link(link, monitor))
+        self._sockets.read(monitor, lambda: self._watch_link(link, monitor))
         if peer:
             self._links[peer] = link
             self._loop.call_later(self._dead_after_s, self._must_be_connected, link, 0)
         else:
             self._unnamed[endpoint] = link
-        self._connect(push, endpoint)
+        self._sockets.connect(push, endpoint)
         return link
 
     def name(self, endpoint: str, peer: str) -> Link | None:
@@ -247,25 +237,27 @@ class Channels:
             self._close_link(link)
         self._links.clear()
         self._unnamed.clear()
-        for socket in [*self._doors, *self._pulls, *self._subscriptions.values()]:
-            self._forget(socket)
+        for socket in [*self._pulls, *self._subscriptions.values()]:
+            self._sockets.forget(socket)
         if self._publisher is not None:
             self._publisher.close(linger=0)
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.term()
+        self._sockets.close()
 
     # --- hearing ------------------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
+    def _decoded(self, data: bytes) -> Frame | None:
         try:
-            frame = codec.decode(data)
+            return codec.decode(data)
         except OtherProtocol as error:
             self.other_protocol_at = time.monotonic()
             self._refuse("other_protocol", str(error))
-            return
         except ProtocolError as error:
             self._refuse("garbage", str(error))
+        return None
+
+    def _take(self, data: bytes) -> None:
+        frame = self._decoded(data)
+        if frame is None:
             return
         if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
             self.counters["misdirected"] += 1  # said to an earlier life at this endpoint
@@ -319,12 +311,8 @@ class Channels:
         return None
 
     def _overhear(self, data: bytes) -> None:
-        try:
-            frame = codec.decode(data)
-        except ProtocolError as error:
-            self._refuse("garbage", str(error))
-            return
-        if isinstance(frame.message, Abort) and frame.sender in self._links:
+        frame = self._decoded(data)
+        if frame is not None and isinstance(frame.message, Abort) and frame.sender in self._links:
             self._handler.heard(frame.sender, frame.message)
 
     def _refuse(self, kind: str, why: str) -> None:
@@ -403,11 +391,7 @@ class Channels:
     # --- watching lives -----------------------------------------------------------------------------------------
 
     def _watch_link(self, link: Link, monitor: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.ZMQError:
-                return
+        for event in events_of(monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 link.connected = True
                 self.counters["connected"] += 1
@@ -435,68 +419,10 @@ class Channels:
         self.drop(link.peer)
         self._handler.lost(link.peer)
 
-    # --- sockets ------------------------------------------------------------------------------------------------
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.linger = 0
-        socket.sndhwm = socket.rcvhwm = 2000
-        # A frozen peer is seen one timeout after a beat, so at most an interval later: within dead_after_s in all,
-        # which leaves the grace for reconnecting to the promised 4 s.
-        socket.heartbeat_ivl = int(self._dead_after_s * 1000 / 3)
-        socket.heartbeat_timeout = int(self._dead_after_s * 2000 / 3)
-        socket.ipv6 = True
-        return socket
-
-    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        if self._security is not None and not is_local(check(endpoint)):
-            self._security.server(socket)
-        door = self._door(socket)
-        socket.bind(check(endpoint))
-        bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-        self._doors.append(door)
-        self._read(door, lambda: self._watch_door(door, bound))
-        return bound
-
-    def _door(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Where libzmq says whom it turned away at ``socket``."""
-        address = f"inproc://door-{len(self._doors)}"
-        socket.monitor(address, sum(TURNED_AWAY))
-        door: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        door.rcvhwm = 0  # a full one would block libzmq's thread, and with it our heartbeats, while we compute
-        door.connect(address)
-        return door
-
-    def _watch_door(self, door: zmq.Socket[bytes], endpoint: str) -> None:
-        while True:
-            try:
-                event = parse_monitor_message(door.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.ZMQError:
-                return
-            if event in TURNED_AWAY:
-                self._refuse("turned_away", f"at {endpoint}: {TURNED_AWAY[event]}")
-
-    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        if self._security is not None and not is_local(check(endpoint)):
-            self._security.client(socket)
-        socket.connect(check(endpoint))
-
-    def _read(self, socket: zmq.Socket[bytes], ready: Callable[[], None]) -> None:
-        self._loop.add_reader(_descriptor(socket), ready)
-        self._loop.call_soon(ready)  # an edge may have come before we listened
-
-    def _forget(self, socket: zmq.Socket[bytes]) -> None:
-        self._loop.remove_reader(_descriptor(socket))
-        socket.close(linger=0)
-
     def _close_link(self, link: Link) -> None:
         self._owing.discard(link)
         self._resends.pop(link, None)
         monitor = self._monitors.pop(link)
-        self._loop.remove_reader(_descriptor(monitor))
+        self._sockets.deafen(monitor)
         link.close()
         monitor.close(linger=0)
-
-
-def _descriptor(socket: zmq.Socket[bytes]) -> int:
-    return int(socket.getsockopt(zmq.FD))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster import store as store_of
 from omnipipeline_operator.cluster.kinds import PIPELINE, SERVICE
@@ -38,6 +40,35 @@ def test_the_successor_of_a_deleted_object_survives_its_late_deletion() -> None:
     store.put(service(9, uid="new"))
     store.drop(service(8, uid="old"))
     assert store.child(KEY, SERVICE, "demo") is not None
+
+
+def test_a_page_of_a_list_that_comes_in_after_a_deletion_brings_nothing_back() -> None:
+    store = Store()
+    store.put(service(5))
+    store.drop(service(8))
+    assert store.put(service(5)) is None
+    assert store.put(service(7, port=7)) is None
+    assert store.children(KEY, SERVICE) == []
+    assert store.put(service(9, uid="made anew")) == KEY
+
+
+def test_a_child_that_lost_its_label_to_the_watch_comes_back_with_it() -> None:
+    """For a watch by label, what loses its label is deleted, and what gets it back is new."""
+    store = Store()
+    store.put(service(5))
+    store.drop(service(8))
+    assert store.put(service(9)) == KEY
+    store.drop(service(8))  # we had given it back before the news of its loss came in
+    assert store.child(KEY, SERVICE, "demo") is not None
+
+
+def test_deletions_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_of, "GONE_KEPT", 3)
+    store = Store()
+    for number in range(10):
+        store.put(service(5, uid=f"s{number}"))
+        store.drop(service(8, uid=f"s{number}"))
+    assert [name for name, value in vars(store).items() if len(value) > 3] == []
 
 
 def test_a_child_that_loses_its_label_is_no_child_any_more() -> None:

@@ -424,6 +424,21 @@ async def test_broadcast_aborts_are_heard_and_nothing_else_is(short_path: Path) 
         b.channels.unsubscribe(publisher)
 
 
+async def test_broadcasts_of_another_protocol_are_counted_as_such(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        b.channels.subscribe(a.channels.bind_publisher(f"ipc://{short_path}/pub"))
+        monkeypatch.setattr(channels, "PROTOCOL", PROTOCOL + 1)
+        while not b.channels.counters["other_protocol"]:
+            a.channels.publish(Abort("r1", 1, "aa", "cancelled"))
+            await asyncio.sleep(0.02)
+        assert b.channels.counters["garbage"] == 0
+        assert b.listener.messages == []
+
+
 async def test_a_backlog_beyond_the_sockets_buffers_is_delivered_when_the_peer_comes(short_path: Path) -> None:
     a = End("aa", place("ipc", short_path, "a"))
     async with ends(a):

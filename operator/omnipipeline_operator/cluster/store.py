@@ -20,6 +20,7 @@ Key = tuple[str, str]  # namespace, name of the pipeline
 Address = tuple[str, str, str]  # kind, namespace, name
 
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+GONE_KEPT: Final = 1000  # deletions; a page of a list, or the answer to a write, is not older than the last few
 
 
 class Store:
@@ -30,10 +31,16 @@ class Store:
         #: Addresses of the children of each pipeline. Every address in here is in ``_objects``.
         self._children: dict[Key, set[Address]] = {}
         self._stirred: dict[Key, int] = {}
+        self._gone: dict[str, int] = {}  #: uid -> version in which an object was deleted, or lost our label.
 
     def put(self, manifest: Mapping[str, Any]) -> Key | None:
-        """Remember an object, unless it or something newer is known; the pipeline that has to be looked at now."""
+        """Remember an object, unless it or something newer is known; the pipeline that has to be looked at now.
+
+        A page of a list, and the answer to a write, may come in after the news that the object is gone.
+        """
         address, key = address_of(manifest), _pipeline_of(manifest)
+        if _version(manifest) <= self._gone.get(_uid(manifest), -1):
+            return None
         known = self._objects.get(address)
         if known is not None and _version(known) >= _version(manifest) and _uid(known) == _uid(manifest):
             return None
@@ -53,10 +60,14 @@ class Store:
         return self._stirred.get(key, 0)
 
     def drop(self, manifest: Mapping[str, Any]) -> Key | None:
-        """Forget an object that is gone, unless its successor is known already."""
+        """Forget an object that is gone, unless its successor is known already, or that it is back (with our label)."""
         address = address_of(manifest)
+        self._gone.pop(_uid(manifest), None)
+        self._gone[_uid(manifest)] = _version(manifest)
+        if len(self._gone) > GONE_KEPT:
+            del self._gone[next(iter(self._gone))]
         known = self._objects.get(address)
-        if known is not None and _uid(known) == _uid(manifest):
+        if known is not None and _uid(known) == _uid(manifest) and _version(known) <= _version(manifest):
             self._forget(address, known)
             del self._objects[address]
             if manifest["kind"] == PIPELINE.name:

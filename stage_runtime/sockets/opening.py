@@ -1,0 +1,121 @@
+"""A process's ZeroMQ sockets: opened, secured, read by descriptor, closed; and who was turned away at them.
+
+Here: what all of them have in common. Not here: what is said through them, and to whom (`channels`, `links`). Never
+through ``zmq.asyncio``, which costs twice the latency. Called by `channels`, on the process's I/O thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from stage_runtime.sockets.addresses import Security, check, is_local
+
+BUFFERED: Final = 2000  # frames on either side of a socket
+#: Why somebody who connected to us did not get as far as a word.
+TURNED_AWAY: Final[dict[int, str]] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or said nothing in time",
+}
+
+
+class Sockets:
+    """One context and the sockets made in it. `close` when all that were made are closed."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        security: Security | None,
+        dead_after_s: float,
+        turned_away: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._security = security
+        self._dead_after_s = dead_after_s
+        self._turned_away = turned_away
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._guard = security.guard(self._context) if security else None
+        self._doors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
+
+    def make(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket that is neither bound nor connected; heartbeats find a frozen peer."""
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = BUFFERED
+        # A frozen peer is seen one timeout after a beat, so at most an interval later: within dead_after_s in all,
+        # which leaves the grace for reconnecting to the promised 4 s.
+        socket.heartbeat_ivl = int(self._dead_after_s * 1000 / 3)
+        socket.heartbeat_timeout = int(self._dead_after_s * 2000 / 3)
+        socket.ipv6 = True
+        return socket
+
+    def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        """Returns the endpoint as bound. Whom libzmq turns away at it, and why, is told."""
+        if self._security is not None and not is_local(check(endpoint)):
+            self._security.server(socket)
+        door = self._door(socket)
+        socket.bind(check(endpoint))
+        bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._doors.append(door)
+        self.read(door, lambda: self._watch(door, bound))
+        return bound
+
+    def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        if self._security is not None and not is_local(check(endpoint)):
+            self._security.client(socket)
+        socket.connect(check(endpoint))
+
+    def read(self, socket: zmq.Socket[bytes], ready: Callable[[], None]) -> None:
+        """Call ``ready`` when there may be something; it takes all there is, for the descriptor is edge-triggered."""
+        self._loop.add_reader(_descriptor(socket), ready)
+        self._loop.call_soon(ready)  # an edge may have come before we listened
+
+    def deafen(self, socket: zmq.Socket[bytes]) -> None:
+        """Before a socket that is read is closed."""
+        self._loop.remove_reader(_descriptor(socket))
+
+    def forget(self, socket: zmq.Socket[bytes]) -> None:
+        """Close a socket that is read."""
+        self.deafen(socket)
+        socket.close(linger=0)
+
+    def close(self) -> None:
+        for door in self._doors:
+            self.forget(door)
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.term()
+
+    def _door(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Where libzmq says whom it turned away at ``socket``."""
+        address = f"inproc://door-{len(self._doors)}"
+        socket.monitor(address, sum(TURNED_AWAY))
+        door: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        door.rcvhwm = 0  # a full one would block libzmq's thread, and with it our heartbeats, while we compute
+        door.connect(address)
+        return door
+
+    def _watch(self, door: zmq.Socket[bytes], endpoint: str) -> None:
+        for event in events_of(door):
+            if event in TURNED_AWAY:
+                self._turned_away(f"at {endpoint}: {TURNED_AWAY[event]}")
+
+
+def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:
+    """What a monitor has to say now; nothing once it is closed."""
+    while True:
+        try:
+            parts = monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return
+        yield parse_monitor_message(parts)["event"]
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
