@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import hmac
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from stage_runtime.relays import memory
 from stage_runtime.relays.base import ALIGNMENT, Peer, TransferId
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.operations import GetOperation, Pins
+
+log = logging.getLogger(__name__)
 
 REMEMBERED: Final = 10_000  # dropped transfers whose late pieces are known as such
 WORD: Final = 8  # alignment of a frame that may be used where it lies
@@ -101,6 +104,8 @@ class Arrivals:
         header = self._header(frames)
         if header is None:
             self._counts["garbage_messages"] += 1
+            if self._counts["garbage_messages"] == 1:
+                log.warning("tcp relay: dropped a message of nobody known, or without sense; more will only be counted")
             return
         key = (Peer(header.sender), TransferId(header.transfer))
         body = frames[1].buffer

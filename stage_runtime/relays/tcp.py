@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays import memory
@@ -81,6 +82,7 @@ class TcpRelay:
         self._lock = threading.Lock()
         self._unreleased_bytes = 0
         self._counts = dict.fromkeys(("sent_transfers", "sent_bytes", "turned_away"), 0)
+        self._told: set[zmq.Event] = set()  #: Why somebody was turned away, as far as it is in the log.
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
         self._socket, self._endpoint = self._bound()
@@ -283,6 +285,13 @@ class TcpRelay:
         self._arrivals.expire(time.monotonic())
         self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
 
+    def _turned_away(self, why: zmq.Event) -> None:
+        """Counted each time, told once a reason."""
+        self._counts["turned_away"] += 1
+        if why not in self._told:
+            self._told.add(why)
+            log.warning("tcp relay: somebody was turned away at %s: %s", self._endpoint, why.name)
+
     def _receive(self) -> None:
         """The receiving thread: until `close` says stop."""
         stop = self._zmq.socket(zmq.PAIR)
@@ -297,8 +306,7 @@ class TcpRelay:
                 stop.close(linger=0)
                 return
             if self._door in ready:
-                self._door.recv_multipart()
-                self._counts["turned_away"] += 1
+                self._turned_away(zmq.Event(parse_monitor_message(self._door.recv_multipart())["event"]))
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

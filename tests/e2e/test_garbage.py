@@ -269,6 +269,11 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
                     utter(one, [b"garbage", b"x" * 100], [b"z"] * 500, [bytes(9 << 20)])
             await eventually(lambda: every("garbage", "relay_tcp_garbage_messages"), 30)
             await goes_on()
+        lines = (base / "log").read_text().splitlines()
+        for process in before:
+            relay = [line for line in lines if line.startswith(f"{process}: ") and "tcp relay: " in line]
+            assert sum("turned away" in line for line in relay) in (1, 2, 3), "a line a reason"
+            assert sum("dropped a message" in line for line in relay) == 1
         assert made.pids() == before
         await at_rest(client)
 
