@@ -62,6 +62,14 @@ def test_a_child_that_lost_its_label_to_the_watch_comes_back_with_it() -> None:
     assert store.child(KEY, SERVICE, "demo") is not None
 
 
+def test_what_was_not_found_is_gone_for_good() -> None:
+    store = Store()
+    store.put(pipeline(5))
+    store.drop({"kind": PIPELINE.name, "metadata": {"namespace": "space", "name": "demo", "uid": "u"}})
+    assert store.pipeline(KEY) is None
+    assert store.put(pipeline(7)) is None
+
+
 def test_deletions_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_of, "GONE_KEPT", 3)
     store = Store()

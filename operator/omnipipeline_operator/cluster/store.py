@@ -9,6 +9,7 @@ ours brings nothing new and wakes nobody; whoever wrote looks once more because 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ class Store:
         #: Addresses of the children of each pipeline. Every address in here is in ``_objects``.
         self._children: dict[Key, set[Address]] = {}
         self._stirred: dict[Key, int] = {}
-        self._gone: dict[str, int] = {}  #: uid -> version in which an object was deleted, or lost our label.
+        self._gone: dict[str, float] = {}  #: uid -> version in which an object was deleted, or lost our label.
 
     def put(self, manifest: Mapping[str, Any]) -> Key | None:
         """Remember an object, unless it or something newer is known; the pipeline that has to be looked at now.
@@ -60,14 +61,17 @@ class Store:
         return self._stirred.get(key, 0)
 
     def drop(self, manifest: Mapping[str, Any]) -> Key | None:
-        """Forget an object that is gone, unless its successor is known already, or that it is back (with our label)."""
-        address = address_of(manifest)
+        """Forget an object that is gone, unless its successor is known already, or that it is back (with our label).
+
+        Without a version it is gone for good: its uid never comes again.
+        """
+        address, version = address_of(manifest), _version(manifest) or math.inf
         self._gone.pop(_uid(manifest), None)
-        self._gone[_uid(manifest)] = _version(manifest)
+        self._gone[_uid(manifest)] = version
         if len(self._gone) > GONE_KEPT:
             del self._gone[next(iter(self._gone))]
         known = self._objects.get(address)
-        if known is not None and _uid(known) == _uid(manifest) and _version(known) <= _version(manifest):
+        if known is not None and _uid(known) == _uid(manifest) and _version(known) <= version:
             self._forget(address, known)
             del self._objects[address]
             if manifest["kind"] == PIPELINE.name:
