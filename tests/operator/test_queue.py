@@ -67,14 +67,19 @@ async def test_a_pipeline_is_never_looked_at_twice_at_a_time_and_no_event_is_los
     assert await given.take() == A
 
 
-async def test_a_failing_pipeline_waits_longer_each_time_and_holds_up_nobody(given: Queue) -> None:
+async def test_a_failing_pipeline_waits_longer_each_time_and_holds_up_nobody(given: Queue, clock: Clock) -> None:
     waits = []
+    given.add(A)
     for _ in range(12):
-        given.add(A)
         assert await given.take() == A
         waits.append(given.failed(A))
+        clock.now_s += waits[-1] - 0.001
+        assert await is_idle(given)
+        clock.now_s += 0.002
     assert waits[:3] == [FIRST_RETRY_S, FIRST_RETRY_S * 2, FIRST_RETRY_S * 4]
     assert waits[-1] == LAST_RETRY_S
+    await given.take()
+    given.failed(A)
     given.add(B)
     assert await given.take() == B
 
@@ -105,10 +110,14 @@ async def test_a_change_during_a_failing_look_is_looked_at_soon_but_not_at_once(
     assert await is_idle(given)
 
 
-async def test_the_api_servers_retry_after_is_kept(given: Queue) -> None:
+async def test_the_api_servers_retry_after_is_kept(given: Queue, clock: Clock) -> None:
     given.add(A)
     await given.take()
     assert given.failed(A, least_s=30.0) == 30.0
+    clock.now_s += 29.9
+    assert await is_idle(given)
+    clock.now_s += 0.2
+    assert await given.take() == A
 
 
 async def test_a_later_look_does_not_put_off_an_earlier_one(given: Queue, clock: Clock) -> None:

@@ -134,6 +134,22 @@ def test_suspending_takes_everything_down_and_resuming_brings_it_back() -> None:
     assert world.held[COORDINATOR, "c"].replicas == 1
 
 
+def test_suspending_in_mid_roll_takes_old_and_new_and_what_was_never_there_begins_at_none() -> None:
+    world = running({"a": "a1"}, {"a": 2})
+    world.act(goal({"a": "a2"}, {"a": 2}))
+    world.act(goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1}, suspended=True))
+    asked = {key: held.replicas for key, held in world.held.items()}
+    assert asked == dict.fromkeys([("a", "a1"), ("a", "a2"), ("b", "b1"), (COORDINATOR, "c")], 0)
+
+
+def test_of_several_old_revisions_the_one_that_served_last_stays_longest() -> None:
+    world = running({"a": "a1"}, {"a": 2})
+    world.held["a", "a2"] = Held(replicas=2, ready=2, born=world.time + 1)  # complete, and never served
+    world.held["a", "a3"] = Held(replicas=1, ready=1, born=world.time + 2)
+    world.act(goal({"a": "a3"}, {"a": 2}))
+    assert spec_of(world, "a") == {"a1": 1, "a2": 0, "a3": 2}
+
+
 def test_old_deployments_beyond_the_history_go_oldest_first() -> None:
     world = World(serving={"a": "a9"})
     for age in range(5):

@@ -47,7 +47,7 @@ def test_a_page_of_a_list_that_comes_in_after_a_deletion_brings_nothing_back() -
     store.put(service(5))
     store.drop(service(8))
     assert store.put(service(5)) is None
-    assert store.put(service(7, port=7)) is None
+    assert store.put(service(8, port=8)) is None
     assert store.children(KEY, SERVICE) == []
     assert store.put(service(9, uid="made anew")) == KEY
 
@@ -90,7 +90,8 @@ def test_a_child_that_loses_its_label_is_no_child_any_more() -> None:
 def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
     store = Store()
     store.put(service(5, name="ghost"))
-    store.put(service(20, name="just-made"))
+    store.put(service(10, name="as old as the list"))
+    store.put(service(11, name="just-made"))
     store.put(service(6, name="there"))
     changed = store.drop_unlisted(SERVICE, {address_of(service(6, name="there"))}, older_than=10)
     assert changed == {KEY}
