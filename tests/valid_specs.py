@@ -64,7 +64,11 @@ def _graph(draw: st.DrawFn, names: list[str]) -> list[Document]:
                 stages[parent].setdefault(field, []).append(name)
     for name in names:
         stage = stages[name]
-        _hooks(draw, stage, [parent for parent in names if name in stages[parent].get("next", [])])
+        sources = [parent for parent in names if name in stages[parent].get("next", [])]
+        _hooks(draw, stage, sources)
+        if len(sources) > 1 and "waitFor" not in stage:  # takes one payload: routes choose who sends it
+            for parent in sources:
+                stages[parent].setdefault("routeFn", draw(FUNCTIONS))
     return list(stages.values())
 
 
@@ -74,7 +78,7 @@ def _hooks(draw: st.DrawFn, stage: Document, sources: list[str]) -> None:
     elif draw(st.booleans()):
         stage["routeFn"] = draw(FUNCTIONS)
     if sources and draw(st.booleans()):
-        stage["waitFor"] = draw(st.lists(st.sampled_from(sources), min_size=1, unique=True))
+        stage["waitFor"] = draw(st.permutations(sources))
         stage["mergeFn"] = draw(FUNCTIONS)
         if draw(st.booleans()):
             stage["waitForFn"] = draw(FUNCTIONS)

@@ -1,7 +1,7 @@
 """One form of every value before it is compared or hashed.
 
 Here: `canonical` (what JSON and a Go API server leave of a value: 1.0 is 1, tuples
-are lists, keys are sorted, a null entry is none), its bytes and its
+are lists, keys are sorted), `without_nulls`, a value's bytes and its
 hash. Not here: which values are refused (`shapes`). Called by `shapes` and `planning`.
 """
 
@@ -45,9 +45,21 @@ def canonical(value: Any, place: str = "") -> Any:
             return [canonical(item, f"{place}[{index}]") for index, item in enumerate(value)]
         case Mapping():
             keys = sorted(_key(key, place) for key in value)  # as Go writes a map
-            # `kubectl apply` drops a null, create and server-side apply keep it: null is unset, here as in every field.
-            return {key: canonical(value[key], join(place, key)) for key in keys if value[key] is not None}
+            return {key: canonical(value[key], join(place, key)) for key in keys}
     raise NotCanonical(place, f"{value!r} is of type {type(value).__name__}; a spec holds what JSON can say")
+
+
+def without_nulls(value: Any) -> Any:
+    """A document of YAML without the entries of its maps that are null, at every depth.
+
+    `kubectl apply` drops a null, create and server-side apply keep it: null is unset, in every field alike.
+    """
+    match value:
+        case Mapping():
+            return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        case list():
+            return [without_nulls(item) for item in value]
+    return value
 
 
 def join(place: str, key: str) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from omnipipeline_spec import cluster
+from omnipipeline_spec import cluster, variables
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 
 
@@ -165,6 +165,15 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
         Rule(
             rule="!(has(self.value) && self.value != '' && has(self.valueFrom))",
             message="must not have both value and valueFrom",
+        ),
+        Rule(
+            rule=f"!self.name.startsWith('{variables.PREFIX}') || self.name in {sorted(variables.TUNABLE)}",
+            message=f"the operator sets the variables that begin with {variables.PREFIX}; free are "
+            + ", ".join(sorted(variables.TUNABLE)),
+        ),
+        Rule(
+            rule=f"!(self.name in {sorted(variables.DEVICES)})",
+            message=" and ".join(sorted(variables.DEVICES)) + " follow from the stages' gpu",
         ),
     ),
     cluster.EnvSource: (

@@ -165,9 +165,14 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
     ] = ()
     shared_memory: Annotated[Quantity | None, doc("Size of /dev/shm; groups in one pod add up.")] = None
     startup: Annotated[Startup | None, doc("How long loading may take.")] = None
-    drain: Annotated[Drain | None, doc("How the pods leave; of groups in one pod the longest counts.")] = None
+    drain: Annotated[
+        Drain | None, doc("How the pods leave; of groups in one pod the longest that is given counts.")
+    ] = None
     stuck_after_seconds: Annotated[
-        WholeSeconds | None, doc("A loop with work and no progress for so long is stuck; unset is 300.")
+        WholeSeconds | None,
+        doc(
+            "A loop with work and no progress for so long is stuck; unset is 300. In one pod the longest given counts."
+        ),
     ] = None
     placement: Annotated[Placement | None, doc("On which nodes the pods may run.")] = None
     pod_template: Annotated[
@@ -186,9 +191,13 @@ class Http(Spec, frozen=True, kw_only=True):
     max_in_flight: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)], doc("Admission cap: more requests at once get rate_limited.")
     ] = 256
-    api_key_secret_ref: Annotated[KeyReference | None, doc("Key that clients must send as a bearer token.")] = None
+    api_key_secret_ref: Annotated[
+        KeyReference | None,
+        doc("Bearer tokens, one a line, of which clients must send one; read again when the Secret changes."),
+    ] = None
     media_hosts: Annotated[
-        Annotated[Sequence[ShortText], Meta(max_length=64)], doc("Hosts that media URLs in requests may name.")
+        Annotated[Sequence[ShortText], Meta(max_length=64)],
+        doc("Hosts that media URLs in requests may name, as host or host:port."),
     ] = ()
 
 
@@ -251,7 +260,9 @@ class ModelCache(Spec, frozen=True, kw_only=True):
         doc("None: each container downloads. EmptyDir: shared in a pod. PersistentVolumeClaim: survives pods."),
     ] = "None"
     claim_name: Annotated[ResourceName | None, doc("An existing claim to use.")] = None
-    size: Annotated[Quantity | None, doc("Size of a claim that the operator makes; it survives the pipeline.")] = None
+    size: Annotated[
+        Quantity | None, doc("Of an EmptyDir, or of a claim that the operator makes; the claim survives the pipeline.")
+    ] = None
     storage_class_name: Annotated[ShortText | None, doc("Storage class of that claim.")] = None
     prefetch: Annotated[Prefetch, doc("Filling the cache before pods start.")] = field(default_factory=Prefetch)
 
@@ -270,6 +281,7 @@ class Ingress(Spec, frozen=True, kw_only=True):
     class_name: Annotated[ShortText | None, doc("Ingress class.")] = None
     host: Annotated[ShortText | None, doc("Host name; unset matches all.")] = None
     tls_secret_name: Annotated[ResourceName | None, doc("Secret with the certificate; unset is plain HTTP.")] = None
+    annotations: Annotated[Labels, doc("Annotations of the Ingress: body size, time-outs, cert-manager.")] = {}
 
 
 class Expose(Spec, frozen=True, kw_only=True):

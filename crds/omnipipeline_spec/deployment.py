@@ -7,16 +7,23 @@ Here: the faults of fields that only say how pods are made. Not here: the graph 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
-from omnipipeline_spec import grouping, quantities
+from omnipipeline_spec import grouping, quantities, variables
 from omnipipeline_spec.cluster import EnvVar, Resources
 from omnipipeline_spec.errors import Fault
 from omnipipeline_spec.pipeline import PipelineConfig
 
 ADMIN_PORT, PROBE_PORT, PUBLISHER_PORT, CONTROL_PORT = 8001, 8081, 5549, 5550
 FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be
-OWN_VARIABLES = frozenset({"OMNI_PLAN", "OMNI_GROUP", "OMNI_COORDINATOR", "OMNI_CONTROL_KEY_FILE"})
+NO_HOST = frozenset("/*@?#[]\\")  # in a URL no part of a host, so such an entry would never match
+#: What every process imports. Inline code stands before it on the path, the standard library included.
+TAKEN_MODULES = sys.stdlib_module_names | {
+    *("stage_runtime", "stage_models", "omnipipeline_spec", "omnipipeline_operator", "sitecustomize", "usercustomize"),
+    *("click", "cryptography", "fastapi", "httptools", "httpx", "msgspec", "numpy", "prometheus_client"),
+    *("pydantic", "python_multipart", "rich", "soundfile", "starlette", "torch", "uvicorn", "uvloop", "yaml", "zmq"),
+}
 MAX_CODE_BYTES = 512 * 1024  # with the plan beside it in one ConfigMap, which holds 1 MiB
 
 
@@ -46,9 +53,7 @@ def _environment(spec: PipelineConfig) -> Iterator[Fault]:
         if variable.value_from is not None and _sources(variable) != 1:
             message = f"of {variable.name!r} must have exactly one source"
             yield Fault(path=f"{path}.valueFrom", message=message, names=(variable.name,))
-        if variable.name in OWN_VARIABLES:
-            message = f"{variable.name!r} is set by the operator itself"
-            yield Fault(path=f"{path}.name", message=message, names=(variable.name,))
+    yield from variables.faults(spec)
     for index, source in enumerate(spec.env_from):
         if (source.secret_ref is None) == (source.config_map_ref is None):
             message = "must have exactly one of secretRef and configMapRef"
@@ -68,6 +73,10 @@ def _code(spec: PipelineConfig) -> Iterator[Fault]:
     for name in sorted(files):
         if re.fullmatch(FILE_NAME[1:-1], name) is None or name.startswith("..") or name == ".":
             message = f"{name!r} is no file name: letters, digits, '.', '-' and '_' (no folders)"
+            yield Fault(path=f"code.inline[{name!r}]", message=message, names=(name,))
+        module, _, ending = name.partition(".")
+        if module in TAKEN_MODULES and ending.endswith(("py", "so")):
+            message = f"would be imported in place of the module {module}; give it another name"
             yield Fault(path=f"code.inline[{name!r}]", message=message, names=(name,))
     total = sum(len(text.encode()) for text in files.values())
     if total > MAX_CODE_BYTES:
@@ -95,6 +104,10 @@ def _coordinator(spec: PipelineConfig) -> Iterator[Fault]:
     if port in reserved_ports():
         message = f"{port} is taken in every pod (admin, probes or control)"
         yield Fault(path="coordinator.http.port", message=message)
+    for index, host in enumerate(spec.coordinator.http.media_hosts):
+        if not host or set(host) & NO_HOST or any(letter.isspace() for letter in host):
+            message = f"{host!r} is no host: write it as host or host:port"
+            yield Fault(path=f"coordinator.http.mediaHosts[{index}]", message=message, names=(host,))
     beat, dead = spec.control.heartbeat_seconds, spec.control.dead_after_seconds
     if dead <= beat:
         message = f"{dead:g} must be more than heartbeatSeconds {beat:g}, or every peer is dead between two beats"
@@ -110,6 +123,12 @@ def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
     if not claim and (cache.claim_name or cache.storage_class_name):
         message = f"of type {cache.type} has no claimName and no storageClassName"
         yield Fault(path="modelCache", message=message)
+    if cache.type == "None" and cache.size:
+        message = "is of no use with type None, the default: say EmptyDir or PersistentVolumeClaim"
+        yield Fault(path="modelCache.size", message=message)
+    if claim and cache.claim_name and cache.storage_class_name:
+        message = "is of the claim that size makes; claimName names one that exists"
+        yield Fault(path="modelCache.storageClassName", message=message)
     if not claim and cache.prefetch.enabled:
         message = f"needs type PersistentVolumeClaim; {cache.type} keeps nothing between pods"
         yield Fault(path="modelCache.prefetch", message=message)

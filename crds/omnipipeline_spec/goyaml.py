@@ -25,6 +25,8 @@ from omnipipeline_spec.canonical import INT_BOUND, join
 from omnipipeline_spec.errors import UnreadableSpec
 
 MAX_NODES: Final = 200_000  # aliases can make a small text a huge value
+MAX_LEVELS: Final = 128  # each costs PyYAML and `_Reading` five calls on the stack
+MAX_DIGITS: Final = 66  # of an integer of 64 bits: in binary, with its prefix
 
 _WORDS: Final[Mapping[str, bool | None]] = {
     **{form: True for word in ("y", "yes", "on", "true") for form in (word, word.title(), word.upper())},
@@ -56,8 +58,10 @@ def documents(text: str, source: str) -> tuple[Document, ...]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise UnreadableSpec(f"{source}, line {line}: {error.problem or error.context}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UnreadableSpec(f"{source}: {error}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        told = f"the character U+{error.character:04X} is not allowed in YAML"
+        raise UnreadableSpec(f"{source}, line {line}: {told}") from error
     read = [_Reading(source).document(node) for node in nodes if node is not None]
     return tuple(document for document in read if document.value is not None)
 
@@ -85,6 +89,8 @@ def scalar(text: str) -> bool | int | float | str | None:
 
 def _integer(found: re.Match[str]) -> int:
     sign, *digits = found.groups()
+    if len(found[0].lstrip("+-0")) > MAX_DIGITS:  # Python refuses to convert thousands of them
+        raise ValueError(f"{found[0][:MAX_DIGITS]}… is beyond 64 bits; put it in quotes to make it a string")
     magnitude = next(int(text, base) for text, base in zip(digits, (16, 2, 8, 10), strict=True) if text)
     value = -magnitude if sign == "-" else magnitude
     if not -INT_BOUND <= value < INT_BOUND:
@@ -94,6 +100,18 @@ def _integer(found: re.Match[str]) -> int:
 
 class _Composer(yaml.BaseLoader):
     """PyYAML up to its nodes, without its own idea of scalars: a plain one gets the tag ``?``."""
+
+    levels = 0  #: Of the node being composed.
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.levels += 1
+        if self.levels > MAX_LEVELS:
+            told = f"values are nested deeper than {MAX_LEVELS} levels"
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, told, mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.levels -= 1
+        return node
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode:
@@ -138,6 +156,8 @@ class _Reading:
             raise self.fail(node, f"the tag {node.tag} is not read; write the value without it")
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
+        if any("\ud800" <= c <= "\udfff" for c in node.value):
+            raise self.fail(node, f"{node.value[:40]!a} holds half of a surrogate pair, which is no text")
         if node.tag != "?":
             self.tagged(node, "str")
             return node.value

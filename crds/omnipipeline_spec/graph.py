@@ -22,8 +22,19 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
         yield from _hooks(stage, path)
     yield from _pipeline_names(spec, names)
     yield from _joins(spec)
+    yield from _second_payloads(spec)
     yield from _cycles(spec)
     yield from _unreachable(spec)
+
+
+def warnings(spec: PipelineConfig) -> Iterator[Fault]:
+    """What may go wrong for some requests, of a spec without faults: it depends on what routes choose."""
+    for index, stage in enumerate(spec.stages):
+        feeders = _feeders(spec, stage)
+        if len(feeders) > 1 and not stage.wait_for:
+            message = f"{stage.name!r} gets results of {quoted(feeders)} and has no waitFor: a request in which more "
+            message += "than one of them sends to it fails"
+            yield Fault(path=f"stages[{index}]", message=message, names=(stage.name, *feeders))
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -104,6 +115,46 @@ def _joins(spec: PipelineConfig) -> Iterator[Fault]:
                 message = f"{source!r} never routes to {stage.name!r}, so its fan-in is never complete: add it to "
                 message += f"next of {source!r}"
                 yield Fault(path=path, message=message, names=(source, stage.name))
+
+
+def _second_payloads(spec: PipelineConfig) -> Iterator[Fault]:
+    """A stage takes one payload a request, and more only where it joins them: who is sent another by every request?"""
+    certain = _always_sent(spec)
+    for index, stage in enumerate(spec.stages):
+        feeders = _feeders(spec, stage)
+        always = [name for name in feeders if name in certain]
+        strays = [name for name in feeders if name not in stage.wait_for]
+        if not stage.wait_for and len(always) > 1:
+            message = f"{stage.name!r} takes one payload a request, and {quoted(always)} send it one each: join them "
+            message += "by waitFor and mergeFn, or choose by routeFn"
+            yield Fault(path=f"stages[{index}]", message=message, names=(stage.name, *always))
+        elif stage.wait_for and strays:
+            message = f"of {stage.name!r} leaves out {quoted(strays)}, which {'send' if len(strays) > 1 else 'sends'} "
+            message += "to it: a request in which that happens fails"
+            yield Fault(path=f"stages[{index}].waitFor", message=message, names=(stage.name, *strays))
+
+
+def _feeders(spec: PipelineConfig, stage: StageConfig) -> list[str]:
+    """The stages whose result may go to it. Not those of a cycle, which is a fault of its own."""
+    behind = reachable(stage.name, edges(spec))
+    return [other.name for other in spec.stages if stage.name in other.next and other.name not in behind]
+
+
+def _always_sent(spec: PipelineConfig) -> set[str]:
+    """The stages that every request passes and that send their result to all of ``next``: no route chooses."""
+    passed: set[str] = {spec.resolved_entry_stage}
+    while True:
+        sends = {stage.name for stage in spec.stages if stage.name in passed and not stage.route_fn}
+        more = set(passed)
+        for stage in spec.stages:
+            feeders = sends.intersection(_feeders(spec, stage))
+            if (feeders and not stage.wait_for) or (
+                stage.wait_for and not stage.wait_for_fn and feeders >= set(stage.wait_for)
+            ):
+                more.add(stage.name)
+        if more == passed:
+            return sends
+        passed = more
 
 
 def _cycles(spec: PipelineConfig) -> Iterator[Fault]:

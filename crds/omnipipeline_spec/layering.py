@@ -1,8 +1,8 @@
 """One value over another, and where each part of the result came from.
 
 Here: merging a file over the defaults of a class, and the record of sources. Not here: reading either (`loading`),
-``--set`` (`overrides`). Lists whose items all have a name merge by it, as the resource's do; other lists are
-replaced whole.
+``--set`` (`overrides`). Lists whose items all have a name merge by it, as the resource's do; other lists, an empty
+one too, replace what was there.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def _merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], st
     if isinstance(base, Mapping) and isinstance(over, Mapping):
         merged = dict(base)
         for key, value in over.items():
+            if value is None and key in base:
+                continue  # null is an entry that is not there
             merged[key] = _merge(base.get(key), value, sources, source_of, join(place, key), join(origin, key))
         return merged
     if _is_named(base) and _is_named(over):
@@ -50,7 +52,9 @@ def _merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], st
 
 
 def _is_named(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) and "name" in item for item in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) and "name" in item for item in value)
+    )
 
 
 def _children(value: Any) -> list[tuple[str | int, Any]]:

@@ -1,28 +1,31 @@
 """From a file to a sound spec: the resource's YAML, a plain YAML, a Python module's `PipelineConfig(...)`.
 
-Here: telling the three apart, laying overrides over the file over a class's defaults, and what is known of each
-value's source. Not here: YAML itself (`goyaml`), paths of overrides (`overrides`), Python modules (`pythonfiles`),
-the rules (`topology`). The only room of the contract that touches the disk. Called by every command and, for
-resources that come from the API server, by the operator.
+Here: telling the three apart, laying overrides over the file over the defaults of the class it names, and what is
+known of each value's source. A Python value is what it says: only overrides are laid over it. Not here: YAML itself
+(`goyaml`), paths of overrides (`overrides`), Python modules (`pythonfiles`), the rules (`topology`). The only room of
+the contract that touches the disk. Called by every command and, for resources that come from the API server, by the
+operator. Only a file that a person names imports code, never a resource or a text.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from omnipipeline_spec import goyaml, layering, overrides, pythonfiles, shapes, topology
 from omnipipeline_spec.canonical import join
 from omnipipeline_spec.errors import Fault, InvalidPipeline, UnreadableSpec
-from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.pipeline import PipelineConfig, class_name
 from omnipipeline_spec.quantities import is_pipeline_name, pipeline_slug
-from omnipipeline_spec.values import default_of, fields_of, to_document
-from omnipipeline_spec.writing import API_VERSION, KIND
+from omnipipeline_spec.values import fields_of, to_document
+from omnipipeline_spec.writing import API_VERSION, CLASS_ANNOTATION, KIND
 
+MAX_NBYTES: Final = 3 << 20  # of a file: the API server takes no larger request
 _OBJECT_KEYS: Final = ("apiVersion", "kind", "metadata", "spec", "status")
 
 
@@ -34,6 +37,7 @@ class LoadedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     source: str  #: The file, as it was given.
     sources: Mapping[str, str]  #: Path of each value that somebody set -> who.
     metadata: Mapping[str, Any] = {}  #: Of a resource: labels, annotations, namespace.
+    beside: tuple[Mapping[str, Any], ...] = ()  #: The file's other documents: a Secret, a ConfigMap.
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +53,8 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True):
 
     document: Any
     source: str
-    spelling: shapes.Spelling
+    kind: Literal["resource", "plain", "python"]
+    folder: Path | None = None  #: Where the class that a plain file names may stand; None imports none.
     lines: Mapping[str, int] = {}
     name: str | None = None
     metadata: Mapping[str, Any] = {}
@@ -65,20 +70,35 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedPipeline:
     text = str(path)
     found = pythonfiles.locate(text)
     if found is not None:
-        spec = found.load()
-        read = _Read(document=to_document(spec), source=text, spelling="plain", name=spec.name)
+        read = _Read(document=_document(found.load()), source=text, kind="python")
         return _finish(read, overrides, fallback=found.stem)
+    return loads(_text(path), source=text, overrides=overrides, folder=Path(path).resolve().parent)
+
+
+def _text(path: str | Path) -> str:
+    """A file's text, read no further than it may be long: a device or a pipe may have no end."""
     try:
-        content = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(MAX_NBYTES + 1)
+        if len(content) > MAX_NBYTES:
+            raise UnreadableSpec(f"{path}: is larger than {MAX_NBYTES >> 20} MiB")
+        return content.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableSpec(f"{text}: {getattr(error, 'strerror', None) or error}") from error
-    return loads(content, source=text, overrides=overrides)
+        raise UnreadableSpec(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def loads(content: str, *, source: str = "the text", overrides: Sequence[str] = ()) -> LoadedPipeline:
-    """The pipeline of a YAML text; raises as `load` does."""
-    document = _only(goyaml.documents(content, source), source)
-    return _finish(_yaml(document, source), overrides, fallback=Path(source).stem)
+def loads(
+    content: str, *, source: str = "the text", overrides: Sequence[str] = (), folder: Path | None = None
+) -> LoadedPipeline:
+    """The pipeline of a YAML text; raises as `load` does.
+
+    folder: where to look first for the class that ``config_cls`` names. Without it a text that names one is refused.
+    """
+    documents = goyaml.documents(content, source)
+    document = _only(documents, source)
+    loaded = _finish(_yaml(document, source, folder), overrides, fallback=Path(source).stem)
+    others = (each.value for each in documents if each is not document and isinstance(each.value, Mapping))
+    return msgspec.structs.replace(loaded, beside=tuple(others))
 
 
 def from_resource(resource: Mapping[str, Any], *, source: str = "the resource") -> LoadedPipeline:
@@ -104,13 +124,21 @@ def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
     raise UnreadableSpec(f"{source}: holds {len(pipelines)} documents of kind {KIND}, not one")
 
 
-def _yaml(document: goyaml.Document, source: str) -> _Read:
+def _document(spec: PipelineConfig) -> Any:
+    """What a Python value says. A name that was made of the model path is not written: it follows an override."""
+    document = to_document(spec)
+    if spec.name == spec.model_path:
+        document.pop("name", None)
+    return document
+
+
+def _yaml(document: goyaml.Document, source: str, folder: Path | None) -> _Read:
     value = document.value
     if not isinstance(value, Mapping):
         raise UnreadableSpec(f"{source}: a pipeline is a map with stages, this is {value!r:.60}")
     if "apiVersion" in value or "kind" in value:
         return _resource(value, document.lines, source)
-    return _Read(document=value, source=source, spelling="plain", lines=document.lines)
+    return _Read(document=value, source=source, kind="plain", lines=document.lines, folder=folder)
 
 
 def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -> _Read:
@@ -129,7 +157,7 @@ def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -
     return _Read(
         document=value.get("spec") if value.get("spec") is not None else {},
         source=source,
-        spelling="resource",
+        kind="resource",
         lines={path.removeprefix("spec").removeprefix("."): line for path, line in lines.items()},
         name=name if isinstance(name, str) else None,
         metadata=metadata,
@@ -170,44 +198,41 @@ def _finish(read: _Read, given: Sequence[str], *, fallback: str) -> LoadedPipeli
     faults = list(read.faults)
     if given and isinstance(laid, dict):
         laid = overrides.apply(laid, given, sources)
-    document, malformed = shapes.check(laid, PipelineConfig, spelling=read.spelling)
+    spelling: shapes.Spelling = "resource" if read.kind == "resource" else "plain"
+    document, malformed = shapes.check(laid, PipelineConfig, spelling=spelling)
     spec, unsound = topology.of_document(document)
     faults += [*malformed, *unsound]
     if faults or spec is None:
         raise InvalidPipeline([_located(fault, read, sources) for fault in faults], source=read.source)
-    name = read.name if read.spelling == "resource" else spec.name
+    name = read.name if read.kind == "resource" else spec.name
     named = pipeline_slug(name or fallback)
-    if read.spelling == "resource":
-        spec = msgspec.structs.replace(spec, name=named)
+    if read.kind == "resource":
+        spec = msgspec.structs.replace(spec, name=named, config_cls=_noted_class(read.metadata))
     return LoadedPipeline(name=named, spec=spec, source=read.source, sources=sources, metadata=read.metadata)
 
 
+def _noted_class(metadata: Mapping[str, Any]) -> str | None:
+    """The class that a resource says it was made from. It is never imported."""
+    annotations = metadata.get("annotations")
+    noted = annotations.get(CLASS_ANNOTATION) if isinstance(annotations, Mapping) else None
+    return noted if isinstance(noted, str) and re.fullmatch(pythonfiles.CLASS_NAME, noted) else None
+
+
 def _over_class(read: _Read, sources: layering.Sources) -> Any:
-    """The file's document over the defaults of the class it names."""
+    """What was read; of a plain file over the defaults of the class it names."""
     if not isinstance(read.document, Mapping):
         return read.document
-    plain = read.spelling == "plain"
+    plain = read.kind == "plain"
     document = shapes.respell(read.document, PipelineConfig) if plain else dict(read.document)
-    source_of = functools.partial(_place, read)
-    config_cls = document.pop("configCls", None) if plain else None
+    config_cls = document.get("configCls") if plain else None
     base: dict[str, Any] = {}
-    if isinstance(config_cls, str) and config_cls != PipelineConfig.__qualname__:
-        cls = pythonfiles.config_class(config_cls)
-        base = _defaults(cls)
+    if isinstance(config_cls, str) and config_cls not in ("", class_name(PipelineConfig)):
+        if read.folder is None:
+            raise UnreadableSpec(f"config_cls {config_cls}: is imported only when the pipeline is read from a file")
+        base = _document(pythonfiles.defaults(config_cls, read.folder))
+        base.pop("configCls", None)
         layering.record(base, sources, lambda _: f"default of {config_cls}", "", "")
-    return layering.merge(base, document, sources, source_of)
-
-
-def _defaults(cls: type[PipelineConfig]) -> dict[str, Any]:
-    """What a class of pipelines sets that `PipelineConfig` does not."""
-    common = {field.name: default_of(field) for field in fields_of(PipelineConfig)}
-    return {
-        field.encode_name: shapes.respell(to_document(default), PipelineConfig)
-        for field in fields_of(cls)
-        if (default := default_of(field)) is not msgspec.NODEFAULT
-        and default is not None
-        and default != common.get(field.name)
-    }
+    return layering.merge(base, document, sources, functools.partial(_place, read))
 
 
 def _located(fault: Fault, read: _Read, sources: layering.Sources) -> Fault:

@@ -158,9 +158,14 @@ def _no_name(step: str, path: str) -> list[int]:
 
 def _put(place: _Place, override: _Override, sources: layering.Sources) -> None:
     value = _value(place, override)
+    if place.path == "configCls":
+        raise _NowhereError("the defaults of a class lie below the file: name the class in the file")
     for path in [path for path in sources if path.startswith((f"{place.path}.", f"{place.path}["))]:
         del sources[path]
-    place.holder[place.key] = value
+    if value is None and isinstance(place.holder, dict):
+        place.holder.pop(place.key, None)  # null is unset, as in a file
+    else:
+        place.holder[place.key] = value
     layering.record(value, sources, lambda _: f"--set {override.text}", place.path, place.path)
 
 

@@ -151,6 +151,11 @@ class Code(Spec, frozen=True, kw_only=True):
     ] = None
 
 
+def class_name(cls: type[PipelineConfig]) -> str:
+    """How ``config_cls`` names a class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
 class PipelineConfig(Spec, frozen=True, kw_only=True):
     """A pipeline: the spec of an OmniPipeline, and what a Python module instantiates."""
 
@@ -195,7 +200,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     config_cls: Annotated[
         str | None,
         Meta(
-            description="Class whose defaults a saved file starts from, as pkg.mod:Class; set automatically.",
+            description="Class whose defaults a plain file starts from, as pkg.mod:Class. Of an instance, its class.",
             extra=OUTSIDE_RESOURCE,
         ),
     ] = None
@@ -241,7 +246,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
         if self.name is None and self.model_path:
             msgspec.structs.force_setattr(self, "name", self.model_path)
         if self.config_cls is None:
-            msgspec.structs.force_setattr(self, "config_cls", type(self).__qualname__)
+            msgspec.structs.force_setattr(self, "config_cls", class_name(type(self)))
 
     @property
     def resolved_entry_stage(self) -> str:

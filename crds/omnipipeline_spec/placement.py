@@ -208,10 +208,23 @@ def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
             message = f"{refined.name!r} is no process group; there are {quoted(list(groups.groups))}"
             yield Fault(path=f"{path}.name", message=message, names=(refined.name,))
         else:
-            yield from _local_gpus(refined, groups, path)
+            yield from _devices(refined, groups, path)
+            yield from _local_gpus(refined, _replicas(spec, groups, refined.name), groups, path)
 
 
-def _local_gpus(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:
+def _replicas(spec: PipelineConfig, groups: Grouping, name: str) -> int:
+    """Of a group: its own, or those of the groups in its pod."""
+    beside = groups.units[groups.unit_of(name)]
+    return next((group.replicas for group in spec.process_groups if group.name in beside and group.replicas), 1)
+
+
+def _devices(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[Fault]:
+    if refined.gpu_resource_name and not grouping.gpus_of(groups.groups[refined.name]):
+        message = f"process group {refined.name!r} runs on the CPU and has no devices"
+        yield Fault(path=f"{path}.gpuResourceName", message=message, names=(refined.name,))
+
+
+def _local_gpus(refined: ProcessGroup, replicas: int, groups: Grouping, path: str) -> Iterator[Fault]:
     if not refined.local_gpus:
         return
     where, name = f"{path}.localGpus", refined.name
@@ -219,7 +232,6 @@ def _local_gpus(refined: ProcessGroup, groups: Grouping, path: str) -> Iterator[
     if wanted == 0:
         yield Fault(path=where, message=f"process group {name!r} runs on the CPU and has no devices", names=(name,))
         return
-    replicas = refined.replicas or 1
     if len(refined.local_gpus) != replicas:
         message = f"of {name!r} must have one list per replica: {replicas}, not {len(refined.local_gpus)}"
         yield Fault(path=where, message=message, names=(name,))

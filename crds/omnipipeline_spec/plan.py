@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+BACKENDS = ("shm", "tcp")  # the relays that this version has; a spec may name others, which give way to these
 PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N-1
 
 
@@ -77,7 +78,7 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_path: str | None = None
     model_revision: str | None = None
     env_defaults: dict[str, str] = {}
-    code: dict[str, str] = {}  #: ``spec.code.inline``: file name -> text.
+    code: dict[str, str] = {}  #: Of ``spec.code.inline`` what these stages use: file name -> text.
     code_config_map: str | None = None
     drain_timeout_s: float = 120.0
     startup_deadline_s: float = 1800.0
@@ -85,6 +86,7 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     heartbeat_s: float = 1.0
     dead_after_s: float = 3.0
     security: Literal["Curve", "None"] = "Curve"
+    on_cpu: bool = False  #: The unit's GPU ids were taken away for a run on a machine without GPUs.
     allow_tcp: bool = True  #: Whether tensors may travel over plain TCP.
     pod: dict[str, Any] = {}  #: What the operator needs for the pod (image, resources, placement…), canonical.
     revision: str = ""  #: 8 hex digits, over all of the above.
@@ -97,7 +99,7 @@ class EdgePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: str
     kind: Literal["normal", "stream"]
     transport: Literal["in_process", "same_pod", "network"]
-    relay: str  #: Backend to expect: ``in_process``, ``shm``, ``tcp``, ``cuda_ipc``, … Facts decide at run time.
+    relay: str  #: What to expect: ``in_process``, or a backend of this version. Facts decide at run time.
 
 
 class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,10 +131,8 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     max_in_flight: int = 256
     media_hosts: tuple[str, ...] = ()
     retries: int = 1
-    heartbeat_s: float = 1.0
     dead_after_s: float = 3.0
     security: Literal["Curve", "None"] = "Curve"
-    slot_bytes: int = 512 << 20
     relay_backend: str = "auto"
     drain_timeout_s: float = 120.0
     pod: dict[str, Any] = {}

@@ -8,11 +8,11 @@ which must get the same bytes from the same spec wherever it was read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from omnipipeline_spec import grouping, podsettings, quantities, topology
+from omnipipeline_spec import grouping, inlinecode, podsettings, quantities, topology
 from omnipipeline_spec.canonical import canonical, short_hash
 from omnipipeline_spec.cluster import Drain, ProcessGroup, Startup
 from omnipipeline_spec.errors import Fault, InvalidPipeline
@@ -63,14 +63,10 @@ def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
 def without_gpus(plan: PipelinePlan) -> PipelinePlan:
     """The same plan for a machine without GPUs: ids become nothing, tensor-parallel ranks stay."""
     units = tuple(_unit_without_gpus(unit) for unit in plan.units)
-    edges = tuple(
-        msgspec.structs.replace(edge, relay="shm") if edge.relay == "cuda_ipc" else edge for edge in plan.edges
-    )
     revisions = {unit.name: unit.revision for unit in units}
     return msgspec.structs.replace(
         plan,
         units=units,
-        edges=edges,
         local_gpus={group: ((),) * len(devices) for group, devices in plan.local_gpus.items()},
         current=_stamped(msgspec.structs.replace(plan.current, units=revisions, revision="")),
     )
@@ -102,7 +98,7 @@ def _unit(
             model_path=spec.model_path,
             model_revision=spec.model_revision,
             env_defaults=canonical(spec.env_defaults),
-            code=_code(spec),
+            code=_code_of_stages(spec, stages),
             code_config_map=_code_config_map(spec),
             drain_timeout_s=_longest((group.drain.timeout_seconds for group in own if group.drain), _DRAIN_S),
             startup_deadline_s=_longest((g.startup.deadline_seconds for g in own if g.startup), _STARTUP_S),
@@ -143,7 +139,7 @@ def _stage(spec: PipelineConfig, stage: StageConfig, group: str, gpu_ids: Sequen
         name=stage.name,
         group=group,
         factory=stage.factory,
-        factory_args=canonical({**stage.factory_args, **spec.runtime_overrides.get(stage.name, {})}),
+        factory_args=canonical({**stage.factory_args, **_overrides(spec, stage)}),
         next=tuple(stage.next),
         terminal=stage.terminal,
         route_fn=stage.route_fn,
@@ -187,7 +183,7 @@ def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
             serves=tuple(spec.serves),
             terminal_stages_fn=spec.terminal_stages_fn,
             env_defaults=canonical(spec.env_defaults),
-            code=_code(spec),
+            code=_code(spec, [spec.terminal_stages_fn]),
             code_config_map=_code_config_map(spec),
             http_port=http.port,
             max_body_bytes=http.max_body_bytes,
@@ -195,10 +191,8 @@ def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
             max_in_flight=http.max_in_flight,
             media_hosts=tuple(http.media_hosts),
             retries=spec.coordinator.retries,
-            heartbeat_s=float(spec.control.heartbeat_seconds),
             dead_after_s=float(spec.control.dead_after_seconds),
             security=spec.control.security.mode,
-            slot_bytes=RelayConfig().slot_size_mb << 20,
             relay_backend=spec.relay_backend,
             drain_timeout_s=float((spec.coordinator.drain or Drain()).timeout_seconds),
             pod=podsettings.of_coordinator(spec),
@@ -206,8 +200,29 @@ def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
     )
 
 
-def _code(spec: PipelineConfig) -> dict[str, str]:
-    return {name: spec.code.inline[name] for name in sorted(spec.code.inline)} if spec.code else {}
+def _code_of_stages(spec: PipelineConfig, stages: Sequence[StageConfig]) -> dict[str, str]:
+    functions = [
+        function
+        for stage in stages
+        for function in (
+            stage.factory,
+            stage.route_fn,
+            stage.wait_for_fn,
+            stage.merge_fn,
+            stage.stream_done_to_fn,
+            *stage.project_payload.values(),
+        )
+    ]
+    return _code(spec, functions, [[stage.factory_args, _overrides(spec, stage)] for stage in stages])
+
+
+def _code(spec: PipelineConfig, functions: Iterable[str | None], values: Any = None) -> dict[str, str]:
+    """The inline files that one process needs: an edit of the others must not restart it."""
+    return inlinecode.used(spec.code.inline, filter(None, functions), values) if spec.code else {}
+
+
+def _overrides(spec: PipelineConfig, stage: StageConfig) -> Mapping[str, Any]:
+    return spec.runtime_overrides.get(stage.name, {})
 
 
 def _code_config_map(spec: PipelineConfig) -> str | None:
@@ -215,7 +230,6 @@ def _code_config_map(spec: PipelineConfig) -> str | None:
 
 
 def _edges(spec: PipelineConfig, groups: Grouping) -> Iterable[EdgePlan]:
-    by_name = {stage.name: stage for stage in spec.stages}
     group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
     kinds: tuple[Literal["normal", "stream"], ...] = ("normal", "stream")
     for stage in spec.stages:
@@ -227,7 +241,7 @@ def _edges(spec: PipelineConfig, groups: Grouping) -> Iterable[EdgePlan]:
                     target=target,
                     kind=kind,
                     transport=transport,
-                    relay=_edge_relay(spec, stage, by_name[target], transport),
+                    relay=_edge_relay(spec.relay_backend, transport),
                 )
 
 
@@ -237,18 +251,16 @@ def _transport(source: str, target: str, groups: Grouping) -> Literal["in_proces
     return "same_pod" if groups.unit_of(source) == groups.unit_of(target) else "network"
 
 
-def _edge_relay(spec: PipelineConfig, source: StageConfig, target: StageConfig, transport: str) -> str:
-    """The backend to expect; what both ends really have decides at run time."""
-    backend = spec.relay_backend
+def _edge_relay(backend: str, transport: str) -> str:
+    """What will run, as far as placement says it: a backend that this version has not gives way to one that it has."""
     match transport:
         case "in_process":
             return "in_process"
-        case "same_pod" if backend == "auto":
-            return "cuda_ipc" if source.gpus and target.gpus else "shm"
-        case "network" if backend in ("auto", "shm"):
+        case "same_pod":
+            return "tcp" if backend == "tcp" else "shm"
+        case _:
             # Shared memory ends at the pod; between pods of one host it is used where the facts allow it.
-            return "nixl" if backend == "auto" and spec.data_plane.rdma else "tcp"
-    return backend
+            return "tcp"
 
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:
@@ -298,7 +310,7 @@ def _unit_without_gpus(unit: UnitPlan) -> UnitPlan:
         for stage in unit.stages
     )
     pod = {key: value for key, value in unit.pod.items() if key not in ("gpus", "gpuResourceName")}
-    return _stamped(msgspec.structs.replace(unit, stages=stages, gpu_ids=(), pod=pod, revision=""))
+    return _stamped(msgspec.structs.replace(unit, stages=stages, gpu_ids=(), on_cpu=True, pod=pod, revision=""))
 
 
 def _stamped(value: Revised) -> Revised:

@@ -43,22 +43,29 @@ spec:
 - **A plain YAML**: what stands under `spec` above, without the frame, in camelCase or snake_case. `next`, `waitFor`,
   `streamTo` and `gpu` may be one value: `next: thinker`. The pipeline's name is `name`, else made of `modelPath`.
 - **Python**: a module-level `PipelineConfig(...)` in snake_case. `omni up -f pipeline.py`, or `pipeline.py:name` when
-  there are several.
+  there are several. [python-pipelines.md](python-pipelines.md) shows it, and classes that carry defaults.
 
-`omni convert` prints any of them as the resource. A class of `PipelineConfig` may carry defaults; a plain file starts
-from them with `config_cls: package.module:Class`. What is set on the command line beats the file, the file beats the
-class: `--set stages.thinker.factoryArgs.x=1`, `--set stages[2].gpu=0`, `--set stages.*.relay.credits=4` (a path to one
-stage beats one to all of them). One place set twice is refused.
+`omni convert` prints any of them as the resource. What is set on the command line beats the file: `--set
+stages.thinker.factoryArgs.x=1`, `--set stages[2].gpu=0`, `--set stages.*.relay.credits=4` (a path to one stage beats
+one to all of them). One place set twice is refused. `--set path=null` takes the value of the file away.
+
+A subclass of `PipelineConfig` may carry defaults. An instance of it is what it says: its own values, and the class's
+where it says nothing. A plain file starts from the class with `config_cls: package.module:Class`, and is laid over it:
+stages, process groups and variables merge by name, maps by key, any other value replaces the class's. A class that is
+not found is refused with the nearest name. In a resource `configCls` is refused, and the operator imports nothing.
+`omni convert` writes all values out; the annotation `omnipipeline.dev/config-cls` notes which class they came from.
 
 A key that is not known is refused, with the nearest known one; so is a key that is written twice. The API server drops
-unknown keys without a word, unless the client asks for more: use `kubectl apply --validate=strict`.
+unknown keys unless the client asks for more; `kubectl apply` does so by itself, other clients may not.
 
 ## What YAML means
 
 Scalars are read as kubectl reads them, so a file gives the same plan on a laptop and on a cluster: `yes`, `no`, `on`,
 `off`, `y` and `n` are booleans, `0o17` and `017` are 15, `1e3` is the integer 1000, dates and `12:30:45` are strings,
-`1.0` is 1. Integers beyond 64 bits are refused. An entry that is null is an entry that is not there, also inside
-`factoryArgs`. Quotes make a string of anything.
+`1.0` is 1. Integers beyond 64 bits are refused. An entry of a map that is null is an entry that is not there, also
+inside `factoryArgs` and over a class's default: `kubectl apply` would drop it. Only Python can say None: there it is a
+value, `factory_args={"x": None}` and `runtime_overrides={"stage": {"x": None}}` give the factory None. `omni convert`
+refuses such a pipeline with the path, because no resource can hold it. Quotes make a string of anything.
 
 """
 

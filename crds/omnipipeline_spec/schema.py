@@ -35,6 +35,19 @@ GROUP: Final = "omnipipeline.dev"
 VERSION: Final = "v1alpha1"
 PLURAL: Final = "omnipipelines"
 PATH: Final = Path(__file__).resolve().parents[1] / f"{PLURAL}.yaml"
+#: The status of a pipeline that no operator has looked at: the API server says so, for nobody else can.
+UNSEEN: Final[dict[str, Any]] = {
+    "conditions": [
+        {
+            "type": kind,
+            "status": "Unknown",
+            "lastTransitionTime": "1970-01-01T00:00:00Z",
+            "reason": "NoOperatorYet",
+            "message": "no operator has looked at this pipeline yet: perhaps none watches its namespace",
+        }
+        for kind in ("Accepted", "Ready")
+    ]
+}
 HEADER: Final = "# Generated from crds/omnipipeline_spec by `make crds`; never edited.\n"
 
 
@@ -106,7 +119,7 @@ def _root() -> dict[str, Any]:
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
             "spec": {"description": "What the pipeline is and where it runs.", **_struct(PipelineConfig)},
-            "status": {"description": "What the operator last saw.", **_struct(PipelineStatus)},
+            "status": {"description": "What the operator last saw.", **_struct(PipelineStatus), "default": UNSEEN},
         },
         "x-kubernetes-validations": [_rule(rule) for rule in celrules.ROOT],
     }

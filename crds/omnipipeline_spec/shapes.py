@@ -17,11 +17,12 @@ import msgspec
 from msgspec import inspect
 
 from omnipipeline_spec import quantities
-from omnipipeline_spec.canonical import NotCanonical, canonical, join
+from omnipipeline_spec.canonical import NotCanonical, canonical, join, without_nulls
 from omnipipeline_spec.errors import Fault
 from omnipipeline_spec.values import extra_of, fields_of, is_list, is_optional, may_be_empty, unwrap, without_none
 
-#: ``resource``: camelCase and lists, as the API server takes it. ``plain``: snake_case and lone values as well.
+#: ``resource``: camelCase and lists, as the API server takes it; a null entry of a free-form value is none.
+#: ``plain``: snake_case and lone values as well; None is a value, for Python can say it. `respell` has read a file.
 Spelling = Literal["resource", "plain"]
 
 
@@ -33,7 +34,9 @@ def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) ->
 
 
 def respell(document: Any, struct: type[msgspec.Struct]) -> Any:
-    """The document with known fields in the resource's spelling; whatever is wrong with it stays for `check`."""
+    """The document of a plain file with known fields in the resource's spelling, and without null entries in
+    free-form values; whatever is wrong with it stays for `check`.
+    """
     if not isinstance(document, Mapping):
         return document
     by_name = {field.name: field for field in fields_of(struct)}
@@ -56,7 +59,7 @@ def respell_value(value: Any, kind: inspect.Type) -> Any:
         return respell(value, inner.cls)
     if is_list(inner) and isinstance(value, list | tuple):
         return [respell_value(item, getattr(inner, "item_type", inspect.AnyType())) for item in value]
-    return value
+    return without_nulls(value)
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -64,6 +67,11 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     folded = {_fold(candidate): candidate for candidate in known}
     close = difflib.get_close_matches(_fold(key), folded, n=1, cutoff=0.6)
     return folded[close[0]] if close else None
+
+
+def _sayable(text: str) -> bool:
+    """Whether files, environments and JSON can hold it."""
+    return "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _fold(key: str) -> str:
@@ -193,6 +201,10 @@ class _Walk:
         if not isinstance(given, str):
             cure = f"a string; YAML reads this as {_spoken(given)}: put it in quotes"
             return self.mistyped(given, cure if isinstance(given, bool | int | float) else "a string", path)
+        if not _sayable(given):
+            self.refuse(
+                path, f"{given[:40]!a} holds NUL or half of a surrogate pair, which no file and no process takes"
+            )
         self.length(len(given), kind, "characters", path)
         if kind.pattern and not _matches(kind.pattern, given):
             self.refuse(path, _pattern_message(kind.pattern, given), given)
@@ -231,7 +243,7 @@ class _Walk:
 
     def free(self, given: Any, path: str) -> Any:
         try:
-            return canonical(given, path)
+            return canonical(given if self.plain else without_nulls(given), path)
         except NotCanonical as error:
             self.refuse(error.place, error.message)
             return None

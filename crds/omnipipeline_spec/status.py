@@ -38,7 +38,9 @@ class Revisions(Spec, frozen=True, kw_only=True):
     """Pipeline revisions."""
 
     current: Annotated[ShortText | None, doc("The one that serves.")] = None
+    current_image: Annotated[Text | None, doc("The image of its pods.")] = None
     update: Annotated[ShortText | None, doc("The one the spec asks for.")] = None
+    update_image: Annotated[Text | None, doc("The image of its pods: the spec's, else the one pinned for it.")] = None
 
 
 class UnitStatus(Spec, frozen=True, kw_only=True):

@@ -32,6 +32,11 @@ def check(spec: PipelineConfig) -> PipelineConfig:
     return checked
 
 
+def warnings(spec: PipelineConfig) -> tuple[Fault, ...]:
+    """What may go wrong for some requests, of a spec that `check` has taken."""
+    return tuple(graph.warnings(spec))
+
+
 def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:
     """The spec that a document cleaned by `shapes.check` holds, and its faults of meaning.
 

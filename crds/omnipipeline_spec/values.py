@@ -2,11 +2,13 @@
 
 Here: `Spec`, which turns lists into tuples, a lone value into a list where a field allows that, ``""`` and None into
 "unset", and integers into quantities, whether a value was built in Python or read from a file. Not here: refusing
-anything (`shapes` does, with the path). Subclassed by `pipeline`, `cluster` and `status`.
+anything (`shapes` does, with the path). Subclassed by `pipeline`, `cluster` and `status`, and by authors who give
+their pipelines other defaults.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,11 +24,28 @@ SCALAR_OR_LIST = {"scalar": True}
 OUTSIDE_RESOURCE = {"outside_resource": True}
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):
+class _SpecMeta(msgspec.StructMeta):
+    """Lets a subclass redeclare fields with lists and maps as defaults, and refuses a default that would be ignored."""
+
+    def __new__(metacls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> _SpecMeta:
+        inherited = {field for base in bases for field in getattr(base, "__struct_fields__", ())}
+        for field in inherited & namespace.keys():
+            default = namespace[field]
+            if default and isinstance(default, list | dict):
+                namespace[field] = msgspec.field(default_factory=functools.partial(copy.deepcopy, default))
+        made = super().__new__(metacls, name, bases, namespace, **config)
+        for field in sorted(inherited & vars(made).keys()):
+            # A class attribute would hide the field: each instance would have it, whatever it was given.
+            kind = type(vars(made)[field]).__name__
+            raise TypeError(f"{name}.{field} needs an annotation: {field}: {kind} = ...")
+        return made
+
+
+class Spec(msgspec.Struct, metaclass=_SpecMeta, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):
     """A value of the spec: snake_case in Python, camelCase in the resource."""
 
     def __post_init__(self) -> None:
-        for name, normalise in _normalisers(type(self)):
+        for name, normalise in _normalisers(contract_of(type(self))):
             given = getattr(self, name)
             held = normalise(given)
             if held is not given:
@@ -80,6 +99,13 @@ def is_list(kind: inspect.Type) -> bool:
 
 
 @functools.cache
+def contract_of(struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The contract's own type that an author's subclass stands for: a subclass has other defaults, not other fields."""
+    package = f"{__name__.partition('.')[0]}."
+    return next((each for each in struct.__mro__ if each.__module__.startswith(package)), struct)
+
+
+@functools.cache
 def fields_of(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
     """The fields of a struct type, inspected once."""
     info = inspect.type_info(struct)
@@ -90,15 +116,19 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
 def to_document(value: Any) -> Any:
     """A spec value as the resource writes it: camelCase, lists, what is unset or as by default left out.
 
-    Of other Structs (a plan's) the same, in their own spelling.
+    Of a subclass's value, what equals the default of the contract's type is left out, and fields that the subclass
+    adds are written, so that `shapes` refuses them. Of other Structs (a plan's) the same, in their own spelling.
     """
     match value:
         case msgspec.Struct():
-            return {
+            kind = contract_of(type(value))
+            document = {
                 field.encode_name: to_document(held)
-                for field in fields_of(type(value))
+                for field in fields_of(kind)
                 if (held := getattr(value, field.name)) is not None and held != default_of(field)
             }
+            added = [name for name in type(value).__struct_fields__ if name not in kind.__struct_fields__]
+            return document | {name: to_document(getattr(value, name)) for name in added}
         case list() | tuple():
             return [to_document(item) for item in value]
         case dict():

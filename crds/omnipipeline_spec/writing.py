@@ -7,25 +7,37 @@ put in quotes; PyYAML alone would leave them bare.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import yaml
 
 from omnipipeline_spec import goyaml, topology
-from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.canonical import join
+from omnipipeline_spec.errors import Fault, InvalidPipeline
+from omnipipeline_spec.pipeline import PipelineConfig, class_name
 from omnipipeline_spec.quantities import pipeline_slug
 from omnipipeline_spec.values import extra_of, fields_of, to_document
 
 API_VERSION: Final = "omnipipeline.dev/v1alpha1"
 KIND: Final = "OmniPipeline"
+#: Of a resource that was made from a subclass of `PipelineConfig`: which one. A note; nothing imports it.
+CLASS_ANNOTATION: Final = "omnipipeline.dev/config-cls"
 
 
 def resource(spec: PipelineConfig, *, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Any:
-    """The resource as plain values: camelCase, defaults left out, the name a legal one."""
+    """The resource as plain values: camelCase, defaults left out, the name a legal one.
+
+    Raises: InvalidPipeline: a free-form value holds None in a map.
+    """
     outside = {field.encode_name for field in fields_of(PipelineConfig) if "outside_resource" in extra_of(field.type)}
     document = {key: value for key, value in to_document(spec).items() if key not in outside}
+    nulls = [Fault(path=path, message=_NULL) for path in _nulls(document, "")]
+    if nulls:
+        raise InvalidPipeline(nulls)
     named = {**(metadata or {}), "name": pipeline_slug(name or spec.name or "pipeline")}
+    if spec.config_cls and spec.config_cls != class_name(PipelineConfig):
+        named["annotations"] = {**(named.get("annotations") or {}), CLASS_ANNOTATION: spec.config_cls}
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": named, "spec": document}
 
 
@@ -35,6 +47,20 @@ def convert(spec: PipelineConfig, *, name: str | None = None) -> str:
     Raises: InvalidPipeline: the spec is not sound.
     """
     return to_yaml(resource(topology.check(spec), name=name))
+
+
+_NULL: Final = "is None, which a resource cannot hold: kubectl drops such an entry; leave it out or give it a value"
+
+
+def _nulls(value: Any, place: str) -> Iterator[str]:
+    """Paths of the entries of maps that are None."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            inner = join(place, str(key))
+            yield from [inner] if item is None else _nulls(item, inner)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _nulls(item, f"{place}[{index}]")
 
 
 def to_yaml(value: Any, *, compact: bool = False) -> str:

@@ -150,6 +150,18 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair(env=[{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]),
         pair(env=[{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]),
     ),
+    (
+        "EnvVar",
+        "the operator sets the variables that begin with OMNI_; free are OMNI_ARENA_MB, OMNI_DEBUG_VALUES, "
+        "OMNI_HTTP_BODIES_MB, OMNI_HTTP_HOSTS, OMNI_LOG_FORMAT",
+    ): (
+        pair(env=[{"name": "OMNI_LOG_FORMAT", "value": "text"}]),
+        pair(env=[{"name": "OMNI_HTTP_PORT", "value": "9000"}]),
+    ),
+    ("EnvVar", "CUDA_VISIBLE_DEVICES and NVIDIA_VISIBLE_DEVICES follow from the stages' gpu"): (
+        pair(env=[{"name": "CUDA_DEVICE_ORDER", "value": "PCI_BUS_ID"}]),
+        pair(env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]),
+    ),
     ("EnvSource", "must have exactly one source"): (
         pair(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]),
         pair(env=[{"name": "A", "valueFrom": {}}]),

@@ -85,6 +85,16 @@ def test_a_scalar_is_what_go_makes_of_it(text: str, value: Any) -> None:
         ("1: a\n'1': b", "line 2: 1 is written twice"),
         ("a: .inf", "line 1: .inf is no number that JSON can say"),
         ("a: 9223372036854775808", "line 1: 9223372036854775808 is beyond 64 bits"),
+        ("a: -9223372036854775809", "line 1: -9223372036854775809 is beyond 64 bits"),
+        (f"a: {'9' * 6000}", f"line 1: {'9' * 66}… is beyond 64 bits"),
+        (f"a: 0b{'1' * 6000}", "… is beyond 64 bits"),
+        ("a: 1\nb: \0", "line 2: the character U+0000 is not allowed in YAML"),
+        ("a: 1\nb: \x1b[31m", "line 2: the character U+001B is not allowed in YAML"),
+        ("a: \ud800", "line 1: the character U+D800 is not allowed in YAML"),
+        (f"a: 1\nb: {'[' * 5000}", "line 2: values are nested deeper than 128 levels"),
+        (f"a: 1\nb: {'{a: ' * 5000}", "line 2: values are nested deeper than 128 levels"),
+        ("\n".join(f"{' ' * level}a:" for level in range(2000)), "line 128: values are nested deeper than 128 levels"),
+        ("- " * 2000, "line 1: values are nested deeper than 128 levels"),
         ("a: !foo 1", "line 1: the tag !foo is not read"),
         ("a: !!binary aGk=", "the tag tag:yaml.org,2002:binary is not read"),
         ("? [1]\n: 2", "a key must be one word"),
@@ -111,9 +121,10 @@ def test_a_small_text_cannot_grow_without_end() -> None:
         goyaml.documents("\n".join(lines), "t")
 
 
-def test_deep_nesting_is_an_error_and_no_crash() -> None:
-    with pytest.raises(UnreadableSpec):
-        goyaml.documents("[" * 5000, "t")
+def test_what_is_nested_as_deep_as_it_may_be_is_read_wherever_it_stands() -> None:
+    deep = f"{'[' * 127}1{']' * 127}"
+    first, second = goyaml.documents(f"{deep}\n---\n{deep}", "t")
+    assert first.value == second.value
 
 
 def test_keys_are_strings_and_merged_maps_yield_to_their_own() -> None:

@@ -135,9 +135,11 @@ def test_the_process_of_a_tensor_parallel_stage_is_the_prefix_of_its_ranks() -> 
         ({"process": "p"}, {"process": "p"}, {}, "in_process", "in_process"),
         ({}, {}, {}, "network", "tcp"),
         ({}, {}, {"relayBackend": "shm"}, "network", "tcp"),
-        ({}, {}, {"relayBackend": "nixl"}, "network", "nixl"),
-        ({}, {}, {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}}, "network", "nixl"),
-        ("gpu", "gpu", {}, "same_pod", "cuda_ipc"),
+        ({}, {}, {"relayBackend": "nixl"}, "network", "tcp"),
+        ({}, {}, {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}}, "network", "tcp"),
+        ("gpu", "gpu", {}, "same_pod", "shm"),
+        ("gpu", "gpu", {"relayBackend": "nccl"}, "same_pod", "shm"),
+        ("gpu", "gpu", {"relayBackend": "tcp"}, "same_pod", "tcp"),
         ("gpu", "gpu", {"relayBackend": "shm"}, "same_pod", "shm"),
     ],
 )
@@ -235,7 +237,7 @@ REVISION_CASES: dict[str, tuple[Document, set[str]]] = {
     ),
     "a restart": ({"restartedAt": "now"}, {"front", "back", "coordinator"}),
     "the image": ({"image": "x:1"}, {"front", "back", "coordinator"}),
-    "code": ({"code": {"inline": {"a.py": "1"}}}, {"front", "back", "coordinator"}),
+    "code": ({"code": {"inline": {"a.py": "1"}}}, {"front", "back"}),  # which come from a module of the image
     "one group's resources": (
         {"processGroups": [{"name": "front", "resources": {"limits": {"cpu": 1}}}]},
         {"front"},
@@ -258,9 +260,9 @@ def test_a_revision_is_eight_hex_digits_and_the_same_on_every_machine() -> None:
 
 
 def test_a_unit_of_a_neighbours_edge_changes_only_with_its_own_declared_edges() -> None:
-    three = [stage("a", next=["b"]), stage("b", next=["c"]), stage("c")]
+    three = [stage("a", next=["b"], routeFn="w:r"), stage("b", next=["c"]), stage("c")]
     before = revisions(spec(*three))
-    after = revisions(spec(stage("a", next=["b", "c"]), *three[1:]))
+    after = revisions(spec(stage("a", next=["b", "c"], routeFn="w:r"), *three[1:]))
     assert {unit for unit in before if before[unit] != after[unit]} == {"a", "c"}
 
 

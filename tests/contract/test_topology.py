@@ -41,6 +41,51 @@ def chain(*names: str, **fields: Document) -> list[Document]:
     ]
 
 
+#: Spec -> what is said of it though it is sound.
+DOUBTS: dict[str, tuple[Document, list[str]]] = {
+    "a route chooses": (
+        spec(stage("a", next=["b", "c"], routeFn="w:r"), stage("b", next=["c"]), stage("c")),
+        [
+            "stages[2]: 'c' gets results of 'a', 'b' and has no waitFor: a request in which more than one of them "
+            "sends to it fails",
+        ],
+    ),
+    "a join may be late": (
+        spec(
+            stage("a", next=["b", "d"]),
+            stage("b", next=["c"], routeFn="w:r"),
+            stage("d", next=["c", "e"], routeFn="w:r"),
+            stage("c", next=["e"], waitFor=["b", "d"], mergeFn="w:m"),
+            stage("e"),
+        ),
+        [
+            "stages[4]: 'e' gets results of 'd', 'c' and has no waitFor: a request in which more than one of them "
+            "sends to it fails",
+        ],
+    ),
+    "a stream starts a stage": (
+        spec(stage("a", next=["c"], streamTo=["b"]), stage("b", next=["c"]), stage("c")),
+        [
+            "stages[2]: 'c' gets results of 'a', 'b' and has no waitFor: a request in which more than one of them "
+            "sends to it fails",
+        ],
+    ),
+    "a stream and a payload": (spec(stage("a", next=["b"], streamTo=["c"]), stage("b", next=["c"]), stage("c")), []),
+    "a join": (
+        spec(stage("a", next=["b", "c"]), stage("b", next=["c"]), stage("c", waitFor=["a", "b"], mergeFn="w:m")),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTS)
+def test_a_second_payload_that_a_route_may_send_is_a_warning_and_no_fault(name: str) -> None:
+    document, doubts = DOUBTS[name]
+    assert faults(document) == []
+    loaded = from_resource({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "p"}, "spec": document})
+    assert [str(one) for one in topology.warnings(loaded.spec)] == doubts
+
+
 CASES: dict[str, tuple[Document, list[str]]] = {
     "unknown names are listed sorted": (
         pair({"next": ["zz", "b", "yy"], "waitFor": ["gone"], "mergeFn": "w:m", "streamTo": ["b", "xx"]}),
@@ -107,6 +152,34 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "a cycle through a stream": (
         spec(stage("a", next=["b"]), stage("b", streamTo=["a"])),
         ["stages[0]: the graph goes round in a cycle: a → b → a"],
+    ),
+    "two payloads for one stage, whatever a request asks": (
+        spec(stage("a", next=["b", "c"]), stage("b", next=["c"]), stage("c")),
+        [
+            "stages[2]: 'c' takes one payload a request, and 'a', 'b' send it one each: join them by waitFor and "
+            "mergeFn, or choose by routeFn",
+        ],
+    ),
+    "two payloads behind a join": (
+        spec(
+            stage("a", next=["b", "c"]),
+            stage("b", next=["d"]),
+            stage("c", next=["d", "e"]),
+            stage("d", next=["e"], waitFor=["b", "c"], mergeFn="w:m"),
+            stage("e"),
+        ),
+        [
+            "stages[4]: 'e' takes one payload a request, and 'c', 'd' send it one each: join them by waitFor and "
+            "mergeFn, or choose by routeFn",
+        ],
+    ),
+    "a payload that a join leaves out": (
+        spec(
+            stage("a", next=["b", "c"], routeFn="w:r"),
+            stage("b", next=["c"]),
+            stage("c", waitFor=["b"], mergeFn="w:m"),
+        ),
+        ["stages[2].waitFor: of 'c' leaves out 'a', which sends to it: a request in which that happens fails"],
     ),
     "a stage that names itself": (
         pair({"next": ["a", "b"]}),
@@ -208,7 +281,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             stage("a", next=["b", "c"]),
             stage("b", next=["d"]),
             stage("c", next=["d"]),
-            stage("d"),
+            stage("d", waitFor=["b", "c"], mergeFn="w:m"),
             fusedStages=[["a", "b"], ["c", "d"]],
         ),
         [
@@ -303,15 +376,76 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             env=[
                 {"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
                 {"name": "B", "valueFrom": {}},
-                {"name": "OMNI_PLAN", "value": "x"},
+                {"name": "OMNI_HTTP_PORT", "value": "9000"},
+                {"name": "OMNI_LOG_FORMAT", "value": "text"},
+                {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},
+                {"name": "RANK", "value": "0"},
+                {"name": "HF_HOME", "value": "/models"},
+                {"name": "PYTHONPATH", "value": "/app"},
             ],
             envFrom=[{}],
         ),
         [
             "env[0]: 'A' has both value and valueFrom",
             "env[1].valueFrom: of 'B' must have exactly one source",
-            "env[2].name: 'OMNI_PLAN' is set by the operator itself",
+            "env[2].name: 'OMNI_HTTP_PORT' is set by the operator itself",
+            "env[4].name: 'NVIDIA_VISIBLE_DEVICES' follows from the stages' gpu",
             "envFrom[0]: must have exactly one of secretRef and configMapRef",
+        ],
+    ),
+    "environment that another field sets": (
+        pair(
+            {"tpSize": 2, "gpu": [0, 1], "process": None},
+            env=[
+                {"name": "RANK", "value": "0"},
+                {"name": "HF_HOME", "value": "/models"},
+                {"name": "OTEL_TRACES_SAMPLER", "value": "always_on"},
+                {"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}},
+            ],
+            modelCache={"type": "EmptyDir"},
+            observability={"tracing": {"endpoint": "http://collector:4317"}},
+            code={"configMapRef": {"name": "mine"}},
+        ),
+        [
+            "env[0].name: 'RANK' is set for each rank of a stage with tpSize > 1",
+            "env[1].name: 'HF_HOME' is set by modelCache",
+            "env[2].name: 'OTEL_TRACES_SAMPLER' is set by observability.tracing",
+            "env[3].valueFrom: 'PYTHONPATH' is joined with the folder of code.configMapRef, so it must be a plain "
+            "value",
+        ],
+    ),
+    "environment that comes too late": (
+        pair(envDefaults={"OMNI_PLAN": "x", "OMNI_LOG_FORMAT": "text", "PYTHONPATH": "/app", "HF_HUB_OFFLINE": "1"}),
+        [
+            "envDefaults.OMNI_LOG_FORMAT: 'OMNI_LOG_FORMAT' is read before envDefaults is applied: set it in env",
+            "envDefaults.OMNI_PLAN: 'OMNI_PLAN' is set by the operator itself",
+            "envDefaults.PYTHONPATH: 'PYTHONPATH' is read before envDefaults is applied: set it in env",
+        ],
+    ),
+    "environment of a generated container, by the template": (
+        pair(
+            processGroups=[
+                {
+                    "name": "a",
+                    "podTemplate": {
+                        "spec": {
+                            "containers": [
+                                {"name": "sidecar", "env": [{"name": "OMNI_PLAN", "value": "its own"}]},
+                                {"name": "stage", "env": [{"name": "A"}, {"name": "OMNI_POD_IP", "value": "::1"}]},
+                                {"name": "stage", "env": [{"name": "PYTHONPATH", "value": "/app"}]},
+                            ]
+                        }
+                    },
+                }
+            ],
+            coordinator={"podTemplate": {"spec": {"containers": [{"name": "coordinator", "env": {}}]}}},
+        ),
+        [
+            "processGroups[0].podTemplate.spec.containers[1].env[1].name: 'OMNI_POD_IP' is set by the operator itself",
+            "processGroups[0].podTemplate.spec.containers[2].env[0].name: 'PYTHONPATH' is joined with the operator's "
+            "own only in env",
+            "coordinator.podTemplate.spec.containers[0].env: must be a list of variables with names: anything else "
+            "would replace the operator's own",
         ],
     ),
     "code": (
@@ -319,6 +453,30 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         [
             "code.inline['../x.py']: '../x.py' is no file name: letters, digits, '.', '-' and '_' (no folders)",
             "code.inline['a/b.py']: 'a/b.py' is no file name: letters, digits, '.', '-' and '_' (no folders)",
+        ],
+    ),
+    "code in place of what is there": (
+        pair(
+            code={
+                "inline": {
+                    **{"stage_runtime.py": "", "numpy.py": "", "types.py": "", "json.so": ""},
+                    **{
+                        "zmq.cpython-311-x86_64-linux-gnu.so": "",
+                        "types.json": "",
+                        "numpy_words.py": "",
+                        "words.py": "",
+                    },
+                }
+            }
+        ),
+        [
+            "code.inline['json.so']: would be imported in place of the module json; give it another name",
+            "code.inline['numpy.py']: would be imported in place of the module numpy; give it another name",
+            "code.inline['stage_runtime.py']: would be imported in place of the module stage_runtime; give it another "
+            "name",
+            "code.inline['types.py']: would be imported in place of the module types; give it another name",
+            "code.inline['zmq.cpython-311-x86_64-linux-gnu.so']: would be imported in place of the module zmq; give "
+            "it another name",
         ],
     ),
     "too much code": (
@@ -349,6 +507,45 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             "modelCache: of type None has no claimName and no storageClassName",
             "modelCache.prefetch: needs type PersistentVolumeClaim; None keeps nothing between pods",
         ],
+    ),
+    "a cache without a type": (
+        pair(modelCache={"size": "10Gi"}),
+        ["modelCache.size: is of no use with type None, the default: say EmptyDir or PersistentVolumeClaim"],
+    ),
+    "a storage class for a claim that exists": (
+        pair(modelCache={"type": "PersistentVolumeClaim", "claimName": "c", "storageClassName": "fast"}),
+        ["modelCache.storageClassName: is of the claim that size makes; claimName names one that exists"],
+    ),
+    "hosts that no URL can have": (
+        pair(coordinator={"http": {"mediaHosts": ["a.example", "a.example:8443", "::1", "é.example", "10.0.0.1:80"]}}),
+        [],
+    ),
+    "more hosts that no URL can have": (
+        pair(coordinator={"http": {"mediaHosts": ["https://a.example", "*.example", "", "a.example/b", "a b", "u@a"]}}),
+        [
+            f"coordinator.http.mediaHosts[{index}]: {host!r} is no host: write it as host or host:port"
+            for index, host in enumerate(["https://a.example", "*.example", "", "a.example/b", "a b", "u@a"])
+        ],
+    ),
+    "devices for a group without any": (
+        pair(processGroups=[{"name": "a", "gpuResourceName": "amd.com/gpu"}]),
+        ["processGroups[0].gpuResourceName: process group 'a' runs on the CPU and has no devices"],
+    ),
+    "devices of replicas that a group has of its pod": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[{"name": "a", "replicas": 2}, {"name": "b", "localGpus": [[0], [1]]}],
+        ),
+        [],
+    ),
+    "devices of too few replicas": (
+        pair(
+            on_gpu(0, fraction=0.4),
+            on_gpu(0, fraction=0.4),
+            processGroups=[{"name": "a", "replicas": 2}, {"name": "b", "localGpus": [[0]]}],
+        ),
+        ["processGroups[1].localGpus: of 'b' must have one list per replica: 2, not 1"],
     ),
     "profiling storage": (
         pair(profiling={"storage": {}}),

@@ -129,5 +129,5 @@ def test_without_gpus_nothing_but_devices_is_gone(document: valid_specs.Document
     assert {name: len(devices) for name, devices in bare.local_gpus.items()} == {
         name: len(devices) for name, devices in plan.local_gpus.items()
     }
+    assert all(unit.on_cpu for unit in bare.units) and not any(unit.on_cpu for unit in plan.units)
     assert bare.current.units == {unit.name: unit.revision for unit in bare.units}
-    assert not any(edge.relay == "cuda_ipc" for edge in bare.edges)
