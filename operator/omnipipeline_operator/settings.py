@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from omnipipeline_operator.errors import ConfigurationError
+from omnipipeline_spec.cluster import Resources
 
 
 class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,16 @@ class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_s: float = 2.0
 
 
+class DefaultResources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a container asks for where the spec does not say: with nothing at all it would be the first to be evicted.
+
+    A stage's memory has no limit, for nobody knows how large its model is.
+    """
+
+    stage: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"})  #: For each process group.
+    coordinator: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": "4Gi"})
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One operator process."""
 
@@ -35,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lease: LeaseSettings = LeaseSettings()
     probe_port: int = 8081
     allow_privileged: bool = False  #: Whether podTemplate may ask for hostNetwork, hostPID, hostIPC, privileged.
+    default_resources: DefaultResources = DefaultResources()
     scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
     log_format: Literal["text", "json"] = "json"
     workers: int = 16  # more than wait for a coordinator that does not answer
@@ -60,6 +72,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
         ),
         probe_port=int(_number(environ, "OMNI_OPERATOR_PROBE_PORT", 8081)),
         allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
+        default_resources=_resources(environ, "OMNI_OPERATOR_DEFAULT_RESOURCES"),
         scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),
         log_format=_choice(environ, "OMNI_OPERATOR_LOG_FORMAT"),
         workers=int(_number(environ, "OMNI_OPERATOR_WORKERS", 16)),
@@ -102,6 +115,16 @@ def _choice(environ: Mapping[str, str], name: str) -> Literal["text", "json"]:
             return "text"
         case other:
             raise ConfigurationError(f"{name}: {other!r} is neither text nor json")
+
+
+def _resources(environ: Mapping[str, str], name: str) -> DefaultResources:
+    """A JSON map: container (``stage``, ``coordinator``) -> requests and limits."""
+    text = environ.get(name) or "{}"
+    try:  # values files may hold numbers where Kubernetes has quantities
+        amounts = json.loads(text, parse_int=str, parse_float=str)
+        return msgspec.convert(amounts, DefaultResources)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ConfigurationError(f"{name}: {error}") from error
 
 
 def _peers(environ: Mapping[str, str], name: str) -> tuple[dict[str, Any], ...]:

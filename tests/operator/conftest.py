@@ -19,12 +19,21 @@ def prepared(api_server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
     """The cluster as `helm install` leaves it, but for the operator's pod; and a folder."""
     program = kit()
     assert program is not None
-    api_server.kubectl("apply", "--server-side", "-f", str(REPOSITORY / "crds" / "omnipipelines.yaml"))
+    api_server.kubectl(
+        "apply", "--server-side", "--force-conflicts", "-f", str(REPOSITORY / "crds" / "omnipipelines.yaml")
+    )
     crd = "crd/omnipipelines.omnipipeline.dev"
     api_server.kubectl("wait", "--for=condition=Established", crd, "--timeout=50s")
     api_server.kubectl("create", "namespace", running.SYSTEM, check=False)
     chart = str(REPOSITORY / "charts" / "omnipipeline")
-    templates = ["--show-only", "templates/rbac.yaml", "--show-only", "templates/serviceaccount.yaml"]
+    templates = [
+        "--show-only",
+        "templates/aggregate.yaml",
+        "--show-only",
+        "templates/rbac.yaml",
+        "--show-only",
+        "templates/serviceaccount.yaml",
+    ]
     rendered = subprocess.run(
         ["helm", "template", "omni", chart, "-n", running.SYSTEM, *templates],
         env=api_server.environment,

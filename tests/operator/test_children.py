@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import podsecurity_cases
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omnipipeline_operator.changes import observed
 from omnipipeline_operator.cluster import store
-from omnipipeline_operator.desired import children, config, naming, pods, templates
+from omnipipeline_operator.desired import children, config, naming, pods, podsecurity, templates
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.errors import Refused
@@ -150,7 +151,8 @@ def test_the_largest_pipelines_revisions_fit_a_config_map_in_mid_roll() -> None:
     names = [f"s{index:02d}{'x' * 60}" for index in range(64)]
     stages: list[dict[str, Any]] = [{"name": name, "process": name, "factory": "m:stage"} for name in names]
     for index, stage in enumerate(stages[:-1]):
-        stage |= {"next": names[index + 1 : index + 17], "streamTo": names[index + 1 : index + 17]}
+        targets = names[index + 1 : index + 17]
+        stage |= {"next": targets, "streamTo": targets, "routeFn": "m:route"}
     stages[-1]["terminal"] = True
     entry = planning.plan(spec(stages=stages), name="demo").current
     listed = config.revisions([entry] * 3, OWNER, image="stage:1", control_secret="s")  # old, given up, new
@@ -172,18 +174,7 @@ def test_only_what_the_spec_asks_for_is_made() -> None:
     assert len(off.applied) == 2
 
 
-@pytest.mark.parametrize(
-    "patch, place",
-    [
-        ({"spec": {"hostNetwork": True}}, "spec.hostNetwork"),
-        ({"spec": {"hostPID": True}}, "spec.hostPID"),
-        ({"spec": {"volumes": [{"name": "root", "hostPath": {"path": "/"}}]}}, "spec.volumes[0].hostPath"),
-        (
-            {"spec": {"containers": [{"name": "stage", "securityContext": {"privileged": True}}]}},
-            "spec.containers[0].securityContext.privileged",
-        ),
-    ],
-)
+@pytest.mark.parametrize("patch, place", podsecurity_cases.REFUSED)
 def test_a_way_out_of_the_sandbox_is_refused_unless_the_operator_allows_it(patch: Any, place: str) -> None:
     refined = [{"name": "mouth", "podTemplate": patch}]
     with pytest.raises(Refused) as refused:
@@ -191,6 +182,90 @@ def test_a_way_out_of_the_sandbox_is_refused_unless_the_operator_allows_it(patch
     assert refused.value.path == f"processGroups[mouth].podTemplate.{place}"
     allowing = PodFacts(owner=OWNER, image="stage:1", control_secret="s", allow_privileged=True)
     assert wanted(allowing, processGroups=refined).workloads
+
+
+@pytest.mark.parametrize("patch", podsecurity_cases.ACCEPTED)
+def test_what_the_restricted_standard_accepts_is_accepted(patch: Any) -> None:
+    assert wanted(processGroups=[{"name": "mouth", "podTemplate": patch}]).workloads
+
+
+@pytest.mark.parametrize(
+    "patch, place",
+    [
+        ({"metadata": "m"}, "metadata"),
+        ({"metadata": {"labels": ["a"]}}, "metadata.labels"),
+        ({"spec": 5}, "spec"),
+        ({"spec": {"containers": [{"image": "unnamed"}]}}, "spec.containers[0]"),
+        ({"spec": {"containers": {"stage": {}}}}, "spec.containers"),
+        ({"spec": {"containers": [{"name": "stage", "resources": [1]}]}}, "spec.containers[stage].resources"),
+        (
+            {"spec": {"containers": [{"name": "stage", "securityContext": "no"}]}},
+            "spec.containers[stage].securityContext",
+        ),
+    ],
+)
+def test_a_template_that_is_none_is_refused_with_its_place(patch: Any, place: str) -> None:
+    with pytest.raises(Refused) as refused:
+        wanted(processGroups=[{"name": "mouth", "podTemplate": patch}])
+    assert refused.value.path == f"processGroups[mouth].podTemplate.{place}"
+
+
+def test_a_pod_that_says_nothing_of_its_security_is_refused_at_each_place() -> None:
+    bare = {"spec": {"containers": [{"name": "stage"}]}}
+    context = "spec.containers[stage].securityContext"
+    assert [place for place, _ in podsecurity.violations(bare, generated="stage")] == [
+        f"{context}.allowPrivilegeEscalation",
+        f"{context}.capabilities.drop",
+        f"{context}.runAsNonRoot",
+        f"{context}.seccompProfile",
+        f"{context}.readOnlyRootFilesystem",
+    ]
+
+
+def test_a_fault_of_the_coordinators_template_names_the_coordinator() -> None:
+    with pytest.raises(Refused) as refused:
+        wanted(coordinator={"podTemplate": {"spec": {"hostIPC": True}}})
+    assert refused.value.path == "coordinator.podTemplate.spec.hostIPC"
+
+
+def test_a_container_of_the_authors_gets_what_the_restricted_standard_asks_for() -> None:
+    added = {"name": "more", "image": "x:1", "securityContext": {"capabilities": {"add": ["NET_BIND_SERVICE"]}}}
+    pod = pod_of(wanted(processGroups=[{"name": "mouth", "podTemplate": {"spec": {"containers": [added]}}}]), "mouth")
+    assert pod["containers"][1]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]},
+    }
+
+
+def test_no_pod_is_best_effort_and_what_the_author_says_of_a_resource_wins() -> None:
+    made = wanted(processGroups=[{"name": "mouth", "resources": {"limits": {"memory": "128Mi"}}}])
+    assert pod_of(made, "ears")["containers"][0]["resources"] == {
+        "requests": {"cpu": "100m", "memory": "512Mi"},  # of two process groups
+        "limits": {"nvidia.com/gpu": "1"},
+    }
+    assert pod_of(made, "mouth")["containers"][0]["resources"] == {
+        "requests": {"cpu": "50m"},
+        "limits": {"memory": "128Mi"},
+    }
+    assert pod_of(made, "coordinator")["containers"][0]["resources"] == {
+        "requests": {"cpu": "50m", "memory": "256Mi"},
+        "limits": {"memory": "4Gi"},
+    }
+
+
+def test_an_authors_python_path_is_joined_with_the_folder_of_the_code() -> None:
+    env = [{"name": "PYTHONPATH", "value": "/app"}]
+    own = variables(pod_of(wanted(env=env), "mouth"))
+    assert own["PYTHONPATH"] == "/app"
+    joined = variables(pod_of(wanted(env=env, code={"configMapRef": {"name": "mine"}}), "mouth"))
+    assert joined["PYTHONPATH"] == "/etc/omnipipeline/code:/app"
+
+
+def test_the_ingress_bears_the_authors_annotations() -> None:
+    annotations = {"nginx.ingress.kubernetes.io/proxy-body-size": "64m"}
+    made = wanted(expose={"ingress": {"annotations": annotations}})
+    [ingress] = [each for each in made.applied if each["kind"] == "Ingress"]
+    assert annotations.items() <= ingress["metadata"]["annotations"].items()
 
 
 @pytest.mark.parametrize(
@@ -240,3 +315,12 @@ def test_children_of_two_pipelines_never_bear_one_name(
             {naming.pods_policy(other), naming.http_policy(other)}
         )
         assert naming.service(one) != naming.peers(other)
+
+
+def test_the_prefetch_job_runs_python_that_compiles() -> None:
+    cache = {"type": "PersistentVolumeClaim", "size": "1Gi", "prefetch": {"enabled": True}}
+    made = wanted(modelPath="some/model", modelCache=cache)
+    [job] = [each for each in made.created if each["kind"] == "Job"]
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    script = max([*container.get("command", ()), *container.get("args", ())], key=len)
+    compile(script, "prefetch", "exec")

@@ -63,11 +63,20 @@ def test_a_pipeline_becomes_ready_and_a_second_look_of_a_newer_operator_writes_n
 def test_what_the_spec_no_longer_asks_for_is_removed(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     rich = pipeline(
-        networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "omni.example.org"}}
+        networkPolicy={},
+        disruption={"podDisruptionBudget": {}},
+        expose={"ingress": {"host": "omni.example.org", "annotations": {"example.org/body-size": "64m"}}},
     )
     kube.apply(rich)
     kube.wait_ready("duo")
     assert kube.names("ingresses") == {"duo"}
+    pending = kube.condition("duo", "Exposed")
+    assert (pending["status"], pending["reason"]) == ("False", "AddressPending") and "Ingress duo" in pending["message"]
+    assert "external" not in kube.get("omnipipeline", "duo")["status"]["endpoint"]
+    address = '{"status":{"loadBalancer":{"ingress":[{"ip":"192.0.2.1"}]}}}'
+    kube("patch", "ingress", "duo", "--subresource=status", "--type=merge", "-p", address)
+    eventually(lambda: kube.condition("duo", "Exposed")["status"] == "True", what="the Ingress has an address")
+    assert kube.get("ingress", "duo")["metadata"]["annotations"]["example.org/body-size"] == "64m"
     assert kube.get("omnipipeline", "duo")["status"]["endpoint"]["external"] == "http://omni.example.org"
     pods = {each["metadata"]["uid"] for each in kube.all("pods")}
     kube.apply(pipeline())
@@ -128,6 +137,23 @@ def test_only_the_unit_that_changed_rolls_and_going_back_scales_the_old_one_up(
     kube.wait_ready("duo")
     assert deployments(kube)["last"][old] == 1
     assert set(deployments(kube)["last"]) == set(after["last"])
+
+
+def test_an_edit_of_inline_code_rolls_the_units_that_use_it_alone(kube: Kube, operator: OperatorProcess) -> None:
+    stages = [
+        {"name": "first", "process": "first", "factory": "front:make", "next": ["last"]},
+        {"name": "last", "process": "last", "factory": "back:make", "terminal": True},
+    ]
+    files = {"front.py": "import words\n", "words.py": "", "back.py": "def make(): ...\n"}
+    operator.start()
+    kube.apply(pipeline(stages=stages, code={"inline": files}))
+    kube.wait_ready("duo")
+    before = deployments(kube)
+    kube.apply(pipeline(stages=stages, code={"inline": {**files, "words.py": "# edited\n"}}))
+    kube.wait_ready("duo")
+    after = deployments(kube)
+    assert {unit for unit in after if after[unit] != before[unit]} == {"first"}
+    assert sum(after["first"].values()) == 1
 
 
 def test_replicas_exposure_and_profiling_never_restart_a_pod(kube: Kube, operator: OperatorProcess) -> None:
@@ -191,7 +217,7 @@ def test_as_many_stages_as_there_may_be_with_the_longest_names_are_made_whole(
             "process": name,
             "factory": "some.module:stage",
             # 16 edges each are taken, too (tests/contract), and cost the API server 4 s for every write.
-            **({"next": names[index + 1 : index + 3]} if index < 63 else {"terminal": True}),
+            **({"next": names[index + 1 : index + 3], "routeFn": "m:route"} if index < 63 else {"terminal": True}),
         }
         for index, name in enumerate(names)
     ]

@@ -71,7 +71,7 @@ def test_our_pods_satisfy_the_restricted_standard_and_a_violation_is_told(
     kube: Kube, operator: OperatorProcess
 ) -> None:
     kube("label", "namespace", kube.namespace, "pod-security.kubernetes.io/enforce=restricted")
-    operator.start()
+    operator.start(OMNI_OPERATOR_ALLOW_PRIVILEGED="1")  # else it refuses the template itself
     kube.apply(pipeline())
     kube.wait_ready("duo")
     loose = {"spec": {"containers": [{"name": "stage", "securityContext": {"runAsNonRoot": False}}]}}

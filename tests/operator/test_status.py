@@ -172,7 +172,9 @@ def test_no_progress_for_too_long_is_told_and_the_old_revision_goes_on() -> None
 def test_a_passed_deadline_asks_for_no_further_look() -> None:
     starting = facts(*all_of(PLAN, pod()), coordinator(READY), progress_deadline_s=100.0)
     assert status.deadline(starting, NOW) == NOW + 80
-    assert status.deadline(starting, NOW + 80) is None
+    start = PLAN.units[0].startup_deadline_s
+    assert status.deadline(starting, NOW + 80) == NOW - 10 + start + 1, "StartupDeadlineExceeded is told then"
+    assert status.deadline(starting, NOW + start) is None
     assert status.deadline(facts(*RUNNING), NOW) is None
 
 

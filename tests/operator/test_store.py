@@ -29,8 +29,8 @@ def pipeline(version: int, *, generation: int = 1, **more: Any) -> dict[str, Any
 
 def test_an_older_version_never_replaces_a_newer_one() -> None:
     store = Store()
-    assert store.put(service(5, port=5)) == KEY
-    assert store.put(service(4, port=4)) is None
+    assert store.put(service(5, port=5)) == {KEY}
+    assert store.put(service(4, port=4)) == set()
     assert store.children(KEY, SERVICE)[0]["spec"] == {"port": 5}
 
 
@@ -46,10 +46,10 @@ def test_a_page_of_a_list_that_comes_in_after_a_deletion_brings_nothing_back() -
     store = Store()
     store.put(service(5))
     store.drop(service(8))
-    assert store.put(service(5)) is None
-    assert store.put(service(8, port=8)) is None
+    assert store.put(service(5)) == set()
+    assert store.put(service(8, port=8)) == set()
     assert store.children(KEY, SERVICE) == []
-    assert store.put(service(9, uid="made anew")) == KEY
+    assert store.put(service(9, uid="made anew")) == {KEY}
 
 
 def test_a_child_that_lost_its_label_to_the_watch_comes_back_with_it() -> None:
@@ -57,7 +57,7 @@ def test_a_child_that_lost_its_label_to_the_watch_comes_back_with_it() -> None:
     store = Store()
     store.put(service(5))
     store.drop(service(8))
-    assert store.put(service(9)) == KEY
+    assert store.put(service(9)) == {KEY}
     store.drop(service(8))  # we had given it back before the news of its loss came in
     assert store.child(KEY, SERVICE, "demo") is not None
 
@@ -67,7 +67,7 @@ def test_what_was_not_found_is_gone_for_good() -> None:
     store.put(pipeline(5))
     store.drop({"kind": PIPELINE.name, "metadata": {"namespace": "space", "name": "demo", "uid": "u"}})
     assert store.pipeline(KEY) is None
-    assert store.put(pipeline(7)) is None
+    assert store.put(pipeline(7)) == set()
 
 
 def test_deletions_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +87,19 @@ def test_a_child_that_loses_its_label_is_no_child_any_more() -> None:
     assert store.child(KEY, SERVICE, "demo") is None
 
 
+def test_a_child_that_is_relabelled_concerns_the_pipeline_that_lost_it_too() -> None:
+    """A watch by label tells of no deletion: the child still bears the label, with another value."""
+    store, other = Store(), ("space", "other")
+    store.put(service(5))
+    before = store.stirred(KEY)
+    relabelled = service(6)
+    relabelled["metadata"]["labels"] = {"omnipipeline.dev/pipeline": "other"}
+    assert store.put(relabelled) == {KEY, other}
+    assert store.stirred(KEY) > before
+    assert store.child(KEY, SERVICE, "demo") is None
+    assert store.drop(service(7)) == {KEY, other}, "the deletion bears the label of before"
+
+
 def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
     store = Store()
     store.put(service(5, name="ghost"))
@@ -101,15 +114,15 @@ def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
 def test_a_list_that_says_nothing_new_wakes_nobody() -> None:
     store = Store()
     store.put(service(5))
-    assert store.put(service(5)) is None
+    assert store.put(service(5)) == set()
     assert store.drop_unlisted(SERVICE, {address_of(service(5))}, older_than=10) == set()
 
 
 def test_the_echo_of_our_own_write_wakes_nobody() -> None:
     store = Store()
     store.put(service(5))
-    assert store.put(service(5)) is None
-    assert store.put(service(5, uid="made anew")) == KEY
+    assert store.put(service(5)) == set()
+    assert store.put(service(5, uid="made anew")) == {KEY}
 
 
 def test_changes_of_children_and_of_the_spec_are_counted_and_those_of_the_status_are_not() -> None:
@@ -134,7 +147,7 @@ def test_an_edit_that_came_in_with_the_answer_to_a_write_of_ours_is_counted() ->
     store.put(pipeline(3))
     before = store.stirred(KEY)
     store.put(pipeline(9, generation=2, status={"observedGeneration": 1}))
-    assert store.put(pipeline(8, generation=2)) is None
+    assert store.put(pipeline(8, generation=2)) == set()
     assert store.stirred(KEY) > before
 
 
@@ -189,9 +202,9 @@ def test_what_nobody_reads_is_not_kept() -> None:
 def test_a_pipeline_is_known_by_its_own_name() -> None:
     store = Store()
     metadata = {"name": "demo", "namespace": "space", "uid": "uid-1", "resourceVersion": "3"}
-    assert store.put({"kind": PIPELINE.name, "metadata": metadata}) == KEY
+    assert store.put({"kind": PIPELINE.name, "metadata": metadata}) == {KEY}
     assert list(store.pipelines()) == [KEY]
-    assert store.drop({"kind": PIPELINE.name, "metadata": metadata}) == KEY
+    assert store.drop({"kind": PIPELINE.name, "metadata": metadata}) == {KEY}
     assert store.pipeline(KEY) is None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
@@ -49,6 +49,46 @@ def belongs_to_predecessor(there: Mapping[str, Any], owner: Owner) -> bool:
         reference.get("kind") == "OmniPipeline" and reference.get("name") == owner.name
         for reference in there["metadata"].get("ownerReferences", ())
     )
+
+
+#: What `naming.labels` gives.
+OWN_LABELS: Final = frozenset(naming.labels("pipeline", "unit", "revision"))
+
+
+def is_orphan(there: Mapping[str, Any], owner: Owner) -> bool:
+    """Whether an object without any owner was made for a pipeline of this name: all marks of ours say so.
+
+    Its name, all our labels, and what only this operator writes: a stamp, a selector, an immutable plan.
+    """
+    metadata = there["metadata"]
+    if metadata.get("ownerReferences") or "deletionTimestamp" in metadata:
+        return False
+    labels, name, pipeline = metadata.get("labels", {}), str(metadata["name"]), owner.name
+    unit, revision = labels.get(naming.UNIT_LABEL), labels.get(naming.REVISION_LABEL)
+    if not _covers(labels, naming.labels(pipeline, unit, revision)):
+        return False
+    stamped = naming.APPLIED in metadata.get("annotations", {})
+    match there["kind"]:
+        case "Deployment" if unit and revision:
+            selector: Mapping[str, str] = there["spec"]["selector"].get("matchLabels", {})
+            return selector == naming.selector(pipeline, unit, revision) and name == naming.unit(
+                pipeline, unit, revision
+            )
+        case "ConfigMap" if unit and revision:
+            return bool(there.get("immutable")) and name == naming.plan(pipeline, unit, revision)
+        case "ConfigMap":
+            return stamped and name == naming.revisions(pipeline)
+        case "Service":
+            return stamped and name in (naming.service(pipeline), naming.peers(pipeline))
+        case "Ingress":
+            return stamped and name == pipeline
+        case "NetworkPolicy":
+            return stamped and name in (naming.pods_policy(pipeline), naming.http_policy(pipeline))
+        case "PodDisruptionBudget" if unit:
+            return stamped and name == naming.budget(pipeline, unit)
+        case "Job":
+            return name.startswith(f"{pipeline}-prefetch-")
+    return False
 
 
 def _covers(there: Any, wanted: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, Final
 import msgspec
 
 MAX_MESSAGE: Final = 8192  # of the CRD's 32768: an Event and a terminal have to hold it too
+#: The definition's default: no operator has looked at this pipeline.
+UNSEEN: Final = "NoOperatorYet"
 #: Changes of these are told as Events; the others follow from them.
 TOLD: Final = ("Accepted", "Available", "Ready", "Progressing", "Suspended")
 
@@ -30,6 +32,12 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
     condition: Condition
     warning: bool
+
+
+def seen(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A status that an operator has written; what the definition gives to a pipeline that none has seen is none."""
+    conditions = status.get("conditions", ())
+    return {} if conditions and all(each.get("reason") == UNSEEN for each in conditions) else status
 
 
 def say(type: str, holds: bool | None, reason: str, message: str = "") -> Condition:
@@ -69,6 +77,11 @@ def transitions(conditions: Sequence[Condition], before: Sequence[Mapping[str, A
             continue
         found.append(Transition(condition=each, warning=bad))
     return found
+
+
+def is_true(status: Mapping[str, Any], type: str) -> bool:
+    """Whether a written status says so."""
+    return any(each["type"] == type and each["status"] == "True" for each in status.get("conditions", ()))
 
 
 def is_bad(condition: Condition) -> bool:

@@ -13,15 +13,21 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator.desired import naming, pods
+from omnipipeline_spec import crashes
 
 TEMPLATE_REVISION: Final = "deployment.kubernetes.io/revision"
 OVER: Final = ("Succeeded", "Failed")
+
+
+#: Of a waiting container: its image cannot be had.
+UNPULLABLE: Final = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """One pod of a unit revision, with what is wrong with it."""
 
     name: str
+    uid: str = ""
     ip: str | None = None
     ready: bool = False
     terminating: bool = False
@@ -30,9 +36,20 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     ready_since: float | None = None
     reason: str | None = None  #: Why it is not ready, in one word; None: it is, or it is just starting.
     message: str = ""
+    reason_until: float | None = None  #: The reason is of a life before; from here on it is just starting.
+    started_at: float = 0.0  #: When the container that runs was started.
+    was_ready: bool = False  #: Since then.
+
+    @property
+    def starting_since(self) -> float | None:
+        """Since when it has been about to become ready; None: it is or was, or it has ended."""
+        over = self.ready or self.was_ready or self.over or self.terminating
+        return None if over else max(self.created_at, self.started_at) or None
+
     unschedulable: bool = False
     restarts: int = 0
     waits_for_volumes: bool = False  #: It has a node, and none of its containers has been made.
+    started: bool = False  #: A container of it runs, or has run.
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,15 +63,31 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     pods: tuple[Pod, ...] = ()
     gpus: int = 0  #: Per pod.
-    image: str = ""
+    image: str = ""  #: That was pinned when it was made; a spec or a podTemplate may name another one.
     control_secret: str | None = None
     drifted: bool = False  #: Somebody edited its template, which is never edited.
     refused: str | None = None  #: Why its pods cannot even be made: quota, pod security.
+    refused_since: float = 0.0
+    tried_at: float = 0.0  #: When somebody was asked to make them again.
 
     @property
     def ready(self) -> int:
         """Pods that work and will go on working."""
         return sum(pod.ready and not pod.terminating for pod in self.pods)
+
+    @property
+    def started(self) -> bool:
+        """Whether a container of it runs or ran: then nothing of it is held back or made anew."""
+        return any(pod.started for pod in self.present)
+
+    @property
+    def idle(self) -> bool:
+        return not self.replicas and not self.present
+
+    @property
+    def waits_for_image(self) -> bool:
+        """Its image cannot be had, and none of its pods has ever run it."""
+        return not self.started and any(pod.reason in UNPULLABLE for pod in self.present)
 
     @property
     def present(self) -> tuple[Pod, ...]:
@@ -64,7 +97,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 def workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]]) -> Workload:
     """A Deployment as the API server gives it, with the pods that bear its labels."""
-    metadata, spec = deployment["metadata"], deployment["spec"]
+    metadata, spec, refusal = deployment["metadata"], deployment["spec"], _refusal(deployment)
+    annotations = metadata.get("annotations", {})
     labels, template = metadata.get("labels", {}), spec["template"]
     selector = spec["selector"].get("matchLabels", {})  # immutable: the truth where a label was edited
     secrets = [volume["secret"]["secretName"] for volume in template["spec"].get("volumes", ()) if _is_control(volume)]
@@ -77,10 +111,12 @@ def workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]
         created_at=timestamp(metadata.get("creationTimestamp")),
         pods=tuple(pod(one) for one in own_pods),
         gpus=pods.gpus(deployment),
-        image=template["spec"]["containers"][0].get("image", ""),
+        image=annotations.get(naming.IMAGE_PIN) or template["spec"]["containers"][0].get("image", ""),
         control_secret=secrets[0] if secrets else None,
-        drifted=metadata.get("annotations", {}).get(TEMPLATE_REVISION, "1") != "1",
-        refused=_refusal(deployment),
+        drifted=annotations.get(TEMPLATE_REVISION, "1") != "1",
+        refused=None if refusal is None else str(refusal.get("message") or refusal.get("reason") or "pods are refused"),
+        refused_since=timestamp((refusal or {}).get("lastTransitionTime")),
+        tried_at=float(annotations.get(naming.TRIED) or 0),
     )
 
 
@@ -89,19 +125,25 @@ def pod(manifest: Mapping[str, Any]) -> Pod:
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     ready = conditions.get("Ready", {}).get("status") == "True"
-    reason, message = (None, "") if ready else _trouble(manifest, conditions)
+    started_at = _started_at(manifest)
+    trouble = None if ready or _has_succeeded(manifest) else _trouble(manifest, conditions)
     return Pod(
         name=metadata["name"],
+        uid=metadata.get("uid", ""),
         ip=status.get("podIP"),
         ready=ready,
         terminating="deletionTimestamp" in metadata,
         over=status.get("phase") in OVER,
         created_at=timestamp(metadata.get("creationTimestamp")),
         ready_since=timestamp(conditions["Ready"].get("lastTransitionTime")) if ready else None,
-        reason=reason,
-        message=message,
-        unschedulable=reason == "Unschedulable",
+        reason=None if trouble is None else trouble.reason,
+        message="" if trouble is None else trouble.message,
+        reason_until=None if trouble is None else trouble.until,
+        started_at=started_at,
+        was_ready=bool(started_at) and timestamp(conditions.get("Ready", {}).get("lastTransitionTime")) > started_at,
+        unschedulable=trouble is not None and trouble.reason == "Unschedulable",
         waits_for_volumes=_waits_for_volumes(manifest),
+        started=ready or _has_started(manifest),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
     )
 
@@ -111,47 +153,76 @@ def timestamp(text: str | None) -> float:
     return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
+def _has_succeeded(manifest: Mapping[str, Any]) -> bool:
+    return bool(manifest.get("status", {}).get("phase") == "Succeeded")
+
+
+def _started_at(manifest: Mapping[str, Any]) -> float:
+    """When the newest of the containers that run was started; 0: none runs."""
+    states = [each.get("state", {}) for each in manifest.get("status", {}).get("containerStatuses", ())]
+    return max((timestamp(state["running"].get("startedAt")) for state in states if "running" in state), default=0.0)
+
+
 def _waits_for_volumes(manifest: Mapping[str, Any]) -> bool:
     containers = manifest.get("status", {}).get("containerStatuses", ())
     waiting = [each.get("state", {}).get("waiting", {}).get("reason") == "ContainerCreating" for each in containers]
     return "deletionTimestamp" not in manifest["metadata"] and bool(waiting) and all(waiting)
 
 
+def _has_started(manifest: Mapping[str, Any]) -> bool:
+    for container in manifest.get("status", {}).get("containerStatuses", ()):
+        states = (container.get("state", {}), container.get("lastState", {}))
+        if any("running" in state or "terminated" in state for state in states):
+            return True
+    return False
+
+
 def _is_control(volume: Mapping[str, Any]) -> bool:
     return volume.get("name") == "control" and "secret" in volume
 
 
-def _refusal(deployment: Mapping[str, Any]) -> str | None:
-    """The ReplicaSet could not make a pod: the API server's own words."""
+def _refusal(deployment: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ReplicaSet could not make a pod: the condition that quotes the API server."""
     for condition in deployment.get("status", {}).get("conditions", ()):
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return str(condition.get("message") or condition.get("reason") or "pods are refused")
+            found: Mapping[str, Any] = condition
+            return found
     return None
 
 
-#: Reasons of a waiting container that pass by themselves in seconds.
-_STARTING: Final = ("ContainerCreating", "PodInitializing")
+#: Reasons of a waiting container that pass by themselves in seconds, or that follow from how it ended before.
+_PASSING: Final = ("ContainerCreating", "PodInitializing", "CrashLoopBackOff", "RunContainerError")
 _TOO_LITTLE_MEMORY: Final = "needs more than resources.limits.memory, to which shared memory counts"
+_UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # words of containerd and of others
+#: The kubelet alternates between the two; with the first it tells why, with the second it may tell that it waits.
+_UNPULLED: Final = ("ErrImagePull", "ImagePullBackOff")
+LEAST_LIFE_S: Final = 60.0  # of a container that was started again: before that its last end is the news
 
 
-def _trouble(manifest: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, str]:
+class _Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    reason: str
+    message: str
+    until: float | None = None  #: Nothing is wrong any more after this time, unless something new is seen.
+
+
+def _trouble(manifest: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> _Trouble | None:
     """The first thing that keeps a pod from being ready."""
     status = manifest.get("status", {})
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
-        return "Unschedulable", str(scheduled.get("message", ""))
+        return _Trouble(reason="Unschedulable", message=str(scheduled.get("message", "")))
+    unready_since = timestamp(conditions.get("Ready", {}).get("lastTransitionTime"))
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        found = _container_trouble(container)
+        found = _container_trouble(container, unready_since)
         if found is not None:
-            return found[0], f"container {container['name']}: {found[1]}"
+            return msgspec.structs.replace(found, message=f"container {container['name']}: {found.message}")
     if _is_cut_off(conditions):
-        return (
-            "NodeLost",
-            f"node {manifest.get('spec', {}).get('nodeName')} does not answer; another pod takes over soon",
-        )
+        node = manifest.get("spec", {}).get("nodeName")
+        return _Trouble(reason="NodeLost", message=f"node {node} does not answer; another pod takes over soon")
     if status.get("phase") == "Failed":
-        return str(status.get("reason") or "Failed"), str(status.get("message") or "the pod has failed")
-    return None, ""
+        message = str(status.get("message") or "the pod has failed")
+        return _Trouble(reason=str(status.get("reason") or "Failed"), message=message)
+    return None
 
 
 def _is_cut_off(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -160,28 +231,33 @@ def _is_cut_off(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
-def _container_trouble(container: Mapping[str, Any]) -> tuple[str, str] | None:
+def _container_trouble(container: Mapping[str, Any], unready_since: float) -> _Trouble | None:
+    """What a container's states mean; a crash has one reason, whether it waits, has just ended or runs again."""
     state, last = container.get("state", {}), container.get("lastState", {}).get("terminated")
-    waiting, terminated = state.get("waiting", {}), state.get("terminated") or last
-    reason = waiting.get("reason")
-    if reason == "CrashLoopBackOff" and terminated and terminated.get("reason") == "OOMKilled":
-        return "OOMKilled", _TOO_LITTLE_MEMORY  # why it loops is of more use than that it does
-    if reason and reason not in _STARTING:
-        told = _last_line(terminated) if reason == "CrashLoopBackOff" else ""
-        return reason, told or str(waiting.get("message") or reason)
-    if terminated and (state.get("terminated") or not state.get("running")):
-        word = str(terminated.get("reason") or "Terminated")
-        if word == "OOMKilled":
-            return word, _TOO_LITTLE_MEMORY
-        return word, _last_line(terminated) or f"exit code {terminated.get('exitCode')}"
-    if last and not container.get("ready"):
-        if last.get("reason") == "OOMKilled":
-            return "OOMKilled", _TOO_LITTLE_MEMORY
-        return "Restarted", _last_line(last) or f"exit code {last.get('exitCode')} before this start"
-    return None
+    waiting, running = state.get("waiting", {}), state.get("running")
+    reason, told = waiting.get("reason"), str(waiting.get("message") or "")
+    if reason in _UNPULLED:
+        return _Trouble(reason="ImagePullBackOff", message=told.rpartition(f"{_UNPULLED[0]}: ")[2] or str(reason))
+    if reason and reason not in _PASSING:
+        return _Trouble(reason=str(reason), message=told or str(reason))
+    ended = state.get("terminated") or last
+    if not ended:
+        return _Trouble(reason=_UNSTARTABLE[0], message=crashes.cause(told)) if reason == "RunContainerError" else None
+    if running is None:
+        return _crash(ended)
+    started = timestamp(running.get("startedAt"))
+    if container.get("ready") or unready_since > started:  # it had been ready since it was started again
+        return None
+    life = timestamp(ended.get("finishedAt")) - timestamp(ended.get("startedAt"))
+    return msgspec.structs.replace(_crash(ended), until=started + max(LEAST_LIFE_S, 2 * life))
 
 
-def _last_line(terminated: Mapping[str, Any] | None) -> str:
-    """Of the termination message (the kubelet's last log lines): the one that says what went wrong."""
-    lines = [line.strip() for line in str((terminated or {}).get("message", "")).splitlines() if line.strip()]
-    return lines[-1][:512] if lines else ""
+def _crash(ended: Mapping[str, Any]) -> _Trouble:
+    word, code, cause = ended.get("reason"), ended.get("exitCode"), crashes.cause(str(ended.get("message") or ""))
+    if word == "OOMKilled":
+        return _Trouble(reason=word, message=_TOO_LITTLE_MEMORY)
+    if word in _UNSTARTABLE:
+        return _Trouble(reason=_UNSTARTABLE[0], message=cause or "cannot be started")
+    if code == crashes.EXIT_HUNG and cause:
+        return _Trouble(reason="StartupDeadlineExceeded", message=cause)
+    return _Trouble(reason="CrashLoopBackOff", message=cause or f"ended with exit code {code} and said nothing")

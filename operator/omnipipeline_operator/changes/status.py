@@ -6,7 +6,7 @@ same status, so that nothing is written when nothing changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -50,6 +50,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None  #: A name that is taken; the rest still holds.
     progress_deadline_s: float = 3600.0
     fetching: Trouble | None = None  #: Why units wait for the model; None: they do not.
+    image: str = ""  #: Of the wanted revision.
+    images: Mapping[str, str] = {}  #: Of the others.
+    lacking: Sequence[Trouble] = ()  #: What units name that is not there, and what the kubelet says of their pods.
     note: str | None = None  #: What the author should know though nothing is refused.
 
 
@@ -70,7 +73,7 @@ def summarise(
     facts: Facts, before: Mapping[str, Any], *, generation: int, now: float
 ) -> tuple[dict[str, Any], list[Condition]]:
     """The whole status, and its conditions on their own."""
-    found = {each.unit: each for each in (*_troubles(facts, now), *filter(None, [facts.fetching]))}
+    found = _found(facts, before, now)
     said = _conditions(facts, found, now)
     units = [_unit(facts, name, found.get(name)) for name in (*facts.goal.units, COORDINATOR)]
     ready = {each["name"]: each["ready"] for each in units}
@@ -82,7 +85,7 @@ def summarise(
         "endpoint": _set(endpoint),
         "stagesReady": f"{sum(ready[unit] > 0 for _, unit in stages)}/{len(stages)}",
         "gpus": _gpus(facts),
-        "revision": _set({"current": serving, "update": facts.plan.current.revision}),
+        "revision": _revision(facts, serving),
         "units": units,
         "conditions": conditions.written(said, before.get("conditions", ()), generation=generation, now=now),
     }
@@ -147,13 +150,15 @@ def _ready(facts: Facts, worst: Trouble | None, available: bool, progressing: Co
         return say("Ready", False, facts.refusal.reason, facts.refusal.message)
     if facts.goal.suspended:
         return say("Ready", False, "Suspended", "spec.suspend is true")
-    if progressing.status == "False":
+    if progressing.reason == "InsufficientCapacity":  # its message says what to do
         return say("Ready", False, progressing.reason, progressing.message)
     replaced = not _old_wanted(facts)
     if available and replaced and is_complete(facts.plan.current, facts.seen) and _coordinates(facts.seen, facts):
         return say("Ready", True, "Serving", f"revision {facts.plan.current.revision} answers requests")
     if worst is not None:
         return say("Ready", False, worst.reason, worst.told)
+    if progressing.status == "False":
+        return say("Ready", False, progressing.reason, progressing.message)
     if facts.decision.rolling and available:
         return say("Ready", False, "Paused" if facts.goal.paused else "RollingOut", progressing.message)
     return say("Ready", False, "Starting", _lacking(facts))
@@ -243,10 +248,19 @@ def _squeezed(facts: Facts, found: Mapping[str, Trouble]) -> str | None:
 
 
 def deadline(facts: Facts, now: float) -> float | None:
-    """When the progress deadline will pass, if the present roll makes no progress; for a look at that time."""
-    since = _last_progress(facts)
-    late = None if since is None or not _short(facts) else since + facts.progress_deadline_s
-    return late if late is not None and late > now else None  # past: told, and time alone changes nothing more
+    """When time alone will change the status: a deadline of the roll or of a start, a crash that was long ago.
+
+    None: nothing more will.
+    """
+    times = []
+    if _short(facts):
+        since = _last_progress(facts)
+        times += [] if since is None else [since + facts.progress_deadline_s]
+    for each, limit in _wanted(facts):
+        for pod in each.pods:
+            if not (pod.ready or pod.over or pod.terminating):  # a second later: times are told in whole seconds
+                times += [pod.reason_until or 0.0, (pod.starting_since or -limit) + limit + 1]
+    return min((each for each in times if each > now), default=None)
 
 
 def _last_progress(facts: Facts) -> float | None:
@@ -282,6 +296,14 @@ def _unit(facts: Facts, name: str, trouble: Trouble | None) -> dict[str, Any]:
     return _set(told)
 
 
+def _revision(facts: Facts, serving: str | None) -> dict[str, Any]:
+    """Each pipeline revision with the one image that its units run."""
+    update = facts.plan.current.revision
+    images = {**facts.images, update: facts.image}
+    told = {"current": serving, "currentImage": images.get(serving or ""), "update": update, "updateImage": facts.image}
+    return {key: value for key, value in told.items() if value}
+
+
 def _registered(facts: Facts, own: Sequence[Workload]) -> int:
     if facts.registered is None:
         return sum(each.ready for each in own)
@@ -298,19 +320,30 @@ def _gpus(facts: Facts) -> dict[str, int]:
     }
 
 
-def _troubles(facts: Facts, now: float) -> list[Trouble]:
-    """The worst of each unit's wanted revision."""
-    found = []
+def _found(facts: Facts, before: Mapping[str, Any], now: float) -> dict[str, Trouble]:
+    """The worst of each unit's wanted revision, in the words of before where nothing but numbers has changed."""
+    told = {each.get("name"): each for each in before.get("units", ())}
+    given = [*filter(None, [facts.fetching]), *facts.lacking]
+    for each, limit in _wanted(facts):
+        trouble = troubles.of_workload(each, startup_deadline_s=limit, now=now)
+        if trouble is not None:
+            given.append(trouble)
+    found = {}
+    for unit in {each.unit for each in given}:
+        worst = troubles.worst(each for each in given if each.unit == unit)
+        assert worst is not None
+        was = told.get(unit, {})
+        found[unit] = troubles.steady(worst, was.get("reason"), was.get("message"))
+    return found
+
+
+def _wanted(facts: Facts) -> Iterator[tuple[Workload, float]]:
+    """The Deployments of wanted revisions, with the time that a start may take."""
     deadlines = {unit.name: unit.startup_deadline_s for unit in facts.plan.units}
     for each in facts.seen:
         wanted = facts.goal.coordinator if each.unit == COORDINATOR else facts.goal.units.get(each.unit)
-        if wanted is None or wanted.revision != each.revision:
-            continue
-        limit = deadlines.get(each.unit, START_DEADLINE_S)
-        trouble = troubles.of_workload(each, startup_deadline_s=limit, now=now)
-        if trouble is not None:
-            found.append(trouble)
-    return found
+        if wanted is not None and wanted.revision == each.revision:
+            yield each, deadlines.get(each.unit, START_DEADLINE_S)
 
 
 def _short(facts: Facts) -> bool:

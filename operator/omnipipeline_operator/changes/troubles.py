@@ -6,6 +6,7 @@ Pure.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -21,15 +22,16 @@ _SEVERITY: Final = (
     "InvalidImageName",
     "ErrImageNeverPull",
     "ImagePullBackOff",
-    "ErrImagePull",
+    "ReferenceNotFound",
+    "FailedMount",
     "CreateContainerConfigError",
     "CreateContainerError",
+    "StartError",
     "CrashLoopBackOff",
     "OOMKilled",
-    "Error",
+    "StartupDeadlineExceeded",
     "PrefetchFailed",
     "NodeLost",
-    "StartupDeadlineExceeded",
     "Unschedulable",
 )
 
@@ -55,8 +57,13 @@ def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) ->
     found = [_of_pod(workload.unit, pod, startup_deadline_s, now) for pod in workload.pods if not pod.terminating]
     if workload.refused is not None:
         reason = _refusal(workload.refused)
-        found.append(Trouble(unit=workload.unit, reason=reason, message=f"{workload.name}: {workload.refused}"))
+        refused = _ATTEMPT.sub("pods of it are forbidden: ", workload.refused)
+        found.append(Trouble(unit=workload.unit, reason=reason, message=f"{workload.name}: {refused}"))
     return worst(each for each in found if each is not None)
+
+
+#: The ReplicaSet controller makes up another name with each attempt.
+_ATTEMPT: Final = re.compile(r'^pods "[^"]*" is forbidden: ')
 
 
 def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> Trouble:
@@ -81,12 +88,44 @@ def worst(troubles: Iterable[Trouble]) -> Trouble | None:
     return min(troubles, key=lambda each: (each.rank, each.message), default=None)
 
 
+def steady(trouble: Trouble, reason: str | None, message: str | None) -> Trouble:
+    """``trouble`` in the words in which it was told before, where it is the same crash or refusal again.
+
+    Request ids, addresses and process ids differ each time; each difference would be a write.
+    """
+    if trouble.reason != reason or message is None or trouble.reason not in _REPEATED:
+        return trouble
+    vague = _WAITS in trouble.message
+    same = _NUMBERS.sub("#", trouble.message) == _NUMBERS.sub("#", message)
+    return msgspec.structs.replace(trouble, message=message) if same or vague else trouble
+
+
+#: What is told anew with every attempt.
+_REPEATED: Final = (
+    "StartError",
+    "CrashLoopBackOff",
+    "StartupDeadlineExceeded",
+    "ImagePullBackOff",
+    "CreateContainerError",
+    "FailedMount",
+    "QuotaExceeded",
+    "PodsRefused",
+    "PodSecurity",
+)
+#: Addresses, ids, process ids, times. Not short numbers: 401 is another matter than 403.
+_NUMBERS: Final = re.compile(
+    r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]+(?:-[0-9a-fA-F]+)+\b|\b(?=[a-fA-F]*\d)[0-9a-fA-F]{8,}\b|\b\d{4,}\b|"
+    r"\b\d+(?:\.\d+)? ?(?:s|ms|seconds)\b"
+)
+_WAITS: Final = "Back-off pulling image"  # of older kubelets: that it waits, without a word why
+
+
 def _of_pod(unit: str, pod: Pod, startup_deadline_s: float, now: float) -> Trouble | None:
     if pod.ready or pod.over:
         return None
-    if pod.reason is not None:
+    if pod.reason is not None and (pod.reason_until is None or now < pod.reason_until):
         return Trouble(unit=unit, reason=pod.reason, message=f"pod {pod.name}: {pod.message}")
-    if pod.created_at and now - pod.created_at > startup_deadline_s:
+    if pod.starting_since and now - pod.starting_since > startup_deadline_s:
         late = f"pod {pod.name}: not ready after {startup_deadline_s:g} s (startup.deadlineSeconds)"
         return Trouble(unit=unit, reason="StartupDeadlineExceeded", message=late)
     return None

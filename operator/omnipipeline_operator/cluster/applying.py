@@ -18,7 +18,7 @@ from omnipipeline_operator import errors
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.client import Client, Manifest
-from omnipipeline_operator.cluster.kinds import POD
+from omnipipeline_operator.cluster.kinds import DEPLOYMENT, POD, Kind
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.desired.naming import Owner
 
@@ -113,16 +113,36 @@ class Applier:
 
     async def annotate_pod(self, name: str, annotations: Mapping[str, str]) -> None:
         """Annotations of one pod; one that has gone meanwhile is no error."""
+        await self._annotate(POD, name, annotations)
+
+    async def annotate_deployment(self, name: str, annotations: Mapping[str, str]) -> None:
+        """The ReplicaSet gets them too, and its controller looks at it at once."""
+        await self._annotate(DEPLOYMENT, name, annotations)
+
+    async def _annotate(self, kind: Kind, name: str, annotations: Mapping[str, str]) -> None:
         try:
             patch = {"metadata": {"annotations": dict(annotations)}}
-            self._seen(await self._client.merge(POD, self._owner.namespace, name, patch))
+            self._seen(await self._client.merge(kind, self._owner.namespace, name, patch))
         except errors.NotFound:
             return
 
+    async def has_template(self, manifest: Manifest, there: Mapping[str, Any]) -> bool:
+        """Whether a known Deployment has the template that ``manifest`` has; the store keeps a part of it only."""
+        try:
+            live = await self._client.get(DEPLOYMENT, self._owner.namespace, there["metadata"]["name"])
+        except errors.NotFound:
+            return True  # its deletion is on the way to us
+        return comparing.is_as_wanted(manifest["spec"]["template"], live["spec"]["template"])
+
     async def delete(self, there: Mapping[str, Any]) -> None:
-        """Delete this very child."""
+        """Delete this very child, and forget it: who looks again does not find it.
+
+        No watch may tell of it: one that begins after the deletion knows nothing of the object.
+        """
         metadata = there["metadata"]
         await self._client.delete(kinds.of(there), metadata["namespace"], metadata["name"], uid=metadata["uid"])
+        gone = {key: value for key, value in metadata.items() if key != "resourceVersion"}
+        self._store.drop({**there, "metadata": gone})
 
     async def write_status(self, status: Manifest) -> None:
         """The whole status, owned by us alone."""

@@ -91,6 +91,21 @@ class Client:
                 return
             query = {**query, "continue": more}
 
+    async def pods_at(self, namespace: str, address: str) -> list[Manifest]:
+        """The pods that have this IP address now."""
+        query = {"fieldSelector": f"status.podIP={address}"}
+        listed: list[Manifest] = (await self._ask("GET", kinds.POD.path(namespace), query=query)).get("items", [])
+        return listed
+
+    async def warnings(self, namespace: str, **about: str) -> list[Manifest]:
+        """Events of type Warning, as kubelets and controllers post them. ``about``: fields of their objects."""
+        fields = [f"involvedObject.{field}={value}" for field, value in about.items()]
+        query = {"fieldSelector": ",".join(["type=Warning", *fields]), "limit": str(PAGE)}
+        listed: list[Manifest] = (await self._ask("GET", kinds.CORE_EVENT.path(namespace), query=query)).get(
+            "items", []
+        )
+        return listed
+
     # --- writing ------------------------------------------------------------------------------------------------
 
     async def create(self, manifest: Mapping[str, Any], *, manager: str = "", dry_run: bool = False) -> Manifest:

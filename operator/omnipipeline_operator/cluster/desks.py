@@ -32,6 +32,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     ready: bool = False
     draining: bool = False
+    aside: bool = False
     bound: int = 0
     waiting: int = 0
     running: int = 0
@@ -39,6 +40,10 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def host(self) -> str:
         return urlsplit(self.endpoint).hostname or ""
+
+    @property
+    def eligible(self) -> bool:
+        return self.ready and not self.draining and not self.aside
 
     @property
     def load(self) -> int:
@@ -53,7 +58,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
 
     def registered(self) -> dict[tuple[str, str], int]:
         """(unit, revision) -> pods that requests can be bound to."""
-        hosts = {(each.unit, each.revision, each.host) for each in self.instances if each.ready and not each.draining}
+        hosts = {(each.unit, each.revision, each.host) for each in self.instances if each.eligible}
         counts: dict[tuple[str, str], int] = {}
         for unit, revision, _ in hosts:
             counts[unit, revision] = counts.get((unit, revision), 0) + 1

@@ -32,12 +32,14 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
 PIPELINE: Final = Kind(name="OmniPipeline", group="omnipipeline.dev", version="v1alpha1", plural="omnipipelines")
 DEPLOYMENT: Final = Kind(name="Deployment", group="apps", version="v1", plural="deployments")
+CONTROLLER_REVISION: Final = Kind(name="ControllerRevision", group="apps", version="v1", plural="controllerrevisions")
 POD: Final = Kind(name="Pod", group="", version="v1", plural="pods")
 CONFIG_MAP: Final = Kind(name="ConfigMap", group="", version="v1", plural="configmaps")
 SECRET: Final = Kind(name="Secret", group="", version="v1", plural="secrets")
 SERVICE: Final = Kind(name="Service", group="", version="v1", plural="services")
 CLAIM: Final = Kind(name="PersistentVolumeClaim", group="", version="v1", plural="persistentvolumeclaims")
 EVENT: Final = Kind(name="Event", group="events.k8s.io", version="v1", plural="events")
+CORE_EVENT: Final = Kind(name="Event", group="", version="v1", plural="events")  # can be selected by its object
 BUDGET: Final = Kind(name="PodDisruptionBudget", group="policy", version="v1", plural="poddisruptionbudgets")
 POLICY: Final = Kind(name="NetworkPolicy", group="networking.k8s.io", version="v1", plural="networkpolicies")
 INGRESS: Final = Kind(name="Ingress", group="networking.k8s.io", version="v1", plural="ingresses")
@@ -49,7 +51,7 @@ WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, I
 #: Children that are kept as the plan has them, and deleted when it no longer does.
 APPLIED: Final = (SERVICE, INGRESS, POLICY, BUDGET)
 
-_BY_NAME: Final = {each.name: each for each in (PIPELINE, SECRET, EVENT, LEASE, *WATCHED)}
+_BY_NAME: Final = {each.name: each for each in (PIPELINE, SECRET, EVENT, LEASE, CONTROLLER_REVISION, *WATCHED)}
 
 
 def plural_in(path: str) -> str:

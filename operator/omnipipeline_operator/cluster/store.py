@@ -34,33 +34,34 @@ class Store:
         self._stirred: dict[Key, int] = {}
         self._gone: dict[str, float] = {}  #: uid -> version in which an object was deleted, or lost our label.
 
-    def put(self, manifest: Mapping[str, Any]) -> Key | None:
-        """Remember an object, unless it or something newer is known; the pipeline that has to be looked at now.
+    def put(self, manifest: Mapping[str, Any]) -> set[Key]:
+        """Remember an object, unless it or something newer is known; the pipelines that have to be looked at now.
 
-        A page of a list, and the answer to a write, may come in after the news that the object is gone.
+        A page of a list, and the answer to a write, may come in after the news that the object is gone. A child whose
+        label was edited concerns two pipelines: the one that it is labelled with now, and the one that lost it.
         """
         address, key = address_of(manifest), _pipeline_of(manifest)
         if _version(manifest) <= self._gone.get(_uid(manifest), -1):
-            return None
+            return set()
         known = self._objects.get(address)
         if known is not None and _version(known) >= _version(manifest) and _uid(known) == _uid(manifest):
-            return None
+            return set()
         if known is not None:
             self._forget(address, known)
         self._objects[address] = slimmed(manifest)
-        if key is None:
-            return None
-        if manifest["kind"] != PIPELINE.name:
+        if key is not None and manifest["kind"] != PIPELINE.name:
             self._children.setdefault(key, set()).add(address)
+        concerned = _concerned(manifest, known)
         if manifest["kind"] != PIPELINE.name or known is None or _asks_for(known) != _asks_for(manifest):
-            self._stirred[key] = self._stirred.get(key, 0) + 1
-        return key
+            for each in concerned:
+                self._stirred[each] = self._stirred.get(each, 0) + 1
+        return concerned
 
     def stirred(self, key: Key) -> int:
         """A number that grows with each change of a pipeline's spec or children, but not of its status."""
         return self._stirred.get(key, 0)
 
-    def drop(self, manifest: Mapping[str, Any]) -> Key | None:
+    def drop(self, manifest: Mapping[str, Any]) -> set[Key]:
         """Forget an object that is gone, unless its successor is known already, or that it is back (with our label).
 
         Without a version it is gone for good: its uid never comes again.
@@ -76,16 +77,14 @@ class Store:
             del self._objects[address]
             if manifest["kind"] == PIPELINE.name:
                 self._stirred.pop(address[1:], None)
-        return _pipeline_of(manifest)
+        return _concerned(manifest, known)
 
     def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[Key]:
         """Of a kind, what a complete list did not have and what is not newer than the list is a ghost."""
-        changed = set()
+        changed: set[Key] = set()
         for address, known in list(self._objects.items()):
             if address[0] == kind.name and address not in listed and _version(known) <= older_than:
-                key = self.drop(known)
-                if key is not None:
-                    changed.add(key)
+                changed |= self.drop(known)
         return changed
 
     def pipeline(self, key: Key) -> Manifest | None:
@@ -123,6 +122,11 @@ def address_of(manifest: Mapping[str, Any]) -> Address:
     """Where an object is."""
     metadata = manifest["metadata"]
     return manifest["kind"], metadata["namespace"], metadata["name"]
+
+
+def _concerned(*manifests: Mapping[str, Any] | None) -> set[Key]:
+    """The pipelines that these are of."""
+    return {key for each in manifests if each is not None and (key := _pipeline_of(each)) is not None}
 
 
 def _pipeline_of(manifest: Mapping[str, Any]) -> Key | None:

@@ -20,6 +20,7 @@ from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision, UnitPlan
 
 PLAN_FILE: Final = "plan.json"
 REVISIONS_FILE: Final = "revisions.json"
+ASIDE_FILE: Final = "aside.json"
 KEY_FILE: Final = "key"
 KEY_BYTES: Final = 32
 
@@ -33,15 +34,32 @@ def plan(plan: UnitPlan | CoordinatorPlan, unit: str, owner: Owner) -> Manifest:
 
 
 def revisions(
-    entries: Sequence[PipelineRevision], owner: Owner, *, image: str, control_secret: str, rekeyed: str | None = None
+    entries: Sequence[PipelineRevision],
+    owner: Owner,
+    *,
+    image: str,
+    control_secret: str,
+    rekeyed: str | None = None,
+    images: Mapping[str, str] = {},
+    aside: Sequence[str] | None = None,
 ) -> Manifest:
-    """The pipeline revisions that may be served, newest last, and what is pinned for the pipeline's life."""
+    """The pipeline revisions that may be served, newest last, and what is pinned for them.
+
+    image:  of the newest. images: of those before, as far as it is known.
+    aside:  addresses of pods that no request is bound to: somebody took them out of their unit. None: there never were.
+    """
     pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
+    pinned = {each.revision: images[each.revision] for each in entries[:-1] if each.revision in images}
+    if set(pinned.values()) - {image}:
+        pins[naming.IMAGES_PIN] = canonical.encode(pinned).decode()
     if rekeyed is not None:
         pins[naming.REKEYED_PIN] = rekeyed
     named = naming.revisions(owner.name)
     manifest = naming.child("v1", "ConfigMap", named, owner, of=naming.labels(owner.name), annotations=pins)
-    return {**manifest, "data": {REVISIONS_FILE: canonical.encode(list(entries)).decode()}}
+    listed = {REVISIONS_FILE: canonical.encode(list(entries)).decode()}
+    if aside is not None:
+        listed[ASIDE_FILE] = canonical.encode(sorted(aside)).decode()
+    return {**manifest, "data": listed}
 
 
 def read_revisions(manifest: Mapping[str, Any] | None) -> tuple[PipelineRevision, ...]:
@@ -55,9 +73,26 @@ def read_revisions(manifest: Mapping[str, Any] | None) -> tuple[PipelineRevision
         return ()
 
 
+def read_images(manifest: Mapping[str, Any] | None) -> dict[str, str]:
+    """Pipeline revision -> its image, as it was pinned: that of the newest, where none of its own is listed."""
+    annotations = (manifest or {}).get("metadata", {}).get("annotations", {})
+    usual = annotations.get(naming.IMAGE_PIN)
+    found = {each.revision: usual for each in read_revisions(manifest)} if usual else {}
+    try:
+        return found | msgspec.json.decode(annotations.get(naming.IMAGES_PIN, "{}"), type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeError):
+        return found
+
+
+def has_aside(manifest: Mapping[str, Any] | None) -> bool:
+    """Whether coordinators have been told of any: then they must be told of none."""
+    return ASIDE_FILE in (manifest or {}).get("data", {})
+
+
 def digest(manifest: Mapping[str, Any]) -> str:
     """A short name of the list's content, for the annotation that makes kubelets look."""
-    return hashlib.sha256(manifest["data"][REVISIONS_FILE].encode()).hexdigest()[:8]
+    held = manifest["data"]
+    return hashlib.sha256((held[REVISIONS_FILE] + held.get(ASIDE_FILE, "")).encode()).hexdigest()[:8]
 
 
 def secret(name: str, owner: Owner, key: bytes) -> Manifest:

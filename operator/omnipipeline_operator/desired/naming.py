@@ -22,11 +22,16 @@ COORDINATOR: Final = "coordinator"  # the contract reserves it: no unit of an au
 PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
 UNIT_LABEL: Final = "omnipipeline.dev/unit"
 REVISION_LABEL: Final = "omnipipeline.dev/revision"
-#: On the revisions ConfigMap: what was chosen once and must not change under a running pipeline.
+#: On the revisions ConfigMap: what was chosen once and must not change under a running pipeline: the image of the
+#: newest pipeline revision, those of the others where they differ (JSON), the key. On a Deployment: the image that was
+#: pinned when it was made.
+IMAGES_PIN: Final = "omnipipeline.dev/images"
 IMAGE_PIN: Final = "omnipipeline.dev/image"
 SECRET_PIN: Final = "omnipipeline.dev/control-secret"
 #: There too: made anew when the Secret was lost; part of every unit's revision, so that all of them roll.
 REKEYED_PIN: Final = "omnipipeline.dev/rekeyed"
+#: On a Deployment whose pods are refused: when they were tried again last.
+TRIED: Final = "omnipipeline.dev/tried"
 #: On every mutable child: hash of what was applied, so that a field that is no longer wanted is noticed.
 APPLIED: Final = "omnipipeline.dev/applied"
 #: On the coordinator's pods: a change makes the kubelet write the mounted file at once (0.7 s, else up to 64 s).

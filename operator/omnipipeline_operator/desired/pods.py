@@ -7,14 +7,18 @@ merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.desired import naming, templates
+from omnipipeline_operator.desired import naming, podsecurity, templates
 from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.settings import DefaultResources
+from omnipipeline_spec import quantities
+from omnipipeline_spec.cluster import Resources
 from omnipipeline_spec.plan import CoordinatorPlan, UnitPlan
+from omnipipeline_spec.variables import JOINED
 
 PROBE_PORT: Final = 8081
 ADMIN_PORT: Final = 8001
@@ -34,13 +38,14 @@ PROFILES_DIR: Final = "/profiles"
 
 
 class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template needs beside the plan; all of it is pinned for as long as the pipeline lives."""
+    """What a template needs beside the plan; all of it is pinned for as long as a pipeline revision lives."""
 
     owner: Owner
     image: str  #: Used where the spec names none.
     control_secret: str
     claim: str | None = None  #: The model cache's claim, when the operator makes it.
     allow_privileged: bool = False
+    default_resources: DefaultResources = DefaultResources()
 
 
 def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
@@ -50,7 +55,7 @@ def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
         *_common_environment(unit),
         _variable("OMNI_COORDINATOR", f"tcp://{naming.peers(owner.name)}.{owner.namespace}.svc:{CONTROL_PORT}"),
     ]
-    container = _container("stage", ["supervisor"], unit.pod, facts, environment)
+    container = _container("stage", ["supervisor"], unit.pod, facts, environment, groups=len(unit.groups))
     container["ports"] = [_port("probes", PROBE_PORT), *ports]
     return _deployment(unit, unit.name, container, facts, shared_memory=unit.pod.get("sharedMemory"))
 
@@ -78,20 +83,23 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
         _port("publish", PUBLISH_PORT),
     ]
     container["volumeMounts"].append(_mount("revisions", REVISIONS_DIR, read_only=True))
-    deployment = _deployment(plan, naming.COORDINATOR, container, facts, shared_memory=None)
-    volumes = deployment["spec"]["template"]["spec"]["volumes"]
-    volumes.append({"name": "revisions", "configMap": {"name": naming.revisions(plan.pipeline)}})
-    return deployment
+    revisions: Manifest = {"name": "revisions", "configMap": {"name": naming.revisions(plan.pipeline)}}
+    return _deployment(plan, naming.COORDINATOR, container, facts, shared_memory=None, volumes=[revisions])
 
 
 def gpus(deployment: Mapping[str, Any]) -> int:
     """Devices that one pod of a Deployment asks for; the template says which of its limits they are."""
     template = deployment["spec"]["template"]
     resource = template["metadata"].get("annotations", {}).get(GPU_RESOURCE)
-    containers = template["spec"]["containers"]
-    return (
-        sum(int(one.get("resources", {}).get("limits", {}).get(resource, 0)) for one in containers) if resource else 0
-    )
+    if not resource:
+        return 0
+    limits = (one.get("resources", {}).get("limits", {}) for one in template["spec"]["containers"])
+    return sum(_whole(limit.get(resource, 0)) for limit in limits)
+
+
+def _whole(amount: Any) -> int:
+    """A count of devices; 0 for what the API server refuses as one."""
+    return int(amount) if str(amount).isdecimal() else 0
 
 
 GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"
@@ -104,15 +112,17 @@ def _deployment(
     facts: PodFacts,
     *,
     shared_memory: str | None,
+    volumes: Sequence[Manifest] = (),
 ) -> Manifest:
     owner, settings = facts.owner, plan.pod
     named = naming.unit(owner.name, unit, plan.revision)
     labels = naming.labels(owner.name, unit, plan.revision)
-    deployment = naming.child("apps/v1", "Deployment", named, owner, of=labels)
+    pinned = {naming.IMAGE_PIN: facts.image}
+    deployment = naming.child("apps/v1", "Deployment", named, owner, of=labels, annotations=pinned)
     placement = settings.get("placement", {})
     pod: Manifest = {
         "containers": [container],
-        "volumes": _volumes(plan, unit, facts, shared_memory),
+        "volumes": [*_volumes(plan, unit, facts, shared_memory), *volumes],
         "securityContext": _pod_security(),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -129,11 +139,8 @@ def _deployment(
     if settings.get("gpus"):
         annotations[GPU_RESOURCE] = settings["gpuResourceName"]
     template: Manifest = {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
-    patch = settings.get("podTemplate", {})
-    if not facts.allow_privileged:
-        templates.refuse_privileges(patch, f"processGroups[{unit}].podTemplate")
-    template = templates.merge(template, patch)
-    template["metadata"]["labels"] |= labels  # the selector is ours
+    template = _merged(template, settings.get("podTemplate", {}), unit, facts)
+    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}  # the selector is ours
     deployment["spec"] = {
         "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
         # A template edited by hand (kubectl rollout restart) rolls as gently as one of our own revisions.
@@ -142,6 +149,23 @@ def _deployment(
         "template": template,
     }
     return deployment
+
+
+def _merged(template: Manifest, patch: Mapping[str, Any], unit: str, facts: PodFacts) -> Manifest:
+    """The author's ``podTemplate`` over ours; kept within the restricted standard unless the operator allows more."""
+    path = f"{'coordinator' if unit == naming.COORDINATOR else f'processGroups[{unit}]'}.podTemplate"
+    generated = template["spec"]["containers"][0]["name"]
+    merged = templates.merge(template, patch)
+    templates.check_form(merged, path, generated=generated)
+    if facts.allow_privileged:
+        return merged
+    for kind in ("initContainers", "containers"):
+        for container in merged["spec"].get(kind, ()):
+            if (kind, container["name"]) != ("containers", generated):
+                own = container.get("securityContext", {})
+                container["securityContext"] = templates.merge(podsecurity.ADDED_CONTAINER, own)
+    podsecurity.refuse(merged, path, generated=generated)
+    return merged
 
 
 _PLACEMENT: Final = {
@@ -154,15 +178,21 @@ _PLACEMENT: Final = {
 
 
 def _container(
-    name: str, arguments: list[str], settings: Mapping[str, Any], facts: PodFacts, environment: list[Manifest]
+    name: str,
+    arguments: list[str],
+    settings: Mapping[str, Any],
+    facts: PodFacts,
+    environment: list[Manifest],
+    *,
+    groups: int = 1,
 ) -> Manifest:
+    """groups: process groups in the container; the default resources count for each."""
     container: Manifest = {
         "name": name,
         "image": settings.get("image") or facts.image,
         "args": arguments,
-        # What the author sets wins where both name a variable; the four that would break the pod are refused before.
-        "env": templates.merge({"env": environment}, {"env": settings.get("env", [])})["env"],
-        "resources": _resources(settings),
+        "env": _with_authors(environment, settings.get("env", [])),
+        "resources": _resources(settings, getattr(facts.default_resources, name), groups),
         "startupProbe": _probe("/livez", period_s=1, failures=120),
         "livenessProbe": _probe("/livez", period_s=10, failures=6),
         "readinessProbe": _probe("/readyz", period_s=2, failures=3),
@@ -177,6 +207,19 @@ def _container(
     return container
 
 
+def _with_authors(environment: list[Manifest], given: Sequence[Mapping[str, Any]]) -> list[Manifest]:
+    """The author's variables over ours. `omnipipeline_spec.variables` has refused those that would break the pod."""
+    ours = {variable["name"]: variable for variable in environment}
+    joined = [
+        {**one, "value": ":".join(filter(None, (ours[JOINED]["value"], one.get("value"))))}
+        if one["name"] == JOINED and JOINED in ours
+        else one
+        for one in given
+    ]
+    merged: list[Manifest] = templates.merge({"env": environment}, {"env": joined})["env"]
+    return merged
+
+
 def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
     settings = plan.pod
     environment = [
@@ -186,7 +229,7 @@ def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
         _variable("OMNI_PROFILE_ROOT", PROFILES_DIR),
     ]
     if plan.code_config_map:
-        environment.append(_variable("PYTHONPATH", CODE_DIR))
+        environment.append(_variable(JOINED, CODE_DIR))
     if plan.security == "Curve":
         environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{CONTROL_DIR}/key"))
     if "modelCache" in settings:
@@ -201,9 +244,14 @@ def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
     return environment
 
 
-def _resources(settings: Mapping[str, Any]) -> Manifest:
+def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> Manifest:
+    """What the author gives for a resource, request or limit, keeps the default of that resource away."""
     given = settings.get("resources", {})
     requests, limits = dict(given.get("requests", {})), dict(given.get("limits", {}))
+    named = {*requests, *limits}
+    for amounts, defaults in ((requests, default.requests), (limits, default.limits)):
+        times = quantities.sum_quantities([defaults] * groups)
+        amounts.update({resource: amount for resource, amount in times.items() if resource not in named})
     if settings.get("gpus"):
         limits[settings["gpuResourceName"]] = str(settings["gpus"])
     if "rdma" in settings:
@@ -218,7 +266,7 @@ def _mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Ma
         "plan": ("plan", PLAN_DIR, True),
         "control": ("control", CONTROL_DIR, True) if "OMNI_CONTROL_KEY_FILE" in names else None,
         "api-key": ("api-key", API_KEY_DIR, True) if "OMNI_API_KEY_FILE" in names else None,
-        "code": ("code", CODE_DIR, True) if "PYTHONPATH" in names else None,
+        "code": ("code", CODE_DIR, True) if JOINED in names else None,
         "shm": ("shm", "/dev/shm", False),
         "tmp": ("tmp", "/tmp", False),
         "profiles": ("profiles", PROFILES_DIR, False),

@@ -55,7 +55,9 @@ def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
     if wanted is None:
         return None
     labels = naming.labels(owner.name, naming.COORDINATOR)
-    manifest = naming.child("networking.k8s.io/v1", "Ingress", owner.name, owner, of=labels)
+    manifest = naming.child(
+        "networking.k8s.io/v1", "Ingress", owner.name, owner, of=labels, annotations=wanted.annotations
+    )
     backend = {"service": {"name": naming.service(owner.name), "port": {"name": "http"}}}
     rule: Manifest = {"http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
     if wanted.host:

@@ -15,15 +15,20 @@ from omnipipeline_spec.plan import PipelinePlan
 
 FETCH: Final = """\
 import os, sys, traceback
+LOG = "/dev/termination-log"
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # meant for the pods that come after
     os.environ.pop(offline, None)
 from huggingface_hub import snapshot_download
 path, revision = os.environ["OMNI_MODEL_PATH"], os.environ.get("OMNI_MODEL_REVISION") or None
 try:
     print("fetched to", snapshot_download(path, revision=revision))
-except Exception as error:  # its last line is what the pipeline's conditions say
+except Exception as error:
     traceback.print_exc()
-    sys.exit(f"cannot fetch {path}: {type(error).__name__}: {' '.join(str(error).split())}")
+    cause = f"cannot fetch {path}: {type(error).__name__}: {' '.join(str(error).split())}"
+    if os.path.exists(LOG):  # the contract's `crashes` has its form
+        with open(LOG, "w", errors="replace") as log:
+            log.write(f"{cause[:500]}\\n---\\n{traceback.format_exc()[-1000:]}")
+    sys.exit(cause)
 """
 
 

@@ -1,7 +1,8 @@
 """The author's ``podTemplate`` laid over a generated pod template.
 
-Here: the merge (containers, their env, ports and mounts, and volumes by name; all else as a JSON merge patch) and what
-may not be asked for. Not here: the generated template (`pods`). Called by `pods`.
+Here: the merge (containers, their env, ports and mounts, and volumes by name; all else as a JSON merge patch) and the
+form of its result. Not here: the generated template (`pods`), what may not be asked for (`podsecurity`). Called by
+`pods`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ _KEYS: Final = {
     "imagePullSecrets": "name",
     "ports": "containerPort",
 }
-_HOST_FIELDS: Final = ("hostNetwork", "hostPID", "hostIPC")
 
 
 def merge(template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,23 +40,37 @@ def merge(template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def refuse_privileges(patch: Mapping[str, Any], path: str) -> None:
-    """Raises: Refused: the patch would let the pod out of its sandbox; the first place is named."""
-    spec = patch.get("spec")
-    if not isinstance(spec, Mapping):
-        return
-    for field in _HOST_FIELDS:
-        if spec.get(field):
-            raise Refused(f"{path}.spec.{field}", "is not allowed by this operator (allowPrivileged)")
-    for place in ("containers", "initContainers"):
-        for index, container in enumerate(spec.get(place) or ()):
-            context = container.get("securityContext") if isinstance(container, Mapping) else None
-            if isinstance(context, Mapping) and context.get("privileged"):
-                where = f"{path}.spec.{place}[{index}].securityContext.privileged"
-                raise Refused(where, "is not allowed by this operator (allowPrivileged)")
-    for index, volume in enumerate(spec.get("volumes") or ()):
-        if isinstance(volume, Mapping) and volume.get("hostPath"):
-            raise Refused(f"{path}.spec.volumes[{index}].hostPath", "is not allowed by this operator (allowPrivileged)")
+def check_form(template: Mapping[str, Any], path: str, *, generated: str) -> None:
+    """Refuse what is no pod template, as far as the operator reads it; the API server checks the rest.
+
+    generated: name of the operator's own container, which must still be there.
+    Raises:    Refused: the first place is named.
+    """
+    metadata, spec = template.get("metadata"), template.get("spec")
+    for place, given in (("metadata", metadata), ("spec", spec)):
+        if not isinstance(given, Mapping):
+            raise Refused(f"{path}.{place}", "must be a map")
+    assert isinstance(metadata, Mapping) and isinstance(spec, Mapping)
+    for field in ("labels", "annotations"):
+        if not isinstance(metadata.get(field, {}), Mapping):
+            raise Refused(f"{path}.metadata.{field}", "must be a map")
+    for kind in ("initContainers", "containers"):
+        _check_containers(spec.get(kind, []), f"{path}.spec.{kind}")
+    if generated not in [container["name"] for container in spec.get("containers", [])]:
+        raise Refused(f"{path}.spec.containers", f"removes the container {generated!r}, which runs the pipeline")
+
+
+def _check_containers(containers: Any, path: str) -> None:
+    if not isinstance(containers, list):
+        raise Refused(path, "must be a list")
+    for index, container in enumerate(containers):
+        if not isinstance(container, Mapping) or not isinstance(container.get("name"), str):
+            raise Refused(f"{path}[{index}]", "must be a map with a name")
+        resources = container.get("resources", {})
+        if not isinstance(resources, Mapping) or not isinstance(resources.get("limits", {}), Mapping):
+            raise Refused(f"{path}[{container['name']}].resources", "must be a map of maps")
+        if not isinstance(container.get("securityContext", {}), Mapping):
+            raise Refused(f"{path}[{container['name']}].securityContext", "must be a map")
 
 
 def _all_keyed(items: Any, key: str) -> bool:

@@ -12,6 +12,7 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import kopf
@@ -22,7 +23,7 @@ from omnipipeline_operator.cluster.desks import Desks
 from omnipipeline_operator.cluster.lease import Lease
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.handlers import probes
-from omnipipeline_operator.handlers.metrics import Metrics
+from omnipipeline_operator.handlers.metrics import Metrics, PipelineMetrics
 from omnipipeline_operator.handlers.queueing import Queue
 from omnipipeline_operator.handlers.reconciling import Reconciler
 from omnipipeline_operator.handlers.watching import Watcher
@@ -177,7 +178,12 @@ class Operator:
         show("queue_oldest_seconds", "How long a pipeline has been due", self._queue.oldest_wait_s)
         show("objects", "Objects in the store", lambda: float(len(self._store)))
         show("pipelines", "Pipelines in the store", lambda: float(sum(1 for _ in self._store.pipelines())))
+        self._metrics.registry.register(PipelineMetrics(self._pipelines))
         show("events", "Watch events so far", lambda: float(self._watcher.events))
+
+    def _pipelines(self) -> list[Mapping[str, Any]]:
+        found = map(self._store.pipeline, self._store.pipelines()) if self._leads else ()
+        return [each for each in found if each is not None]
 
 
 async def run(settings: Settings, writes: Writes) -> None:

@@ -21,7 +21,7 @@ from omnipipeline_operator.desired import config, naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_spec.plan import PipelineRevision
 
-HANGS_AFTER_S: Final = 60.0
+HANGS_AFTER_S: Final = 5.0
 JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 
 
@@ -63,6 +63,19 @@ class Look:
             found.append(observed.workload(deployment, by_revision.get(of, ())))
         return found
 
+    def orphans(self) -> list[Manifest]:
+        """Children of an earlier resource of this name, which left them without an owner."""
+        there = (each for kind in kinds.WATCHED for each in self._store.children(self._key, kind))
+        return [each for each in there if comparing.is_orphan(each, self.owner)]
+
+    def addresses(self) -> set[tuple[str, str, str]]:
+        """(unit, revision, address) of all pods that bear the labels of a unit."""
+        found = set()
+        for pod in self.pods():
+            labels, address = pod["metadata"]["labels"], pod.get("status", {}).get("podIP", "")
+            found.add((labels.get(naming.UNIT_LABEL, ""), labels.get(naming.REVISION_LABEL, ""), address))
+        return found
+
     def revisions(self) -> Manifest | None:
         return self.child(kinds.CONFIG_MAP, naming.revisions(self.owner.name))
 
@@ -74,32 +87,64 @@ class Look:
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
-    """What was chosen once for a pipeline and holds while it lives."""
+    """What was chosen once and holds while a pipeline revision (its image) or the pipeline (its key) lives."""
 
     image: str
+    images: Mapping[str, str]  #: Of other pipeline revisions.
     control_secret: str
-    rekeyed: str | None = None  #: Names the occasion on which a lost Secret got a successor.
+    rekeyed: str | None = None  #: Names the occasion on which all units were made anew: a lost Secret, mixed images.
     is_new: bool  #: The Secret may not have been made yet.
+    is_mixed: bool = False  #: Units of the wanted revision run different images, and more of it is to be made.
 
 
-def pins(look: Look, seen: Sequence[Workload], *, units: Mapping[str, str], image: str, random_id: str) -> Pins:
-    """Read back from the revisions ConfigMap, else from the Deployments, else chosen now.
+def pins(
+    look: Look,
+    seen: Sequence[Workload],
+    *,
+    update: PipelineRevision,
+    coordinator: str,
+    image: str | None,
+    of_the_day: str,
+    random_id: str,
+) -> Pins:
+    """Read back from the revisions ConfigMap and the Deployments, else chosen now.
 
-    units: the wanted revision of each unit: when none of them is there yet, the image of the day is taken.
+    update: the wanted revision. coordinator: its coordinator's. image: that the spec names.
     """
     there = look.revisions()
     annotations = there["metadata"].get("annotations", {}) if there else {}
     secrets = [each.control_secret for each in seen if each.control_secret]
     secret = annotations.get(naming.SECRET_PIN) or (secrets[0] if secrets else None)
-    running = [each for each in seen if each.unit in units]
-    keeps_image = any(units[each.unit] == each.revision for each in running)
-    pinned = annotations.get(naming.IMAGE_PIN) if keeps_image else None
+    wanted = {**update.units, naming.COORDINATOR: coordinator}
+    own = [each for each in seen if wanted.get(each.unit) == each.revision]
+    images = config.read_images(there)
+    chosen = image or pinned_image(own, images.get(update.revision), of_the_day)
+    busy = [each for each in own if not each.idle]
     return Pins(
-        image=pinned or image,
+        image=chosen,
+        images=images,
         control_secret=secret or naming.control_secret(look.owner.name, random_id),
         rekeyed=annotations.get(naming.REKEYED_PIN),
         is_new=secret not in secrets,
+        is_mixed=image is None and len({each.image for each in busy if each.started}) > 1 and len(busy) < len(wanted),
     )
+
+
+def pinned_image(own: Sequence[Workload], remembered: str | None, of_the_day: str) -> str:
+    """The one image of a pipeline revision, for units whose spec names none.
+
+    What runs decides: it is not restarted, and the rest is to be like it. Where nothing runs and the image cannot be
+    had, the image of the day: it may be the cure. Else what the revision was made with.
+
+    own: the revision's Deployments.
+    """
+    running = [each.image for each in own if each.started]
+    if running:
+        return max(set(running), key=lambda each: (running.count(each), each))
+    if any(each.waits_for_image for each in own):
+        return of_the_day
+    made = sorted((each for each in own if each.image), key=lambda each: (not each.idle, each.created_at))
+    return remembered or (made[-1].image if made else of_the_day)
 
 
 def rekeyed(look: Look) -> str | None:

@@ -5,9 +5,12 @@ Here: the metrics. Not here: serving them (`probes`). Called by `lifecycle`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 
 class Metrics:
@@ -45,3 +48,41 @@ class Metrics:
     def show(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge whose value is read when somebody scrapes."""
         Gauge(f"omnipipeline_operator_{name}", text, registry=self.registry).set_function(read)
+
+
+class PipelineMetrics(Collector):
+    """The status of every pipeline, read when somebody scrapes: alerts see what `kubectl get` shows.
+
+    read: all pipelines; none in a standby, or each would be counted twice.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        where = ["namespace", "pipeline"]
+        conditions = GaugeMetricFamily(
+            "omnipipeline_condition",
+            "1 for each condition of a pipeline, with its status and reason",
+            labels=[*where, "condition", "status", "reason"],
+        )
+        troubles = GaugeMetricFamily(
+            "omnipipeline_unit_trouble",
+            "1 for a unit that is not ready for a reason",
+            labels=[*where, "unit", "reason"],
+        )
+        pods = GaugeMetricFamily(
+            "omnipipeline_unit_pods", "Pods of a unit: wanted, updated, ready", labels=[*where, "unit", "state"]
+        )
+        for pipeline in self._read():
+            named = [pipeline["metadata"]["namespace"], pipeline["metadata"]["name"]]
+            status = pipeline.get("status", {})
+            for each in status.get("conditions", ()):
+                said = [str(each.get(key, "")) for key in ("type", "status", "reason")]
+                conditions.add_metric([*named, *said], 1)
+            for unit in status.get("units", ()):
+                if "reason" in unit:
+                    troubles.add_metric([*named, unit["name"], unit["reason"]], 1)
+                for state, field in (("wanted", "replicas"), ("updated", "updated"), ("ready", "ready")):
+                    pods.add_metric([*named, unit["name"], state], unit.get(field, 0))
+        yield from (conditions, troubles, pods)

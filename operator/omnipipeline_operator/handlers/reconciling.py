@@ -27,9 +27,11 @@ from omnipipeline_operator.cluster.store import Key, Store
 from omnipipeline_operator.desired import children, config, naming, services
 from omnipipeline_operator.desired.naming import COORDINATOR, Manifest, Owner
 from omnipipeline_operator.desired.pods import PodFacts
-from omnipipeline_operator.handlers import looking, reporting
+from omnipipeline_operator.handlers import adopting, looking, recording
+from omnipipeline_operator.handlers.lacking import Asker, Lacking, due_again
 from omnipipeline_operator.handlers.looking import Look, Pins
 from omnipipeline_operator.handlers.plans import Plans
+from omnipipeline_operator.handlers.reporting import Reporter
 from omnipipeline_operator.handlers.writing import Order, Writer
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.errors import SpecError
@@ -39,6 +41,8 @@ from omnipipeline_spec.plan import PipelinePlan
 log = logging.getLogger(__name__)
 
 SOON_S = 2.0  # a roll that waits for the coordinator, a name that garbage collection is freeing
+LACKING_S = 3.0  # between two looks for a Secret that is missing…
+LACKING_SHARE_S = 0.1  # …and for each pipeline that lacks something: at most ten such requests a second
 LATER_S = 60.0  # a name that is taken: whoever holds it is not watched
 
 
@@ -66,6 +70,8 @@ class Reconciler:
         self._told = settings
         self._clock = clock
         self._plans = Plans()
+        self._reporter = Reporter(client, name=settings.lease.identity or "operator")
+        self._lack: set[Key] = set()  #: Pipelines that wait for what they name: the more, the less often each asks.
 
     async def reconcile(self, key: Key) -> float | None:
         """Do what is to be done now; the seconds after which to look again without being told to.
@@ -75,10 +81,15 @@ class Reconciler:
         resource = self._store.pipeline(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
             self._plans.forget(key)
+            self._lack.discard(key)
             return None
         owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
         look = Look(self._store, key, owner)
         applier = Applier(self._client, self._store, owner)
+        try:
+            await adopting.adopt(self._client, look, applier, lambda: self._still_there(owner))
+        except Vanished:
+            return None
         try:
             planned = self._plan(resource, look)
         except (SpecError, errors.Refused) as error:
@@ -95,15 +106,21 @@ class Reconciler:
     def _plan(self, resource: Manifest, look: Look) -> _Planned:
         """Raises: SpecError, errors.Refused."""
         spec, plan = self._plans.of(resource, looking.rekeyed(look))
-        units = {unit.name: unit.revision for unit in plan.units}
         pins = looking.pins(
-            look, look.workloads(), units=units, image=self._told.stage_image, random_id=secrets.token_hex(5)
+            look,
+            look.workloads(),
+            update=plan.current,
+            coordinator=plan.coordinator.revision,
+            image=spec.image,
+            of_the_day=self._told.stage_image,
+            random_id=secrets.token_hex(5),
         )
         facts = PodFacts(
             owner=look.owner,
             image=pins.image,
             control_secret=pins.control_secret,
             allow_privileged=self._told.allow_privileged,
+            default_resources=self._told.default_resources,
         )
         wanted = children.children(spec, plan, facts, scrapers=self._told.scrapers)
         return _Planned(spec=spec, plan=plan, goal=_goal(spec, plan), pins=pins, wanted=wanted)
@@ -113,18 +130,30 @@ class Reconciler:
         writer = Writer(look, applier, lambda: self._still_there(look.owner))
         if await self._lost_its_key(planned, look, seen, applier):
             log.warning("%s/%s: Secret %s is lost", look.owner.namespace, look.owner.name, planned.pins.control_secret)
-            await writer.rekey(look.entries(), planned.pins.image)
+            await writer.renew(look.entries(), planned.pins, rekey=True)
+            return SOON_S
+        if planned.pins.is_mixed:
+            log.info("%s/%s: its units run different images: all are made anew", look.owner.namespace, look.owner.name)
+            await writer.renew(look.entries(), planned.pins, rekey=False)
             return SOON_S
         desks = await self._ask(look)
-        known, before = look.entries(), resource.get("status", {})
+        known, before = look.entries(), conditions.seen(resource.get("status", {}))
         serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
         update = planned.plan.current
         may_shrink = all(update.revision in desk.revisions for desk in desks)
+        decision, now = rollout.decide(planned.goal, seen, serving), self._clock()
+        asker = Asker(self._client, applier, look.owner, now=now)
+        lacking = await self._lacking(asker, planned, look, seen, decision)
         order = Order(
             wanted=planned.wanted,
-            decision=rollout.decide(planned.goal, seen, serving),
+            decision=decision,
             entries=rollout.entries(update, known, seen),
             pins=planned.pins,
+            held=lacking.held,
+            prefetch_held=lacking.prefetch_held,
+            aside=await self._aside(look, desks),
+            retried=[each for each in seen if each.refused is not None and due_again(each, now) <= now],
+            now=now,
             curve=planned.spec.control.security.mode == "Curve",
             may_shrink=may_shrink or planned.goal.suspended,
             loads={host: load for desk in desks for host, load in desk.loads().items()},
@@ -137,13 +166,17 @@ class Reconciler:
             again = SOON_S if error.passing else LATER_S
         except (errors.Invalid, errors.Forbidden) as error:
             refusal, failed = _refused_child(error), error
-        facts = self._facts(planned, look, desks, refusal, serving)
-        await self._summarise(resource, facts, applier)
+        facts = self._facts(planned, look, desks, refusal, serving, lacking)
+        said = await self._summarise(resource, facts, applier)
         if failed is not None:
             raise failed
+        if conditions.is_true(said, "Ready"):
+            await recording.record(self._client, look, resource, planned.plan, planned.goal.history)
         now = self._clock()
-        late = status.deadline(facts, now)
-        return min(filter(None, (again, late and max(late - now, SOON_S))), default=None)
+        times = [due_again(each, now) for each in facts.seen if each.refused is not None]
+        times += filter(None, [status.deadline(facts, now)])
+        waits = [again, lacking.again_s, *(max(each - now, SOON_S) for each in times)]
+        return min((each for each in waits if each is not None), default=None)
 
     def _facts(
         self,
@@ -152,9 +185,15 @@ class Reconciler:
         desks: Sequence[Desk],
         refusal: Refusal | None,
         serving: Mapping[str, str],
+        lacking: Lacking,
     ) -> Facts:
         """What is now, after the writes."""
-        seen = look.workloads()
+        seen = [
+            msgspec.structs.replace(each, refused=lacking.refused.get(each.name, each.refused))
+            if each.refused is not None
+            else each
+            for each in look.workloads()
+        ]
         registered: dict[tuple[str, str], int] | None = None
         for desk in desks:  # in a roll two answer; a stage registers with both
             counts = desk.registered()
@@ -172,6 +211,9 @@ class Reconciler:
             registered=registered,
             refusal=refusal,
             progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
+            lacking=lacking.troubles,
+            image=planned.pins.image,
+            images=planned.pins.images,
             fetching=looking.fetching(look, planned.wanted.created, planned.spec.model_path or ""),
             note=looking.shared_claim(look, planned.wanted.created, sum(planned.plan.replicas.values())),
         )
@@ -186,6 +228,35 @@ class Reconciler:
             return False
         manifest = config.secret(planned.pins.control_secret, look.owner, bytes(config.KEY_BYTES))
         return await applier.lacks_secret(manifest)
+
+    async def _lacking(
+        self, asker: Asker, planned: _Planned, look: Look, seen: Sequence[Workload], decision: rollout.Decision
+    ) -> Lacking:
+        """What keeps pods from starting that no status of theirs says."""
+        key = (look.owner.namespace, look.owner.name)
+        every_s = max(LACKING_S, LACKING_SHARE_S * len(self._lack))
+        found = await asker.ask(planned.wanted, seen, decision.replicas, every_s=every_s)
+        (self._lack.add if found.held else self._lack.discard)(key)
+        return found
+
+    async def _aside(self, look: Look, desks: Sequence[Desk]) -> list[str]:
+        """Addresses of registered pods that bear the labels of another unit now, or none of ours.
+
+        What a coordinator knows and our watch does not may be new: the API server is asked before it is believed.
+        """
+        known = look.addresses()
+        strange = {
+            each for desk in desks for each in desk.instances if (each.unit, each.revision, each.host) not in known
+        }
+        aside = set()
+        for each in strange:
+            if each.host in aside:
+                continue
+            wanted = naming.selector(look.owner.name, each.unit, each.revision).items()
+            pods = [one["metadata"] for one in await self._client.pods_at(look.owner.namespace, each.host)]
+            if pods and not any(wanted <= one.get("labels", {}).items() for one in pods):
+                aside.add(each.host)
+        return sorted(aside)
 
     async def _ask(self, look: Look) -> list[Desk]:
         """All coordinators that are ready."""
@@ -206,14 +277,16 @@ class Reconciler:
 
     # --- reporting ----------------------------------------------------------------------------------------------
 
-    async def _summarise(self, resource: Manifest, facts: Facts, applier: Applier) -> None:
-        before, generation = resource.get("status", {}), resource["metadata"]["generation"]
+    async def _summarise(self, resource: Manifest, facts: Facts, applier: Applier) -> Manifest:
+        """The status that holds now."""
+        before, generation = conditions.seen(resource.get("status", {})), resource["metadata"]["generation"]
         now, said = status.summarise(facts, before, generation=generation, now=self._clock())
         await self._write(resource, now, said, applier)
+        return now
 
     async def _refuse(self, resource: Manifest, look: Look, applier: Applier, refusal: Refusal) -> None:
         """What runs is left alone."""
-        before, generation = resource.get("status", {}), resource["metadata"]["generation"]
+        before, generation = conditions.seen(resource.get("status", {})), resource["metadata"]["generation"]
         available = status.is_available(look.entries(), look.workloads())
         now, said = status.refused(refusal, before, generation=generation, available=available, now=self._clock())
         await self._write(resource, now, said, applier)
@@ -221,7 +294,7 @@ class Reconciler:
     async def _write(
         self, resource: Manifest, now: dict[str, Any], said: Sequence[conditions.Condition], applier: Applier
     ) -> None:
-        before = resource.get("status", {})
+        before = conditions.seen(resource.get("status", {}))
         if now == before:
             return
         owner = Owner(
@@ -234,7 +307,7 @@ class Reconciler:
         except (errors.NotFound, errors.Conflict):
             return  # deleted meanwhile, or made anew: its own event is on the way
         transitions = conditions.transitions(said, before.get("conditions", ()))
-        await reporting.report(self._client, owner, transitions, reporter=self._told.lease.identity or "operator")
+        await self._reporter.report(owner, transitions)
 
 
 def _refused_child(error: errors.ClusterError) -> Refusal:
@@ -261,8 +334,10 @@ def _exposure(spec: PipelineConfig, look: Look) -> Exposure:
     ingress = look.child(kinds.INGRESS, look.owner.name)
     if spec.expose.ingress is not None and ingress is not None:
         scheme = "https" if spec.expose.ingress.tls_secret_name else "http"
-        host = spec.expose.ingress.host or _address(ingress)
-        return Exposure(url=url, external=f"{scheme}://{host}" if host else None)
+        address = _address(ingress)
+        if address is None:  # no controller has taken it: a host alone leads nowhere
+            return Exposure(url=url, pending=f"Ingress {ingress['metadata']['name']} has no address yet")
+        return Exposure(url=url, external=f"{scheme}://{spec.expose.ingress.host or address}")
     service = look.child(kinds.SERVICE, naming.service(look.owner.name))
     if spec.expose.service.type == "LoadBalancer":
         host = _address(service or {})

@@ -1,4 +1,4 @@
-"""Events for people: one for each change of a condition that matters.
+"""Events for people: one for each change of a condition that matters, and a count where it changes to and fro.
 
 Here: making and posting them. Not here: which changes matter (`changes.conditions`). Called by `reconciling`. An Event
 that cannot be posted is lost: it must never hold up work.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Final
+
+import msgspec
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes.conditions import Transition
@@ -22,25 +25,73 @@ from omnipipeline_operator.desired.naming import Manifest, Owner
 log = logging.getLogger(__name__)
 
 MAX_NOTE: Final = 1024  # bytes that the API server takes
+SERIES_S: Final = 600.0  # the same again within this time is one Event with a count
+APART: Final = 3  # so often it is an Event of its own: an edit that is taken back is told, a crash every minute counted
+PATCH_S: Final = 60.0  # between two writes of one series' count
+REMEMBERED: Final = 2000  # series; of more, those go that were told longest ago
 
 
-async def report(client: Client, owner: Owner, transitions: Sequence[Transition], *, reporter: str) -> None:
-    """Post an Event per transition."""
-    for transition in transitions:
-        condition = transition.condition
-        log.info(
-            "%s/%s: %s is %s: %s: %s",
-            owner.namespace,
-            owner.name,
-            condition.type,
-            condition.status,
-            condition.reason,
-            condition.message,
-        )
-        try:
-            await client.create(_event(owner, transition, reporter))
-        except errors.ClusterError as error:
-            log.warning("event not posted: %s", error)
+class _Series(msgspec.Struct):
+    name: str
+    count: int
+    at: float  #: When it was told last.
+    written_at: float
+
+
+class Reporter:
+    """Posts Events; what changes to and fro is one Event that counts."""
+
+    def __init__(self, client: Client, *, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._name = name
+        self._clock = clock
+        self._series: dict[tuple[str, str, str, str], _Series] = {}
+
+    async def report(self, owner: Owner, transitions: Sequence[Transition]) -> None:
+        """Post an Event per transition, or count it with its like."""
+        for transition in transitions:
+            condition = transition.condition
+            log.info(
+                "%s/%s: %s is %s: %s: %s",
+                owner.namespace,
+                owner.name,
+                condition.type,
+                condition.status,
+                condition.reason,
+                condition.message,
+            )
+            try:
+                await self._post(owner, transition)
+            except errors.ClusterError as error:
+                log.warning("event not posted: %s", error)
+
+    async def _post(self, owner: Owner, transition: Transition) -> None:
+        condition, now = transition.condition, self._clock()
+        key = (owner.uid, condition.type, condition.status, condition.reason)
+        known = self._series.pop(key, None)
+        if known is None or now - known.at >= SERIES_S:
+            known = _Series(name="", count=0, at=now, written_at=now)
+        known.count, known.at = known.count + 1, now
+        self._series[key] = known
+        if len(self._series) > REMEMBERED:
+            del self._series[next(iter(self._series))]
+        if known.count > APART:
+            if now - known.written_at < PATCH_S:
+                return
+            known.written_at = now
+            observed = datetime.now(UTC).strftime(_MICRO_TIME)
+            patch = {"series": {"count": known.count - APART + 1, "lastObservedTime": observed}}
+            try:
+                await self._client.merge(EVENT, owner.namespace, known.name, patch)
+                return
+            except errors.NotFound:
+                pass  # it has expired
+        made = _event(owner, transition, self._name)
+        known.name, known.written_at = made["metadata"]["name"], now
+        await self._client.create(made)
+
+
+_MICRO_TIME: Final = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
 def _event(owner: Owner, transition: Transition, reporter: str) -> Manifest:
@@ -50,7 +101,7 @@ def _event(owner: Owner, transition: Transition, reporter: str) -> Manifest:
         "apiVersion": EVENT.api_version,
         "kind": EVENT.name,
         "metadata": {"name": f"{owner.name}.{secrets.token_hex(8)}", "namespace": owner.namespace},
-        "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "eventTime": datetime.now(UTC).strftime(_MICRO_TIME),
         "reportingController": "omnipipeline.dev/operator",
         "reportingInstance": reporter[:128],
         "action": "Reconcile",

@@ -50,8 +50,7 @@ class Watcher:
         self.events += 1
         manifest = {**manifest, "kind": kind.name, "apiVersion": kind.api_version}
         before = self._store.pipeline(_key(manifest)) if kind is PIPELINE else None
-        key = self._store.drop(manifest) if event == "DELETED" else self._store.put(manifest)
-        if key is not None:
+        for key in self._store.drop(manifest) if event == "DELETED" else self._store.put(manifest):
             self._queue.add(key, first=kind is PIPELINE and event is not None and _is_edit(before, manifest))
 
     async def relist(self, client: Client, namespaces: tuple[str, ...], *, spread_s: float) -> None:
@@ -66,8 +65,7 @@ class Watcher:
             for namespace in namespaces or (None,):
                 async for each in client.listed(kind, namespace, selector):
                     listed.add(address_of(each))
-                    key = self._store.put(each)
-                    if key is not None:
+                    for key in self._store.put(each):
                         self._queue.add(key)
             for key in self._store.drop_unlisted(kind, listed, older_than=known_up_to):
                 self._queue.add(key)

@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.changes.observed import Workload
-from omnipipeline_operator.changes.rollout import Decision
+from omnipipeline_operator.changes.rollout import Decision, Key
 from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, JOB
@@ -35,7 +35,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
     entries: Sequence[PipelineRevision]
     pins: Pins
+    held: frozenset[Key]  #: Unit revisions whose pods could not start: they name what is not there.
+    prefetch_held: bool = False
+    aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: nothing is bound to them.
+    retried: Sequence[Workload] = ()  #: Their pods are refused, and it is time to try again.
     curve: bool
+    now: float
     may_shrink: bool  #: Whether the coordinator knows the new revision, so that old pods may go.
     loads: Mapping[str, int]  #: Address of a pod -> how much it has to do.
 
@@ -54,10 +59,14 @@ class Writer:
         await self._revisions(order)
         if order.curve and order.pins.is_new:
             await self._key(order.pins)
-        await self._created(order.wanted.created)
+        await self._created(
+            [each for each in order.wanted.created if each["kind"] != JOB.name or not order.prefetch_held]
+        )
         for manifest in order.wanted.applied:
             await self._keep(manifest)
         await self._workloads(order)
+        for each in order.retried:
+            await self._apply.annotate_deployment(each.name, {naming.TRIED: str(int(order.now))})
         await self._tell_coordinators(order)
         await self._remove_unwanted([*order.wanted.applied, *order.wanted.created])
         await self._retire(order.decision.retired)
@@ -70,17 +79,26 @@ class Writer:
             order.entries,
             self._look.owner,
             image=pins.image,
+            images=pins.images,
             control_secret=pins.control_secret,
             rekeyed=pins.rekeyed,
+            aside=order.aside if order.aside or config.has_aside(self._look.revisions()) else None,
         )
         await self._keep(manifest)
 
-    async def rekey(self, entries: Sequence[PipelineRevision], image: str) -> None:
-        """The Secret is lost: name a successor. The next look plans every unit anew, with it."""
+    async def renew(self, entries: Sequence[PipelineRevision], pins: Pins, *, rekey: bool) -> None:
+        """Have the next look plan every unit anew. ``rekey``: the Secret is lost, and gets a successor."""
         occasion = secrets.token_hex(5)
-        named = naming.control_secret(self._look.owner.name, occasion)
+        named = naming.control_secret(self._look.owner.name, occasion) if rekey else pins.control_secret
         await self._keep(
-            config.revisions(entries, self._look.owner, image=image, control_secret=named, rekeyed=occasion)
+            config.revisions(
+                entries,
+                self._look.owner,
+                image=pins.image,
+                images=pins.images,
+                control_secret=named,
+                rekeyed=occasion,
+            )
         )
 
     async def _key(self, pins: Pins) -> None:
@@ -110,14 +128,35 @@ class Writer:
     async def _workloads(self, order: Order) -> None:
         by_key = {(each.unit, each.revision): each for each in order.wanted.workloads}
         waits = self._prefetching(order.wanted.created)
-        for (unit, revision), replicas in order.decision.replicas.items():
+        for (unit, revision), decided in order.decision.replicas.items():
             name = naming.unit(self._look.owner.name, unit, revision)
             wanted = by_key.get((unit, revision))
             there = self._look.child(DEPLOYMENT, name)
-            if wanted is not None and not (waits and there is None and unit != COORDINATOR):
+            is_held = (unit, revision) in order.held
+            replicas = 0 if is_held else decided
+            if there is None and (is_held or (waits and unit != COORDINATOR)):
+                continue
+            if wanted is not None and there is not None and replicas and await self._is_outdated(wanted, there):
+                await self._apply.delete(there)
+                await self._workload(wanted, None, replicas, order.loads)
+            elif wanted is not None:
                 await self._workload(wanted, there, replicas, order.loads)
             elif there is not None:
                 await self._scale(there, replicas, order)
+
+    async def _is_outdated(self, wanted: desired.Workload, there: Manifest) -> bool:
+        """Of a Deployment that nothing runs of: whether its template is not what would be made now.
+
+        It may have been edited by hand while it was idle, or made with another image than its revision has now.
+        """
+        seen = next(each for each in self._look.workloads() if each.name == there["metadata"]["name"])
+        if seen.started:
+            return False
+        if seen.image != wanted.deployment["metadata"]["annotations"][naming.IMAGE_PIN]:
+            return True
+        if not seen.idle:
+            return False
+        return seen.drifted or not await self._apply.has_template(wanted.deployment, there)
 
     async def _workload(
         self, wanted: desired.Workload, there: Manifest | None, replicas: int, loads: Mapping[str, int]

@@ -69,6 +69,14 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         """Merge ``spec`` into the resource's."""
         self.run("patch", RESOURCE, name, "--type=merge", f"--patch={json.dumps({'spec': dict(spec)})}")
 
+    def replace_spec(self, name: str, spec: Mapping[str, Any], version: str) -> None:
+        """Put ``spec`` in the place of the resource's, if nobody has changed it since ``version``."""
+        patch = [
+            {"op": "test", "path": "/metadata/resourceVersion", "value": version},
+            {"op": "replace", "path": "/spec", "value": dict(spec)},
+        ]
+        self.run("patch", RESOURCE, name, "--type=json", f"--patch={json.dumps(patch)}")
+
     def evict(self, pod: Manifest) -> None:
         """Ask for a pod to leave, within what its disruption budget allows. Raises: KubectlError: not now."""
         metadata = pod["metadata"]

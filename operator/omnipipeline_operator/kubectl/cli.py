@@ -15,11 +15,13 @@ from typing import Any, Final, TypeVar
 import click
 import yaml
 from rich.console import Console
+from rich.table import Table
 
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.errors import Refused
 from omnipipeline_operator.kubectl import acting, offline, picture, tree
-from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest
+from omnipipeline_operator.kubectl import history as past
+from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError, Manifest
 from omnipipeline_spec.errors import InvalidPipeline, SpecError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -125,8 +127,7 @@ def restart(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
         stamp = acting.restart(kubectl, name)
     click.echo(f"{name} restarts (restartedAt {stamp})")
     if wait:
-        resource = f"omnipipelines.omnipipeline.dev/{name}"
-        sys.exit(kubectl.show("wait", "--for=condition=Ready", resource, f"--timeout={timeout}"))
+        sys.exit(_wait_ready(kubectl, name, timeout))
 
 
 @main.command()
@@ -158,6 +159,48 @@ def drain(
     sys.exit(0 if done else 1)
 
 
+@main.command()
+@click.argument("name")
+@click.option("--revision", "number", type=int, metavar="NUMBER", help="Print the whole spec of this entry.")
+@click.pass_obj
+def history(kubectl: Kubectl, name: str, number: int | None) -> None:
+    """The revisions of a pipeline that have served, oldest first, and what changed in each.
+
+    As many as rollout.revisionHistoryLimit says, and the newest.
+    """
+    with told_plainly():
+        found = past.entries(kubectl, name)
+        if number is not None:
+            click.echo(yaml.safe_dump(past.chosen(found, number).spec, sort_keys=False), nl=False)
+            return
+    table = Table(box=None, pad_edge=False)
+    for column in ("NUMBER", "REVISION", "CREATED", "CHANGED"):
+        table.add_column(column)
+    for one in found:
+        marked = f"{one.number} (current)" if one.current else str(one.number)
+        table.add_row(marked, one.revision, one.created, ", ".join(one.changed) or "-")
+    _console().print(table)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--to-revision", "number", type=int, metavar="NUMBER", help="An entry of the history; unset is the last.")
+@click.option("--wait", is_flag=True, help="Until it serves.")
+@click.option("--timeout", default="30m", show_default=True, help="How long to wait.")
+@click.pass_obj
+def undo(kubectl: Kubectl, name: str, number: int | None, wait: bool, timeout: str) -> None:
+    """Give a pipeline the spec of an earlier revision that has served; no request is lost.
+
+    What was scaled, suspended or paused since then stays so. A file that is applied again wins over it.
+    """
+    with told_plainly():
+        entry = past.chosen(past.entries(kubectl, name), number)
+        past.undo(kubectl, name, entry)
+    click.echo(f"{name} goes back to {entry.number} (revision {entry.revision})")
+    if wait:
+        sys.exit(_wait_ready(kubectl, name, timeout))
+
+
 @contextmanager
 def told_plainly() -> Iterator[None]:
     """A fault of the user's, or kubectl's refusal, ends the command with its message alone."""
@@ -171,6 +214,11 @@ def told_plainly() -> Iterator[None]:
     except (SpecError, Refused, KubectlError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
+
+
+def _wait_ready(kubectl: Kubectl, name: str, timeout: str) -> int:
+    """The exit code of kubectl wait."""
+    return kubectl.show("wait", "--for=condition=Ready", f"{RESOURCE}/{name}", f"--timeout={timeout}")
 
 
 def _console() -> Console:

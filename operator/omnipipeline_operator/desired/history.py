@@ -1,0 +1,39 @@
+"""The history of a pipeline: the spec of each revision that has served, as a ControllerRevision.
+
+Here: the object, its name, and which ones are beyond the limit. Not here: when a revision is recorded
+(`handlers.recording`), going back to one (`kubectl.history`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_spec import canonical
+from omnipipeline_spec.plan import PipelinePlan
+
+#: On the revisions ConfigMap: name of the entry that was recorded last, so that a look at rest writes nothing.
+RECORDED: Final = "omnipipeline.dev/recorded"
+
+
+def name(pipeline: str, plan: PipelinePlan) -> str:
+    """Of the entry: the same for specs that restart nothing when one replaces the other."""
+    return f"{pipeline}-{canonical.short_hash([plan.current.revision, plan.coordinator.revision])}"
+
+
+def entry(resource: Mapping[str, Any], plan: PipelinePlan, owner: Owner) -> Manifest:
+    """The spec as it is now, numbered by the resource's generation: a later one has a higher number."""
+    labels = naming.labels(owner.name, None, plan.current.revision)
+    head = naming.child("apps/v1", "ControllerRevision", name(owner.name, plan), owner, of=labels)
+    return {**head, "revision": number(resource), "data": {"spec": resource["spec"]}}
+
+
+def number(resource: Mapping[str, Any]) -> int:
+    return int(resource["metadata"]["generation"])
+
+
+def beyond(entries: Sequence[Manifest], limit: int) -> list[Manifest]:
+    """Those that are to go: all but the newest and ``limit`` more."""
+    return sorted(entries, key=lambda one: one["revision"], reverse=True)[limit + 1 :]

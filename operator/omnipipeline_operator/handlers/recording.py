@@ -1,0 +1,73 @@
+"""Recording a revision that serves in the pipeline's history, and removing what is beyond its limit.
+
+Called by `reconciling` when a pipeline is Ready. ControllerRevisions are not watched: only this module reads them, and
+only when a revision has just become Ready.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.changes import comparing
+from omnipipeline_operator.cluster.applying import MANAGER
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.cluster.kinds import CONFIG_MAP, CONTROLLER_REVISION
+from omnipipeline_operator.desired import history, naming
+from omnipipeline_operator.handlers.looking import Look
+from omnipipeline_spec.plan import PipelinePlan
+
+log = logging.getLogger(__name__)
+
+
+async def record(client: Client, look: Look, resource: Mapping[str, Any], plan: PipelinePlan, limit: int) -> None:
+    """Keep the spec of what serves; a revision that serves again becomes the newest entry.
+
+    limit:  entries beside the newest.
+    Raises: errors.ClusterError: later, perhaps.
+    """
+    listed, owner = look.revisions(), look.owner
+    named = history.name(owner.name, plan)
+    if listed is None or listed["metadata"].get("annotations", {}).get(history.RECORDED) == named:
+        return
+    try:
+        await _put(client, look, resource, plan)
+        selector = f"{naming.PIPELINE_LABEL}={owner.name}"
+        kept = [one async for one in client.listed(CONTROLLER_REVISION, owner.namespace, selector)]
+        for one in history.beyond([one for one in kept if comparing.is_ours(one, owner)], limit):
+            metadata = one["metadata"]
+            await client.delete(CONTROLLER_REVISION, owner.namespace, metadata["name"], uid=metadata["uid"])
+    except errors.Forbidden as error:  # the role of an older chart: the pipeline serves without a history
+        log.warning("%s/%s: its history is not recorded: %s", owner.namespace, owner.name, error)
+        return
+    patch = {"metadata": {"annotations": {history.RECORDED: named}}}
+    await client.merge(CONFIG_MAP, owner.namespace, listed["metadata"]["name"], patch)
+
+
+async def _put(client: Client, look: Look, resource: Mapping[str, Any], plan: PipelinePlan) -> None:
+    manifest, owner = history.entry(resource, plan, look.owner), look.owner
+    named = manifest["metadata"]["name"]
+    try:
+        await _made(client, manifest)
+    except errors.Conflict as taken:
+        there = await client.get(CONTROLLER_REVISION, owner.namespace, named)
+        if comparing.belongs_to_predecessor(there, owner) and not comparing.is_ours(there, owner):
+            raise taken  # the garbage collector is about to remove it
+        if not comparing.is_ours(there, owner):
+            log.warning("%s/%s: ControllerRevision %s is somebody else's", owner.namespace, owner.name, named)
+            return
+        # Made anew: earlier operators made it by POST, and a patch of such a one is refused (see `_made`).
+        await client.delete(CONTROLLER_REVISION, owner.namespace, named, uid=there["metadata"]["uid"])
+        await _made(client, manifest)
+
+
+async def _made(client: Client, manifest: Mapping[str, Any]) -> None:
+    """By an apply that demands absence, so that the API server encodes the data itself.
+
+    It keeps the bytes of a POST, encodes them anew with every patch, and refuses the difference, for the data is
+    immutable: the garbage collector could not take its owner away, and ``--cascade=orphan`` would never end.
+    """
+    metadata = {**manifest["metadata"], "resourceVersion": "1"}
+    await client.apply({**manifest, "metadata": metadata}, manager=MANAGER)

@@ -1,0 +1,133 @@
+"""The history of a pipeline, and going back in it.
+
+Here: reading the entries, what differs between two specs, the spec that `undo` writes. Not here: recording (the
+operator's `handlers.recording`). Called by the commands.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One revision that has served."""
+
+    number: int
+    revision: str  #: The pipeline revision, as in the resource's status.
+    created: str
+    spec: Manifest
+    changed: tuple[str, ...]  #: What differs from the entry before it.
+    current: bool  #: The resource's spec is this one, as far as `undo` would change it.
+
+
+def entries(kubectl: Kubectl, name: str) -> list[Entry]:
+    """Oldest first. Raises: KubectlError."""
+    pipeline = kubectl.pipeline(name)
+    live, uid = pipeline["spec"], pipeline["metadata"]["uid"]
+    listed = [
+        one
+        for one in kubectl.listed("controllerrevisions", naming.selector(name))
+        if any(owner.get("uid") == uid for owner in one["metadata"].get("ownerReferences", ()))
+    ]
+    found: list[Entry] = []
+    for one in sorted(listed, key=lambda each: int(each["revision"])):
+        spec = one["data"]["spec"]
+        found.append(
+            Entry(
+                number=one["revision"],
+                revision=one["metadata"]["labels"][naming.REVISION_LABEL],
+                created=one["metadata"]["creationTimestamp"],
+                spec=spec,
+                changed=differences(found[-1].spec, spec) if found else (),
+                current=not differences(spec, live),
+            )
+        )
+    return found
+
+
+def chosen(found: list[Entry], number: int | None) -> Entry:
+    """The entry with ``number``, else the newest that is not the current spec. Raises: KubectlError: there is none."""
+    if number is None:
+        earlier = [one for one in found if not one.current]
+        if not earlier:
+            raise KubectlError("there is no earlier revision that has served")
+        return earlier[-1]
+    for one in found:
+        if one.number == number:
+            return one
+    known = ", ".join(str(one.number) for one in found) or "nothing"
+    raise KubectlError(f"there is no revision {number}; the history has {known}")
+
+
+def undo(kubectl: Kubectl, name: str, entry: Entry) -> None:
+    """Give the resource the spec of ``entry``; what was scaled, suspended or paused since then stays so.
+
+    Raises: KubectlError: also when somebody edits the resource at the same time.
+    """
+    pipeline = kubectl.pipeline(name)
+    kubectl.replace_spec(name, restored(entry.spec, pipeline["spec"]), pipeline["metadata"]["resourceVersion"])
+
+
+def restored(old: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
+    """The old spec with the replicas, ``suspend`` and ``rollout.paused`` of the live one."""
+    spec: Manifest = copy.deepcopy(dict(old))
+    _carry(spec, live, "suspend")
+    rollout: Manifest = spec.setdefault("rollout", {})
+    _carry(rollout, live.get("rollout", {}), "paused")
+    if not rollout:
+        del spec["rollout"]
+    groups = {group["name"]: group for group in spec.get("processGroups", ())}
+    counts = {group["name"]: group.get("replicas") for group in live.get("processGroups", ())}
+    processes = {stage.get("process") or stage["name"] for stage in spec["stages"]}
+    for group in groups.values():
+        group.pop("replicas", None)
+    for name, count in counts.items():
+        if count is not None and (name in groups or name in processes):
+            groups.setdefault(name, {"name": name})["replicas"] = count
+    if groups:
+        spec["processGroups"] = list(groups.values())
+    return spec
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields that `undo` would change, those of a stage with its name."""
+    old, new = restored(old, new), dict(new)
+    names = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and _said(old, key) != _said(new, key)]
+    found: list[str] = []
+    for name in names:
+        if name != "stages":
+            found.append(name)
+            continue
+        before, after = ({stage["name"]: stage for stage in spec["stages"]} for spec in (old, new))
+        if list(before) != list(after) and set(before) == set(after):
+            found.append("the order of stages")
+        for stage in [*before, *(each for each in after if each not in before)]:
+            one, other = before.get(stage), after.get(stage)
+            if one is None or other is None:
+                found.append(f"stages[{stage}] {'added' if one is None else 'removed'}")
+            else:
+                fields = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
+                found += [f"stages[{stage}].{field}" for field in fields]
+    return tuple(found)
+
+
+def _said(spec: Mapping[str, Any], key: str) -> Any:
+    """A refinement that says nothing but a name is none."""
+    value = spec.get(key)
+    if key == "processGroups":
+        return sorted((group for group in value or () if len(group) > 1), key=lambda group: str(group["name"])) or None
+    return value or None
+
+
+def _carry(spec: Manifest, live: Mapping[str, Any], key: str) -> None:
+    if key in live:
+        spec[key] = live[key]
+    else:
+        spec.pop(key, None)

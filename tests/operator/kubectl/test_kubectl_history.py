@@ -1,0 +1,97 @@
+"""What differs between two specs, and the spec that `undo` writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omnipipeline_operator.kubectl import history
+from omnipipeline_operator.kubectl.access import KubectlError
+from omnipipeline_operator.kubectl.history import Entry
+
+STAGES = [
+    {"name": "a", "process": "p", "factory": "m:a", "next": ["b"]},
+    {"name": "b", "process": "q", "factory": "m:b", "terminal": True},
+]
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    return {"stages": STAGES, **fields}
+
+
+def entry(number: int, *, current: bool = False) -> Entry:
+    return Entry(number=number, revision="f00", created="now", spec=spec(), changed=(), current=current)
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        (spec(), spec(), ()),
+        (spec(image="x:1"), spec(image="x:2"), ("image",)),
+        (spec(), spec(stages=[{**STAGES[0], "factoryArgs": {"k": 1}}, STAGES[1]]), ("stages[a].factoryArgs",)),
+        (spec(), spec(stages=[*STAGES, {"name": "c"}]), ("stages[c] added",)),
+        (spec(stages=[*STAGES, {"name": "c"}]), spec(), ("stages[c] removed",)),
+        (spec(), spec(stages=STAGES[::-1]), ("the order of stages",)),
+        # What `undo` leaves as it is, is no difference.
+        (spec(), spec(suspend=True, rollout={"paused": True}), ()),
+        (spec(), spec(processGroups=[{"name": "p", "replicas": 3}]), ()),
+        (spec(rollout={"maxSurge": 2}), spec(rollout={"maxSurge": 2, "paused": True}), ()),
+        (spec(), spec(processGroups=[{"name": "p", "replicas": 3, "sharedMemory": "1Gi"}]), ("processGroups",)),
+    ],
+)
+def test_a_difference_is_named_by_its_field(old: Any, new: Any, said: tuple[str, ...]) -> None:
+    assert history.differences(old, new) == said
+
+
+def test_what_was_scaled_suspended_or_paused_since_then_stays_so() -> None:
+    old = spec(image="x:1", suspend=False, processGroups=[{"name": "p", "replicas": 2}, {"name": "q", "replicas": 9}])
+    live = spec(
+        image="x:2",
+        suspend=True,
+        rollout={"paused": True},
+        processGroups=[{"name": "p", "replicas": 5}, {"name": "q"}, {"name": "gone", "replicas": 4}],
+    )
+    assert history.restored(old, live) == spec(
+        image="x:1",
+        suspend=True,
+        rollout={"paused": True},
+        processGroups=[{"name": "p", "replicas": 5}, {"name": "q"}],
+    )
+    assert old["processGroups"][0]["replicas"] == 2, "the entry itself is left alone"
+
+
+groups = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from("pq")},
+        optional={"replicas": st.integers(1, 5), "sharedMemory": st.sampled_from(["1Gi", "2Gi"])},
+    ),
+    unique_by=lambda group: str(group["name"]),
+)
+specs = st.fixed_dictionaries(
+    {"stages": st.just(STAGES)},
+    optional={
+        "image": st.sampled_from(["x:1", "x:2"]),
+        "suspend": st.booleans(),
+        "rollout": st.fixed_dictionaries({}, optional={"paused": st.booleans(), "maxSurge": st.integers(1, 3)}),
+        "processGroups": groups,
+    },
+)
+
+
+@given(specs, specs)
+def test_after_going_back_nothing_differs_and_going_back_again_changes_nothing(old: Any, live: Any) -> None:
+    now = history.restored(old, live)
+    assert history.differences(old, now) == ()
+    assert history.restored(old, now) == now
+
+
+def test_the_newest_entry_that_is_not_the_spec_is_the_default() -> None:
+    assert history.chosen([entry(1), entry(3), entry(4, current=True)], None).number == 3
+    assert history.chosen([entry(1), entry(3)], None).number == 3, "the spec has never served"
+    with pytest.raises(KubectlError, match="no earlier revision"):
+        history.chosen([entry(4, current=True)], None)
+    with pytest.raises(KubectlError, match="no revision 2; the history has 1, 3"):
+        history.chosen([entry(1), entry(3)], 2)

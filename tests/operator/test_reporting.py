@@ -1,0 +1,78 @@
+"""Events: one for each change that matters, a count where it changes to and fro."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.changes.conditions import Transition, say
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.handlers import reporting
+from omnipipeline_operator.handlers.reporting import Reporter
+
+OWNER = Owner(namespace="n", name="p", uid="u")
+DOWN = Transition(condition=say("Ready", False, "CrashLoopBackOff", "no weights"), warning=True)
+UP = Transition(condition=say("Ready", True, "Serving", "all well"), warning=False)
+
+
+class Posted:
+    """An API server that takes Events."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, dict[str, Any]] = {}
+        self.writes = 0
+
+    async def create(self, manifest: Mapping[str, Any], **_: Any) -> None:
+        self.writes += 1
+        self.events[manifest["metadata"]["name"]] = dict(manifest)
+
+    async def merge(self, kind: Any, namespace: str, name: str, patch: Mapping[str, Any]) -> None:
+        self.writes += 1
+        if name not in self.events:
+            raise errors.NotFound("PATCH", 404, "gone")
+        self.events[name] |= patch
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_what_changes_to_and_fro_is_a_few_events_of_which_the_last_counts() -> None:
+    posted, clock = Posted(), Clock()
+    reporter = Reporter(cast(Client, posted), name="operator", clock=clock)
+    for _ in range(40):  # of a pod that crashes whenever it was ready for a moment: eleven minutes
+        for transition in (DOWN, UP):
+            clock.now += 8.25
+            await reporter.report(OWNER, [transition])
+    reasons = sorted(each["reason"] for each in posted.events.values())
+    assert reasons == ["CrashLoopBackOff"] * reporting.APART + ["Serving"] * reporting.APART
+    counts = [each["series"]["count"] for each in posted.events.values() if "series" in each]
+    assert len(counts) == 2 and all(30 < count <= 38 for count in counts)
+    assert posted.writes <= 2 * reporting.APART + 2 * (660 / reporting.PATCH_S)
+
+
+async def test_the_same_after_a_while_is_a_new_event_and_so_is_one_whose_event_has_expired() -> None:
+    posted, clock = Posted(), Clock()
+    reporter = Reporter(cast(Client, posted), name="operator", clock=clock)
+    await reporter.report(OWNER, [DOWN])
+    clock.now += reporting.SERIES_S + 1
+    await reporter.report(OWNER, [DOWN])
+    assert len(posted.events) == 2
+    for _ in range(reporting.APART):
+        await reporter.report(OWNER, [DOWN])
+    posted.events.clear()
+    clock.now += reporting.PATCH_S + 1
+    await reporter.report(OWNER, [DOWN])
+    assert len(posted.events) == 1
+
+
+async def test_what_is_remembered_is_bounded() -> None:
+    reporter = Reporter(cast(Client, Posted()), name="operator")
+    for number in range(reporting.REMEMBERED + 5):
+        await reporter.report(Owner(namespace="n", name="p", uid=f"u{number}"), [DOWN])
+    assert len(reporter._series) == reporting.REMEMBERED
