@@ -64,7 +64,13 @@ def served(*texts: str) -> dict[str, set[str]]:
 
 def of_operator() -> str:
     metrics = OperatorMetrics()
-    Operator(Settings(stage_image="i"), Client(None, _nobody(), metrics.counted), _nobody(), metrics)
+    operator = Operator(Settings(stage_image="i"), Client(None, _nobody(), metrics.counted), _nobody(), metrics)
+    condition = {"type": "Ready", "status": "False", "reason": "CrashLoopBackOff"}
+    status = {"conditions": [condition], "units": [{"name": "u", "reason": "CrashLoopBackOff"}]}
+    metadata = {"namespace": "n", "name": "p", "uid": "u", "resourceVersion": "1"}
+    operator._store.put({"kind": "OmniPipeline", "metadata": metadata, "status": status})
+    assert "omnipipeline_unit_trouble{" not in generate_latest(metrics.registry).decode(), "a standby would double it"
+    operator._leads = True
     metrics.counted("GET", "pods", 200)
     metrics.failures.labels("Unavailable").inc()
     metrics.relists.labels("complete").inc()

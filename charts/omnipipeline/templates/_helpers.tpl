@@ -77,6 +77,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]
+# The history of pipelines.
+- apiGroups: [apps]
+  resources: [controllerrevisions]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, patch, delete]
@@ -101,5 +105,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create]
+  verbs: [create, patch]
+# What kubelets say of pods that cannot start: a missing ConfigMap, Secret or volume stands nowhere else.
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list]
 {{- end -}}
