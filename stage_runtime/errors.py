@@ -13,6 +13,9 @@ OmniError
 
 from __future__ import annotations
 
+import os
+import traceback as tracebacks
+from collections.abc import Callable
 from typing import Final
 
 #: code -> HTTP status: the closed list that clients may count on.
@@ -30,6 +33,10 @@ CODES: Final[dict[str, int]] = {
     "unavailable": 503,
     "deadline": 504,
 }
+
+
+TEXT_LIMIT: Final = 2000  # characters of what is told of an error: a novel helps nobody and fits into no message
+TRACEBACK_LIMIT: Final = 48_000
 
 
 class OmniError(Exception):
@@ -108,3 +115,65 @@ class HookError(OmniError):
         self.stage = stage
         self.hook = hook
         self.message = message
+
+
+def printed(value: object, *, limit: int = TEXT_LIMIT, how: Callable[[object], str] = str) -> str:
+    """``str(value)``, at most ``limit`` characters of valid Unicode. Never raises, whatever ``__str__`` does.
+
+    how: `repr` for what is quoted.
+    """
+    try:
+        text = str.__getitem__(how(value), slice(limit))
+        return str.encode(text, errors="backslashreplace").decode()[:limit]
+    except BaseException as error:  # an author's __str__ may raise, exit, or give no str
+        return f"<{_type_name(value)}, whose text cannot be had: {_type_name(error)}>"
+
+
+def told(error: BaseException) -> str:
+    """``ValueError: no``: what logs and clients are told of a foreign exception. Never raises."""
+    return f"{_type_name(error)}: {printed(error)}"[:TEXT_LIMIT]
+
+
+def traced(error: BaseException) -> str:
+    """Its traceback from the author's first frame on, the end of a very long one. Never raises."""
+    try:
+        whole = tracebacks.TracebackException.from_exception(error)
+        _leave_our_frames_out(whole)
+        return printed("".join(whole.format())[-TRACEBACK_LIMIT:], limit=TRACEBACK_LIMIT)
+    except BaseException:
+        return f"{''.join(tracebacks.format_tb(error.__traceback__))[-TRACEBACK_LIMIT:]}{told(error)}"
+
+
+def _leave_our_frames_out(told: tracebacks.TracebackException | None) -> None:
+    """Drop the frames that lead to the author's code, in every exception of the chain. What has none keeps all."""
+    if told is None:
+        return
+    foreign = [at for at, frame in enumerate(told.stack) if not is_ours(frame.filename)]
+    if foreign:
+        del told.stack[: foreign[0]]
+    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+        _leave_our_frames_out(other)
+
+
+def is_ours(file: str) -> bool:
+    """Whether a frame of this file leads to an author's code and is none of it: this package's, imports, threads."""
+    return file.startswith(_OURS)
+
+
+def raised_at(error: BaseException) -> str:
+    """``file:line`` of the author's last frame; empty when none of theirs was reached."""
+    frames = [frame for frame in tracebacks.extract_tb(error.__traceback__) if not is_ours(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+_STDLIB: Final = os.path.dirname(os.__file__)
+_OURS: Final = (
+    os.path.join(os.path.dirname(__file__), ""),
+    os.path.join(_STDLIB, "importlib", ""),
+    os.path.join(_STDLIB, "threading.py"),
+    "<frozen importlib",
+)
+
+
+def _type_name(value: object) -> str:
+    return str(type.__dict__["__name__"].__get__(type(value)))

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 import zmq
 
-from stage_runtime.errors import OtherProtocol, ProtocolError
+from stage_runtime.errors import OtherProtocol, ProtocolError, told
 from stage_runtime.rules.links import ACK_EVERY, Incoming, Standing, Verdict
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.links import Link
@@ -30,8 +30,10 @@ from stage_runtime.wire.messages import (
     PROTOCOL,
     Abort,
     Ack,
+    Envelope,
     Frame,
     Message,
+    RequestRef,
 )
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,12 @@ class Handler(Protocol):
 
     def heard(self, sender: str, message: Message) -> None:
         """A message, in order, exactly once. Must not raise for a request's sake."""
+
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
+        """A message of ``sender``'s could not be read or dealt with, and was stepped over. ``request`` must end.
+
+        None: it belonged to no request.
+        """
 
     def lost(self, peer: str) -> None:
         """``peer`` is proven unreachable. Its link is closed already; nothing more comes from it."""
@@ -245,9 +253,9 @@ class Channels:
 
     # --- hearing ------------------------------------------------------------------------------------------------
 
-    def _decoded(self, data: bytes) -> Frame | None:
+    def _opened(self, data: bytes) -> Envelope | None:
         try:
-            return codec.decode(data)
+            return codec.opened(data)
         except OtherProtocol as error:
             self.other_protocol_at = time.monotonic()
             self._refuse("other_protocol", str(error))
@@ -256,7 +264,7 @@ class Channels:
         return None
 
     def _take(self, data: bytes) -> None:
-        frame = self._decoded(data)
+        frame = self._opened(data)
         if frame is None:
             return
         if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
@@ -269,14 +277,9 @@ class Channels:
             self._resends.pop(link, None)
         verdict = link.incoming.accept(frame.seq)
         if verdict is Verdict.DELIVER:
-            if type(frame.message) is Ack:
-                if frame.message.gap:
-                    self._send_again(link)
-                return
             if frame.seq:
                 self._owe(link)
-            self.counters["received"] += 1
-            self._handler.heard(frame.sender, frame.message)
+            self._deliver(link, frame)
         elif verdict is Verdict.DUPLICATE:
             self.counters["duplicates"] += 1
             self._owe(link)
@@ -285,7 +288,30 @@ class Channels:
             if verdict is Verdict.GAP:
                 link.acknowledge(gap=True)
 
-    def _link_of(self, frame: Frame) -> Link | None:
+    def _deliver(self, link: Link, frame: Envelope) -> None:
+        """Its place in the order is taken already: whatever becomes of it, the next one is heard."""
+        try:
+            message = codec.read(frame)
+        except ProtocolError as error:
+            self.counters["unreadable"] += 1
+            if not link.misread:
+                link.misread = True
+                log.error("a message of %s cannot be read (told once per peer): %s", frame.sender, error)
+            self._handler.unreadable(frame.sender, frame.request, str(error))
+            return
+        if type(message) is Ack:
+            if message.gap:
+                self._send_again(link)
+            return
+        self.counters["received"] += 1
+        try:
+            self._handler.heard(frame.sender, message)
+        except Exception as error:  # the outermost loop: one message must not end what others wait for
+            self.counters["handler_errors"] += 1
+            log.exception("%s of %s could not be dealt with", type(message).__name__, frame.sender)
+            self._handler.unreadable(frame.sender, frame.request, told(error))
+
+    def _link_of(self, frame: Envelope) -> Link | None:
         """The link that ``frame`` belongs to; None when it is to be dropped."""
         link = self._links.get(frame.sender)
         standing = link.incoming.stand(frame.session, frame.hears) if link is not None else None
@@ -304,16 +330,28 @@ class Channels:
                 link.acknowledge()
         return None
 
-    def _introduce(self, frame: Frame) -> Link | None:
-        if self._handler.introduced(frame.sender, frame.message):
+    def _introduce(self, frame: Envelope) -> Link | None:
+        message = self._read(frame)
+        if message is None:
+            return None
+        if self._handler.introduced(frame.sender, message):
             return self._links.get(frame.sender)
-        self._refuse("strangers", f"{type(frame.message).__name__} from {frame.sender!r}, whom nobody introduced")
+        self._refuse("strangers", f"{type(message).__name__} from {frame.sender!r}, whom nobody introduced")
         return None
 
     def _overhear(self, data: bytes) -> None:
-        frame = self._decoded(data)
-        if frame is not None and isinstance(frame.message, Abort) and frame.sender in self._links:
-            self._handler.heard(frame.sender, frame.message)
+        frame = self._opened(data)
+        message = self._read(frame) if frame is not None and frame.sender in self._links else None
+        if frame is not None and isinstance(message, Abort):
+            self._handler.heard(frame.sender, message)
+
+    def _read(self, frame: Envelope) -> Message | None:
+        """A message outside of any order; None: it is garbage."""
+        try:
+            return codec.read(frame)
+        except ProtocolError as error:
+            self._refuse("garbage", str(error))
+            return None
 
     def _refuse(self, kind: str, why: str) -> None:
         self.counters[kind] += 1

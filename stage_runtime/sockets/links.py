@@ -35,6 +35,7 @@ class Link:
         self.connected = False
         self.breaks = 0  #: How often its connection has broken.
         self.lost = False
+        self.misread = False  #: A message of the peer's could not be read, and the log has it.
         self._me = me
         self._socket = socket
         self._stalled = stalled  #: Told (in any thread) that frames wait for the socket.

@@ -15,6 +15,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from stage_runtime.sockets.addresses import Security, check, is_local
 
+MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
 BUFFERED: Final = 2000  # frames on either side of a socket
 #: Why somebody who connected to us did not get as far as a word.
 TURNED_AWAY: Final[dict[int, str]] = {
@@ -22,6 +23,16 @@ TURNED_AWAY: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or said nothing in time",
 }
+
+
+def heartbeats(dead_after_s: float) -> tuple[int, int]:
+    """libzmq's interval and timeout in ms, for any time that a spec can say.
+
+    A frozen peer is seen one timeout after a beat, so at most an interval later: within ``dead_after_s`` in all, which
+    leaves the grace for reconnecting to the promised 4 s.
+    """
+    third = min(max(int(dead_after_s * 1000 / 3), 1), MAX_HEARTBEAT_MS // 2)  # 0 would mean that there are none
+    return third, max(min(int(dead_after_s * 2000 / 3), MAX_HEARTBEAT_MS), 1)
 
 
 class Sockets:
@@ -48,10 +59,7 @@ class Sockets:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = BUFFERED
-        # A frozen peer is seen one timeout after a beat, so at most an interval later: within dead_after_s in all,
-        # which leaves the grace for reconnecting to the promised 4 s.
-        socket.heartbeat_ivl = int(self._dead_after_s * 1000 / 3)
-        socket.heartbeat_timeout = int(self._dead_after_s * 2000 / 3)
+        socket.heartbeat_ivl, socket.heartbeat_timeout = heartbeats(self._dead_after_s)
         socket.ipv6 = True
         return socket
 

@@ -1,56 +1,134 @@
-"""Frames to bytes and back. Bytes from a socket are not trusted: whatever is wrong with them is a ProtocolError."""
+"""Frames to bytes and back. Bytes from a socket are not trusted: whatever is wrong with them is a ProtocolError.
+
+A frame is read in two steps, its envelope first (`opened`) and its message then (`read`): a message that cannot be
+read still has its place in the order, and what was said after it is not lost. The sender reads its own message before
+it is said, so that nothing is sent which a receiver of this version refuses.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, get_args
 
 import msgspec
 
 from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
-from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Frame
+from stage_runtime.wire.messages import FRAME_LIMIT, NAME_LIMIT, PROTOCOL, Envelope, Frame, Message, RequestRef
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Frame)
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _loose = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_NAME = "n" * NAME_LIMIT
+_MISREAD = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_FIELD = re.compile(r" - at `[^$]*\$\[(\d+)\]")
 
 
 def encode(frame: Frame) -> bytes:
     """Write one frame.
 
-    Raises: ValueRefused: something in it is no MessagePack, or it is so large that the receiver would close the
+    Raises: ValueRefused: a field is none that a receiver takes, or it is so large that the receiver would close the
         connection on it, and again each time that it is said.
     """
+    message = frame.message
     try:
-        data = _encoder.encode(frame)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueRefused(type(frame.message).__name__, str(error)) from error
+        said = _encoder.encode(message)
+        _messages.decode(said)
+    except (*_MISREAD, TypeError, ValueError, OverflowError) as error:
+        raise _refused(message, error) from error
+    data = _encoder.encode(
+        Envelope(
+            frame.protocol,
+            frame.sender,
+            frame.receiver,
+            frame.session,
+            frame.hears,
+            frame.seq,
+            frame.ack,
+            _request(message),
+            said,
+        )
+    )
     if len(data) > FRAME_LIMIT:
         raise ValueRefused(
-            type(frame.message).__name__,
+            type(message).__name__,
             f"a control message of {len(data)} bytes, over {FRAME_LIMIT}: too many tensors, or too long a text",
         )
     return data
 
 
-def decode(data: bytes | memoryview) -> Frame:
-    """Read one frame.
+def check(message: Message) -> None:
+    """Refuse now what `encode` would refuse later. Raises: ValueRefused."""
+    encode(Frame(PROTOCOL, _NAME, _NAME, 1 << 62, 1 << 62, 1 << 62, 1 << 62, message))
+
+
+def opened(data: bytes | memoryview) -> Envelope:
+    """Read what stands around a message.
 
     Raises: OtherProtocol; ProtocolError: garbage, too large, or a field out of bounds.
     """
     if len(data) > FRAME_LIMIT:
         raise ProtocolError(f"frame of {len(data)} bytes, over {FRAME_LIMIT}")
     try:
-        frame = _decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        envelope = _envelopes.decode(data)
+    except _MISREAD as error:
         raise _misread(data, error) from error
-    if frame.protocol != PROTOCOL:
-        raise OtherProtocol(f"protocol {frame.protocol}, not {PROTOCOL}")
-    return frame
+    if envelope.protocol != PROTOCOL:
+        raise OtherProtocol(f"protocol {envelope.protocol}, not {PROTOCOL}")
+    return envelope
+
+
+def read(envelope: Envelope) -> Message:
+    """Read the message. Raises: ProtocolError: it is none, or a field is out of bounds."""
+    try:
+        return _messages.decode(envelope.message)
+    except _MISREAD as error:
+        raise ProtocolError(f"no message: {error}") from error
+
+
+def decode(data: bytes | memoryview) -> Frame:
+    """Read one frame, both steps at once. Raises: as they do."""
+    envelope = opened(data)
+    numbers = (envelope.session, envelope.hears, envelope.seq, envelope.ack)
+    return Frame(envelope.protocol, envelope.sender, envelope.receiver, *numbers, read(envelope))
+
+
+def _request(message: Message) -> RequestRef | None:
+    """Which request ends badly when nobody can read this."""
+    where = _REQUESTS[type(message)]
+    return None if where is None else where(message)
+
+
+def _where_request(kind: type[msgspec.Struct]) -> Callable[[Any], RequestRef] | None:
+    """How to find the request of a message of this kind; None: it belongs to none."""
+    fields = kind.__struct_fields__
+    if "header" in fields:
+        return lambda message: RequestRef(message.header.request_id, message.header.attempt, message.header.owner)
+    if "request_id" not in fields or "attempt" not in fields:
+        return None
+    if "owner" in fields:
+        return lambda message: RequestRef(message.request_id, message.attempt, message.owner)
+    return lambda message: RequestRef(message.request_id, message.attempt)
+
+
+_REQUESTS: dict[type, Callable[[Any], RequestRef] | None] = {kind: _where_request(kind) for kind in get_args(Message)}
+
+
+def _refused(message: Any, error: Exception) -> ValueRefused:
+    """Names the field: ``DataReady.modality``."""
+    path = type(message).__name__
+    found = _FIELD.search(str(error))
+    if found is not None and int(found[1]) > 0:
+        path += f".{message.__struct_fields__[int(found[1]) - 1]}"
+    return ValueRefused(path, str(error).partition(" - at `")[0])
 
 
 def _misread(data: bytes | memoryview, error: Exception) -> ProtocolError:
     """The version first: fields that do not fit usually mean another protocol."""
     try:
         version = msgspec.msgpack.decode(_loose.decode(data)[0], type=int)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, IndexError):
+    except (*_MISREAD, IndexError):
         return ProtocolError(f"not a frame: {error}")
     if version == PROTOCOL:
         return ProtocolError(f"not a frame: {error}")

@@ -13,7 +13,7 @@ import msgspec
 
 from stage_runtime.wire.tensorrefs import TensorRef
 
-PROTOCOL: Final = 2  #: Raised with every change that an older process would misread.
+PROTOCOL: Final = 3  #: Raised with every change that an older process would misread.
 INLINE_LIMIT: Final = 16 << 10  # a payload up to this rides in its message: one slot and one release saved
 FRAME_LIMIT: Final = 1 << 20  # no honest frame is larger: the value of a payload goes by relay too
 NAME_LIMIT: Final = 64
@@ -98,7 +98,8 @@ class Submit(Said, frozen=True, tag=1):
 class DataReady(Said, frozen=True, tag=2):
     """Stage → stage: a payload (``chunk_id`` None), a stream's chunk, its end, or its failure.
 
-    ``is_done``: the stream from ``source`` is over after ``chunk_id`` chunks. A failure ends it badly.
+    ``is_done``: the stream from ``source`` is over after ``chunk_id`` chunks; of an empty one, ``body`` brings the
+    request. A failure ends it badly.
     """
 
     header: Header
@@ -108,7 +109,7 @@ class DataReady(Said, frozen=True, tag=2):
     chunk_id: Count | None = None
     is_done: bool = False
     failure: Failure | None = None
-    modality: str | None = None
+    modality: Name | None = None
     timings: tuple[Timing, ...] = ()
     weight: Count = 1  #: Of a chunk: what it takes of the stream's window (`rules.streams`); `Consumed` gives it back.
 
@@ -121,7 +122,7 @@ class Stream(Said, frozen=True, tag=3):
     source: Name
     chunk_id: Count
     body: Body
-    modality: str | None = None
+    modality: Name | None = None
     weight: Count = 1  #: As of `DataReady`.
 
 
@@ -135,6 +136,7 @@ class Complete(Said, frozen=True, tag=4):
     chunks: Count = 0
     failure: Failure | None = None
     timings: tuple[Timing, ...] = ()
+    skipped: bool = False  #: Nothing of the request can reach this terminal stage: it gives no result.
 
 
 class Abort(Said, frozen=True, tag=5):
@@ -161,6 +163,7 @@ class Consumed(Said, frozen=True, tag=7):
     source: Name
     target: Name
     weight: Count
+    over: bool = False  #: The consumer takes nothing more of this stream: it waits for no one.
 
 
 class Ended(Said, frozen=True, tag=9):
@@ -192,6 +195,30 @@ class AbortPassed(Said, frozen=True, tag=11):
     asker: Name
     aborted: bool
     owners: Count = 0  #: How many coordinators the instance has passed it on to; one such answer comes of each.
+
+
+class Skip(Said, frozen=True, tag=12):
+    """Stage → stage: ``source`` sends ``target`` nothing more of this request on this edge. It begins nothing there.
+
+    ``chunks`` None: no payload comes. Else: the stream ends after so many chunks, without the signal that it is done.
+    """
+
+    header: Header
+    source: Name
+    target: Name
+    chunks: Count | None = None
+
+
+class Stalled(Said, frozen=True, tag=13):
+    """Stage → stage: all workers of ``source`` in this process wait for a full stream window, one of them for
+    ``target``'s. Until it is said that they do not, ``source`` begins no other request.
+
+    Terminal stage → coordinator, its ``target``: they do, for clients, and other requests wait for ``source``.
+    """
+
+    source: Name
+    target: Name
+    stalled: bool
 
 
 # --- membership -------------------------------------------------------------------------------------------------
@@ -333,6 +360,8 @@ class RankWork(Said, frozen=True, tag=71):
     index: Count
     kind: Name  #: ``start``, ``chunk``, ``done``, ``failed``, ``abort``, ``admin``, ``nothing``, ``close``
     request_id: str = ""
+    owner: str = ""  #: With ``attempt``: two coordinators may use one request id at the same time.
+    attempt: Count = 0
     body: Body | None = None
 
 
@@ -341,6 +370,8 @@ class RankFailed(Said, frozen=True, tag=72):
 
     rank: Count
     request_id: str
+    owner: str
+    attempt: Count
     error: str
 
 
@@ -356,6 +387,8 @@ Message: TypeAlias = (
     | HandBack
     | PassAbort
     | AbortPassed
+    | Skip
+    | Stalled
     | Hello
     | Welcome
     | Refused
@@ -377,8 +410,19 @@ Message: TypeAlias = (
 )
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The envelope: who says it to whom, where in the order, and what has been heard so far."""
+class RequestRef(msgspec.Struct, frozen=True, array_like=True):
+    """Which request a message belongs to; bounded by its message, which is checked before it is said."""
+
+    request_id: str
+    attempt: int
+    owner: str = ""  #: Empty: the receiver's own.
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What goes over the wire: who says it to whom, where in the order, what has been heard so far; and a message.
+
+    The message is bytes of its own, so that nothing in it can hide its place in the order.
+    """
 
     protocol: int
     sender: Name
@@ -387,4 +431,18 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     hears: Count  #: The receiver's session that ``ack`` is about; 0: nothing was heard on this link yet.
     seq: Count  #: 1.. per session; 0: outside the order, may be lost.
     ack: Count  #: All frames of the receiver's up to this one have been heard.
+    request: RequestRef | None  #: Who must learn of it when the message cannot be read.
+    message: bytes  #: MessagePack of a `Message`.
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """An `Envelope` with its message as one: what is said and heard."""
+
+    protocol: int
+    sender: str
+    receiver: str
+    session: int
+    hears: int
+    seq: int
+    ack: int
     message: Message

@@ -34,6 +34,7 @@ NUMPY_DTYPES: Final = frozenset(
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 
+PATH_LIMIT: Final = 200  # characters; a path is for people, and keys are as long as clients like
 MAX_DIMENSIONS: Final = 64  # torch's and numpy's own limit
 
 

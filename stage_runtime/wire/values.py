@@ -162,17 +162,18 @@ class StagePayload(msgspec.Struct, kw_only=True, dict=True):
 
     def detach(self) -> StagePayload:
         """A copy that shares no memory with the relay: keep this one, not ``self``, beyond the call."""
-        return StagePayload(request=self.request, data=_detached(self.data))
+        return StagePayload(request=self.request, data=detached(self.data))
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """A copy of ``value``: its containers, tensors and arrays are its own."""
     match value:
         case dict():
-            return {key: _detached(item) for key, item in value.items()}
+            return {key: detached(item) for key, item in value.items()}
         case list():
-            return [_detached(item) for item in value]
+            return [detached(item) for item in value]
         case msgspec.Struct():
-            return type(value)(**{name: _detached(getattr(value, name)) for name in value.__struct_fields__})
+            return type(value)(**{name: detached(getattr(value, name)) for name in value.__struct_fields__})
     if hasattr(value, "clone"):  # torch tensor
         return value.clone()
     return value.copy() if hasattr(value, "__array_interface__") else value
@@ -196,7 +197,7 @@ class Chunk(msgspec.Struct):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A generator's result: yielded at most once, last."""
+    """A generator's result: yielded at most once, last; or returned."""
 
     data: Any = None
 

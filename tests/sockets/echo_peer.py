@@ -7,7 +7,7 @@ import sys
 
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Goodbye, Hello, Message
+from stage_runtime.wire.messages import Goodbye, Hello, Message, RequestRef
 
 
 class Echo:
@@ -23,6 +23,8 @@ class Echo:
     def heard(self, sender: str, message: Message) -> None:
         if isinstance(message, Goodbye):
             self.channels.send(sender, message)
+
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None: ...
 
     def lost(self, peer: str) -> None: ...
 

@@ -17,7 +17,7 @@ from threading import Event, Lock, Thread
 
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Goodbye, Hello, Member, Message
+from stage_runtime.wire.messages import Goodbye, Hello, Member, Message, RequestRef
 
 SECRET = bytes(range(32))
 PATIENCE_S = 20.0
@@ -32,6 +32,7 @@ class Listener:
         self.messages: list[tuple[str, Message]] = []
         self.lost_peers: list[tuple[str, float]] = []
         self.strangers: list[str] = []
+        self.unread: list[tuple[str, RequestRef | None]] = []
         self.raises: Exception | None = None
         self.changed = asyncio.Event()
 
@@ -49,6 +50,10 @@ class Listener:
         self.messages.append((sender, message))
         if isinstance(message, Goodbye):
             self.heard_words.append(message.reason)
+        self.changed.set()
+
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
+        self.unread.append((sender, request))
         self.changed.set()
 
     def lost(self, peer: str) -> None:

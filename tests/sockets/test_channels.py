@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from peers import SECRET, End, PeerProcess, Proxy, ends, hello, introduce
 
 from stage_runtime.errors import ConfigurationError, ValueRefused
-from stage_runtime.sockets import channels
+from stage_runtime.sockets import channels, opening
 from stage_runtime.sockets.addresses import Security, check, resolve
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
@@ -26,9 +27,12 @@ from stage_runtime.wire.messages import (
     PROTOCOL,
     Abort,
     AdminReply,
+    Consumed,
+    Envelope,
     Frame,
     Goodbye,
     Refused,
+    RequestRef,
 )
 
 KINDS = ["ipc", "tcp", "curve"]
@@ -325,6 +329,48 @@ def frame(sender: str, receiver: str, message: object, **fields: int) -> bytes:
     return codec.encode(Frame(PROTOCOL, sender, receiver, *numbers.values(), message))  # type: ignore[arg-type]
 
 
+def unreadable(sender: str, receiver: str, seq: int, request: RequestRef | None) -> bytes:
+    """A frame whose message no receiver knows."""
+    return msgspec.msgpack.encode(Envelope(PROTOCOL, sender, receiver, 1, 0, seq, 0, request, b"\x91\xcc\xc8"))
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+async def test_a_message_that_cannot_be_read_is_stepped_over_told_and_logged_once(
+    kind: str, short_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = End("aa", place(kind, short_path, "a")), End("bb", place(kind, short_path, "b"))
+    async with ends(a, b):
+        b.channels.connect("aa", a.endpoint)
+        link = a.channels.connect("bb", b.endpoint)
+        about = RequestRef("r1", 3, "cc")
+        odd = raw(b.endpoint)  # says as a what a itself refuses to say
+        odd.send(unreadable("aa", "bb", 1, about))
+        odd.send(frame("aa", "bb", Goodbye("next"), seq=2))
+        odd.send(unreadable("aa", "bb", 3, None))
+        odd.send(unreadable("aa", "bb", 3, None))  # again: it has been stepped over
+        odd.send(frame("aa", "bb", Goodbye("last"), seq=4))
+        await b.listener.until(lambda: b.listener.heard_words == ["next", "last"])
+        assert b.listener.unread == [("aa", about), ("aa", None)]
+        assert b.channels.counters["unreadable"] == 2
+        assert b.channels.counters["duplicates"] == 1
+        assert b.channels.counters["gaps"] == 0
+        assert caplog.text.count("a message of aa cannot be read") == 1
+        await a.listener.until(lambda: link.incoming.hears == 1)  # b has acknowledged, as of anything else
+        odd.close()
+
+
+async def test_a_request_whose_message_could_not_be_dealt_with_is_told(short_path: Path) -> None:
+    a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
+    async with ends(a, b):
+        introduce(a, b)
+        b.listener.raises = ValueError("as told")
+        a.channels.send("bb", Consumed("r1", 2, "cc", "s", "t", 1))
+        a.say("bb", "next")
+        await b.listener.until(lambda: b.listener.heard_words == ["next"])
+        assert b.listener.unread == [("aa", RequestRef("r1", 2, "cc"))]
+        assert b.channels.counters["handler_errors"] == 1
+
+
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 async def test_garbage_and_oversized_frames_are_counted_and_nobody_else_notices(kind: str, short_path: Path) -> None:
     a, b = End("aa", place(kind, short_path, "a")), End("bb", place(kind, short_path, "b"))
@@ -493,3 +539,16 @@ def test_a_key_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
         Security.read(tmp_path / "key")
     with pytest.raises(ConfigurationError, match="No such file"):
         Security.read(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("dead_after_s", [1e-9, 0.002, 0.1, 3.0, 31_536_000.0])
+async def test_any_legal_time_is_one_that_libzmq_beats_in(dead_after_s: float) -> None:
+    """0 would switch heartbeats off, and more than a C int holds ended the process when it started."""
+    opened = opening.Sockets(asyncio.get_running_loop(), security=None, dead_after_s=dead_after_s, turned_away=print)
+    made = opened.make(zmq.PUSH)
+    interval, timeout = made.heartbeat_ivl, made.heartbeat_timeout
+    made.close()
+    opened.close()
+    assert interval >= 1 and timeout >= 1
+    if 0.01 <= dead_after_s <= 86_400:
+        assert dead_after_s * 990 <= interval + timeout <= dead_after_s * 1000

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_samples import SAMPLES
 
@@ -17,19 +17,33 @@ from stage_runtime.wire.messages import (
     ID_LIMIT,
     NAME_LIMIT,
     PROTOCOL,
+    Admin,
     AdminReply,
     Complete,
+    DataReady,
     Failure,
     Frame,
+    Header,
+    Message,
+    PassAbort,
+    Release,
+    Stream,
 )
 
 FRAMES = [codec.encode(Frame(PROTOCOL, "sender", "receiver", 11, 10, 9, 8, message)) for message, _ in SAMPLES]
-HEAD = b"\x98" + bytes([PROTOCOL]) + b"\xa1a\xa1b\x01\x00\x01\x00"  # a frame but for its message
+HEAD: list[Any] = [PROTOCOL, "a", "b", 1, 0, 1, 0]  # an envelope but for its request and message
+NO_HEAD = b"\x99" + bytes([PROTOCOL]) + b"\xa1a\xa1b\x01\x00\x01\x00\xc0"  # an envelope but for its message
+READY = msgpack.packb([24])
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text() | st.integers(0, 9), inner, max_size=5),
     max_leaves=20,
 )
+
+
+def framed(message: bytes) -> bytes:
+    data: bytes = msgpack.packb([*HEAD, None, message])
+    return data
 
 
 def decoded(data: bytes) -> Frame | None:
@@ -42,7 +56,7 @@ def decoded(data: bytes) -> Frame | None:
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_a_protocol_error(data: bytes) -> None:
-    assert decoded(data) is None or data[:1] == b"\x98"  # an array of eight, and even then rarely
+    assert decoded(data) is None or data[:1] == b"\x99"  # an array of nine, and even then rarely
 
 
 @given(PLAIN)
@@ -80,18 +94,21 @@ def test_a_changed_byte_gives_a_frame_or_a_protocol_error(frame: bytes, data: st
 def test_deep_nesting_is_a_protocol_error(depth: int) -> None:
     for opening in (b"\x91", b"\x81\xa1a"):
         admin = b"\x95\x2b\xa1c\xa1s\xa1o\x81\xa1a"  # Admin, whose arguments may hold anything
-        nested = HEAD + admin + opening * depth + b"\xc0"
+        nested = admin + opening * depth + b"\xc0"
         if depth == 100:
-            assert decoded(nested) is not None  # so it is the depth that is refused below
+            assert decoded(framed(nested)) is not None  # so it is the depth that is refused below
             continue
         with pytest.raises(ProtocolError):
-            codec.decode(nested)
+            codec.decode(framed(nested))
+        assert codec.opened(framed(nested)).seq == 1
+        with pytest.raises(ProtocolError):
+            codec.opened(NO_HEAD + nested)
 
 
 @pytest.mark.parametrize("key", [b"\x80", b"\x90", b"\xd4\x05\x00"], ids=["map", "array", "extension"])
 def test_impossible_map_keys_are_a_protocol_error(key: bytes) -> None:
     admin = b"\x95\x2b\xa1c\xa1s\xa1o\x81\xa1a\x81" + key + b"\x01"
-    decoded(HEAD + admin)
+    decoded(framed(admin))
 
 
 def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
@@ -108,7 +125,7 @@ def test_an_oversized_frame_is_not_said() -> None:
 
 @pytest.mark.parametrize("version", [0, PROTOCOL - 1, PROTOCOL + 1, 99, -1])
 def test_another_protocol_is_named(version: int) -> None:
-    same_shape = msgpack.packb([version, "a", "b", 1, 0, 1, 0, [24]])
+    same_shape = msgpack.packb([version, "a", "b", 1, 0, 1, 0, None, READY])
     other_shape = msgpack.packb([version, {"sender": "a"}])
     for said in (same_shape, other_shape):
         with pytest.raises(OtherProtocol, match=f"protocol {version}, not {PROTOCOL}"):
@@ -118,22 +135,89 @@ def test_another_protocol_is_named(version: int) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        [PROTOCOL, "a" * (NAME_LIMIT + 1), "b", 1, 0, 1, 0, [24]],
-        [PROTOCOL, "a", "b", -1, 0, 1, 0, [24]],
-        [PROTOCOL, "a", "b", 1, 0, -1, 0, [24]],
-        [PROTOCOL, "a", "b", 1, 0, 1, 0, [99]],
-        [PROTOCOL, "a", "b", 1, 0, 1, 0, []],
-        [PROTOCOL, "a", "b", 1, 0, 1, 0, [60, True, "more"]],
-        [PROTOCOL, "a", "b", 1, 0, 1, 0, [24], "more"],
-        [PROTOCOL, "a", "b", 1, 0, 1, 0, [8, "", 1, "s"]],
-        [PROTOCOL, "a", "b", 1, 0, 1, 0, [8, "r" * (ID_LIMIT + 1), 1, "s"]],
-        [PROTOCOL, "a", "b", 1, 0, 1, 0, [8, "r", 1.5, "s"]],
-        [True, "a", "b", 1, 0, 1, 0, [24]],
+        [PROTOCOL, "a" * (NAME_LIMIT + 1), "b", 1, 0, 1, 0, None, READY],
+        [PROTOCOL, "a", "b", -1, 0, 1, 0, None, READY],
+        [PROTOCOL, "a", "b", 1, 0, -1, 0, None, READY],
+        [PROTOCOL, "a", "b", 1, 0, 1, 0, ["r", "1"], READY],
+        [PROTOCOL, "a", "b", 1, 0, 1, 0, None, [24]],
+        [PROTOCOL, "a", "b", 1, 0, 1, 0, None, READY, "more"],
+        [True, "a", "b", 1, 0, 1, 0, None, READY],
     ],
 )
-def test_a_field_out_of_bounds_is_a_protocol_error(fields: list[Any]) -> None:
+def test_an_envelope_with_a_field_out_of_bounds_is_a_protocol_error(fields: list[Any]) -> None:
     with pytest.raises(ProtocolError):
-        codec.decode(msgpack.packb(fields))
+        codec.opened(msgpack.packb(fields))
+
+
+UNREADABLE: list[Any] = [
+    [99],
+    [],
+    [60, True, "more"],
+    [8, "", 1, "s"],
+    [8, "r" * (ID_LIMIT + 1), 1, "s"],
+    [8, "r", 1.5, "s"],
+    [2, ["r", 1, "o", {}], "s", "t", None, 0, False, None, 7],
+    {"tag": 24},
+    None,
+]
+
+
+@pytest.mark.parametrize("plain", [*UNREADABLE, b""], ids=repr)
+def test_a_message_that_is_none_is_a_protocol_error_and_keeps_its_place_in_the_order(plain: Any) -> None:
+    data = framed(b"" if plain == b"" else msgpack.packb(plain))
+    assert codec.opened(data).seq == 1
+    with pytest.raises(ProtocolError, match="no message"):
+        codec.decode(data)
+
+
+@given(st.binary(max_size=100))
+def test_whatever_a_message_is_its_envelope_is_read(message: bytes) -> None:
+    assert codec.opened(framed(message)).message == message
+
+
+HEADER = Header("r", 1, "owner", {})
+ODD: dict[str, Message] = {
+    "DataReady.modality": DataReady(HEADER, "a", "b", modality=7),  # type: ignore[arg-type]
+    "DataReady.header": DataReady(Header("r" * (ID_LIMIT + 1), 1, "owner", {}), "a", "b"),
+    "DataReady.chunk_id": DataReady(HEADER, "a", "b", chunk_id=-1),
+    "DataReady.source": DataReady(HEADER, "a" * (NAME_LIMIT + 1), "b"),
+    "Complete.failure": Complete("r", 1, "a", failure=Failure("stage_failed", "no", ["a"])),  # type: ignore[arg-type]
+    "PassAbort.request_id": PassAbort("r" * (ID_LIMIT + 1), "asker", "no"),
+    "PassAbort.asker": PassAbort("r", 5, "no"),  # type: ignore[arg-type]
+    "Release.transfers": Release((1.5,)),  # type: ignore[arg-type]
+    "Stream.body": Stream("r", 1, "a", 0, None),  # type: ignore[arg-type]
+    "Admin.arguments": Admin("c", "s", "o", {1: 2}),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_what_a_receiver_refuses_is_refused_at_the_sender_with_its_field(field: str) -> None:
+    with pytest.raises(ValueRefused) as refused:
+        codec.encode(Frame(PROTOCOL, "a", "b", 1, 0, 1, 0, ODD[field]))
+    assert refused.value.path == field
+    with pytest.raises(ValueRefused):
+        codec.check(ODD[field])
+
+
+FIELDS = st.one_of(
+    PLAIN, st.just("x" * 200), st.just("\udc80"), st.just(2**64), st.just(float("nan")), st.builds(object)
+)
+
+
+@settings(max_examples=500)
+@given(st.sampled_from([message for message, _ in SAMPLES]), st.data())
+def test_whatever_stands_in_a_field_is_refused_at_the_sender_or_read_by_the_receiver(
+    message: Any, data: st.DataObject
+) -> None:
+    """Every field of every message, replaced by anything."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    if fields:
+        fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(FIELDS)
+    try:
+        said = codec.encode(Frame(PROTOCOL, "a", "b", 1, 0, 1, 0, type(message)(**fields)))
+    except ValueRefused:
+        return
+    codec.decode(said)
 
 
 @pytest.mark.parametrize("value", [object(), "\udcff", 2**64], ids=["object", "surrogate", "too large"])

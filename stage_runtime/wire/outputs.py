@@ -1,0 +1,113 @@
+"""What authors give clients, checked where they give it: the outputs' fields, a chunk's fields, what a route can show.
+
+Pure, and called by every sender: a wrong field is then refused with the stage's name, not found by the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.errors import ValueRefused, printed
+from stage_runtime.wire.messages import NAME_LIMIT
+from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Text, Usage
+
+REASONS: Final = ("stop", "length", "content_filter")
+SAMPLES: Final = frozenset(["float16", "bfloat16", "float32", "float64", "uint8", "int16", "int32"])
+RATES: Final = (1_000, 192_000)  # Hz
+CHANNELS_MOST: Final = 8
+TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
+SHOWN: Final = (Text, Audio, Usage, Finish, Note)
+
+
+def problem(value: msgspec.Struct) -> str | None:
+    """Why a client output's fields cannot be shown; None of a sound one, and of every other type."""
+    check = _CHECKS.get(type(value))
+    return check(value) if check is not None else None
+
+
+def check_chunk(chunk: Any) -> None:
+    """The fields beside a chunk's data; where it may go is `rules.routing`'s.
+
+    Raises: ValueRefused: names the field.
+    """
+    if not isinstance(chunk, Chunk):
+        raise ValueRefused("chunk", f"{_kind(chunk)}: use omni.Chunk(…)")
+    modality, metadata = chunk.modality, chunk.metadata
+    if modality is not None and not _is_name(modality):
+        raise ValueRefused("chunk.modality", f"{_quoted(modality)}: use a str of at most {NAME_LIMIT} characters")
+    if metadata is not None and type(metadata) is not dict:
+        raise ValueRefused("chunk.metadata", f"{_kind(metadata)}: use a dict")
+
+
+def unshown(data: Any) -> str | None:
+    """The type of what no OpenAI route can show of a chunk's or result's data, one value or a list; None: all of it."""
+    values = data if type(data) is list else [] if data is None else [data]
+    return next((_kind(value) for value in values if not isinstance(value, SHOWN)), None)
+
+
+def shows(data: Any) -> bool:
+    """Whether an OpenAI route can show any of it."""
+    return any(isinstance(value, SHOWN) for value in (data if type(data) is list else [data]))
+
+
+def _text(value: Text) -> str | None:
+    return None if type(value.text) is str else f"omni.Text: text is {_quoted(value.text)}: use a str"
+
+
+def _audio(value: Audio) -> str | None:
+    rate, samples = value.sample_rate, value.samples
+    if type(rate) is not int or not RATES[0] <= rate <= RATES[1]:
+        return f"omni.Audio: sample_rate is {_quoted(rate)}: use an int from {RATES[0]} to {RATES[1]}"
+    dtype, shape = getattr(samples, "dtype", None), getattr(samples, "shape", None)
+    name = getattr(dtype, "name", None) or printed(dtype, limit=40).removeprefix("torch.")
+    if dtype is None or shape is None:
+        return f"omni.Audio: samples are {_kind(samples)}: use a float32 tensor or array, [n] or [n, channels]"
+    if name not in SAMPLES:
+        return f"omni.Audio: samples of {name}: use float32 in -1..1"
+    if len(shape) not in (1, 2) or (len(shape) == 2 and not 1 <= shape[1] <= CHANNELS_MOST):
+        return f"omni.Audio: samples of shape {list(shape)[:9]}: use [n], or [n, channels] with at most {CHANNELS_MOST}"
+    return None
+
+
+def _usage(value: Usage) -> str | None:
+    for name in value.__struct_fields__:
+        count = getattr(value, name)
+        if type(count) is not int or not 0 <= count <= TOKENS_MOST:
+            return f"omni.Usage: {name} is {_quoted(count)}: use an int, 0 or more"
+    return None
+
+
+def _finish(value: Finish) -> str | None:
+    if type(value.reason) is str and value.reason in REASONS:
+        return None
+    return f"omni.Finish: reason is {_quoted(value.reason)}: use one of {', '.join(REASONS)}"
+
+
+def _note(value: Note) -> str | None:
+    if _is_name(value.name):
+        return None
+    return f"omni.Note: name is {_quoted(value.name)}: use a str of at most {NAME_LIMIT} characters"
+
+
+_CHECKS: Final[dict[type, Callable[[Any], str | None]]] = {
+    Text: _text,
+    Audio: _audio,
+    Usage: _usage,
+    Finish: _finish,
+    Note: _note,
+}
+
+
+def _is_name(value: Any) -> bool:
+    return type(value) is str and 0 < len(value) <= NAME_LIMIT and value.isprintable()
+
+
+def _kind(value: Any) -> str:
+    return printed(type(value).__qualname__, limit=80)
+
+
+def _quoted(value: Any) -> str:
+    return f"{_kind(value)} {printed(value, limit=60, how=repr)}"
