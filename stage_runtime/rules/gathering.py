@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stage_runtime.errors import HookError
+from stage_runtime.errors import HookError, printed
 
 
 class Gathering:
@@ -15,19 +15,39 @@ class Gathering:
         self._stage = stage
         self._wait_for = tuple(wait_for)
         self._arrived: dict[str, Any] = {}
+        self._skipped: set[str] = set()
         self._active: frozenset[str] | None = frozenset(wait_for) if static else None
 
-    def arrive(self, source: str, payload: Any) -> bool:
-        """Take a payload. False: an unexpected source or a second payload of one, to be dropped with a warning.
+    def arrive(self, source: str, payload: Any) -> None:
+        """Take a payload.
 
-        Raises: HookError: ``source`` lies outside the resolved set: this request is wrong.
+        Raises: HookError: a second payload of a source, or one of a source outside ``wait_for`` or the resolved set:
+            nothing would ever look at it. The request is wrong.
         """
-        if source not in self._wait_for or source in self._arrived:
-            return False
+        if source not in self._wait_for:
+            raise HookError(self._stage, "wait_for", f"payload from {source!r}, not in {sorted(self._wait_for)}")
+        if source in self._arrived:
+            raise HookError(self._stage, "wait_for", f"a second payload from {source!r}")
         if self._active is not None and source not in self._active:
             raise self._outside([source])
         self._arrived[source] = payload
-        return True
+
+    def skip(self, source: str) -> None:
+        """``source`` sends no payload of this request.
+
+        Raises: HookError: nobody else does, and ``wait_for_fn`` has not said whom it waits for.
+        """
+        self._skipped.add(source)
+        if self._arrived:
+            self._check_known()
+
+    @property
+    def possible(self) -> bool:
+        """Whether it can still be complete: no source that it waits for was skipped; or some may still say which."""
+        missing = self._skipped - self._arrived.keys()
+        if self._active is not None:
+            return not self._active & missing
+        return not set(self._wait_for) <= self._arrived.keys() | missing or not missing
 
     def waits_after(self, source: str) -> bool:
         """Whether more must come once ``source`` has: it cannot be said of a set that is not resolved."""
@@ -37,13 +57,20 @@ class Gathering:
         """Take what ``wait_for_fn`` said of the last arrival. None: not known yet.
 
         Raises: HookError: no list of names, empty, or not contained in ``wait_for``; or a source arrived that the
-            resolved set leaves out.
+            resolved set leaves out; or still None when all of ``wait_for`` have come: nothing would ask it again.
         """
-        if returned is None or self._active is not None:
+        if self._active is not None:
+            return
+        if returned is None:
+            self._check_known()
             return
         names = names_of(returned)
         if names is None:
-            raise HookError(self._stage, "wait_for_fn", f"gave {returned!r}; wanted a list of stage names or None")
+            raise HookError(
+                self._stage,
+                "wait_for_fn",
+                f"gave {printed(returned, limit=200, how=repr)}; wanted a list of stage names or None",
+            )
         unknown = sorted(set(names) - set(self._wait_for))
         if not names or unknown:
             problem = f"names {unknown}, not in wait_for" if unknown else "gave an empty list"
@@ -70,6 +97,11 @@ class Gathering:
         inputs = self.inputs()
         self._arrived = dict.fromkeys(self._arrived)
         return inputs
+
+    def _check_known(self) -> None:
+        if self._active is None and self._arrived.keys() | self._skipped >= set(self._wait_for):
+            problem = f"gave None to the end: {sorted(self._arrived)} have come, and nobody else sends"
+            raise HookError(self._stage, "wait_for_fn", problem)
 
     def _outside(self, sources: Sequence[str]) -> HookError:
         return HookError(self._stage, "wait_for", f"payload from {list(sources)}, outside the set that was resolved")

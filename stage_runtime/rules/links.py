@@ -114,7 +114,11 @@ class Incoming:
         """Place a frame of the peer's ``session``, which has heard our session ``hears``."""
         if session == 0:  # said before its sender knew us: an introduction
             return Standing.CURRENT
-        if hears not in (0, self.session) or session <= self._void:
+        if session <= self._void:
+            return Standing.LAGGING
+        if 0 < self.hears < session:  # whichever link of ours it hears: it has given up the one that we hear
+            return Standing.RENEWED
+        if hears not in (0, self.session):
             return Standing.LAGGING
         if self.hears == 0:
             self.hears = session

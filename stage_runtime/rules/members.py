@@ -1,20 +1,23 @@
 """Who is there, who may be bound together, and who is bound next. Pure: the coordinator brings events and loads.
 
 A request is bound to instances whose unit revisions stand together in one pipeline revision, and that declare the
-edges which it has there; new requests are shared among revisions in proportion to their complete sets of ready
-instances. Inside a group the least loaded instance gets it.
+edges which it has there. Only groups with stages that it may meet are needed (`reachability`). New requests are shared
+among revisions in proportion to their complete sets of ready instances. Inside a group the least loaded instance gets
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 import msgspec
 
 from omnipipeline_spec.plan import PipelineRevision
-from stage_runtime.rules import edges
+from stage_runtime.rules import edges, reachability
 from stage_runtime.wire.messages import Member
+
+CHOICES_KEPT: Final = 256  # sets of terminals whose complete sets are remembered; an author's hook chooses them
 
 
 class Instance(msgspec.Struct):
@@ -24,6 +27,7 @@ class Instance(msgspec.Struct):
     edges: str = ""  #: The schema of the edges that it declares (`rules.edges`).
     ready: bool = False
     draining: bool = False
+    aside: bool = False  #: Somebody took its pod out of the unit, to look at it: it gets nothing new.
     waiting: int = 0  #: As its last beat said.
     running: int = 0
     bound: int = 0  #: Requests of this coordinator that are bound to it now.
@@ -32,7 +36,7 @@ class Instance(msgspec.Struct):
 
     @property
     def eligible(self) -> bool:
-        return self.ready and not self.draining
+        return self.ready and not self.draining and not self.aside
 
     @property
     def load(self) -> int:
@@ -44,7 +48,8 @@ class Sets(msgspec.Struct):
     """The complete sets of one revision, as long as nobody comes or goes."""
 
     revision: PipelineRevision
-    candidates: dict[str, list[Instance]]  #: group -> its eligible instances
+    stages: dict[str, str]  #: stage -> group, of those that the request may meet
+    candidates: dict[str, list[Instance]]  #: group -> its eligible instances; only groups of these stages
     count: int  #: Complete sets: the minimum over its groups.
     weight: float = 0.0  #: Of the smooth weighted round robin.
 
@@ -60,15 +65,22 @@ class Unbindable(Exception):
         self.groups = tuple(groups)
 
 
+def host_of(endpoint: str) -> str:
+    """``tcp://10.0.0.7:5550`` → ``10.0.0.7``; a Unix socket has none."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0] if endpoint.startswith("tcp://") else ""
+    return host.strip("[]")
+
+
 class Membership:
     """All instances, by incarnation."""
 
     def __init__(self, revisions: Sequence[PipelineRevision]) -> None:
         self.revisions: tuple[PipelineRevision, ...] = ()  #: Newest last.
         self.instances: dict[str, Instance] = {}
+        self._aside: frozenset[str] = frozenset()  #: Hosts.
         self._schemas: dict[str, dict[str, str]] = {}  #: pipeline revision -> group -> edge schema
         self._eligible: dict[Kind, list[Instance]] | None = None
-        self._complete: list[Sets] | None = None
+        self._complete: dict[frozenset[str] | None, list[Sets]] = {}  #: By the terminals that are waited for.
         self.update(revisions)
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
@@ -89,7 +101,8 @@ class Membership:
         self._changed()
         known = self.instances.get(member.incarnation)
         if known is None:
-            self.instances[member.incarnation] = Instance(member, edges=schema, ready=member.ready)
+            aside = host_of(member.endpoint) in self._aside
+            self.instances[member.incarnation] = Instance(member, edges=schema, ready=member.ready, aside=aside)
         else:
             known.member, known.edges = member, schema
         return gone
@@ -119,18 +132,37 @@ class Membership:
         instance.draining = instance.draining if draining is None else draining
         return True
 
-    def bind(self, *, avoid: Iterable[str] = ()) -> tuple[PipelineRevision, dict[str, str]]:
-        """Choose a revision and one instance per group.
+    def set_aside(self, hosts: Iterable[str]) -> list[str]:
+        """Bind nothing to the instances on these hosts; the incarnations for which that is new, either way."""
+        self._aside = frozenset(hosts) - {""}  # a Unix socket has no host
+        changed = []
+        for incarnation, instance in self.instances.items():
+            aside = host_of(instance.member.endpoint) in self._aside
+            if aside != instance.aside:
+                instance.aside = aside
+                changed.append(incarnation)
+        self._changed()
+        return changed
+
+    def bind(
+        self, *, avoid: Iterable[str] = (), terminals: Collection[str] | None = None
+    ) -> tuple[PipelineRevision, dict[str, str]]:
+        """Choose a revision and one instance of each group that the request may meet.
 
         avoid: incarnations not to use when another one is there (those that failed an earlier attempt).
+        terminals: those that the request waits for; None: all. Stages that lead to none of them are left out.
         Returns: the revision and stage -> incarnation.
         Raises:  Unbindable: no revision has a complete set; names what the newest lacks.
         """
-        if self._complete is None:
-            self._complete = self._complete_sets()
-        sets = self._next_sets(self._complete)
+        wanted = None if terminals is None else frozenset(terminals)
+        complete = self._complete.get(wanted)
+        if complete is None:
+            if len(self._complete) >= CHOICES_KEPT:
+                self._complete.clear()
+            complete = self._complete[wanted] = self._complete_sets(wanted)
+        sets = self._next_sets(complete)
         if sets is None:
-            raise Unbindable(self.lacking())
+            raise Unbindable(self.lacking(terminals=wanted))
         picked: dict[str, str] = {}
         for group, candidates in sets.candidates.items():
             instance = candidates[0]
@@ -143,7 +175,7 @@ class Membership:
             instance.since_beat += 1
             instance.served += 1
             picked[group] = instance.member.incarnation
-        return sets.revision, {stage: picked[group] for stage, group in sets.revision.stages.items()}
+        return sets.revision, {stage: picked[group] for stage, group in sets.stages.items()}
 
     def unbind(self, bindings: Mapping[str, str]) -> None:
         """A request is over (or rebinds): its instances carry one less."""
@@ -157,15 +189,23 @@ class Membership:
         if instance is not None:
             instance.waiting, instance.running, instance.since_beat = waiting, running, 0
 
-    def complete(self) -> bool:
-        """Whether any revision has a complete set of ready instances."""
-        return bool(self.revisions) and not self.lacking(any_revision=True)
+    def complete(self, *, terminals: Collection[str] | None = None) -> bool:
+        """Whether any revision has a complete set of ready instances; for a request that waits for ``terminals``."""
+        return bool(self.revisions) and not self.lacking(any_revision=True, terminals=terminals)
 
-    def lacking(self, *, any_revision: bool = False) -> list[str]:
-        """Groups without a ready instance: of the newest revision, or of the one that lacks fewest."""
+    def lacking(self, *, any_revision: bool = False, terminals: Collection[str] | None = None) -> list[str]:
+        """Groups without a ready instance: of the newest revision, or of the one that lacks fewest.
+
+        terminals: only groups that a request for these may meet, and revisions that have them.
+        """
         by_group = self.eligible()
         missing = [
-            [group for group in one.groups if not by_group.get(self._kind(one, group))] for one in self.revisions
+            [
+                group
+                for group in dict.fromkeys(_needed(one, terminals).values())
+                if not by_group.get(self._kind(one, group))
+            ]
+            for one in self._having(terminals)
         ]
         if not missing:
             return ["(no pipeline revision known)"]
@@ -189,17 +229,23 @@ class Membership:
         return group, unit, revision.units[unit], self._schemas[revision.revision][group]
 
     def _changed(self) -> None:
-        self._eligible = self._complete = None
+        self._eligible = None
+        self._complete.clear()
 
-    def _complete_sets(self) -> list[Sets]:
+    def _having(self, terminals: Collection[str] | None) -> list[PipelineRevision]:
+        """The revisions that have these terminals."""
+        return [one for one in self.revisions if terminals is None or set(terminals) <= set(one.terminals)]
+
+    def _complete_sets(self, terminals: Collection[str] | None) -> list[Sets]:
         """The revisions that can serve."""
         by_group = self.eligible()
         found = []
-        for revision in self.revisions:
-            candidates = {group: by_group.get(self._kind(revision, group), []) for group in revision.groups}
+        for revision in self._having(terminals):
+            stages = _needed(revision, terminals)
+            candidates = {group: by_group.get(self._kind(revision, group), []) for group in stages.values()}
             count = min((len(instances) for instances in candidates.values()), default=0)
             if count:
-                found.append(Sets(revision, candidates, count))
+                found.append(Sets(revision, stages, candidates, count))
         return found
 
     def _next_sets(self, complete: Sequence[Sets]) -> Sets | None:
@@ -211,3 +257,11 @@ class Membership:
         chosen = max(complete, key=lambda sets: sets.weight)
         chosen.weight -= sum(sets.count for sets in complete)
         return chosen
+
+
+def _needed(revision: PipelineRevision, terminals: Collection[str] | None) -> dict[str, str]:
+    """stage -> group, of the stages that a request for ``terminals`` may meet."""
+    if terminals is None:
+        return revision.stages
+    met = reachability.stages(revision, terminals)
+    return {stage: group for stage, group in revision.stages.items() if stage in met}

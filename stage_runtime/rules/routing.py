@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stage_runtime.errors import HookError, RequestError
+from stage_runtime.errors import HookError, RequestError, printed
 from stage_runtime.rules.gathering import names_of
 
 
@@ -15,7 +15,11 @@ def route(stage: str, declared: Sequence[str], returned: object) -> tuple[str, .
     """
     names = [returned] if isinstance(returned, str) else names_of(returned)
     if not names:
-        raise HookError(stage, "route_fn", f"gave {returned!r}; wanted one or more of {sorted(declared)}")
+        raise HookError(
+            stage,
+            "route_fn",
+            f"gave {printed(returned, limit=200, how=repr)}; wanted one or more of {sorted(declared)}",
+        )
     return _among(stage, "route_fn", names, declared, "next")
 
 
@@ -28,7 +32,9 @@ def stream_targets(stage: str, declared: Sequence[str], to: str | list[str] | No
         return tuple(declared)
     names = [to] if isinstance(to, str) else names_of(to)
     if not names:
-        raise HookError(stage, "chunk.to", f"is {to!r}; wanted one or more of {sorted(declared)}")
+        raise HookError(
+            stage, "chunk.to", f"is {printed(to, limit=200, how=repr)}; wanted one or more of {sorted(declared)}"
+        )
     return _among(stage, "chunk.to", names, declared, "stream_to")
 
 
@@ -41,7 +47,11 @@ def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple
         return ()
     names = [returned] if isinstance(returned, str) else names_of(returned)
     if names is None:
-        raise HookError(stage, "stream_done_to_fn", f"gave {returned!r}; wanted a list of stage names or None")
+        raise HookError(
+            stage,
+            "stream_done_to_fn",
+            f"gave {printed(returned, limit=200, how=repr)}; wanted a list of stage names or None",
+        )
     return _among(stage, "stream_done_to_fn", names, declared, "stream_to")
 
 
@@ -57,7 +67,8 @@ def terminals(declared: Sequence[str], returned: object) -> tuple[str, ...]:
     if not names or unknown:
         raise RequestError(
             "stage_failed",
-            f"terminal_stages_fn gave {returned!r}; wanted some of {sorted(declared)}, as a list",
+            f"terminal_stages_fn gave {printed(returned, limit=200, how=repr)}; "
+            f"wanted some of {sorted(declared)}, as a list",
             hook="terminal_stages_fn",
         )
     return tuple(name for name in declared if name in names)

@@ -75,10 +75,17 @@ class Outbound:
         self.count = 0  #: Chunks numbered so far.
         self._sent = 0  #: Their weight.
         self._consumed = 0  #: The weight of those that were taken.
+        self.closed = False  #: The consumer takes nothing more: what is still numbered counts as taken.
 
     @property
     def full(self) -> bool:
-        return self._sent - self._consumed >= self._window
+        return not self.closed and self._sent - self._consumed >= self._window
+
+    def close(self) -> bool:
+        """The consumer is through with the request. True when that opened a full window."""
+        was_full = self.full
+        self.closed = True
+        return was_full
 
     def number(self, weight: int = 1) -> int:
         self.count += 1
@@ -108,3 +115,7 @@ class Merge:
     @property
     def closed(self) -> bool:
         return all(inbound.closed for inbound in self._inbound.values())
+
+    def pending(self) -> list[Any]:
+        """Chunks of all sources that wait for an earlier one."""
+        return [item for inbound in self._inbound.values() for item in inbound.pending()]

@@ -36,5 +36,10 @@ class Tombstones:
         found = self._dead.get((owner, request_id))
         return found is not None and attempt <= found[0]
 
+    def last(self, owner: str, request_id: str) -> int | None:
+        """The highest attempt that is over; None when none is remembered."""
+        found = self._dead.get((owner, request_id))
+        return found[0] if found is not None else None
+
     def __len__(self) -> int:
         return len(self._dead)

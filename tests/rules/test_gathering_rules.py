@@ -20,7 +20,7 @@ def test_a_static_fan_in_is_complete_with_its_last_source_whatever_the_order(ord
     gathering = Gathering("join", SOURCES, static=True)
     complete = []
     for source in order:
-        assert gathering.arrive(source, source.upper())
+        gathering.arrive(source, source.upper())
         complete.append(gathering.complete)
     assert complete == [False, False, True]
     assert list(gathering.inputs().items()) == [("vision", "VISION"), ("audio", "AUDIO"), ("text", "TEXT")]
@@ -35,7 +35,7 @@ def test_a_resolved_fan_in_is_complete_when_the_resolved_sources_are_there(
     decisive = data.draw(st.integers(0, len(arrivals) - 1))
     gathering = Gathering("join", SOURCES, static=False)
     for index, source in enumerate(arrivals):
-        assert gathering.arrive(source, index)
+        gathering.arrive(source, index)
         gathering.resolve(sorted(active) if index >= decisive else None)
         assert gathering.complete == (index == len(arrivals) - 1)
     assert gathering.inputs().keys() == active
@@ -75,12 +75,27 @@ def test_a_source_that_the_resolved_set_leaves_out_is_an_error_before_and_after(
         late.arrive("text", 2)
 
 
-def test_an_unexpected_or_second_payload_is_dropped_and_changes_nothing() -> None:
+def test_an_unexpected_or_second_payload_is_an_error_and_changes_nothing() -> None:
     gathering = Gathering("join", SOURCES, static=True)
     gathering.arrive("vision", "first")
-    assert not gathering.arrive("vision", "second")
-    assert not gathering.arrive("ghost", "x")
+    with pytest.raises(HookError, match="second payload from 'vision'"):
+        gathering.arrive("vision", "second")
+    with pytest.raises(HookError, match="'ghost'"):
+        gathering.arrive("ghost", "x")
     assert gathering.inputs() == {"vision": "first"}
+
+
+@given(st.permutations(SOURCES))
+def test_a_wait_for_fn_that_says_none_to_the_last_is_told_so(order: list[str]) -> None:
+    """Nobody would ask it again, and the request would wait for its deadline."""
+    gathering = Gathering("join", SOURCES, static=False)
+    for source in order[:-1]:
+        gathering.arrive(source, 1)
+        gathering.resolve(None)
+    gathering.arrive(order[-1], 1)
+    with pytest.raises(HookError, match="nobody else sends") as caught:
+        gathering.resolve(None)
+    assert (caught.value.stage, caught.value.hook) == ("join", "wait_for_fn")
 
 
 def test_what_is_resolved_stays_resolved() -> None:
@@ -99,7 +114,8 @@ def test_taken_inputs_are_not_held_any_longer() -> None:
         gathering.arrive(source, payload)
     assert list(gathering.take().values()) == payloads
     assert list(gathering.inputs().values()) == [None] * 3
-    assert not gathering.arrive("vision", "again")
+    with pytest.raises(HookError, match="second payload"):
+        gathering.arrive("vision", "again")
 
 
 class Big:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.rules.links import Incoming, Outgoing, Standing, Verdict
@@ -159,6 +159,7 @@ def test_an_ack_may_be_for_a_frame_that_waits_to_be_sent_again() -> None:
         ([(5, 0)], 5, 1, Standing.LAGGING),
         ([(5, 0)], 0, 0, Standing.CURRENT),  # an introduction belongs to no link
         ([(0, 0)], 5, 0, Standing.CURRENT),
+        ([(5, 0)], 6, 1, Standing.RENEWED),  # it has given up the link that we hear, whichever of ours it hears
         ([(5, 1)], 6, 0, Standing.CURRENT),  # nothing is learned from who speaks to a link that is gone
     ],
 )
@@ -215,6 +216,8 @@ STEPS = ["renew a", "renew b", "a speaks", "b speaks", "a again", "b again"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 30)), max_size=40))
+# An old word fixed a link of a's that a had given up, and each end then spoke to a link that the other had not.
+@example([(step, 0) for step in ("a speaks", "renew b", "renew a", "b speaks", "renew b", "a again")])
 def test_two_ends_that_gave_up_apart_come_together_again(
     steps: list[tuple[str, int]],
 ) -> None:

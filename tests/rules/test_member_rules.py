@@ -212,3 +212,90 @@ def test_in_a_roll_each_is_measured_by_its_own_revision() -> None:
     assert new["front"] != SCHEMAS["front"] and new["voice"] != SCHEMAS["voice"]
     found = {(one.revision, *sorted(set(bindings.values()))) for one, bindings in (made.bind() for _ in range(10))}
     assert found == {("old", "f1", "v1"), ("new", "f2", "v2")}
+
+
+BRANCHES = PipelineRevision(
+    revision="branches",
+    units={"front": "u", "text": "u", "voice": "u"},
+    groups={"front": "front", "text": "text", "voice": "voice"},
+    stages={"take": "front", "aside": "front", "write": "text", "talk": "voice", "speak": "voice"},
+    entry="take",
+    terminals=("aside", "write", "speak"),
+    edges=(
+        ("take", "aside", "normal"),
+        ("take", "write", "normal"),
+        ("take", "talk", "normal"),
+        ("talk", "speak", "stream"),
+    ),
+)
+
+
+def branches(*groups: str) -> Membership:
+    made = Membership((BRANCHES,))
+    schemas = edges.of_revision(BRANCHES)
+    for group in groups:
+        made.join(Member(group, group, group, "u", group, {}, (), True), schemas[group])
+    return made
+
+
+def test_a_request_is_bound_to_what_its_terminals_can_be_reached_by_and_to_nothing_else() -> None:
+    made = branches("front", "text", "voice")
+    assert made.bind(terminals=["write"])[1] == {"take": "front", "write": "text"}
+    assert made.bind(terminals=["speak"])[1] == {"take": "front", "talk": "voice", "speak": "voice"}
+    assert made.bind(terminals=["aside"])[1] == {"take": "front", "aside": "front"}
+    assert set(made.bind(terminals=["write", "aside", "speak"])[1]) == set(BRANCHES.stages) == set(made.bind()[1])
+    assert [one.bound for one in made.instances.values()] == [5, 3, 3]
+
+
+def test_a_group_that_a_request_never_meets_may_be_away() -> None:
+    made = branches("front", "text")
+    assert made.bind(terminals=["write"])[1] == {"take": "front", "write": "text"}
+    assert made.complete(terminals=["write"]) and not made.complete(terminals=["speak"]) and not made.complete()
+    for terminals in (None, ["speak"], ["write", "speak"]):
+        with pytest.raises(Unbindable) as caught:
+            made.bind(terminals=terminals)
+        assert caught.value.groups == ("voice",)
+
+
+def test_only_a_revision_that_has_the_terminals_gets_their_request() -> None:
+    newer = msgspec.structs.replace(
+        BRANCHES,
+        revision="newer",
+        terminals=("aside", "write"),
+        stages={"take": "front", "aside": "front", "write": "text"},
+        groups={"front": "front", "text": "text"},
+        edges=BRANCHES.edges[:2],
+    )
+    made = branches("front", "text", "voice")
+    made.update((BRANCHES, newer))
+    for _ in range(4):
+        assert made.bind(terminals=["speak"])[0] is BRANCHES
+    made.leave("voice")
+    with pytest.raises(Unbindable) as caught:
+        made.bind(terminals=["speak"])
+    assert caught.value.groups == ("voice",)
+
+
+def test_a_pod_that_is_set_aside_gets_nothing_new_until_it_is_back() -> None:
+    made = membership(
+        member("f1", "front", "a1"),
+        member("v1", "voice", "b1", endpoint="tcp://10.0.0.1:5550"),
+        member("v2", "voice", "b1", endpoint="tcp://[fd00::2]:5550"),
+    )
+    assert {made.bind()[1]["shout"] for _ in range(4)} == {"v1", "v2"}
+    bound = made.instances["v1"].bound
+    assert made.set_aside(["10.0.0.1", "10.9.9.9"]) == ["v1"]
+    assert {made.bind()[1]["shout"] for _ in range(4)} == {"v2"}
+    assert made.instances["v1"].bound == bound, "what is bound to it stays"
+    made.join(member("v3", "voice", "b1", endpoint="tcp://10.0.0.1:5551"), SCHEMAS["voice"])
+    assert {made.bind()[1]["shout"] for _ in range(4)} == {"v2"}, "who joins from there later, too"
+    assert sorted(made.set_aside(["fd00::2"])) == ["v1", "v2", "v3"]
+    assert {made.bind()[1]["shout"] for _ in range(6)} == {"v1", "v3"}
+    assert made.set_aside(["fd00::2"]) == []
+    assert sorted(made.set_aside([])) == ["v2"]
+
+
+def test_nobody_is_set_aside_by_a_host_that_is_none() -> None:
+    made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1", endpoint="ipc:///run/v1"))
+    assert made.set_aside([""]) == [] or not made.instances["v1"].aside
+    made.bind()

@@ -1,0 +1,62 @@
+"""What may still come of one request to one stage, edge by edge: so that nobody waits for what cannot come.
+
+Every source says of every edge how it ends: a payload or `Skip` on a normal edge; on a stream its end, with the done
+signal or by `Skip`. A payload, a chunk or a done signal begins the request at the stage; a skip begins nothing. When
+all edges have ended and nothing has begun it, the stage is skipped itself, and says so to its own targets. So the end
+of a branch that a router did not take travels along that branch. Pure: the caller brings events in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+
+
+class Outlook(Enum):
+    """What a stage can still expect of a request."""
+
+    OPEN = "open"  #: Something may come.
+    NO_PAYLOAD = "no payload"  #: It has begun, by a stream; no payload can come.
+    SKIPPED = "skipped"  #: It has not begun, and nothing can begin it.
+
+
+class Expecting:
+    """One request's edges into one stage.
+
+    Invariants: ``begun`` never becomes False again; after SKIPPED nothing but SKIPPED is answered.
+    """
+
+    def __init__(self, inputs: Collection[str], streams: Collection[str]) -> None:
+        """inputs, streams: the sources of normal and of stream edges."""
+        self.begun = False  #: A payload is complete, or a chunk or a done signal has come.
+        self._inputs = set(inputs)  #: Sources whose payload may still come.
+        self._streams = set(streams)  #: Sources whose stream has not ended.
+        self._payload = False  #: It is complete.
+
+    def payload(self) -> None:
+        """The payload is complete; of a fan-in, merged."""
+        self._payload = self.begun = True
+
+    def begin(self) -> None:
+        """A chunk or a done signal has come."""
+        self.begun = True
+
+    def skip(self, source: str) -> None:
+        """``source`` sends no payload. One of the others may, unless they are joined: then see `no_payload`."""
+        self._inputs.discard(source)
+
+    def no_payload(self) -> None:
+        """A fan-in lacks a source that was skipped: it cannot be complete."""
+        self._inputs.clear()
+
+    def ended(self, source: str) -> None:
+        """The stream of ``source`` has ended, and all its chunks have come."""
+        self._streams.discard(source)
+
+    @property
+    def outlook(self) -> Outlook:
+        if self._payload or self._inputs:
+            return Outlook.OPEN
+        if self.begun:
+            return Outlook.NO_PAYLOAD
+        return Outlook.OPEN if self._streams else Outlook.SKIPPED

@@ -1,0 +1,76 @@
+"""What is told of an error that an author's code raised, and its line in the log. Nothing here raises.
+
+The error is a foreign object: its texts and attributes may raise, be of any type and of any size. Called by `outbox`
+for every failed request, by a TP stage's followers, and at admission.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from stage_runtime.errors import (
+    CODES,
+    HookError,
+    ProtocolError,
+    RequestError,
+    TransferError,
+    ValueRefused,
+    printed,
+    told,
+    traced,
+)
+from stage_runtime.wire.messages import NAME_LIMIT, Failure
+
+PARAM_LIMIT = 200
+
+log = logging.getLogger(__name__)
+
+
+def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
+    """What the client is told of ``error``. ``stage``, ``hook``: where it was raised; an error may name its own."""
+    match error:
+        case RequestError():
+            code = _attribute(error, "code")
+            param = _attribute(error, "param")
+            return Failure(
+                code if type(code) is str and code in CODES else "stage_failed",
+                printed(_attribute(error, "message")),
+                _name(error, "stage") or stage,
+                _name(error, "hook") or hook,
+                None if param is None else printed(param, limit=PARAM_LIMIT),
+            )
+        case HookError():
+            message = printed(_attribute(error, "message"))
+            return Failure("stage_failed", message, _name(error, "stage") or stage, _name(error, "hook") or hook)
+        case ValueRefused():
+            return Failure("stage_failed", printed(error), stage, hook)
+        case TransferError() | ProtocolError():
+            return Failure("transport_failed", printed(error), stage, hook)
+    return Failure("stage_failed", told(error), stage, hook)
+
+
+def log_failure(request_id: str, failure: Failure, error: BaseException) -> None:
+    """One line; with the traceback where the author did not mean to refuse the request."""
+    said = "request %s failed in %s.%s: %s"
+    facts = (request_id, failure.stage, failure.hook, failure.message)
+    try:
+        if isinstance(error, RequestError):
+            log.info(said, *facts)
+        else:
+            log.error(said + "\n%s", *facts, traced(error).rstrip())
+    except BaseException:  # a handler's own trouble: the request fails all the same
+        pass
+
+
+def _name(error: BaseException, attribute: str) -> str:
+    """A stage's or hook's name; empty when there is none that could be one."""
+    value = _attribute(error, attribute)
+    return printed(value, limit=NAME_LIMIT) if isinstance(value, str) else ""
+
+
+def _attribute(error: BaseException, name: str) -> Any:
+    try:
+        return getattr(error, name)
+    except BaseException as raised:
+        return f"<{name} cannot be had: {told(raised)}>" if name == "message" else None
