@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import fcntl
 import itertools
+import logging
 import math
 import mmap
 import os
@@ -27,11 +28,12 @@ from stage_runtime.relays import memory
 from stage_runtime.relays.base import ALIGNMENT
 from stage_runtime.relays.slots import Event, Extents, Slot, State
 
+log = logging.getLogger(__name__)
+
 PAGE: Final = 4096
 MAGIC: Final = b"omni-arena-1\0\0\0\0"
 TOKEN_NBYTES: Final = 16
 HEADER: Final = struct.Struct("<QQ")  # of a slot: generation (0: free), size; padded to ALIGNMENT
-LARGE_NBYTES: Final = 16 << 20  # from about half the last-level cache on, it matters how a copy lies to its source
 TAIL_NBYTES: Final = 64 << 10  # room behind an author's tensor for the small rest of its payload
 
 
@@ -66,13 +68,14 @@ class Arena:
         self._orphans: collections.deque[Slot] = collections.deque()
         #: By start of its slot, what an author (or the tcp relay) has allocated: keeps the weak references alive.
         self._regions: dict[int, weakref.ref[Any]] = {}
+        self._lent = threading.local()  #: ``slots``: lent since the last `settle`; ``holds``: an author kept one.
 
     def allocate(self, nbytes: int, *, tail_nbytes: int = 0, source: memoryview | None = None) -> Slot | None:
         """A FILLING slot with room for ``nbytes``; None when there is no room now.
 
         source: the largest part of what will be copied into it.
         """
-        shift = self._shift(source) if source is not None and len(source) >= LARGE_NBYTES else 0
+        shift = self._shift(source) if source is not None and len(source) >= memory.LARGE_NBYTES else 0
         with self._lock:
             self._reap()
             extent = self._extents.allocate(ALIGNMENT + shift + nbytes + tail_nbytes)
@@ -103,6 +106,33 @@ class Arena:
         with self._lock:
             slot.take(Event.SENT)
             slot.receivers += 1
+
+    def lend(self, slot: Slot) -> None:
+        """The slot is sent from where its author's tensor lies, by this thread: `settle` follows."""
+        pending: list[Slot] | None = getattr(self._lent, "slots", None)
+        if pending is None:
+            pending = self._lent.slots = []
+        pending.append(slot)
+
+    def settle(self) -> None:
+        """The authors of this thread go on. A tensor that was sent from where it lies, and that somebody here still
+        holds, gets pages of its own for what is written from now on, as after a fork: its receivers keep reading what
+        it held when it was given. That costs more than a copy, so such an author's next tensors are copied.
+        """
+        pending: list[Slot] | None = getattr(self._lent, "slots", None)
+        if not pending:
+            return
+        self._lent.slots = []
+        with self._lock:
+            self._reap()
+            for slot in pending:
+                if slot.owned and not slot.given and self._slots.get(slot.start) is slot:
+                    self._lent.holds = True
+                    try:
+                        memory.remap(self._address, slot.start, slot.size, self.fd, private=True)
+                        slot.given = True
+                    except OSError as error:
+                        log.error("a tensor that was sent is shared with what its author writes into it: %s", error)
 
     def share(self, slot: Slot) -> bool:
         """As `sent`, for a slot that was sent before. False when it is free, or its request was aborted."""
@@ -158,8 +188,10 @@ class Arena:
         return torch.frombuffer(memory.view(region), dtype=torch.uint8).view(dtype).view(shape)
 
     def find(self, part: memoryview) -> tuple[Slot, int] | None:
-        """The slot of an author's tensor in which ``part`` lies, and where in its data; None when it lies elsewhere."""
-        if not self._regions:
+        """The slot of an author's tensor in which ``part`` lies, and where in its data; None when it lies elsewhere, or
+        is not to be sent from there.
+        """
+        if not self._regions or getattr(self._lent, "holds", mmap.PAGESIZE > PAGE):
             return None
         offset = memory.address(part) - self._address
         if not 0 <= offset < self.nbytes:
@@ -167,7 +199,12 @@ class Arena:
         with self._lock:
             for start in self._regions:
                 slot = self._slots.get(start)
-                if slot is not None and slot.offset <= offset and offset + len(part) <= slot.offset + slot.nbytes:
+                if (
+                    slot is not None
+                    and not slot.given
+                    and slot.offset <= offset
+                    and offset + len(part) <= slot.offset + slot.nbytes
+                ):
                     return slot, offset - slot.offset
         return None
 
@@ -220,6 +257,11 @@ class Arena:
     def _free_unless_held(self, slot: Slot) -> bool:
         if slot.owned or slot.receivers:
             return False
+        if slot.given:
+            try:
+                memory.remap(self._address, slot.start, slot.size, self.fd, private=False)
+            except OSError:
+                return False  # nobody else could see what is written there: it is not used again
         slot.take(Event.DROPPED)
         self._extents.free(slot.start, slot.size)
         del self._slots[slot.start]

@@ -22,6 +22,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.relays import memory
 from stage_runtime.relays.base import ALIGNMENT, Peer, TransferId
 from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.movement import Movement
 from stage_runtime.relays.operations import GetOperation, Pins
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class _Transfer:
         self.request_id = request_id
         self.nbytes = nbytes
         self.region: Any = None  #: The buffer: the frame itself when it came whole.
-        self.since = time.monotonic()
+        self.since = time.monotonic()  #: Of its last piece.
         self.end = 0  #: Where the next piece belongs. They come in order, for they come over one connection.
 
     def take(self, header: Header, body: memoryview) -> bool:
@@ -61,6 +62,7 @@ class _Transfer:
         if header.nbytes != self.nbytes or not 0 <= gap < ALIGNMENT:
             return False
         self.end = header.offset + len(body)
+        self.since = time.monotonic()
         return True
 
 
@@ -76,7 +78,8 @@ class _Claim(msgspec.Struct, frozen=True):
 class Arrivals:
     """Transfers between the socket and `get`."""
 
-    def __init__(self, context: RelayContext, pins: Pins, token: bytes) -> None:
+    def __init__(self, context: RelayContext, pins: Pins, token: bytes, movement: Movement) -> None:
+        self._movement = movement
         self._context = context
         self._settings = context.settings
         self._pins = pins
@@ -108,6 +111,7 @@ class Arrivals:
                 log.warning("tcp relay: dropped a message of nobody known, or without sense; more will only be counted")
             return
         key = (Peer(header.sender), TransferId(header.transfer))
+        self._movement.message(key[0], int(frames[0].get(zmq.SRCFD)))
         body = frames[1].buffer
         with self._lock:
             transfer = self._wanted(key, header, body)

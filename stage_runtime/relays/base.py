@@ -26,12 +26,15 @@ ALIGNMENT = 64  # a cache line: what torch's vectorised kernels and every backen
 class Pack(msgspec.Struct, frozen=True):
     """Buffers that travel as one flat buffer: part k lies at ``offsets[k]`` (aligned), ``nbytes`` in all.
 
-    parts: C-contiguous byte buffers (``memoryview`` with format B). They stay untouched until the put is complete.
+    parts: C-contiguous byte buffers (``memoryview`` with format B). Their owner may write into them as soon as `put`
+        has returned: a relay that reads them later copies them first, all but those of ``private``.
+    private: indices of the parts that nobody writes any more: immutable bytes, and copies made on the way here.
     """
 
     parts: Sequence[memoryview]
     offsets: Sequence[int]
     nbytes: int
+    private: frozenset[int] = frozenset()
 
 
 class RelayOperation(Protocol):
@@ -53,7 +56,7 @@ class RelayOperation(Protocol):
         """A put: until the receiver has released it (gives an empty view). A get: until the bytes are here.
 
         Returns: of a get, the flat buffer; the slot behind it is released when its last view dies.
-        Raises:  TransferError: the peer is gone, the metadata lies, or ``timeout`` seconds have passed.
+        Raises:  TransferError: the peer is gone, the metadata lies, or nothing came for ``timeout`` seconds.
         """
 
     def take(self) -> memoryview:
@@ -81,6 +84,7 @@ class Relay(Protocol):
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> RelayOperation | None:
         """Start moving ``pack`` to ``peer``; from any thread. None when no slot is free now: try after a release.
+        What arrives is what the parts hold now, whatever is written into them later.
 
         like: this relay's operation for the same pack towards another peer, which may share what it holds.
         """

@@ -196,6 +196,10 @@ class Relays:
             tensor = torch.empty(shape, dtype=dtype)
         return tensor
 
+    def settle(self) -> None:
+        """As `arena.Arena.settle`; in the thread that has put something, before its author goes on."""
+        self.arena.settle()
+
     def pins(self) -> list[Pin]:
         """Received buffers that somebody still looks at, of all backends."""
         return [pin for relay in self._relays.values() for pin in relay.pins]

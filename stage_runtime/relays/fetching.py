@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,8 +14,10 @@ from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.wire.messages import Body
 
-SLOWEST_BYTES_PER_S: Final = 200_000_000  # below any link this is used on: a transfer that is slower is stuck
-GRACE_S: Final = 2.0
+STALLED_S: Final = 10.0  # without a byte of its sender's a transfer is lost; slow, or queued behind others, it is not
+NOTHING: Final = Body()
+
+log = logging.getLogger(__name__)
 
 
 class Fetched:
@@ -41,16 +44,17 @@ class Fetched:
 
     def discard(self) -> None:
         """Nobody wants it."""
-        self._buffer = None
+        self._body, self._buffer = NOTHING, None
 
 
 class Fetching:
     """Payloads under way to this process."""
 
-    def __init__(self, relays: Relays, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, relays: Relays, loop: asyncio.AbstractEventLoop, *, stalled_s: float = STALLED_S) -> None:
         self._relays = relays
+        self._stalled_s = stalled_s
         self._loop = loop
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}  #: The request for which each waits, as `put` was told it.
 
     def fetch(
         self,
@@ -83,8 +87,15 @@ class Fetching:
             failed(error)
             return
         task = self._loop.create_task(self._await(operation, body, request_id, then, failed))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = request_id
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    def drop(self, prefix: str) -> None:
+        """Nobody waits for requests whose names begin so: what comes of them is let go."""
+        for task, request_id in list(self._tasks.items()):
+            if request_id.startswith(prefix):
+                task.cancel()
+                self._relays.cleanup(request_id)
 
     def close(self) -> None:
         for task in self._tasks:
@@ -99,13 +110,16 @@ class Fetching:
         failed: Callable[[Exception], None],
     ) -> None:
         try:
-            nbytes = max((ref.offset + ref.nbytes for ref in body.refs), default=0)
-            buffer = await operation.wait_for_completion(GRACE_S + nbytes / SLOWEST_BYTES_PER_S)
+            buffer = await operation.wait_for_completion(self._stalled_s)
         except (TransferError, ProtocolError) as error:
             self._relays.cleanup(request_id)  # or its claim would stay until the peer is forgotten
             failed(error)
             return
-        self._landed(body, buffer, then)
+        try:
+            self._landed(body, buffer, then)
+        except Exception as error:  # nobody awaits this task: unheard, the request would wait for its deadline
+            log.exception("what came for request %s could not be dealt with", request_id)
+            failed(error)
 
     def _landed(self, body: Body, buffer: memoryview, then: Callable[[Fetched], None]) -> None:
         then(Fetched(body, bytearray(buffer) if body.pressed else buffer))

@@ -1,8 +1,8 @@
 """Sending payloads: inline when small, else by relay, within each edge's credits. Any thread.
 
-One lane per (source, target, peer). A payload that finds no credit or no slot waits by reference in its own lane,
-so a stopped receiver holds up nobody else; it is copied when a release comes back. Called by `stage` and
-`coordinator`; what is said around a payload is theirs.
+One lane per (source, target, peer). A payload that finds no credit or no slot waits in its own lane, so a stopped
+receiver holds up nobody else. It waits as a copy: its giver may write into its buffers again once `ship` has returned.
+Called by `stage` and `coordinator`; what is said around a payload is theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from threading import Lock
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,7 @@ from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.payloads import Extracted
 from stage_runtime.rules.credits import Window
+from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Body, Message
 
 log = logging.getLogger(__name__)
@@ -27,10 +28,17 @@ log = logging.getLogger(__name__)
 Edge: TypeAlias = tuple[str, str, str]  #: source stage, target stage, the peer's incarnation
 Say: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there a link; any thread
 Make: TypeAlias = Callable[[Body], Message]
+Lost: TypeAlias = Callable[[BaseException], None]
+
+METADATA_LIMIT: Final = 512  # bytes of a relay's metadata; shm and tcp take fewer than 100
 
 
 class Wanted(Protocol):
     """Whose payload it is."""
+
+    @property
+    def owner(self) -> str:
+        """The coordinator that admitted it, by incarnation."""
 
     @property
     def request_id(self) -> str: ...
@@ -48,14 +56,16 @@ class Parcel(msgspec.Struct):
     extracted: Extracted
     make: Make
     backend: str
+    lost: Lost  #: Called, in any thread, when it waited and then could not be sent: its request must fail.
 
 
-def attempt_key(request_id: str, attempt: int) -> str:
-    """What relays call a request's transfers: the abort of one attempt must not take the next one's along.
+def attempt_key(owner: str, request_id: str, attempt: int) -> str:
+    """What relays call a request's transfers: the abort of one attempt must not free those of another one.
 
-    An abort comes from the coordinator, a payload of the next attempt from a stage: nothing orders the two.
+    Request ids are chosen by clients, so two coordinators may use the same id at the same time. An abort comes from the
+    coordinator and a payload of the next attempt from a stage, in any order.
     """
-    return f"{request_id}#{attempt}"
+    return f"{owner}/{request_id}#{attempt}"
 
 
 class Lane:
@@ -85,17 +95,25 @@ class Lanes:
         """Send it now, or as soon as a credit and a slot are free. False or TransferError: nothing reaches the peer.
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
+        Raises: ValueRefused: its message is over the limit. Known before it waits: nobody would be told later.
         """
         extracted = parcel.extracted
+        refs = tuple(extracted.refs)
         if extracted.is_inline:
-            return self._say(edge[2], parcel.make(Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())))
+            return self._say(edge[2], parcel.make(Body(extracted.value_bytes, refs, extracted.flat())))
+        codec.check(parcel.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), pressed=True)))
         lane = self._lane(edge, credits)
         with lane.lock:
             if lane.closed:
                 return False
             if not lane.waiting and self._start(lane, parcel):
                 return True
-            lane.waiting.append(parcel)
+        extracted.hold()  # without the lock, which the I/O thread takes, too
+        with lane.lock:
+            if lane.closed:
+                return False
+            if lane.waiting or not self._start(lane, parcel):
+                lane.waiting.append(parcel)
         return True
 
     def released(self, peer: str, transfers: tuple[int, ...]) -> None:
@@ -145,6 +163,25 @@ class Lanes:
                 with lane.lock:
                     lane.waiting = deque(parcel for parcel in lane.waiting if not parcel.work.aborted)
 
+    def abort(self, owner: str, request_id: str, attempt: int) -> None:
+        """Throw away what waits for this attempt or an earlier one, of stages that are through with it, too."""
+
+        def over(work: Wanted) -> bool:
+            return (work.owner, work.request_id) == (owner, request_id) and work.attempt <= attempt
+
+        for lane in list(self._lanes.values()):
+            if lane.waiting:
+                with lane.lock:
+                    lane.waiting = deque(one for one in lane.waiting if not one.work.aborted and not over(one.work))
+
+    def waiting_of(self, owner: str) -> set[tuple[str, int]]:
+        """The requests, by id and attempt, of that coordinator's for which something waits here."""
+        found = set[tuple[str, int]]()
+        for lane in list(self._lanes.values()):
+            with lane.lock:
+                found.update((one.work.request_id, one.work.attempt) for one in lane.waiting if one.work.owner == owner)
+        return found
+
     @property
     def outstanding(self) -> int:
         """Transfers that no receiver has released yet."""
@@ -163,17 +200,21 @@ class Lanes:
         return lane
 
     def _advance(self, lane: Lane) -> None:
+        """Send what may go now. Whatever a parcel meets, it does not stay at the head of its lane."""
+        lost: list[tuple[Parcel, BaseException]] = []
         with lane.lock:
             while lane.waiting:
-                if lane.waiting[0].work.aborted:
-                    lane.waiting.popleft()
-                    continue
+                parcel = lane.waiting[0]
                 try:
-                    if not self._start(lane, lane.waiting[0]):
-                        return
+                    if not parcel.work.aborted and not self._start(lane, parcel):
+                        break
                 except TransferError:
                     log.info("a payload to %s stays: nothing reaches it; who says so ends its request", lane.edge[2])
+                except BaseException as error:
+                    lost.append((parcel, error))
                 lane.waiting.popleft()
+        for parcel, why in lost:  # without the lock: to fail a request drops what else waits for it
+            parcel.lost(why)
 
     def _start(self, lane: Lane, parcel: Parcel) -> bool:
         """Move one payload. The lane's lock is held. False: no credit or no slot now.
@@ -184,16 +225,13 @@ class Lanes:
             return False
         peer = lane.edge[2]
         extracted = parcel.extracted
-        request_id = attempt_key(parcel.work.request_id, parcel.work.attempt)
         try:
-            operation = self._relays.put(extracted, request_id=request_id, peer=peer, backend=parcel.backend)
+            operation = self._put(lane, parcel)
         except BaseException:
             lane.window.give()
             raise
         if operation is None:
             lane.window.give()
-            with self._lock:
-                self._starved.add(lane.edge)
             return False
         key = (peer, int(operation.transfer))
         with self._lock:
@@ -213,3 +251,15 @@ class Lanes:
         if not said:
             raise TransferError(f"no connection to {peer}")
         return True
+
+    def _put(self, lane: Lane, parcel: Parcel) -> RelayOperation | None:
+        """Take a slot. None: there is none now, and the next release advances this lane."""
+        request_id = attempt_key(parcel.work.owner, parcel.work.request_id, parcel.work.attempt)
+        peer, backend = lane.edge[2], parcel.backend
+        operation = self._relays.put(parcel.extracted, request_id=request_id, peer=peer, backend=backend)
+        if operation is None:
+            with self._lock:
+                self._starved.add(lane.edge)
+            # Again: the last slot may have been released before this lane was known to wait, and none after it.
+            operation = self._relays.put(parcel.extracted, request_id=request_id, peer=peer, backend=backend)
+        return operation

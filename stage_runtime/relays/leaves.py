@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,21 +18,32 @@ from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor
 
 EMPTY = memoryview(b"")
+#: Bytes of a view that repeats its memory (expand, broadcast_to, sliding windows). It travels as a copy, and a larger
+#: one would take the machine's memory before anybody could refuse it.
+REPEATED_MOST: Final = 1 << 30
 
 
 class Leaf:
     """One tensor, array or long bytes on its way into a pack."""
 
-    __slots__ = ("data", "dtype", "kind", "owner", "path", "shape")
+    __slots__ = ("data", "dtype", "kind", "owner", "path", "private", "shape")
 
     def __init__(
-        self, path: str, shape: tuple[int, ...], dtype: str, kind: tensorrefs.Kind, data: memoryview, owner: Any
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        kind: tensorrefs.Kind,
+        data: memoryview,
+        owner: Any,
+        private: bool,
     ) -> None:
         self.path = path
         self.shape = shape
         self.dtype = dtype
         self.kind = kind
         self.data = data
+        self.private = private  # nobody writes into `data` any more
         self.owner = owner  # the object itself: while it lives, its id is not given to another
 
 
@@ -52,6 +63,14 @@ def tensor_problem(tensor: Any) -> str | None:
         return "quantised tensor: send .int_repr() and its scale, or .dequantize()"
     if tensor.device.type == "meta":
         return "meta tensor: it has no data"
+    if tensor.dim() > tensorrefs.MAX_DIMENSIONS:
+        return f"tensor of {tensor.dim()} dimensions: use at most {tensorrefs.MAX_DIMENSIONS}"
+    held, nbytes = tensor.untyped_storage().nbytes(), tensor.nbytes
+    if held < nbytes:  # it repeats elements, or has none: torch gives what lies in memory for the second
+        if not held:
+            return "tensor whose storage was freed: it has no data"
+        if nbytes > REPEATED_MOST:
+            return _repeated(held, nbytes)
     return None
 
 
@@ -60,7 +79,14 @@ def tensor_dtype(tensor: Any) -> str:
 
 
 def plain_tensor(tensor: Any) -> Any:
-    """The same memory without gradient, conjugate and negative bits, as a tensor arrives from afar."""
+    """A tensor on the same memory, as one arrives from afar: fresh, contiguous, without gradient, inference mode,
+    conjugate and negative bits, a role in a module or attributes. A copy where its layout or bits ask for one.
+    """
+    tensor = _contiguous(_resolved(tensor))
+    return _normal(tensor) if tensor.is_inference() else tensor.detach()
+
+
+def _resolved(tensor: Any) -> Any:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -68,19 +94,42 @@ def plain_tensor(tensor: Any) -> Any:
     return tensor
 
 
-def tensor_bytes(tensor: Any) -> memoryview:
-    """The C-contiguous bytes of a tensor: its own memory where it is contiguous and on the CPU, else a copy."""
-    tensor = plain_tensor(tensor)
+def _contiguous(tensor: Any) -> Any:
+    if tensor.is_contiguous():
+        return tensor
+    return _as_words(tensor).contiguous().view(tensor.dtype)
+
+
+def _as_words(tensor: Any) -> Any:
+    """The same elements as a dtype that numpy has, and that torch itself can copy."""
+    if _dtype_name(tensor.dtype) in tensorrefs.NUMPY_DTYPES:
+        return tensor
+    torch = sys.modules["torch"]
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+
+
+def _normal(tensor: Any) -> Any:
+    """Autograd refuses inference tensors, and a stage must not see in which mode another one computes."""
+    torch = sys.modules["torch"]
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def tensor_bytes(tensor: Any) -> tuple[memoryview, bool]:
+    """The C-contiguous bytes of a tensor: its own memory where it is contiguous and on the CPU, else a copy (True)."""
+    copied = tensor.is_conj() or tensor.is_neg()
+    tensor = _resolved(tensor)
     if tensor.device.type != "cpu":
+        copied = True
         tensor = tensor.cpu()
     if not tensor.numel():
-        return EMPTY
-    if _dtype_name(tensor.dtype) not in tensorrefs.NUMPY_DTYPES:
-        torch = sys.modules["torch"]  # numpy lacks these, and torch itself cannot copy the smallest of them
-        tensor = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+        return EMPTY, True
+    tensor = _as_words(tensor)
     if not tensor.is_contiguous():
+        copied = True
         tensor = tensor.contiguous()
-    return memory.view(tensor.numpy().reshape(-1).view(np.uint8))
+    return memory.view(tensor.numpy().reshape(-1).view(np.uint8)), copied
 
 
 def array_problem(array: np.ndarray[Any, Any]) -> str | None:
@@ -89,24 +138,34 @@ def array_problem(array: np.ndarray[Any, Any]) -> str | None:
         return f"array subclass {type(array).__name__}: send numpy.asarray(...) of it"
     if array.dtype.name not in tensorrefs.NUMPY_DTYPES:
         return f"numpy array of {array.dtype}: convert it to a number type, or send .tolist()"
+    if array.nbytes > REPEATED_MOST:
+        low, high = np.lib.array_utils.byte_bounds(array)
+        if high - low < array.nbytes:
+            return _repeated(high - low, array.nbytes)
     return None
 
 
-def native_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in this machine's byte order, as it arrives from afar."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+def _repeated(held: int, nbytes: int) -> str:
+    return f"view that repeats {held} bytes of memory, {nbytes} as a copy: send what it repeats"
 
 
-def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    """The C-contiguous bytes of an array: its own memory where possible."""
-    array = native_array(array)
-    if not array.size:
-        return EMPTY
-    return memory.view(array.reshape(-1).view(np.uint8))  # reshape copies what is not contiguous
+def plain_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array as it arrives from afar, C-contiguous and in this machine's byte order; a copy where it is not."""
+    if array.dtype.isnative and array.flags.c_contiguous:
+        return array
+    return array.astype(array.dtype.newbyteorder("="), order="C")
+
+
+def array_bytes(array: np.ndarray[Any, Any]) -> tuple[memoryview, bool]:
+    """The C-contiguous bytes of an array: its own memory where possible, else a copy (True)."""
+    plain = plain_array(array)
+    if not plain.size:
+        return EMPTY, True
+    return memory.view(plain.reshape(-1).view(np.uint8)), plain is not array
 
 
 def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    view = native_array(array).view()
+    view = plain_array(array).view()
     view.flags.writeable = False
     return view
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +14,15 @@ import numpy as np
 MFD_NOEXEC_SEAL: Final = 0x0008  # Linux 6.3; without it some systems refuse or warn
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 NOGIL_NBYTES: Final = 64 << 10  # below, a copy is over before another thread could have used the GIL
+LARGE_NBYTES: Final = 16 << 20  # from about half the last-level cache on, it matters how a copy lies to its source
 PAGE: Final = 4096
+
+
+MAP_FIXED: Final = 0x10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 
 
 def region(mapping: mmap.mmap, offset: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -32,6 +41,34 @@ def view(array: np.ndarray[Any, Any]) -> memoryview:
 def fresh(nbytes: int) -> np.ndarray[Any, Any]:
     """As `region`, of memory of its own that begins at a page."""
     return region(mmap.mmap(-1, max(nbytes, 1)), 0, nbytes)
+
+
+def copied(part: memoryview) -> memoryview:
+    """The same bytes in memory of their own. Long copies run without the GIL, half a page beside their source: see
+    `arena`.
+    """
+    nbytes = len(part)
+    if nbytes < NOGIL_NBYTES:
+        return memoryview(bytes(part))
+    shift = 0
+    room: np.ndarray[Any, Any] = np.empty(nbytes + (PAGE if nbytes >= LARGE_NBYTES else 0), np.uint8)
+    if nbytes >= LARGE_NBYTES:
+        shift = (address(part) + PAGE // 2 - address(view(room))) % PAGE
+    room = room[shift : shift + nbytes]
+    room[:] = np.frombuffer(part, np.uint8)
+    return view(room)
+
+
+def remap(mapping_address: int, offset: int, nbytes: int, fd: int, *, private: bool) -> None:
+    """Map ``nbytes`` at ``offset`` of a file anew where they are mapped already, whole pages.
+
+    private: what is written there from now on is seen by this process alone; else by all who map the file.
+    Raises:  OSError: the kernel takes no further mapping; nothing has changed.
+    """
+    flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | MAP_FIXED
+    wanted = mapping_address + offset
+    if _libc.mmap(wanted, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) != wanted:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def address(view: memoryview) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import threading
 import time
 import weakref
@@ -46,16 +47,22 @@ class Completion:
             except RuntimeError:  # the loop is closed: nobody waits any more
                 pass
 
-    async def wait(self, timeout: float | None, what: str) -> None:
-        """Raises: TransferError: as it ended, or ``what`` took longer than ``timeout`` seconds."""
+    async def wait(self, timeout: float | None, what: str, moved: Callable[[], float] = lambda: 0.0) -> None:
+        """moved: when something last moved, on `time.monotonic`.
+
+        Raises: TransferError: as it ended, or nothing of ``what`` moved for ``timeout`` seconds.
+        """
         if not self._over:
             if self._future is None:
                 self._future = self._loop.create_future()
-            if not self._over:
-                try:
-                    await asyncio.wait_for(asyncio.shield(self._future), timeout)
-                except TimeoutError:
-                    raise TransferError(f"{what}: not complete after {timeout:.3g} s") from None
+            begun, last = time.monotonic(), moved()
+            while not self._over:
+                left = None if timeout is None else max(begun, last) + timeout - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TransferError(f"{what}: not complete after {timeout:.3g} s without progress")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(self._future), left)
+                last = moved()
         self.check()
 
     def check(self) -> None:
@@ -114,10 +121,19 @@ class PutOperation:
 class GetOperation:
     """A get: complete when the bytes are here. It hands the buffer over once, and keeps no view of it."""
 
-    __slots__ = ("_completion", "_view", "metadata", "peer", "transfer")
+    __slots__ = ("_completion", "_moved", "_view", "metadata", "peer", "transfer")
 
-    def __init__(self, completion: Completion, transfer: TransferId, peer: Peer, metadata: bytes) -> None:
+    def __init__(
+        self,
+        completion: Completion,
+        transfer: TransferId,
+        peer: Peer,
+        metadata: bytes,
+        moved: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """moved: when something last came from ``peer``, on `time.monotonic`."""
         self._completion = completion
+        self._moved = moved
         self._view: memoryview | None = None
         self.metadata = metadata
         self.transfer = transfer
@@ -129,7 +145,7 @@ class GetOperation:
 
     async def wait(self, timeout: float | None = None) -> None:
         """Wait without taking the buffer."""
-        await self._completion.wait(timeout, f"transfer {self.transfer} from {self.peer}")
+        await self._completion.wait(timeout, f"transfer {self.transfer} from {self.peer}", self._moved)
 
     def take(self) -> memoryview:
         """The buffer of a get that is done, without waiting."""

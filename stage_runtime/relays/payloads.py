@@ -9,14 +9,14 @@ stages stand.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from stage_runtime.errors import ProtocolError, ValueRefused
-from stage_runtime.relays import leaves, walking
+from stage_runtime.relays import leaves, memory, walking
 from stage_runtime.relays.base import ALIGNMENT, Pack
 from stage_runtime.relays.leaves import Leaf
 from stage_runtime.wire import tensorrefs, values
@@ -29,8 +29,10 @@ INLINE_NBYTES: Final = 16 * 1024
 PART: Final = 1  # data: the index of a TensorRef
 STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
 
-#: Where a request keeps its own encoding (it is frozen, and may travel many hops).
+# A request goes along on every hop as the client sent it, while each stage gets containers of its own around it. What
+# is sent on is kept beside them: its encoding, of one that came without parts; else a copy that nobody is given.
 _ENCODED: Final = "_encoded"
+_ORIGINAL: Final = "_original"
 
 _encoder: Final = msgspec.msgpack.Encoder()
 
@@ -57,6 +59,13 @@ class Extracted(msgspec.Struct):
     def is_inline(self) -> bool:
         """True when the parts are small enough to ride in the control message (`flat`)."""
         return self.pack is None or len(self.value_bytes) + self.pack.nbytes <= INLINE_NBYTES
+
+    def hold(self) -> None:
+        """Copy what its giver may write into again: it will be sent later."""
+        pack = self.pack
+        if pack is not None and len(pack.private) < len(pack.parts):
+            parts = [part if k in pack.private else memory.copied(part) for k, part in enumerate(pack.parts)]
+            self.pack = Pack(parts, pack.offsets, pack.nbytes, frozenset(range(len(parts))))
 
     def flat(self) -> bytes:
         """The parts as one buffer, for the control message; empty when there are none."""
@@ -100,22 +109,51 @@ def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: 
 def isolate(value: Any, *, where: str = "payload.data", as_fields: bool = False) -> Any:
     """``value`` as another stage of this process may have it: checked as `extract` does, containers fresh.
 
-    Tensors are shared by reference, arrays as read-only views: both are read-only by contract.
+    Tensors and arrays are fresh objects, as from afar, on the memory of the given ones: both are read-only by contract.
+    A copy where they are not contiguous.
     Raises: ValueRefused: as `extract`.
     """
     return _Isolation().run(value, where, as_fields=as_fields)
 
 
-def fingerprint(value: Any, *, where: str = "payload.data") -> dict[str, str]:
-    """A hash of every tensor and array in ``value``, by path. For the debug mode: compare two with `written`."""
-    walk = _Fingerprint(where)
+def received(request: values.OmniRequest) -> None:
+    """Keep what is sent on of a request that has just come in, before a stage is given it."""
+    if _ENCODED not in request.__dict__ and _ORIGINAL not in request.__dict__:
+        request.__dict__[_ORIGINAL] = isolate(request)
+
+
+def reissued(request: values.OmniRequest, where: str = "payload.request") -> values.OmniRequest:
+    """The request for another stage of this process, as it would arrive from afar: `received`, containers fresh."""
+    encoded = request.__dict__.get(_ENCODED)
+    if encoded is not None:
+        again: values.OmniRequest = _hook(STRUCT, memoryview(encoded.data))
+        return again
+    original = request.__dict__.get(_ORIGINAL)
+    fresh: values.OmniRequest = isolate(original if original is not None else request, where=where)
+    if original is not None:
+        fresh.__dict__[_ORIGINAL] = original
+    return fresh
+
+
+class Fingerprint(msgspec.Struct):
+    """The tensors and arrays of a value, by path, and a hash of what each held at the last look."""
+
+    leaves: dict[str, Any]
+    digests: dict[str, str]
+
+    def written(self) -> list[str]:
+        """The paths whose memory has changed since the last look."""
+        now = {path: _digest(leaf) for path, leaf in self.leaves.items()}
+        changed = [path for path, digest in now.items() if digest != self.digests[path]]
+        self.digests = now
+        return changed
+
+
+def fingerprint(value: Any, *, where: str = "payload.data") -> Fingerprint:
+    """What all tensors and arrays in ``value`` hold now. For the debug mode."""
+    walk = _Leaves(where)
     walk.run(value, where)
-    return walk.digests
-
-
-def written(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """The paths whose memory changed between two fingerprints of one value."""
-    return [path for path, digest in before.items() if after.get(path, digest) != digest]
+    return Fingerprint(walk.leaves, {path: _digest(leaf) for path, leaf in walk.leaves.items()})
 
 
 def flatten(pack: Pack) -> bytes:
@@ -137,7 +175,7 @@ class _Extraction(walking.Walk):
     __slots__ = ("leaves", "seen", "where")
 
     def __init__(self, where: str) -> None:
-        self.trail = []
+        super().__init__()
         self.where = where
         self.leaves: list[Leaf] = []
         self.seen: dict[int, msgspec.msgpack.Ext] = {}
@@ -145,111 +183,131 @@ class _Extraction(walking.Walk):
     def walk_bytes(self, value: bytes) -> Any:
         if len(value) <= INLINE_NBYTES:
             return value
-        return self._leaf(value, (len(value),), "uint8", "bytes", memoryview(value))
+        return self._leaf(value, (len(value),), "uint8", "bytes", memoryview(value), True)
 
     def walk_struct(self, value: msgspec.Struct) -> Any:
         fields = self.struct_fields(value)
         return msgspec.msgpack.Ext(STRUCT, _encoder.encode((values.message_name(type(value)), fields)))
 
     def walk_request(self, value: values.OmniRequest) -> Any:
-        """A request goes along on every hop unchanged: what has no parts is encoded once."""
+        """As it came, whatever was written into its containers since; an author's own, as it is."""
         known = value.__dict__.get(_ENCODED)
-        if known is None:
-            before = len(self.leaves)
-            known = self.walk_struct(value)
-            if len(self.leaves) == before and not self.seen:
-                value.__dict__[_ENCODED] = known
-        return known
+        return known if known is not None else self.walk_struct(value.__dict__.get(_ORIGINAL, value))
 
     def tensor(self, value: Any) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
             return known
-        return self._leaf(value, tuple(value.shape), leaves.tensor_dtype(value), "torch", leaves.tensor_bytes(value))
+        return self._leaf(value, tuple(value.shape), leaves.tensor_dtype(value), "torch", *leaves.tensor_bytes(value))
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
             return known
-        return self._leaf(value, value.shape, value.dtype.name, "numpy", leaves.array_bytes(value))
+        return self._leaf(value, value.shape, value.dtype.name, "numpy", *leaves.array_bytes(value))
 
     def raw(self, value: values.RawTensor) -> Any:
-        return self._leaf(value, value.shape, value.dtype, value.kind, memoryview(value.data).cast("B"))
+        return self._leaf(value, value.shape, value.dtype, value.kind, memoryview(value.data).cast("B"), False)
 
     def _leaf(
-        self, owner: Any, shape: tuple[int, ...], dtype: str, kind: tensorrefs.Kind, data: memoryview
+        self, owner: Any, shape: tuple[int, ...], dtype: str, kind: tensorrefs.Kind, data: memoryview, private: bool
     ) -> msgspec.msgpack.Ext:
         known = self.seen.get(id(owner))
         if known is None:
-            path = walking.path_of(self.where, self.trail)
+            path = walking.path_of(self.where, self.trail)[: tensorrefs.PATH_LIMIT]
             known = msgspec.msgpack.Ext(PART, len(self.leaves).to_bytes(4, "big"))
-            self.leaves.append(Leaf(path, shape, dtype, kind, data, owner))
+            self.leaves.append(Leaf(path, shape, dtype, kind, data, owner, private))
             self.seen[id(owner)] = known
         return known
 
 
 class _Isolation(walking.Walk):
-    """Gives fresh containers around shared leaves."""
+    """Gives fresh containers around leaves that share their memory."""
 
     rebuild = True
     plain = frozenset([type(None), bool, float, bytes])
     walkers = {}
 
-    __slots__ = ()
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, Any] = {}  #: What stands twice arrives as one object, as from afar.
 
     def walk_struct(self, value: msgspec.Struct) -> Any:
         return type(value)(**self.struct_fields(value))
 
     def tensor(self, value: Any) -> Any:
-        return leaves.plain_tensor(value)
+        known = self.seen.get(id(value))
+        return known if known is not None else self._fresh(value, leaves.plain_tensor(value))
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
-        return leaves.read_only(value)
+        known = self.seen.get(id(value))
+        return known if known is not None else self._fresh(value, leaves.read_only(value))
+
+    def _fresh(self, value: Any, fresh: Any) -> Any:
+        self.seen[id(value)] = fresh
+        return fresh
 
     def raw(self, value: values.RawTensor) -> Any:
         return value
 
 
-class _Fingerprint(_Isolation):
-    """Hashes shared leaves."""
+class _Leaves(_Isolation):
+    """Collects tensors and arrays."""
 
     walkers = {}
-    __slots__ = ("digests", "where")
+    __slots__ = ("leaves", "where")
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
-        self.digests: dict[str, str] = {}
+        self.leaves: dict[str, Any] = {}
 
     def tensor(self, value: Any) -> Any:
-        return self._digest(value, leaves.tensor_bytes(value))
+        self.leaves[walking.path_of(self.where, self.trail)] = value
+        return value
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
-        return self._digest(value, leaves.array_bytes(value))
+        return self.tensor(value)
 
-    def _digest(self, value: Any, data: memoryview) -> Any:
-        self.digests[walking.path_of(self.where, self.trail)] = hashlib.blake2b(data, digest_size=16).hexdigest()
-        return value
+
+def _digest(leaf: Any) -> str:
+    data, _ = leaves.array_bytes(leaf) if isinstance(leaf, np.ndarray) else leaves.tensor_bytes(leaf)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _packed(encoded: bytes, found: list[Leaf], where: str) -> Extracted:
-    """Give every leaf its place in the flat buffer: the largest first, for it may lie in the arena already."""
+    """Give every leaf its place in the flat buffer: the largest first, for it may lie in the arena already.
+
+    Leaves on the same memory have one place: a stage that passes on what it got sends its request's inputs, too.
+    """
     if len(encoded) > INLINE_NBYTES:
-        found.append(Leaf(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded))
+        found.append(Leaf(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))
         encoded = b""
     order = sorted(range(len(found)), key=lambda index: -len(found[index].data)) if len(found) > 1 else [0]
     refs: list[Any] = [None] * len(found)
     parts: list[memoryview] = []
     offsets: list[int] = []
+    private = []
+    placed: dict[tuple[int, int], int] = {}  # (address, nbytes) of a part -> its place
     end = 0
     for index in order:
         leaf = found[index]
-        start = end + -end % ALIGNMENT
-        end = start + len(leaf.data)
-        refs[index] = TensorRef(leaf.path, leaf.shape, leaf.dtype, start, len(leaf.data), leaf.kind)
-        parts.append(leaf.data)
-        offsets.append(start)
-    return Extracted(encoded, refs, Pack(parts, offsets, end))
+        nbytes = len(leaf.data)
+        memory_of = (memory.address(leaf.data), nbytes) if len(found) > 1 and nbytes else (0, 0)
+        start = placed.get(memory_of, -1)
+        if start < 0:
+            start = end + -end % ALIGNMENT
+            end = start + nbytes
+            if leaf.private:
+                private.append(len(parts))
+            parts.append(leaf.data)
+            offsets.append(start)
+            if nbytes:
+                placed[memory_of] = start
+        refs[index] = TensorRef(leaf.path, leaf.shape, leaf.dtype, start, nbytes, leaf.kind)
+    return Extracted(encoded, refs, Pack(parts, offsets, end, frozenset(private)))
 
 
 def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, torch: bool) -> Any:
@@ -314,7 +372,7 @@ _Extraction.walkers.update(
         values.OmniRequest: _Extraction.walk_request,
     }
 )
-for _sharing in (_Isolation, _Fingerprint):
+for _sharing in (_Isolation, _Leaves):
     _sharing.walkers.update(
         {
             dict: walking.Walk.walk_dict,

@@ -187,6 +187,7 @@ class ShmRelay:
         for part, offset in zip(rest, pack.offsets[1:], strict=True):
             self._arena.write(slot, start + offset, part)
             self._counts["copied_bytes"] += len(part)
+        self._arena.lend(slot)
         self._arena.sent(slot)
         return slot, slot.offset + start
 

@@ -53,7 +53,7 @@ class Slot:
     start, size: the extent, header and slack included. offset, nbytes: the data inside. generation: unique per use.
     """
 
-    __slots__ = ("generation", "nbytes", "offset", "owned", "receivers", "size", "start", "state", "tail_used")
+    __slots__ = ("generation", "given", "nbytes", "offset", "owned", "receivers", "size", "start", "state", "tail_used")
 
     def __init__(self, start: int, size: int, offset: int, nbytes: int, generation: int) -> None:
         self.start = start
@@ -64,6 +64,9 @@ class Slot:
         self.state = State.FREE
         self.receivers = 0  #: Transfers that are not released.
         self.owned = True  #: The sender still holds it: it is filling it, or an author's tensor lies in it.
+        self.given = (
+            False  #: Sent from where its author's tensor lies; what the author writes since stays in this process.
+        )
         self.tail_used = False  #: Something was appended behind an author's tensor.
 
     def take(self, event: Event) -> State:

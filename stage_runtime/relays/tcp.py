@@ -23,6 +23,7 @@ from stage_runtime.relays import memory
 from stage_runtime.relays.arrivals import Arrivals, Header
 from stage_runtime.relays.base import Pack, Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.movement import Movement
 from stage_runtime.relays.operations import Completion, GetOperation, Ledger, Pins, PutOperation
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class TcpRelay:
         self._ledger = Ledger(context.loop)
         self._pins = Pins(context.loop, context.on_release)
         self._token = secrets.token_bytes(16)
-        self._arrivals = Arrivals(context, self._pins, self._token)
+        self._movement = Movement()
+        self._arrivals = Arrivals(context, self._pins, self._token, self._movement)
         self._routes: dict[Peer, _Route] = {}
         self._lock = threading.Lock()
         self._unreleased_bytes = 0
@@ -86,7 +88,7 @@ class TcpRelay:
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
         self._socket, self._endpoint = self._bound()
-        self._socket.monitor("inproc://door", TURNED_AWAY)
+        self._socket.monitor("inproc://door", TURNED_AWAY | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._door = self._zmq.socket(zmq.PAIR)
         self._door.rcvhwm = 0  # a full one would block libzmq's own thread
         self._door.connect("inproc://door")
@@ -122,7 +124,9 @@ class TcpRelay:
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
-        """As `base.Relay.put`. ``like`` saves nothing here: every receiver is sent the bytes, from where they lie."""
+        """As `base.Relay.put`. ``like`` saves nothing here: every receiver is sent the bytes, from memory of their own:
+        libzmq sends them later.
+        """
         route = self._routes.get(peer)
         if route is None:
             raise TransferError(f"the tcp relay is not open towards {peer}")
@@ -134,7 +138,7 @@ class TcpRelay:
             self._counts["sent_bytes"] += pack.nbytes
         transfer = TransferId(next(self._context.ids))
         metadata = _encode(Metadata(transfer, pack.nbytes))
-        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, pack, metadata)
+        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, None, metadata)
         self._ledger.add(put)
         self._send(route, put, pack)
         return put
@@ -147,7 +151,9 @@ class TcpRelay:
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         """As `base.Relay.get`. holder: who will look at the bytes, for `pins`."""
         said = self._said(metadata, peer)
-        operation = GetOperation(Completion(self._loop), TransferId(said.transfer), peer, metadata)
+        operation = GetOperation(
+            Completion(self._loop), TransferId(said.transfer), peer, metadata, lambda: self._movement.last(peer)
+        )
         self._arrivals.claim(operation, said.nbytes, request_id=request_id, holder=holder)
         return operation
 
@@ -186,6 +192,7 @@ class TcpRelay:
             self._release(put, TransferError(f"{peer} is gone"))
         self._ledger.wake()
         self._arrivals.forget(peer)
+        self._movement.forget(peer)
         self._pins.forget(peer)
 
     @property
@@ -285,6 +292,15 @@ class TcpRelay:
         self._arrivals.expire(time.monotonic())
         self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
 
+    def _at_the_door(self, said: Mapping[str, Any]) -> None:
+        event, descriptor = zmq.Event(said["event"]), int(said["value"])
+        if event == zmq.EVENT_ACCEPTED:
+            self._movement.accepted(descriptor)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._movement.disconnected(descriptor)
+        else:
+            self._turned_away(event)
+
     def _turned_away(self, why: zmq.Event) -> None:
         """Counted each time, told once a reason."""
         self._counts["turned_away"] += 1
@@ -306,7 +322,7 @@ class TcpRelay:
                 stop.close(linger=0)
                 return
             if self._door in ready:
-                self._turned_away(zmq.Event(parse_monitor_message(self._door.recv_multipart())["event"]))
+                self._at_the_door(parse_monitor_message(self._door.recv_multipart()))
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -319,12 +335,14 @@ class TcpRelay:
 
 
 def _frames(pack: Pack, settings: Any) -> Iterator[tuple[int, memoryview | bytes]]:
-    """The pack as ``(offset, bytes)`` in order: whole if it is one part or small, else in pieces."""
+    """The pack as ``(offset, bytes)`` in order: whole if it is one part or small, else in pieces. Nobody writes into
+    what it gives.
+    """
     if pack.nbytes <= JOINED_NBYTES and len(pack.parts) != 1:
         yield 0, _joined(pack, 0, len(pack.parts))
         return
     if len(pack.parts) == 1 and pack.nbytes <= settings.whole_bytes:
-        yield 0, pack.parts[0]
+        yield 0, pack.parts[0] if pack.private else memory.copied(pack.parts[0])
         return
     index = 0
     while index < len(pack.parts):
@@ -339,7 +357,8 @@ def _frames(pack: Pack, settings: Any) -> Iterator[tuple[int, memoryview | bytes
             yield offset, _joined(pack, index, following)
         else:
             for start in range(0, len(part), settings.piece_bytes):
-                yield offset + start, part[start : start + settings.piece_bytes]
+                piece = part[start : start + settings.piece_bytes]
+                yield offset + start, piece if index in pack.private else memory.copied(piece)
         index = following
 
 

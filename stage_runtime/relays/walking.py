@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from stage_runtime.errors import ValueRefused
+from stage_runtime.errors import ValueRefused, printed
 from stage_runtime.relays import leaves
-from stage_runtime.wire import values
+from stage_runtime.wire import outputs, values
 
 MAX_DEPTH: Final = 64
+KEY_SHOWN: Final = 80  # characters of a key in a path: a message about a long one need not be as long
 INT_RANGE: Final = (-(2**63), 2**64 - 1)  # what MessagePack can say
 
 #: A step of a trail: a dict's key, a list's index, or ``(name,)``, a field.
@@ -51,10 +52,11 @@ class Walk:
     #: What handles a type; grows by tensor and Struct types as they are met.
     walkers: ClassVar[dict[type, Walker]]
 
-    __slots__ = ("trail",)
+    __slots__ = ("deepest", "trail")
 
     def __init__(self) -> None:
         self.trail: list[Step] = []
+        self.deepest = MAX_DEPTH  #: Steps; the names of a message's own fields are none.
 
     def run(self, value: Any, where: str, *, as_fields: bool = False) -> Any:
         """Walk ``value``; with ``as_fields``, a dict whose keys are field names.
@@ -63,6 +65,7 @@ class Walk:
         """
         try:
             if as_fields:
+                self.deepest = MAX_DEPTH + 1
                 return self.walk_fields(value)
             kind = type(value)
             return value if kind in self.plain else (self.walkers.get(kind) or self.learn(value))(self, value)
@@ -88,12 +91,12 @@ class Walk:
 
     def walk_dict(self, value: dict[Any, Any]) -> dict[str, Any]:
         trail, plain, walkers = self.trail, self.plain, self.walkers
-        if len(trail) >= MAX_DEPTH:
+        if len(trail) >= self.deepest:
             raise Refused(_too_deep())
         copy = value.copy() if self.rebuild else None
         for key, item in value.items():
             if type(key) is not str:
-                raise Refused(f"{type(key).__name__} key {key!r:.40}: use str keys")
+                raise Refused(f"{type(key).__name__} key {printed(key, limit=40, how=repr)}: use str keys")
             if copy is not None and not key.isascii():  # else the encoder looks
                 check_str(self, key)
             kind = type(item)
@@ -110,7 +113,7 @@ class Walk:
 
     def walk_list(self, value: list[Any]) -> list[Any]:
         trail, plain, walkers = self.trail, self.plain, self.walkers
-        if len(trail) >= MAX_DEPTH:
+        if len(trail) >= self.deepest:
             raise Refused(_too_deep())
         copy = value.copy() if self.rebuild else None
         for index, item in enumerate(value):
@@ -129,7 +132,7 @@ class Walk:
     def walk_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The items of ``fields``, walked, in a new dict; refusals call them ``.name``, not ``['name']``."""
         trail, plain, walkers = self.trail, self.plain, self.walkers
-        if len(trail) >= MAX_DEPTH:
+        if len(trail) >= self.deepest:
             raise Refused(_too_deep())
         walked = {}
         for name, item in fields.items():
@@ -142,6 +145,9 @@ class Walk:
         return walked
 
     def struct_fields(self, value: msgspec.Struct) -> dict[str, Any]:
+        problem = outputs.problem(value)
+        if problem is not None:
+            raise Refused(problem)
         return self.walk_fields({name: getattr(value, name) for name in value.__struct_fields__})
 
     def walk_tensor(self, value: Any) -> Any:
@@ -174,7 +180,11 @@ class Walk:
 
 def path_of(where: str, trail: list[Step]) -> str:
     """``payload.data`` and its trail as Python would say it: ``payload.data.cache['x'][0]``."""
-    return where + "".join(f".{step[0]}" if isinstance(step, tuple) else f"[{step!r}]" for step in trail)
+    return where + "".join(f".{step[0]}" if isinstance(step, tuple) else f"[{_shown(step)}]" for step in trail)
+
+
+def _shown(step: str | int) -> str:
+    return repr(step if isinstance(step, int) or len(step) <= KEY_SHOWN else step[:KEY_SHOWN] + "…")
 
 
 def check_int(_: Walk, value: int) -> int:

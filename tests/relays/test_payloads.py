@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ProtocolError, ValueRefused
-from stage_runtime.relays import payloads
+from stage_runtime.relays import payloads, walking
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor, message
@@ -47,7 +47,7 @@ def travel(value, **options):
 
 
 def same(a, b):
-    """Equal, and of the same types all the way down."""
+    """Equal, of the same types and laid out alike, all the way down."""
     if type(a) is not type(b):
         return False
     match a:
@@ -64,6 +64,33 @@ def same(a, b):
         case float():
             return a == b or (a != a and b != b)
     return a == b
+
+
+def alike(a, b):
+    """The `same`, and nothing that code can ask of them tells them apart: layout, flags, what stands there twice."""
+    seen: dict[int, int] = {}
+
+    def look(a, b):
+        match a:
+            case torch.Tensor() | np.ndarray():
+                assert seen.setdefault(id(a), id(b)) == id(b)
+                assert traits(a) == traits(b)
+            case dict():
+                assert all(look(a[key], b[key]) for key in a)
+            case list():
+                assert all(map(look, a, b))
+            case msgspec.Struct():
+                assert all(look(getattr(a, name), getattr(b, name)) for name in a.__struct_fields__)
+        return True
+
+    return same(a, b) and look(a, b)
+
+
+def traits(one):
+    if isinstance(one, np.ndarray):
+        return one.flags.c_contiguous, one.flags.writeable, one.dtype.isnative
+    bits = one.requires_grad, one.is_inference(), one.is_conj(), one.is_neg()
+    return type(one), one.is_contiguous(), bits, vars(one)
 
 
 def raw(tensor):
@@ -105,11 +132,27 @@ tensors = st.builds(
     st.lists(st.integers(0, 5), max_size=3).map(tuple),
     st.sampled_from(["plain", "transposed", "strided", "offset", "expanded"]),
 )
+
+
+def array_of(dtype, shape, layout):
+    array = (np.arange(int(np.prod(shape))) % 7).astype(dtype).reshape(shape)
+    match layout:
+        case "F":
+            return np.asfortranarray(array).reshape(shape)  # which makes one dimension of none
+        case "strided" if shape:
+            return array[::2]
+        case "backwards" if shape:
+            return array[::-1]
+        case "broadcast":
+            return np.broadcast_to(array, (2, *shape))
+    return array
+
+
 arrays = st.builds(
-    lambda dtype, shape, order: np.full(shape, 1, dtype, order=order),
+    array_of,
     st.sampled_from(sorted(tensorrefs.NUMPY_DTYPES - {"bool"})),
     st.lists(st.integers(0, 5), max_size=3).map(tuple),
-    st.sampled_from("CF"),
+    st.sampled_from(["C", "F", "strided", "backwards", "broadcast"]),
 )
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 plain = (
@@ -141,9 +184,45 @@ def test_any_value_arrives_as_it_was_sent(value):
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @settings(max_examples=80, deadline=None)
-@given(anything)
-def test_a_value_is_the_same_in_process_and_from_afar(value):
-    assert same(payloads.isolate(value), travel(value))
+@given(anything, st.booleans())
+def test_a_value_is_the_same_in_process_and_from_afar(value, twice):
+    value = [value, value] if twice else value
+    assert alike(payloads.isolate(value), travel(value))
+
+
+def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar():
+    """Its mode, role, gradient, attributes: what a stage sees must not depend on where the sender stands."""
+    marked = torch.ones(3)
+    marked.note = "of the sender's"
+    with torch.inference_mode():
+        inferred = torch.ones(2, 3)
+    z = torch.randn(3, dtype=torch.complex64)
+    values = [marked, inferred, inferred.T, torch.nn.Parameter(torch.ones(3), requires_grad=False)]
+    values += [torch.nn.Parameter(torch.ones(2, 3)).T, z.conj(), z.conj().imag, torch.ones(4, 3)[:, 1]]
+    for value in values:
+        assert alike(payloads.isolate([value, value]), travel([value, value]))
+    torch.nn.Linear(3, 2)(payloads.isolate(inferred))  # autograd refuses tensors of the inference mode
+    shared = torch.ones(2, 3)
+    payloads.isolate(shared).t_()  # in place, but not of the sender's object
+    assert shared.shape == (2, 3)
+
+
+@pytest.mark.parametrize("levels", [walking.MAX_DEPTH - 1, walking.MAX_DEPTH, walking.MAX_DEPTH + 1])
+def test_a_value_may_be_as_deep_in_process_as_from_afar(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+
+    def refused(way):
+        try:
+            way()
+        except ValueRefused as error:
+            return str(error)
+        return None
+
+    inside = refused(lambda: payloads.isolate(value, where="payload.data"))
+    apart = refused(lambda: payloads.extract({"data": value}, where="payload", as_fields=True))
+    assert inside == apart and (inside is None) == (levels <= walking.MAX_DEPTH)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -206,6 +285,20 @@ def test_the_same_object_twice_is_packed_once_and_arrives_as_one():
     assert len(payloads.extract(value).refs) == 3
     arrived = travel(value)
     assert all(one is other for one, other in zip(arrived["a"], arrived["b"], strict=True))
+
+
+def test_two_objects_on_one_memory_are_packed_once_and_arrive_as_two():
+    """A stage that passes on what it got: its request holds the same tensor as another object."""
+    given = torch.arange(8192, dtype=torch.int32)
+    value = {"request": given, "data": given.detach(), "half": given[:4096], "array": given.numpy()}
+    extracted = payloads.extract(value)
+    assert [len(part) for part in extracted.pack.parts] == [given.nbytes, given.nbytes // 2]
+    flat = payloads.flatten(extracted.pack)
+    restored = payloads.restore(extracted.value_bytes, extracted.refs, bytearray(flat))
+    assert restored["request"] is not restored["data"]
+    assert torch.equal(restored["request"], given) and torch.equal(restored["data"], given)
+    assert np.array_equal(restored["array"], given.numpy())
+    assert torch.equal(restored["half"], given[:4096])
 
 
 def test_a_long_value_is_a_part_itself():
@@ -273,6 +366,18 @@ def test_fields_that_our_version_lacks_are_left_out(monkeypatch):
     assert payloads.restore(extracted.value_bytes, [], None) == Shrunk(1)
 
 
+def freed():
+    """As a sharding library leaves a weight that it has taken away."""
+    tensor = torch.zeros(100_000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+class Unprintable:
+    def __repr__(self):
+        raise SystemExit("no words")
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -297,6 +402,16 @@ def test_fields_that_our_version_lacks_are_left_out(monkeypatch):
         ({"x": torch.empty(2, device="meta")}, "payload.data['x']: meta tensor: it has no data"),
         ({"x": torch.eye(2).to_sparse()}, "payload.data['x']: sparse tensor: send .to_dense()"),
         ({"x": torch.float32}, "object of type dtype"),
+        (
+            {"x": torch.zeros(1).expand(2**40)},
+            "payload.data['x']: view that repeats 4 bytes of memory, 4398046511104 as",
+        ),
+        ({"x": torch.zeros(9).as_strided((2**32, 9), (0, 1))}, "view that repeats 36 bytes of memory"),
+        ({"x": np.broadcast_to(np.zeros(1), 2**40)}, "payload.data['x']: view that repeats 8 bytes of memory"),
+        ({"x": np.lib.stride_tricks.sliding_window_view(np.zeros(2**15), 2**14)}, "view that repeats 262144 bytes"),
+        ({"x": freed()}, "payload.data['x']: tensor whose storage was freed: it has no data"),
+        ({"x": torch.zeros([0] * 65)}, "payload.data['x']: tensor of 65 dimensions: use at most 64"),
+        ({Unprintable(): 1}, "payload.data: Unprintable key <Unprintable, whose text cannot be had: SystemExit>: use"),
     ],
     ids=lambda case: case[-50:] if isinstance(case, str) else "",
 )
@@ -305,6 +420,11 @@ def test_what_cannot_travel_is_refused_on_every_way_with_its_path_and_the_cure(v
         with pytest.raises(ValueRefused) as caught:
             way(value)
         assert words in str(caught.value)
+
+
+def test_a_view_that_repeats_its_memory_travels_as_a_copy():
+    for view in (torch.arange(3).expand(4, 3), np.broadcast_to(np.arange(3), (4, 3))):
+        assert same(travel({"x": view}), {"x": view})
 
 
 def test_a_subclass_of_a_plain_type_is_refused_with_the_plain_one():
@@ -341,18 +461,20 @@ def test_isolated_containers_are_fresh_and_tensors_shared():
     apart["list"][1]["new"] = 1
     apart["turn"].notes.append(2)
     assert list(value["list"][1]) == ["t"] and len(value["turn"].notes) == 1
-    assert apart["list"][1]["t"] is tensor
+    assert apart["list"][1]["t"].data_ptr() == tensor.data_ptr()
     assert np.shares_memory(apart["turn"].notes[0], array) and not apart["turn"].notes[0].flags.writeable
     assert array.flags.writeable
 
 
 def test_fingerprints_name_what_was_written():
     value = {"t": torch.zeros(3), "u": [torch.zeros(3, dtype=torch.bfloat16), np.zeros(2)]}
-    before = payloads.fingerprint(value)
-    assert payloads.written(before, payloads.fingerprint(value)) == []
+    found = payloads.fingerprint(value)
+    assert found.written() == []
     value["u"][0][1] = 5
     value["u"][1][0] = 1
-    assert payloads.written(before, payloads.fingerprint(value)) == ["payload.data['u'][0]", "payload.data['u'][1]"]
+    value["more"] = object()  # the container is its owner's
+    assert found.written() == ["payload.data['u'][0]", "payload.data['u'][1]"]
+    assert found.written() == []
 
 
 @pytest.mark.parametrize("keep", ["t", "a"])

@@ -261,3 +261,17 @@ def settings_with(settings, **changes):
     import msgspec
 
     return msgspec.structs.replace(settings, **changes)
+
+
+async def test_what_is_written_after_a_put_has_returned_does_not_arrive(both):
+    """A relay that sends from where the bytes lie, and later, would send what its giver wrote since."""
+    sizes = [100, 100_000, 32 * MIB]
+    for parts in ([32 * MIB], [2 * MIB], [100_000, 70_000], sizes):
+        given = [np.full(size, 1, np.uint8) for size in parts]
+        _, operation = both.put(list(given))
+        for array in given:
+            array[:] = 2
+        buffer = await both.get(operation)
+        assert sorted({int(value) for value in np.unique(np.frombuffer(buffer, np.uint8))}) in ([1], [0, 1])
+        del buffer
+        await operation.wait_for_completion(5)

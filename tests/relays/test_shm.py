@@ -1,6 +1,8 @@
 """What only shared memory promises: no copies where none are needed, and no look at a slot that has another use."""
 
 import asyncio
+import os
+import threading
 
 import msgspec
 import numpy as np
@@ -28,6 +30,76 @@ async def test_a_tensor_that_lies_in_the_arena_is_sent_without_a_copy(both):
     tensor.copy_(torch.randn(1000, 100))
     arrived = await both.carry({"h": tensor})
     assert torch.equal(arrived["h"], tensor) and copied(both) == 0
+
+
+@pytest.mark.parametrize("count", [20, 100_000])
+async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(both, count):
+    """It lies where the receiver reads. What its author writes later must stay with the author."""
+    tensor = both.a.allocate((count,), torch.float32)
+    arrived = []
+    for number in range(4):
+        tensor.fill_(number)
+        extracted, operation = both.put({"t": tensor, "n": torch.full((9,), number)})
+        both.a.settle()
+        tensor.fill_(-1)
+        arrived.append(payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation)))
+        tensor[0] = 5
+        assert tensor[:2].tolist() == [5, -1]
+    assert [one["t"].unique().tolist() for one in arrived] == [[0], [1], [2], [3]]
+    assert [one["n"].unique().tolist() for one in arrived] == [[0], [1], [2], [3]]
+    tensor.fill_(-2)
+    assert arrived[0]["t"].unique().tolist() == [0]
+
+
+def mappings(both):
+    """Of a's arena, in this process; those of tests before may end at any time."""
+    inode = os.fstat(both.a.arena.fd).st_ino
+    with open("/proc/self/maps") as maps:
+        return sum(int(line.split()[4]) == inode for line in maps)
+
+
+def in_a_thread(act):
+    """What one author's thread learns of it must not change what the next does."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(act()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+async def test_a_slot_that_was_written_after_it_was_given_is_whole_when_it_is_used_again(both):
+    before = mappings(both)
+    for number in range(50):
+        tensor = both.a.allocate((3000,), torch.float32).fill_(number)
+
+        def give(tensor=tensor):
+            extracted, operation = both.put(tensor)
+            both.a.settle()
+            return extracted, operation
+
+        extracted, operation = in_a_thread(give)
+        tensor.fill_(-1)
+        assert mappings(both) == before + 2
+        arrived = payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+        assert arrived.unique().tolist() == [number]
+        del tensor, extracted, arrived, give
+        await operation.wait_for_completion(5)
+    assert copied(both) == 0 and both.held() == 0
+    assert mappings(both) == before
+
+
+async def test_what_its_author_let_go_of_is_neither_copied_nor_mapped_anew(both):
+    before = mappings(both)
+    for number in range(20):
+        extracted, operation = both.put(both.a.allocate((3000,), torch.float32).fill_(number))
+        extracted.pack = None
+        both.a.settle()
+        assert mappings(both) == before
+        arrived = payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+        assert arrived.unique().tolist() == [number]
+        del arrived
+        await operation.wait_for_completion(5)
+    assert copied(both) == 0
 
 
 async def test_the_rest_of_its_payload_is_copied_behind_it(both):

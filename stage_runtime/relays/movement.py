@@ -1,0 +1,70 @@
+"""Whether bytes still come from a peer, as the kernel counts them: slow is not dead, and what is queued is not late.
+
+libzmq hands a frame over when all of it is here; a frame of 32 MiB over a slow link says nothing for a long time. So
+the bytes are counted per connection by the kernel (TCP_INFO). Of Unix sockets it counts none: there, messages count.
+Used by `tcp`; its thread says what comes, the loop asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from typing import Final
+
+from stage_runtime.relays.base import Peer
+
+TCP_INFO_NBYTES: Final = 136
+BYTES_RECEIVED: Final = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
+
+
+class Movement:
+    """What has come, by peer."""
+
+    def __init__(self) -> None:
+        self._connections: set[int] = set()  #: Descriptors of accepted connections; libzmq owns and closes them.
+        self._of: dict[Peer, int] = {}  #: The connection by which a peer's last message came.
+        self._messages: dict[Peer, int] = {}
+        self._seen: dict[Peer, tuple[int, float]] = {}  #: What had come when it was last looked at, and since when.
+
+    def accepted(self, descriptor: int) -> None:
+        self._connections.add(descriptor)
+
+    def disconnected(self, descriptor: int) -> None:
+        self._connections.discard(descriptor)
+
+    def message(self, peer: Peer, descriptor: int) -> None:
+        """A message of ``peer`` is complete."""
+        self._of[peer] = descriptor
+        self._messages[peer] = self._messages.get(peer, 0) + 1
+
+    def last(self, peer: Peer) -> float:
+        """When something last came from ``peer``, on `time.monotonic`, as far as it was asked for before."""
+        count, now = self._count(peer), time.monotonic()
+        seen = self._seen.get(peer)
+        if seen is None or seen[0] != count:
+            seen = self._seen[peer] = (count, now)
+        return seen[1]
+
+    def forget(self, peer: Peer) -> None:
+        for table in (self._of, self._messages, self._seen):
+            table.pop(peer, None)
+
+    def _count(self, peer: Peer) -> int:
+        known = self._of.get(peer)
+        # Before its first message is complete, nobody knows which connection is a peer's: any may be.
+        descriptors = list(self._connections) if known is None else [known] if known in self._connections else []
+        return self._messages.get(peer, 0) + sum(_received(descriptor) for descriptor in descriptors)
+
+
+def _received(descriptor: int) -> int:
+    """Bytes that have come over a TCP connection; 0 of anything else, and of what was closed meanwhile."""
+    with contextlib.suppress(OSError):
+        borrowed = socket.socket(fileno=descriptor)
+        try:
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
+            return int(struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]) if len(info) >= TCP_INFO_NBYTES else 0
+        finally:
+            borrowed.detach()  # libzmq closes it
+    return 0

@@ -1,0 +1,81 @@
+"""Payloads under way: whatever becomes of one, its request learns of it. Real fetching over a relay in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays.fetching import Fetched, Fetching
+from stage_runtime.wire.messages import Body
+
+
+class Operation:
+    """`relays.base.RelayOperation` of a payload that is here now, or comes later."""
+
+    def __init__(self, *, later: bool, error: Exception | None) -> None:
+        self._later = later
+        self._error = error
+
+    def done(self) -> bool:
+        return not self._later
+
+    def take(self) -> memoryview:
+        return self._came()
+
+    async def wait_for_completion(self, timeout: float | None = None) -> memoryview:
+        await asyncio.sleep(0)
+        return self._came()
+
+    def _came(self) -> memoryview:
+        if self._error is not None:
+            raise self._error
+        return memoryview(b"bytes")
+
+
+class Relays:
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Operation:
+        return self._operation
+
+    def decline(self, metadata: bytes, *, peer: str) -> None: ...
+
+    def cleanup(self, request_id: str) -> None: ...
+
+
+async def fetched(operation: Operation, then: Any) -> list[Exception]:
+    """What the request was told."""
+    failures: list[Exception] = []
+    fetching = Fetching(Relays(operation), asyncio.get_running_loop())  # type: ignore[arg-type]
+    fetching.fetch("peer", Body(transfer=b"here"), "r#1", then, failures.append)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    fetching.close()
+    return failures
+
+
+def raises(got: Fetched) -> None:
+    raise KeyError("as told")
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["here", "comes later"])
+async def test_a_transfer_that_fails_is_told_the_request(later: bool) -> None:
+    error = TransferError("gone")
+    assert await fetched(Operation(later=later, error=error), lambda got: None) == [error]
+
+
+async def test_a_payload_that_came_late_and_could_not_be_dealt_with_is_told_the_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (error,) = await fetched(Operation(later=True, error=None), raises)
+    assert isinstance(error, KeyError)
+    assert "what came for request r#1 could not be dealt with" in caplog.text
+
+
+async def test_a_payload_that_is_here_and_cannot_be_dealt_with_raises_to_the_link_which_ends_its_request() -> None:
+    with pytest.raises(KeyError):
+        await fetched(Operation(later=False, error=None), raises)

@@ -1,0 +1,169 @@
+"""Lanes: what waits in one goes on or is given up with a word; it never stays. Real lanes, a fake relay and link.
+
+How lanes behave in a pipeline is tested in tests/stage and tests/coordinator.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stage_runtime.errors import TransferError, ValueRefused
+from stage_runtime.relays import payloads
+from stage_runtime.relays.lanes import Lanes, Parcel
+from stage_runtime.wire.messages import FRAME_LIMIT, Body, Header, Message, Submit
+from stage_runtime.wire.tensorrefs import PATH_LIMIT
+
+LARGE = np.zeros(50_000, np.uint8)
+
+
+class Work:
+    aborted = False
+    owner = "cc"
+    attempt = 1
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+
+class Put:
+    def __init__(self, transfer: int) -> None:
+        self.transfer = transfer
+        self.metadata = b"m" * 100
+
+
+class Relays:
+    """Slots without memory. before: called at each put; what it raises the put raises."""
+
+    def __init__(self, slots: int) -> None:
+        self.free = slots
+        self.before: Callable[[str], None] = lambda request_id: None
+        self.refused: Callable[[], None] = lambda: None
+        self._ids = itertools.count(1)
+
+    def put(self, extracted: payloads.Extracted, *, request_id: str, peer: str, backend: str) -> Put | None:
+        self.before(request_id.partition("/")[2].partition("#")[0])
+        if self.free == 0:
+            self.refused()
+            return None
+        self.free -= 1
+        return Put(next(self._ids))
+
+    def released(self, peer: str, transfer: int) -> None:
+        self.free += 1
+
+    def discard(self, operation: Put) -> None:
+        self.free += 1
+
+    def forget(self, peer: str) -> None: ...
+
+
+class Made:
+    """Lanes, and what came of each parcel."""
+
+    def __init__(self, slots: int = 100) -> None:
+        self.relays = Relays(slots)
+        self.said: list[str] = []
+        self.lost: dict[str, BaseException] = {}
+        self.refuses: Callable[[str], None] = lambda request_id: None
+        self.lanes = Lanes(self.relays, self.say)  # type: ignore[arg-type]
+
+    def say(self, peer: str, message: Message) -> bool:
+        assert isinstance(message, Submit)
+        self.refuses(message.header.request_id)
+        self.said.append(message.header.request_id)
+        return True
+
+    def ship(self, request_id: str, value: Any = LARGE, *, credits: int = 1, source: str = "coordinator") -> bool:
+        extracted = payloads.extract(value, where="inputs")
+
+        def make(body: Body) -> Message:
+            return Submit(Header(request_id, 1, "cc", {}), "entry", body)
+
+        def lost(error: BaseException) -> None:
+            self.lost[request_id] = error
+
+        edge = (source, "entry", "peer")
+        return self.lanes.ship(edge, Parcel(Work(request_id), extracted, make, "auto", lost), credits=credits)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["a credit is free", "none is free"])
+def test_a_message_over_the_limit_is_refused_before_it_waits(waits: bool) -> None:
+    made = Made()
+    if waits:
+        made.ship("first")
+    with pytest.raises(ValueRefused, match=r"Submit: a control message of \d+ bytes, over"):
+        made.ship("large", [np.zeros(20, np.uint8) for _ in range(FRAME_LIMIT // 20)])
+    assert made.lanes.queued == 0
+    made.ship("next")
+    made.lanes.released("peer", (1,))
+    assert made.said == (["first", "next"] if waits else ["next"])
+
+
+FAULTS = [ValueRefused("Submit", "too large"), MemoryError(), OSError(28, "no space"), SystemExit(1), KeyError("x")]
+
+
+@pytest.mark.parametrize("where", ["in the relay", "at the link"])
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_whatever_the_head_of_a_lane_meets_it_does_not_stay_there(error: BaseException, where: str) -> None:
+    made = Made()
+    for request_id in ("first", "bad", "next", "last"):
+        made.ship(request_id)
+
+    def fault(request_id: str) -> None:
+        if request_id == "bad":
+            raise error
+
+    made.relays.before, made.refuses = (fault, made.refuses) if where == "in the relay" else (made.relays.before, fault)
+    made.lanes.released("peer", (1,))
+    assert made.said == ["first", "next"]
+    assert made.lost == {"bad": error}, "its request learns of it"
+    made.lanes.released("peer", (2 if where == "in the relay" else 3,))
+    assert made.said == ["first", "next", "last"]
+    assert made.relays.free == 99, "no slot and no credit is lost with it"
+
+
+def test_what_nothing_reaches_any_more_makes_room_for_the_next() -> None:
+    """Whoever says that the peer is gone ends its request, perhaps by sending it elsewhere: it is not failed here."""
+    made = Made()
+    for request_id in ("first", "bad", "next"):
+        made.ship(request_id)
+
+    def unreachable(request_id: str) -> None:
+        if request_id == "bad":
+            raise TransferError("no relay reaches peer")
+
+    made.relays.before = unreachable
+    made.lanes.released("peer", (1,))
+    assert made.said == ["first", "next"]
+    assert made.lost == {}
+
+
+def test_a_slot_that_is_released_while_a_lane_asks_for_one_is_not_missed() -> None:
+    """The last release comes between the answer "no slot now" and the note that this lane waits: none follows it."""
+    made = Made(slots=1)
+    made.ship("first", source="another")
+    raced: list[bool] = []
+
+    def release_in_between() -> None:
+        if not raced:
+            raced.append(True)
+            made.lanes.released("peer", (1,))
+
+    made.relays.refused = release_in_between
+    made.ship("second")
+    assert made.said == ["first", "second"]
+
+
+def test_the_path_of_a_part_is_as_long_as_people_read_whatever_its_key() -> None:
+    keys = ["k" * 100_000, "\0" * 100_000, "日" * 100_000]
+    extracted = payloads.extract({"inputs": [{key: np.zeros(9)} for key in keys]})
+    assert len(extracted.refs) == len(keys) + 1, "the parts, and the value itself, whose keys are long"
+    assert max(len(ref.path) for ref in extracted.refs) <= PATH_LIMIT
+    with pytest.raises(ValueRefused) as refused:
+        payloads.extract({"k" * 100_000: object()})
+    assert len(str(refused.value)) < 300

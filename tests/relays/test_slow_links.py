@@ -1,0 +1,109 @@
+"""Slow is not dead: a transfer fails when no byte of its sender's has come for a while, and not before."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+from relay_pairs import MIB, Pair
+
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.fetching import Fetching
+from stage_runtime.wire.messages import Body
+
+RATE = 2_000_000  # bytes a second
+PIECE = 16 << 10
+STALLED_S = 0.6  # a frame of 2 MiB takes longer than a second
+
+
+class Narrow:
+    """A way to the relay at ``endpoint`` through which so many bytes pass in a second, until it is blocked."""
+
+    def __init__(self, endpoint):
+        self._host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._port = int(port)
+        self._tasks = set()
+        self._writers = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._pass, "127.0.0.1", 0, limit=PIECE)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _pass(self, reader, writer):
+        back, out = await asyncio.open_connection(self._host, self._port, limit=PIECE)
+        self._writers += [writer, out]
+        for source, target in ((reader, out), (back, writer)):
+            self._tasks.add(asyncio.create_task(self._carry(source, target)))
+
+    async def _carry(self, source, target):
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(PIECE):
+                await self.open.wait()
+                target.write(data)
+                await target.drain()
+                await asyncio.sleep(len(data) / RATE)
+
+
+@contextlib.asynccontextmanager
+async def narrowly():
+    both = Pair("tcp")
+    try:
+        facts = both.b.facts()
+        async with Narrow(facts["tcp"]["endpoint"]) as link:
+            facts["tcp"]["endpoint"] = link.endpoint
+            both.a.forget("b")
+            both.a.open("b", {"tcp": facts["tcp"]})
+            yield both, link
+    finally:
+        both.close()
+
+
+def fetch(both, fetching, fill, nbytes):
+    """Put so many bytes and fetch them as a process does; the future gives what came, or the error."""
+    extracted = payloads.extract({"x": np.full(nbytes, fill, np.uint8)})
+    operation = both.a.put(extracted, request_id="r", peer="b", backend="tcp")
+    body = Body(extracted.value_bytes, tuple(extracted.refs), transfer=operation.metadata)
+    came = asyncio.get_running_loop().create_future()
+    fetching.fetch("a", body, f"r{fill}", lambda fetched: came.set_result(fetched.open()["x"]), came.set_exception)
+    return came
+
+
+async def test_what_moves_slowly_or_waits_behind_others_is_not_late():
+    """A whole frame of 2 MiB, one in pieces, and a small one behind them."""
+    async with narrowly() as (both, _):
+        fetching = Fetching(both.b, asyncio.get_running_loop(), stalled_s=STALLED_S)
+        sizes = [2 * MIB - 64, 5 * MIB // 2, 100_000]
+        for fill, came in enumerate([fetch(both, fetching, fill, nbytes) for fill, nbytes in enumerate(sizes)]):
+            found = await asyncio.wait_for(came, 30)
+            assert (found.nbytes, int(found.min()), int(found.max())) == (sizes[fill], fill, fill)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_what_does_not_move_any_more_fails_alone(begun):
+    """In mid-frame or before its first byte; what another peer sends meanwhile changes nothing."""
+    async with narrowly() as (both, link):
+        fetching = Fetching(both.b, asyncio.get_running_loop(), stalled_s=STALLED_S)
+        assert (await asyncio.wait_for(fetch(both, fetching, 1, 100_000), 30)).nbytes == 100_000
+        if not begun:
+            link.open.clear()
+        came = fetch(both, fetching, 2, 2 * MIB - 64)
+        if begun:
+            await asyncio.sleep(0.2)
+            link.open.clear()
+        with pytest.raises(TransferError, match="without progress"):
+            await asyncio.wait_for(came, 30)
+        link.open.set()
+        assert (await asyncio.wait_for(fetch(both, fetching, 3, 100_000), 30)).nbytes == 100_000
