@@ -6,15 +6,15 @@ request's error boundary: the I/O thread stays free, and a payload that cannot b
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from threading import Event
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from stage_runtime.engines import events
-
-Gate = Future[None]  #: Resolved when a stream's consumer has caught up, or the request is over.
+from stage_runtime.engines.backlog import Backlog
+from stage_runtime.engines.gates import Gate as Gate
+from stage_runtime.engines.gates import Parking
+from stage_runtime.errors import RequestError
 
 
 class Work(Protocol):
@@ -29,6 +29,12 @@ class Work(Protocol):
     @property
     def over(self) -> bool:
         """Done or failed here: whatever still comes of it is late."""
+
+    @property
+    def bindings(self) -> Mapping[str, str]:
+        """stage -> the incarnation of the instance that serves it for this request."""
+
+    at_engine: bool  #: The inbox has given something of it to the engine, which must then hear of its abort.
 
 
 class Arrival(Protocol):
@@ -52,13 +58,28 @@ class Outbox(Protocol):
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None: ...
 
-    def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None: ...
+    def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
+        """The request failed here. Never raises, whatever ``error`` is: engines call it in their last resort."""
 
     def began(self, work: Work) -> None:
         """Its computation begins now: time in the queue ends."""
 
-    def consumed(self, work: Work, source: str, count: int) -> None:
-        """Chunks of ``source`` were taken by the stage's function; the producer may send as many again."""
+    def consumed(self, work: Work, source: str, count: int) -> int:
+        """Chunks of ``source`` were taken by the stage's function; the producer may send as many again.
+
+        Returns: their weight in the stream's window.
+        """
+
+    def turn_away(self, work: Work, error: RequestError) -> None:
+        """Fail a request that has not begun. An `Abort` of it follows, in the order of all events."""
+
+    def settle(self) -> None:
+        """User code goes on in this thread. What was sent from where it lies, and is still held there, must not change
+        for its receivers when it is written into. The engine itself holds nothing of it any more.
+        """
+
+    def crashed(self, error: BaseException) -> None:
+        """A thread of the engine's ends with this: the process ends, for nobody computes what it would have."""
 
 
 class Engine(Protocol):
@@ -73,28 +94,46 @@ class Engine(Protocol):
         """Work until the inbox closes. On the stage's scheduler thread."""
 
 
-_CLOSED: Final = object()
-
-
 class Inbox:
     """What waits for a stage's engine, in order of arrival. `tensor_parallel` has a leader's and a follower's."""
 
     def __init__(self, fail: Callable[[Work, BaseException], None]) -> None:
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._backlog: Backlog[Any] = Backlog()
         self._fail = fail
         self._wake: Callable[[], None] | None = None
-        self._closing = False
+        self._forget: Callable[[Work], None] | None = None
+        self.parking = Parking()  #: The engine's workers, as far as they wait for others.
         self.taken = 0  #: Events handed to the engine: its sign of progress.
+        self.asked = 0  #: How often the engine has asked for one: the sign of life of a loop that has nothing to do.
+        self.dropped = 0  #: Requests that ended while something of them waited.
 
     def put(self, arrival: Arrival | events.Incoming) -> None:
-        self._queue.put(arrival)
+        work = None if isinstance(arrival, events.Abort | events.Admin | events.Stalled) else arrival.work
+        self._backlog.put(arrival, work)
+        if work is not None and _late(work):  # it ended in the meantime, perhaps before this was there to be dropped
+            self.drop(work)
         if self._wake is not None:
             self._wake()
 
+    def drop(self, work: Work) -> None:
+        """It is over: free what waits of it now, and not when the engine comes to it."""
+        dropped = self._backlog.drop(work)
+        self.dropped += bool(dropped)
+        for item in dropped:
+            if not isinstance(item, events.StreamDone | events.StreamFailed | events.NoPayload):
+                item.discard()
+
+    def abort(self, work: Work) -> None:
+        """As `drop`, of a request that the engine may be at: it is told."""
+        self.drop(work)
+        if self._forget is not None:
+            self._forget(work)
+        if work.at_engine:
+            self.put(events.Abort(work.request_id, work))
+
     def close(self) -> None:
         """Every reader finds the end, once what waits before it is taken."""
-        self._closing = True
-        self._queue.put(_CLOSED)
+        self._backlog.close()
         if self._wake is not None:
             self._wake()
 
@@ -103,48 +142,47 @@ class Inbox:
         self._wake = wake
         wake()
 
+    def on_abort(self, forget: Callable[[Work], None]) -> None:
+        """Call ``forget`` at once, in the thread that aborts: for engines that keep what they have not begun."""
+        self._forget = forget
+
     def get(self, timeout: float | None = None) -> events.Incoming | None:
         """The next event; None when the inbox is closed or ``timeout`` seconds have passed without one."""
-        while True:
-            try:
-                item = self._queue.get(timeout=timeout)
-            except queue.Empty:
-                return None
-            if item is _CLOSED:
-                self._queue.put(_CLOSED)
-                return None
-            event = self._open(item)
-            if event is not None:
-                return event
+        return self._next(timeout)
 
     def get_nowait(self) -> events.Incoming | None:
         """The next event, or None when there is none now."""
-        while True:
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                return None
-            if item is _CLOSED:
-                self._queue.put(_CLOSED)
-                return None
-            event = self._open(item)
-            if event is not None:
-                return event
+        return self._next(0.0)
 
     @property
     def closed(self) -> bool:
         """Closed, and nothing waits any more."""
-        return self._closing and self._queue.qsize() <= 1  # the mark of the end; never taken out to look: order is kept
+        return self._backlog.closed
 
     def __len__(self) -> int:
-        return self._queue.qsize()
+        return len(self._backlog)
+
+    def _next(self, timeout: float | None) -> events.Incoming | None:
+        while True:
+            self.asked += 1
+            if timeout == 0.0:
+                item = self._backlog.take_nowait()
+            else:
+                with self.parking.without_work():
+                    item = self._backlog.take(timeout)
+            if item is None:
+                return None
+            event = self._open(item)
+            if event is not None:
+                return event
 
     def _open(self, item: Any) -> events.Incoming | None:
         self.taken += 1
-        if isinstance(item, events.Abort | events.Admin):
+        if isinstance(item, events.Abort | events.Admin | events.Stalled):
             return item
-        late = item.work.cancelled or item.work.over  # chunks of a function that has returned already, say
-        if isinstance(item, events.StreamDone | events.StreamFailed):
+        item.work.at_engine = True  # before the look: who aborts it looks at this after saying so
+        late = _late(item.work)  # chunks of a function that has returned already, say
+        if isinstance(item, events.StreamDone | events.StreamFailed | events.NoPayload):
             return None if late else item
         if late:
             item.discard()
@@ -155,3 +193,7 @@ class Inbox:
             self._fail(item.work, error)
             return None
         return opened
+
+
+def _late(work: Work) -> bool:
+    return work.cancelled or work.over

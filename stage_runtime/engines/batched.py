@@ -32,6 +32,7 @@ class BatchedEngine:
             if batch:
                 self._one(batch, outbox)
                 del batch  # or its payloads would be held until the next batch is gathered
+                outbox.settle()
             elif inbox.closed:
                 return
 
@@ -48,18 +49,22 @@ class BatchedEngine:
                     deadline = deadline or time.monotonic() + self._max_wait_s
                 case events.ChunkIn():
                     outbox.fail(event.work, TakesNoChunks(event.chunk.source))
+                case events.NoPayload():
+                    outbox.fail(event.work, running.no_payload())
         return batch
 
     def _one(self, batch: list[events.Start], outbox: Outbox) -> None:
         batch = [event for event in batch if not event.work.cancelled]
         if not batch:
             return
-        for event in batch:
-            outbox.began(event.work)
         try:
-            results = self._fn([event.payload for event in batch])
-            if not isinstance(results, list) or len(results) != len(batch):
-                got = len(results) if isinstance(results, list) else type(results).__name__
+            for event in batch:
+                outbox.began(event.work)
+            returned = self._fn([event.payload for event in batch])
+            # Our own copy: a subclass may say anything of itself, and another thread may still write into the list.
+            results = list(returned) if isinstance(returned, list) else None
+            if results is None or len(results) != len(batch):
+                got = type(returned).__name__ if results is None else len(results)
                 raise TypeError(f"gave {got} results for a batch of {len(batch)}; wanted a list, one each, in order")
         except BaseException as error:
             for event in batch:
@@ -71,5 +76,5 @@ class BatchedEngine:
                     outbox.fail(event.work, result)
                 else:
                     running.finish(event.work, outbox, result)
-            except Exception as error:
+            except BaseException as error:
                 outbox.fail(event.work, error)

@@ -1,12 +1,22 @@
-"""An author's own engine: an object with ``run(inbox, outbox, stop)``, speaking requests by their id."""
+"""An author's own engine: an object with ``run(inbox, outbox, stop)``, which knows requests by an id."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from threading import Event
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
+
+ABORTED_KEPT: Final = 4096  # ids of aborted requests that no other request gets: the engine may still be at them
+
+Told = TypeVar(
+    "Told",
+    bound=events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed | events.NoPayload | events.Abort,
+)
 
 
 class Runs(Protocol):
@@ -35,15 +45,57 @@ class CustomEngine:
             raise EngineCrashed("run() returned before it was told to stop")
 
 
+class RequestIds:
+    """The ids by which an engine knows its requests: each names one request as long as the engine may speak of it.
+
+    Clients choose request ids, and two coordinators, or a client that does not wait for the end of an aborted request,
+    may use one twice. The first request goes by its own id, and others of that id by ``id~2``, ``id~3``, ….
+    """
+
+    def __init__(self) -> None:
+        self._works: dict[str, Work] = {}  #: id -> the request that the engine was told of and has not ended.
+        self._ids: dict[Work, str] = {}  #: The same, the other way round.
+        self._aborted: OrderedDict[str, None] = OrderedDict()  #: Oldest first. Disjoint from ``_works``.
+
+    def of(self, work: Work) -> str:
+        """The id of a request, chosen when the engine is first told of it."""
+        known = self._ids.get(work)
+        if known is not None:
+            return known
+        chosen, count = work.request_id, 1
+        while chosen in self._works or chosen in self._aborted:
+            count += 1
+            chosen = f"{work.request_id}~{count}"
+        self._works[chosen] = work
+        self._ids[work] = chosen
+        return chosen
+
+    def find(self, chosen: str) -> Work | None:
+        return self._works.get(chosen)
+
+    def end(self, chosen: str) -> None:
+        """The engine says nothing more of it: the id may be used again."""
+        work = self._works.pop(chosen, None)
+        if work is not None:
+            del self._ids[work]
+
+    def abort(self, work: Work) -> None:
+        """It is over. What the engine still says of that id before it notices must reach no other request."""
+        chosen = self._ids.get(work)
+        if chosen is not None:
+            self.end(chosen)
+            self._aborted[chosen] = None
+            if len(self._aborted) > ABORTED_KEPT:
+                self._aborted.popitem(last=False)
+
+
 class NamedInbox:
     """``get(timeout=None)`` and ``get_nowait()`` give the next event or None; iterating ends when the stage stops."""
 
     def __init__(self, inbox: Inbox, outbox: Outbox) -> None:
         self._inbox = inbox
         self._outbox = outbox
-        #: What the engine has been told of, by id. An id's next attempt replaces it when its first event is taken,
-        #: so what the engine says before that still belongs to the old attempt and goes nowhere.
-        self.known: dict[str, Work] = {}
+        self.ids = RequestIds()
 
     def get(self, timeout: float | None = None) -> events.Incoming | None:
         return self._note(self._inbox.get(timeout))
@@ -61,23 +113,26 @@ class NamedInbox:
         return event
 
     def _note(self, event: events.Incoming | None) -> events.Incoming | None:
+        if event is None or isinstance(event, events.Admin | events.Stalled):
+            return event
+        named = self._named(event)
         match event:
             case events.Start():
-                self.known[event.request_id] = event.work
                 self._outbox.began(event.work)
             case events.ChunkIn():
-                self.known.setdefault(event.request_id, event.work)
-                if self.known[event.request_id] is not event.work:
-                    self.known[event.request_id] = event.work
                 self._outbox.consumed(event.work, event.chunk.source, 1)
             case events.Abort():
-                if self.known.get(event.request_id) is event.work:
-                    del self.known[event.request_id]
-        return event
+                self.ids.abort(event.work)
+        return named
+
+    def _named(self, event: Told) -> Told:
+        """The event with the id that the engine knows the request by."""
+        chosen = self.ids.of(event.work)
+        return event if chosen == event.request_id else msgspec.structs.replace(event, request_id=chosen)
 
 
 class NamedOutbox:
-    """``put(Emit | Done | Failed)``. What is said of a request that is over, or never was, goes nowhere.
+    """``put(Emit | Done | Failed)``. What is said of a request that is over, or never was, is discarded.
 
     ``put`` of an `Emit` may give a gate, a ``concurrent.futures.Future``: that request's consumer lags a whole window
     behind, and the engine does well to compute nothing more for it until the gate is done. What cannot be sent fails
@@ -85,29 +140,41 @@ class NamedOutbox:
     """
 
     def __init__(self, inbox: NamedInbox, outbox: Outbox) -> None:
-        self._known = inbox.known
+        self._ids = inbox.ids
         self._outbox = outbox
 
     def put(self, said: events.Outgoing) -> Gate | None:
-        work = self._known.get(said.request_id)
+        """Raises: TypeError: something else, which names no request that could fail for it."""
+        name = getattr(said, "request_id", None)
+        work = self._ids.find(name) if isinstance(name, str) else None
+        if not isinstance(said, events.Outgoing):
+            error = TypeError(f"outbox.put takes Emit, Done or Failed, not {type(said).__name__}")
+            if work is None:
+                raise error
+            self._ids.end(str(name))
+            self._outbox.fail(work, error)
+            return None
         if work is None:
             return None
         match said:
             case events.Emit():
                 return self._emit(work, said)
             case events.Done():
-                self._known.pop(said.request_id, None)
+                self._ids.end(said.request_id)
                 self._outbox.done(work, said.data)
+                self._outbox.settle()
             case events.Failed():
-                self._known.pop(said.request_id, None)
+                self._ids.end(said.request_id)
                 error = said.error if isinstance(said.error, BaseException) else RuntimeError(said.error)
                 self._outbox.fail(work, error)
         return None
 
     def _emit(self, work: Work, said: events.Emit) -> Gate | None:
         try:
-            return self._outbox.emit(work, said.chunk)
-        except Exception as error:
-            self._known.pop(said.request_id, None)
+            gate = self._outbox.emit(work, said.chunk)
+            self._outbox.settle()
+            return gate
+        except BaseException as error:
+            self._ids.end(said.request_id)
             self._outbox.fail(work, error)
             return None

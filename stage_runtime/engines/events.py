@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from stage_runtime.wire.messages import Failure
-from stage_runtime.wire.values import Chunk, StagePayload
+from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -31,10 +31,18 @@ class ChunkIn(msgspec.Struct, frozen=True):
 
 
 class StreamDone(msgspec.Struct, frozen=True):
-    """``source`` streams nothing more to this request."""
+    """``source`` streams nothing more to this request. An empty stream may be the first that is heard of it."""
 
     request_id: str
     source: str
+    work: Any = None
+    request: OmniRequest | None = None  #: The request itself, if it is known.
+
+
+class NoPayload(msgspec.Struct, frozen=True):
+    """No `Start` comes: every stage that could send this one the request's payload has sent it elsewhere."""
+
+    request_id: str
     work: Any = None
 
 
@@ -55,6 +63,17 @@ class Abort(msgspec.Struct, frozen=True):
     work: Any = None
 
 
+class Stalled(msgspec.Struct, frozen=True):
+    """All workers of an instance of ``source`` wait for full windows, one of them for this stage's; or no longer.
+
+    For engines in which requests wait for a place while their chunks come (`streaming`).
+    """
+
+    source: str
+    instance: str
+    stalled: bool
+
+
 class Admin(msgspec.Struct, frozen=True):
     """An operation of the engine's own; answer by calling ``reply(value)``."""
 
@@ -64,7 +83,7 @@ class Admin(msgspec.Struct, frozen=True):
     reply: Any = None
 
 
-Incoming: TypeAlias = Start | ChunkIn | StreamDone | StreamFailed | Abort | Admin
+Incoming: TypeAlias = Start | ChunkIn | StreamDone | StreamFailed | NoPayload | Abort | Stalled | Admin
 
 
 class Emit(msgspec.Struct, frozen=True):

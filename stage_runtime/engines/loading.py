@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, Final
 
+from omnipipeline_spec import shapes
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.api import Batched, Simple, StageContext, Streaming
 from stage_runtime.engines.base import Engine
@@ -15,6 +20,8 @@ from stage_runtime.engines.custom import CustomEngine
 from stage_runtime.engines.simple import AsyncEngine, SyncEngine, is_async
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import ConfigurationError
+
+NEAR_MODULE: Final = 0.75  # of names of modules, of which an environment has thousands
 
 
 def resolve(name: str, *, field: str) -> Callable[..., Any]:
@@ -31,15 +38,42 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ConfigurationError(f"{field}: no module named {error.name!r} (in {name!r})") from error
+            raise ConfigurationError(f"{field}: {_no_module(error.name, name)}") from error
         raise
+    holder = ""
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigurationError(f"{field}: {module_name!r} has no {attribute!r}")
+            near = shapes.nearest(part, _functions_of(found))
+            meant = f"; did you mean {holder}{near}?" if near else ""
+            raise ConfigurationError(f"{field}: {module_name!r} has no {attribute!r}{meant}")
+        holder += f"{part}."
         found = getattr(found, part)
     if not callable(found):
         raise ConfigurationError(f"{field}: {name!r} is a {type(found).__name__}, no function")
     return found  # type: ignore[no-any-return]
+
+
+def _no_module(missing: str, name: str) -> str:
+    """What to say of a module that is not there: the nearest one that is, or where it lies instead."""
+    package, _, last = missing.rpartition(".")
+    said = f"no module named {missing!r} (in {name!r})"
+    path = getattr(sys.modules.get(package), "__path__", ()) if package else None
+    known = {module.name for module in pkgutil.iter_modules(path)} - {last}
+    near = difflib.get_close_matches(last, known, n=1, cutoff=NEAR_MODULE)
+    if near:
+        return f"{said}; did you mean {package}{'.' if package else ''}{near[0]}?"
+    here = os.path.join(os.getcwd(), last)
+    if not package and (os.path.isfile(f"{here}.py") or os.path.isdir(here)):
+        return f"{said}; it lies in the working directory, and stages import from the pipeline file's folder"
+    return said
+
+
+def _functions_of(holder: Any) -> Iterator[str]:
+    """What could have been meant by a name in a module or a class."""
+    own = getattr(holder, "__name__", None)
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if callable(value) and (not inspect.ismodule(holder) or getattr(value, "__module__", own) == own):
+            yield name
 
 
 def create(
@@ -49,14 +83,25 @@ def create(
     model_path: str | None = None,
     model_revision: str | None = None,
     gpu_id: int | None = None,
+    on_cpu: bool = False,
 ) -> Engine:
     """Call the stage's factory and make an engine of what it returns.
 
+    model_path, model_revision, gpu_id: None where the pipeline says nothing; the factory's own default stands then.
+    on_cpu: this run has no GPUs, so ``gpu_id`` is None whatever the factory's default.
     Raises: ConfigurationError: the factory's arguments do not fit, or it returned nothing runnable. What the
         factory itself raises passes through.
     """
     factory = resolve(stage.factory, field=f"stages.{stage.name}.factory")
-    return call(factory, stage, context, model_path=model_path, model_revision=model_revision, gpu_id=gpu_id)
+    return call(
+        factory,
+        stage,
+        context,
+        model_path=model_path,
+        model_revision=model_revision,
+        gpu_id=gpu_id,
+        on_cpu=on_cpu,
+    )
 
 
 def call(
@@ -67,6 +112,7 @@ def call(
     model_path: str | None = None,
     model_revision: str | None = None,
     gpu_id: int | None = None,
+    on_cpu: bool = False,
 ) -> Engine:
     """As `create`, of a factory that is at hand."""
     offered = {
@@ -77,8 +123,18 @@ def call(
         "tp_size": context.tp_size,
         "context": context,
     }
-    made = factory(**_arguments(stage, factory, offered))
+    undecided = {name for name, value in offered.items() if value is None} - ({"gpu_id"} if on_cpu else set())
+    made = factory(**_arguments(stage, factory, offered, undecided))
     return as_engine(made, sources=stage.stream_from, blame=f"stages.{stage.name}.factory: {stage.factory}")
+
+
+def check_arguments(stage: StagePlan, factory: Callable[..., Any]) -> None:
+    """Whether a factory could be called; it is not.
+
+    Raises: ConfigurationError: its arguments do not fit.
+    """
+    offered = dict.fromkeys(("model_path", "model_revision", "gpu_id", "tp_rank", "tp_size", "context"))
+    _arguments(stage, factory, offered, frozenset())
 
 
 def as_engine(made: Any, *, sources: tuple[str, ...] = (), blame: str = "the factory") -> Engine:
@@ -88,9 +144,11 @@ def as_engine(made: Any, *, sources: tuple[str, ...] = (), blame: str = "the fac
             return _simple(made, blame)
         case Batched():
             _at_least_one(blame, "Batched", "max_batch", made.max_batch)
+            _takes_one(made.fn, "the list of payloads", blame)
             return BatchedEngine(made.fn, made.max_batch, made.max_wait_s)
         case Streaming():
             _at_least_one(blame, "Streaming", "concurrency", made.concurrency)
+            _takes_one(made.fn, "the session", blame)
             return StreamingEngine(made.fn, made.concurrency, sources)
     if callable(getattr(made, "run", None)):
         return CustomEngine(made)
@@ -98,8 +156,24 @@ def as_engine(made: Any, *, sources: tuple[str, ...] = (), blame: str = "the fac
         return _simple(Simple(made), blame)
     raise ConfigurationError(
         f"{blame} returned {type(made).__name__}; wanted a function, omni.Simple, Batched, Streaming, "
-        "or an object with run(inbox, outbox, stop)"
+        f"or an object with run(inbox, outbox, stop){_likely(made)}"
     )
+
+
+def _likely(made: Any) -> str:
+    """What the author has probably done."""
+    if inspect.iscoroutine(made):
+        made.close()  # or Python would warn that nobody awaits it
+        return ". A factory is a plain function; what it returns may be async"
+    if made is None:
+        return f". Is its return missing? {RETURNS_IT}"
+    return f". {RETURNS_IT}"
+
+
+RETURNS_IT: Final = (
+    "A factory is called once, without a payload, and returns the function that is called for each request: "
+    "if this is that function, name one that returns it"
+)
 
 
 def _at_least_one(blame: str, kind: str, name: str, value: int) -> None:
@@ -107,22 +181,42 @@ def _at_least_one(blame: str, kind: str, name: str, value: int) -> None:
         raise ConfigurationError(f"{blame} returned omni.{kind}({name}={value}): at least 1")
 
 
+def _takes_one(fn: Callable[..., Any], what: str, blame: str) -> None:
+    """Refuse what would fail at every request."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin: it will say itself
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{blame} returned a function that cannot be called with {what} alone: {error}"
+        ) from error
+
+
 def _simple(made: Simple, blame: str) -> Engine:
     _at_least_one(blame, "Simple", "concurrency", made.concurrency)
+    _takes_one(made.fn, "the payload", blame)
     return AsyncEngine(made.fn, made.concurrency) if is_async(made.fn) else SyncEngine(made.fn, made.concurrency)
 
 
-def _arguments(stage: StagePlan, factory: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """``factoryArgs``, and of what is offered the names that the signature accepts and that are not set."""
+def _arguments(
+    stage: StagePlan, factory: Callable[..., Any], offered: Mapping[str, Any], undecided: Set[str]
+) -> dict[str, Any]:
+    """``factoryArgs``, and of what is offered the names that the signature accepts and that are not set; of those
+    that the pipeline does not decide, the ones without a default."""
     arguments = dict(stage.factory_args)
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # a builtin: it takes what it is given
+    except (TypeError, ValueError):  # a builtin: it takes what it is given
         return arguments
     accepts_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     for name, value in offered.items():
-        if name in signature.parameters and name not in arguments:
-            arguments[name] = value
+        parameter = signature.parameters.get(name)
+        if parameter is None or name in arguments or (name in undecided and parameter.default is not parameter.empty):
+            continue
+        arguments[name] = value
     unknown = sorted(set(stage.factory_args) - set(signature.parameters)) if not accepts_all else []
     if unknown:
         raise ConfigurationError(
@@ -132,5 +226,6 @@ def _arguments(stage: StagePlan, factory: Callable[..., Any], offered: Mapping[s
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigurationError(f"stages.{stage.name}.factoryArgs: {stage.factory}: {error}") from error
+        hint = "" if stage.factory_args else f". {RETURNS_IT}"
+        raise ConfigurationError(f"stages.{stage.name}.factoryArgs: {stage.factory}: {error}{hint}") from error
     return arguments

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from threading import Event
 from typing import Any
@@ -14,6 +15,8 @@ import uvloop
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
+from stage_runtime.engines.blocking import TURN_S, LoopWatch
+from stage_runtime.errors import told
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +32,16 @@ class LoopEngine:
         self.concurrency = concurrency
         self.ticks = 0
         self._running: dict[Work, asyncio.Task[None]] = {}
-        self._waiting: deque[tuple[Work, Callable[[], Coroutine[Any, Any, None]]]] = deque()
+        #: Begun when there is a place. Entries of aborted requests are taken out in other threads.
+        self._waiting: OrderedDict[Work, Callable[[], Coroutine[Any, Any, None]]] = OrderedDict()
         self._arrived: asyncio.Event
+        self._watch: LoopWatch
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         self.outbox = outbox
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._main(inbox))
+        self._watch = LoopWatch(threading.current_thread().name, busy=lambda: bool(self._running))
+        with self._watch.watching(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            self._run_on(runner.get_loop(), inbox)
 
     def on_event(self, event: events.Incoming) -> None:
         """One event of the inbox, on the loop; `Abort` has been dealt with. Must not raise."""
@@ -44,15 +50,40 @@ class LoopEngine:
     def on_abort(self, work: Work) -> None:
         """A request was aborted; its task is being cancelled."""
 
+    def on_forget(self, work: Work) -> None:
+        """An aborted request has not begun: let go of what has come for it. In any thread; `on_abort` follows."""
+
+    def on_ended(self, work: Work) -> None:
+        """A request's task has ended; another one may have begun in its place."""
+
     def launch(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``make()`` for ``work`` as soon as there is a place."""
         if len(self._running) < self.concurrency:
             self._begin(work, make)
         else:
-            self._waiting.append((work, make))
+            self._waiting[work] = make
 
     async def wait(self, gate: Gate) -> None:
-        await asyncio.wrap_future(gate)
+        with gate.waited():
+            await asyncio.wrap_future(gate)
+
+    def _run_on(self, loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
+        """Run the loop until the inbox is closed and empty, whatever authors' code does to it.
+
+        A request's task has an error boundary; tasks that it starts (`asyncio.gather`) and callbacks have none.
+        asyncio lets their SystemExit out of the loop; ``stop()`` ends it, and so does a cancelled main task. Each time
+        it goes on.
+        """
+        main = loop.create_task(self._main(inbox))
+        while True:
+            try:
+                return loop.run_until_complete(main)
+            except BaseException as error:
+                if loop.is_closed() or (main.done() and not main.cancelled()):
+                    raise
+                log.error("a task or callback of a request would have ended the event loop: %s", told(error))
+            if main.cancelled():
+                main = loop.create_task(self._main(inbox))
 
     async def _main(self, inbox: Inbox) -> None:
         loop = asyncio.get_running_loop()
@@ -72,48 +103,63 @@ class LoopEngine:
                     loop.call_soon_threadsafe(pump)
 
         ticking = asyncio.create_task(self._tick())
+        inbox.on_abort(self._forget)
         inbox.on_arrival(wake)
-        while True:
-            await arrived.wait()
-            arrived.clear()
-            while (event := inbox.get_nowait()) is not None:
-                if isinstance(event, events.Abort):
-                    self._abort(event.work)
-                else:
-                    self.on_event(event)
-            if inbox.closed and not self._running and not self._waiting:
-                ticking.cancel()
-                return
+        try:
+            while not (inbox.closed and not self._running and not self._waiting):
+                await arrived.wait()
+                arrived.clear()
+                while (event := inbox.get_nowait()) is not None:
+                    if isinstance(event, events.Abort):
+                        self._abort(event.work)
+                    else:
+                        self.on_event(event)
+        finally:
+            ticking.cancel()
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(TURN_S)
             self.ticks += 1
+            self._watch.turned()
 
     def _begin(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(self._bounded(work, make))
         self._running[work] = task
-        task.add_done_callback(lambda _: self._ended(work))
+        task.add_done_callback(lambda done: self._ended(work, done))
 
     async def _bounded(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self.outbox.began(work)
         try:
+            self.outbox.began(work)
             await make()
+            self.outbox.settle()
         except asyncio.CancelledError as error:
             if not work.cancelled:  # the user's own code cancelled it
                 self.outbox.fail(work, error)
         except BaseException as error:  # SystemExit too: one request's code must not take the loop away
             self.outbox.fail(work, error)
 
-    def _ended(self, work: Work) -> None:
+    def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
         self._running.pop(work, None)
+        if task.cancelled() and not work.cancelled:  # by another request's code, before its first step
+            self.outbox.fail(work, asyncio.CancelledError())
         self._arrived.set()  # it may have been the last that a closed inbox waited for
-        while self._waiting and len(self._running) < self.concurrency:
-            waiting, make = self._waiting.popleft()
+        while len(self._running) < self.concurrency:
+            try:
+                waiting, make = self._waiting.popitem(last=False)
+            except KeyError:
+                break
             if not waiting.cancelled:
                 self._begin(waiting, make)
+        self.on_ended(work)
+
+    def _forget(self, work: Work) -> None:
+        """Nobody waits for a request that has not begun: let go of what has come for it. In any thread."""
+        if work.cancelled and self._waiting.pop(work, None) is not None:
+            self.on_forget(work)
 
     def _abort(self, work: Work) -> None:
+        self._waiting.pop(work, None)
         self.on_abort(work)
         task = self._running.get(work)
         if task is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
 from stage_runtime.engines.base import Gate, Outbox, Work
-from stage_runtime.wire.values import Chunk, Result
+from stage_runtime.errors import RequestError
+from stage_runtime.wire.values import Chunk, Result, detached
 
 
 class BadYield(TypeError):
@@ -15,7 +16,7 @@ class BadYield(TypeError):
 
 
 class Yields:
-    """What one generator has yielded so far: any number of chunks, at most one Result, last."""
+    """What one generator has given so far: any number of chunks, at most one result, yielded last or returned."""
 
     def __init__(self, work: Work, outbox: Outbox) -> None:
         self._work = work
@@ -27,15 +28,32 @@ class Yields:
         if self._result is not None:
             raise BadYield(f"yielded {type(item).__name__} after its Result; the Result is the last")
         if isinstance(item, Result):
-            self._result = item
+            self._result = Result(detached(item.data))  # as it is now: the generator goes on, and may write into it
             return None
         if not isinstance(item, Chunk):
             raise BadYield(f"yielded {type(item).__name__}; wrap it: omni.Chunk(…) or omni.Result(…)")
         return self._outbox.emit(self._work, item)
 
+    def through(self, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
+        """What a sync generator yields; what it returns, unless that is None, is its result.
+
+        Raises: BadYield: it has yielded one already, or returned a Chunk.
+        """
+        returned = yield from generator
+        if returned is None:
+            return
+        if self._result is not None:
+            raise BadYield(f"yielded its Result and returned {type(returned).__name__}; give one of the two")
+        self._result = Result(_returned(returned))
+
     def end(self) -> None:
         result = self._result
         self._outbox.done(self._work, result.data if result else None, has_data=result is not None)
+
+
+def no_payload() -> RequestError:
+    """What a function is told that waits for the request's payload in vain. A new one each time: it is raised."""
+    return RequestError("stage_failed", "no payload comes: every stage before this one sent it elsewhere")
 
 
 def never_awaited(made: Any) -> None:
@@ -46,26 +64,23 @@ def never_awaited(made: Any) -> None:
 
 def finish(work: Work, outbox: Outbox, returned: Any) -> None:
     """A plain function has returned."""
-    if isinstance(returned, Chunk):
-        raise BadYield("returned a Chunk; a function returns data, a generator yields chunks")
-    outbox.done(work, returned.data if isinstance(returned, Result) else returned)
+    outbox.done(work, _returned(returned))
 
 
-def drain(work: Work, outbox: Outbox, generator: Iterator[Any]) -> None:
+def drain(work: Work, outbox: Outbox, generator: Generator[Any, Any, Any]) -> None:
     """Run a sync generator to its end. A lagging consumer makes this thread wait: that bounds the memory."""
     yields = Yields(work, outbox)
     try:
-        for item in generator:
+        for item in yields.through(generator):
             gate = yields.take(item)
+            outbox.settle()
             if gate is not None:
                 gate.result()
             if work.cancelled:
                 return
         yields.end()
     finally:
-        close = getattr(generator, "close", None)
-        if close is not None:
-            close()
+        generator.close()
 
 
 async def drain_async(work: Work, outbox: Outbox, generator: AsyncIterator[Any], waiting: Any) -> None:
@@ -74,6 +89,7 @@ async def drain_async(work: Work, outbox: Outbox, generator: AsyncIterator[Any],
     try:
         async for item in generator:
             gate = yields.take(item)
+            outbox.settle()
             if gate is not None:
                 await waiting(gate)
             if work.cancelled:
@@ -83,3 +99,10 @@ async def drain_async(work: Work, outbox: Outbox, generator: AsyncIterator[Any],
         close = getattr(generator, "aclose", None)
         if close is not None:
             await close()
+
+
+def _returned(returned: Any) -> Any:
+    """The data that a function or generator has returned, in `Result` or not."""
+    if isinstance(returned, Chunk):
+        raise BadYield("returned a Chunk; a function returns data, a generator yields chunks")
+    return returned.data if isinstance(returned, Result) else returned

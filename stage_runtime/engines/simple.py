@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
-from stage_runtime.engines import events, running
+from stage_runtime.engines import events, running, threads
 from stage_runtime.engines.base import Inbox, Outbox
 from stage_runtime.engines.loops import LoopEngine
 from stage_runtime.wire.values import StagePayload
@@ -33,11 +33,9 @@ class SyncEngine:
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         others = [
-            Thread(target=self._work, args=(inbox, outbox), name=f"worker-{index}", daemon=True)
+            threads.start(f"worker-{index}", self._work, inbox, outbox, crashed=outbox.crashed)
             for index in range(1, self.concurrency)
         ]
-        for thread in others:
-            thread.start()
         self._work(inbox, outbox)
         for thread in others:
             thread.join()
@@ -51,11 +49,12 @@ class SyncEngine:
                     source = event.chunk.source if isinstance(event, events.ChunkIn) else event.source
                     outbox.fail(event.work, TakesNoChunks(source))
             del event  # or the payload, and its sender's slot, would be held until the next request comes
+            outbox.settle()
 
     def _one(self, event: events.Start, outbox: Outbox) -> None:
         work = event.work
-        outbox.began(work)
         try:
+            outbox.began(work)
             returned = self._fn(event.payload)
             if inspect.isgenerator(returned):
                 running.drain(work, outbox, returned)

@@ -11,6 +11,8 @@ from stage_runtime.engines import events, running
 from stage_runtime.engines.base import Outbox, Work
 from stage_runtime.engines.loops import LoopEngine
 from stage_runtime.errors import RequestError
+from stage_runtime.rules import turns
+from stage_runtime.rules.turns import TakeEarly, Turn
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
 
@@ -25,9 +27,14 @@ class StreamingEngine(LoopEngine):
         super().__init__(concurrency)
         self._fn = fn
         self._sources = sources
-        self._sessions: dict[Work, RequestSession] = {}
+        self._sessions: dict[Work, RequestSession] = {}  #: In the order of their first messages.
+        self._stalled: set[turns.Source] = set()
 
     def on_event(self, event: events.Incoming) -> None:
+        if isinstance(event, events.Stalled):
+            (self._stalled.add if event.stalled else self._stalled.discard)((event.source, event.instance))
+            self._let_go_on()
+            return
         if isinstance(event, events.Admin | events.Abort) or event.work.cancelled:
             return
         session = self._session(event)
@@ -37,19 +44,57 @@ class StreamingEngine(LoopEngine):
             case events.ChunkIn():
                 session.give_chunk(event.chunk)
             case events.StreamDone():
-                session.end(event.source)
+                session.end(event.source, event.request)
+            case events.NoPayload():
+                session.lack_payload()
             case events.StreamFailed():
                 session.fail(_cause(event))
+        self._let_go_on()
 
     def on_abort(self, work: Work) -> None:
         self._sessions.pop(work, None)
 
+    def on_forget(self, work: Work) -> None:
+        session = self._sessions.get(work)
+        if session is not None:
+            session.let_go()
+
+    def on_ended(self, work: Work) -> None:
+        self._let_go_on()
+
+    def _let_go_on(self) -> None:
+        """Make room where sources wait for streams that wait for those very sources."""
+        while self._stalled:
+            sessions = list(self._sessions.values())
+            found = [session.turn(begun=work in self._running) for work, session in self._sessions.items()]
+            room = turns.ROOM - sum(session.early for session in sessions)
+            steps = turns.decide(found, self._stalled, places=self.concurrency, room=room)
+            for step in steps:
+                if isinstance(step, TakeEarly):
+                    step.request.take_early(step.source)
+                else:
+                    self._turn_away(step.request)
+            if not steps or isinstance(steps[0], turns.TurnAway):
+                return
+
+    def _turn_away(self, session: RequestSession) -> None:
+        """Its place in the queue is taken back by the `Abort` that follows."""
+        self._sessions.pop(session.work, None)
+        self.outbox.turn_away(
+            session.work,
+            RequestError(
+                "unavailable",
+                "no room for streams of requests that wait for their turn, and those that run wait for the same "
+                "producers: allow more requests at once, or fewer of them",
+            ),
+        )
+
     def _session(
-        self, event: events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed
+        self, event: events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed | events.NoPayload
     ) -> RequestSession:
         session = self._sessions.get(event.work)
         if session is None:
-            session = RequestSession(event.work, self.outbox, self._sources)
+            session = RequestSession(event.work, self.outbox, self._sources, waits=self._let_go_on)
             self._sessions[event.work] = session
             self.launch(event.work, lambda: self._one(event.work, session))
         return session
@@ -69,16 +114,25 @@ class StreamingEngine(LoopEngine):
 class RequestSession:
     """`api.Session` of one request. Lives on the stage's event loop."""
 
-    def __init__(self, work: Work, outbox: Outbox, sources: tuple[str, ...]) -> None:
+    def __init__(
+        self, work: Work, outbox: Outbox, sources: tuple[str, ...], *, waits: Callable[[], None] = lambda: None
+    ) -> None:
+        """waits: called when the function begins to wait for input."""
+        self.work = work
+        self.early = 0  #: Weight of chunks that are counted as taken and that nobody has read.
+        self._on_wait = waits
+        self._waits = False
         self._opened = asyncio.Event()  #: The request itself is known, or never will be.
-        self._work = work
         self._outbox = outbox
         self._request: OmniRequest | None = None
         self._payload: StagePayload | None = None
         self._wants_payload = False
+        self._no_payload = False  #: None will come.
         self._open = set(sources)  #: Sources that may still send.
         self._chunks: deque[Chunk] = deque()  #: In order of arrival.
-        self._taken_early: set[int] = set()  #: ids of waiting chunks whose consumption has been told already
+        #: Of ``_chunks``: per source those that count against its window; the others were taken early, before these.
+        self._fresh: dict[str, deque[Chunk]] = {source: deque() for source in sources}
+        self._taken_early: dict[int, int] = {}  #: id of a chunk that was taken early -> its weight
         self._changed = asyncio.Event()
         self._failure: RequestError | None = None
 
@@ -93,6 +147,8 @@ class RequestSession:
         for chunk in self._chunks:
             self._consume(chunk)
         while self._payload is None:
+            if self._no_payload:
+                raise running.no_payload()
             await self._change()
         self._wants_payload = False
         return self._payload
@@ -109,6 +165,25 @@ class RequestSession:
 
     # --- the engine's side --------------------------------------------------------------------------------------
 
+    def turn(self, *, begun: bool) -> Turn[RequestSession]:
+        """How it stands with this request."""
+        held = {source for source, chunks in self._fresh.items() if chunks}
+        return Turn(self, begun, self._waits, self._instances(self._open), self._instances(held))
+
+    def take_early(self, source: turns.Source) -> None:
+        """Count what is here of ``source`` as taken."""
+        fresh = self._fresh[source[0]]
+        while fresh:
+            self._consume(fresh[0])
+
+    def _instances(self, sources: set[str]) -> frozenset[turns.Source]:
+        return frozenset((source, self.work.bindings.get(source, "")) for source in sources)
+
+    def let_go(self) -> None:
+        """It will never begin. In any thread."""
+        self._payload = None
+        self._chunks.clear()
+
     async def open(self) -> None:
         """Wait until the request is known. Raises: RequestError: a source failed before that."""
         await self._opened.wait()
@@ -120,12 +195,17 @@ class RequestSession:
 
     def give_chunk(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
+        self._fresh.setdefault(chunk.source, deque()).append(chunk)
         if self._wants_payload:
             self._consume(chunk)
         self._know(chunk.request)
 
-    def end(self, source: str) -> None:
+    def end(self, source: str, request: OmniRequest | None) -> None:
         self._open.discard(source)
+        self._know(request)
+
+    def lack_payload(self) -> None:
+        self._no_payload = True
         self._changed.set()
 
     def fail(self, cause: RequestError) -> None:
@@ -142,7 +222,12 @@ class RequestSession:
     async def _change(self) -> None:
         self._changed.clear()
         if self._failure is None:
-            await self._changed.wait()
+            self._waits = True
+            self._on_wait()
+            try:
+                await self._changed.wait()
+            finally:
+                self._waits = False
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -161,14 +246,16 @@ class RequestSession:
             if source is None or chunk.source == source:
                 del self._chunks[index]
                 self._consume(chunk)
-                self._taken_early.discard(id(chunk))
+                self.early -= self._taken_early.pop(id(chunk))
                 return chunk
         return None
 
     def _consume(self, chunk: Chunk) -> None:
         if id(chunk) not in self._taken_early:
-            self._taken_early.add(id(chunk))
-            self._outbox.consumed(self._work, chunk.source, 1)
+            self._fresh[chunk.source].popleft()
+            weight = self._outbox.consumed(self.work, chunk.source, 1)
+            self._taken_early[id(chunk)] = weight
+            self.early += weight
 
 
 def _cause(event: events.StreamFailed) -> RequestError:

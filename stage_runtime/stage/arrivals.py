@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.errors import ProtocolError
+from stage_runtime.relays import payloads
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
@@ -44,7 +45,8 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
         raise ProtocolError("a payload without its request")
     request = fields["request"]
     work.know(request)
-    return StagePayload(request=request, data=fields["data"] if "data" in fields else request.inputs)
+    # What is left out is the request's inputs: the stage's own, which it may write into without changing the request.
+    return StagePayload(request=request, data=fields["data"] if "data" in fields else payloads.reissued(request).inputs)
 
 
 class PayloadArrival:
@@ -79,6 +81,27 @@ class MergedArrival:
 
     def discard(self) -> None:
         self.payload = None
+
+
+class EndArrival:
+    """The end of a stream without chunks, which brings the request."""
+
+    __slots__ = ("sealed", "source", "work")
+
+    def __init__(self, work: RequestWork, source: str, sealed: Sealed) -> None:
+        self.work = work
+        self.source = source
+        self.sealed = sealed
+
+    def open(self) -> events.StreamDone:
+        request = self.sealed.open().get("request")
+        if not isinstance(request, OmniRequest):
+            raise ProtocolError("an empty stream's end without its request")
+        self.work.know(request)
+        return events.StreamDone(self.work.request_id, self.source, self.work, request)
+
+    def discard(self) -> None:
+        self.sealed.discard()
 
 
 class ChunkArrival:

@@ -9,12 +9,16 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from omnipipeline_spec.plan import StagePlan
+from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine
+from stage_runtime.engines.custom import EngineCrashed
+from stage_runtime.errors import ProtocolError
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetching
+from stage_runtime.relays.lanes import attempt_key
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence, check
-from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, Release
+from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence, WorkKey, check
+from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, Release, RequestRef
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class FollowerHost:
         self._loaded = False
         self._releases: list[int] = []
         self._endpoint = ""
+        self._thread: Thread | None = None
         self._channels: Channels
         self._relays: Relays
         self._fetching: Fetching
@@ -57,11 +62,15 @@ class FollowerHost:
         self._endpoint = endpoint
 
     def load(self, make: Callable[[StagePlan], Engine]) -> None:
-        Thread(target=self._run, args=(make,), name=self._plan.name, daemon=True).start()
+        self._thread = threads.start(self._plan.name, self._run, make, crashed=self._crashed)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End the engine: what it is at is aborted, so that `finally` blocks run, within ``timeout_s``."""
+        self._follower.abort_all()
         self._inbox.close()
         self._fetching.close()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     # --- sockets.channels.Handler -------------------------------------------------------------------------------
 
@@ -83,13 +92,17 @@ class FollowerHost:
                 self._fetching.fetch(
                     sender,
                     message.body,
-                    message.request_id,
+                    attempt_key(message.owner, message.request_id, message.attempt),
                     lambda fetched: self._follower.work(message, fetched),
                     lambda error: self._on_failed(self._plan.name, error),
                     holder=self._plan.name,
                 )
         elif isinstance(message, RankHello):
             self._answer()
+
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
+        """A step is missing, and without it no later one can be taken: the ranks are apart."""
+        self._on_failed(self._plan.name, ProtocolError(f"a step of rank 0 could not be read: {problem}"))
 
     def lost(self, peer: str) -> None:
         self._on_lost(f"rank 0 ({peer}) is gone")
@@ -111,24 +124,23 @@ class FollowerHost:
             self._channels.send(self._leader, said)
 
     def _run(self, make: Callable[[StagePlan], Engine]) -> None:
-        try:
-            engine = make(self._plan)
-            check(engine, self._plan.name)
-        except BaseException as error:
-            self._loop.call_soon_threadsafe(self._on_failed, self._plan.name, error)
-            return
+        engine = make(self._plan)
+        check(engine, self._plan.name)
         self._loop.call_soon_threadsafe(self._now_loaded)
-        silence = Silence(over=self._follower.over, failed=self._tell_failed)
-        try:
-            engine.run(self._inbox, silence, Event())
-        except BaseException as error:
-            self._loop.call_soon_threadsafe(self._on_failed, self._plan.name, error)
+        silence = Silence(over=self._follower.over, failed=self._tell_failed, crashed=self._crashed)
+        engine.run(self._inbox, silence, Event())
+        if not self._inbox.closed:
+            raise EngineCrashed("the engine's loop ended before it was told to stop")
+
+    def _crashed(self, error: BaseException) -> None:
+        """On a thread of the stage's."""
+        self._loop.call_soon_threadsafe(self._on_failed, self._plan.name, error)
 
     def _now_loaded(self) -> None:
         self._loaded = True
         self._answer()
         self._on_loaded()
 
-    def _tell_failed(self, request_id: str, error: str) -> None:
+    def _tell_failed(self, key: WorkKey, error: str) -> None:
         if self._leader is not None:
-            self._channels.send(self._leader, RankFailed(self._rank, request_id, error))
+            self._channels.send(self._leader, RankFailed(self._rank, key.request_id, key.owner, key.attempt, error))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping
+from typing import Any, Final
 
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines.loading import resolve
-from stage_runtime.errors import HookError, RequestError
+from stage_runtime.errors import HookError, RequestError, told
 from stage_runtime.rules import routing
-from stage_runtime.wire.values import Routed, StagePayload
+from stage_runtime.wire.values import OmniRequest, Routed, StagePayload
+
+LAZY: Final = (Awaitable, Generator, AsyncGenerator)  # what a hook gives that has not computed anything yet
 
 
 class Hooks:
@@ -48,14 +50,16 @@ class Hooks:
     def merge(self, inputs: dict[str, StagePayload]) -> StagePayload:
         """One payload of several. Data that the function returns gets the request of the first input."""
         assert self._merge is not None  # the contract: wait_for needs merge_fn
-        return self._as_payload(self._call("merge_fn", self._merge, inputs), next(iter(inputs.values())))
+        returned = self._call("merge_fn", self._merge, inputs)
+        return self._as_payload("merge_fn", returned, next(iter(inputs.values())))
 
     def project(self, target: str, payload: StagePayload) -> StagePayload:
         """What ``target`` shall have of ``payload``."""
         function = self._project.get(target)
         if function is None:
             return payload
-        return self._as_payload(self._call(f"project_payload[{target}]", function, payload), payload)
+        hook = f"project_payload[{target}]"
+        return self._as_payload(hook, self._call(hook, function, payload), payload)
 
     def stream_done_targets(self, request_id: str, output: Any) -> tuple[str, ...]:
         plan = self._plan
@@ -69,12 +73,21 @@ class Hooks:
 
     def _call(self, hook: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return function(*arguments)
+            returned = function(*arguments)
         except RequestError:
             raise
         except BaseException as error:
-            raise HookError(self._plan.name, hook, f"{type(error).__name__}: {error}") from error
+            raise HookError(self._plan.name, hook, told(error)) from error
+        if isinstance(returned, LAZY):
+            if isinstance(returned, Coroutine):
+                returned.close()  # else Python warns that it was never awaited
+            raise HookError(self._plan.name, hook, "is async or a generator; a hook is a plain function that returns")
+        return returned
 
-    @staticmethod
-    def _as_payload(returned: Any, like: StagePayload) -> StagePayload:
-        return returned if isinstance(returned, StagePayload) else StagePayload(request=like.request, data=returned)
+    def _as_payload(self, hook: str, returned: Any, like: StagePayload) -> StagePayload:
+        if not isinstance(returned, StagePayload):
+            return StagePayload(request=like.request, data=returned)
+        if not isinstance(returned.request, OmniRequest):
+            problem = f"gave a payload whose request is {type(returned.request).__name__}; wanted an OmniRequest"
+            raise HookError(self._plan.name, hook, problem)
+        return returned

@@ -6,13 +6,15 @@ Holds no thread of its own: the I/O thread calls `heard`, the stages' threads ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines.base import Engine
+from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.relays import payloads
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
@@ -20,23 +22,30 @@ from stage_runtime.relays.lanes import Lanes, attempt_key
 from stage_runtime.rules import forwarding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.administration import Administration
+from stage_runtime.stage.arrivals import Sealed
 from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.outbox import tell_consumed
+from stage_runtime.stage.ranks import RankPlane
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.resting import Rest
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.tensor_parallel import Leader
-from stage_runtime.stage.watching import Watch
+from stage_runtime.stage.watching import Watch, Watched
+from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.messages import (
     Abort,
     AbortPassed,
     Admin,
     Beat,
+    Body,
+    Complete,
     Consumed,
     DataReady,
     Ended,
+    Failure,
     Goodbye,
     HandBack,
+    Header,
     Member,
     Members,
     Message,
@@ -44,12 +53,14 @@ from stage_runtime.wire.messages import (
     ProfilerStart,
     ProfilerStop,
     RankFailed,
-    RankHello,
     Ready,
     Refused,
     Release,
+    RequestRef,
     Severed,
     Shutdown,
+    Skip,
+    Stalled,
     Submit,
     Unbound,
     Welcome,
@@ -58,6 +69,7 @@ from stage_runtime.wire.messages import (
 log = logging.getLogger(__name__)
 
 MEET_AGAIN_S: Final = 1.5  # after a connection broke; by then the coordinator has given up what was under way
+LOST_OWNERS_KEPT: Final = 100
 RANKS_AGREE_S: Final = 5.0  # within which all ranks have raised what one has raised
 
 
@@ -94,10 +106,15 @@ class Host:
         self._on_buried = on_buried
         self._watch = watch
         self._leader = leader
+        self._ranks: RankPlane | None = None
         self._ready = False
+        self._leaving: str | None = None  #: Why it drains: no coordinator may bind anything new to it.
         self._loading = len(plans)
         self._releases: dict[str, list[int]] = {}
-        self.stages = {plan.name: Stage(plan, self, crashed=self._stage_crashed, leader=leader) for plan in plans}
+        self._lost_owners: OrderedDict[str, None] = OrderedDict()  #: Coordinators that are gone; the oldest first.
+        self.stages = {
+            plan.name: Stage(plan, self, crashed=self._stage_crashed, loop=loop, leader=leader) for plan in plans
+        }
         self._rest = Rest(self.stages.values())
         self._administration = Administration(self.stages, self.say)
         self._neighbours = {
@@ -106,6 +123,8 @@ class Host:
         self._handle: dict[type, Callable[[str, Any], None]] = {
             Submit: self._submit,
             DataReady: self._data_ready,
+            Skip: self._skip,
+            Stalled: self._stalled,
             Abort: self._abort,
             PassAbort: self._pass_abort,
             AbortPassed: self._abort_passed,
@@ -120,8 +139,6 @@ class Host:
             ProfilerStart: self._administration.tell_all,
             ProfilerStop: self._administration.tell_all,
             Refused: self._refused,
-            RankHello: self._rank_hello,
-            RankFailed: self._rank_failed,
         }
 
     def wire(self, channels: Channels, registration: Registration, relays: Relays) -> None:
@@ -131,8 +148,6 @@ class Host:
         self.relays = relays
         self.lanes = Lanes(relays, channels.send)
         self._fetching = Fetching(relays, self._loop)
-        if self._leader is not None:
-            self._leader.wire(channels, self.lanes, next(iter(self.stages)))
 
     def load(self, make: Callable[[StagePlan], Engine]) -> None:
         """Load every stage's engine, one after the other, each on its own thread."""
@@ -150,10 +165,8 @@ class Host:
 
     def introduced(self, sender: str, message: Message) -> bool:
         if isinstance(message, Welcome):
+            self._lost_owners.pop(sender, None)  # its frames before this one may be heard again first
             return self.registration.welcomed(sender, message)
-        if isinstance(message, RankHello) and self._leader is not None and self._leader.introduced(sender, message):
-            self.relays.open(sender, message.relays)
-            return True
         if isinstance(message, Refused):
             self._refused(sender, message)
         return False
@@ -165,6 +178,15 @@ class Host:
             return
         handle(sender, message)
 
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
+        """Its owner ends the request, here too. What belongs to none is counted and logged by the link."""
+        if request is None:
+            return
+        stage = next(iter(self.stages))
+        failure = Failure("stage_failed", f"a message of {sender} could not be read: {problem}", stage, "receive")
+        with contextlib.suppress(ValueRefused):  # no id that anybody knows
+            self.say(request.owner, Complete(request.request_id, request.attempt, stage, failure=failure))
+
     def lost(self, peer: str) -> None:
         if peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
             for coordinator in self.registration.coordinators:
@@ -174,10 +196,8 @@ class Host:
             self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
             return
         self._forget(peer)
-        if self._leader is not None and self._leader.is_follower(peer):
-            self._on_failed(next(iter(self.stages)), ConnectionError(f"a follower rank ({peer}) is gone"))
-        elif self.registration.lost(peer):
-            orphans = sum(stage.intake.abort_owner(peer) for stage in self.stages.values())
+        if self.registration.lost(peer):
+            orphans = self._drop_owner(peer)
             log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
 
     # --- stage.outbox.Surroundings ------------------------------------------------------------------------------
@@ -189,19 +209,31 @@ class Host:
     def say(self, peer: str, message: Message) -> bool:
         return self.channels.send(peer, message)
 
-    def shared(self, source: str, target: str, request_id: str, value: Any, where: str) -> Any:
+    def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
         isolated = payloads.isolate(value, where=where)
-        if self._watch is not None:
-            self._watch.handed(source, target, request_id, isolated, where)
-        return isolated
+        return isolated if self._watch is None else self._watch.passed(source, target, work.key, isolated, where)
 
-    def began(self, stage: str, request_id: str) -> None:
-        if self._watch is not None:
-            self._watch.began(stage, request_id)
+    def settle(self) -> None:
+        self.relays.settle()
 
-    def ended(self, stage: str, request_id: str) -> None:
+    def gave(self, stage: str, work: RequestWork, values: Mapping[str, Any]) -> None:
         if self._watch is not None:
-            self._watch.ended(stage, request_id)
+            self._watch.gave(stage, work.key, values)
+
+    def stalled(self, source: str, target: str, peer: str, stalled: bool) -> None:
+        said = Stalled(source, target, stalled)
+        if peer == self.incarnation:
+            self._stalled(peer, said)
+        else:
+            self.say(peer, said)
+
+    def began(self, stage: str, work: RequestWork) -> None:
+        if self._watch is not None:
+            self._watch.began(stage)
+
+    def ended(self, stage: str, work: RequestWork) -> None:
+        if self._watch is not None:
+            self._watch.ended(stage, work.key)
 
     # --- what the process does with it --------------------------------------------------------------------------
 
@@ -237,16 +269,23 @@ class Host:
             stage.intake.abort_all()
         self._fetching.close()
         self._releases.clear()
+        self._lost_owners.clear()  # what was bound to the life before is addressed to it
         self.members.clear()
         self.incarnation = incarnation
 
     def announce_ready(self) -> None:
         self._ready = True
+        if self._leaving is not None:
+            return
         for coordinator in self.registration.coordinators:
             self.say(coordinator, Ready())
 
     def goodbye(self, reason: str) -> None:
-        """Bind nothing new to us; and what has not begun here may go to another instance, if there is one."""
+        """Bind nothing new to us; and what has not begun here may go to another instance, if there is one.
+
+        Coordinators that come later, or know us by a later incarnation only, are told when they say Welcome.
+        """
+        self._leaving = reason
         for stage in self.stages.values():
             if stage.plan.entry:
                 for work in stage.intake.works():
@@ -259,10 +298,13 @@ class Host:
     def idle(self) -> bool:
         """No request is at any stage, nothing waits to be sent, nobody holds a slot of ours."""
         busy = any(stage.waiting or stage.running for stage in self.stages.values())
-        return not busy and not self.lanes.outstanding and not self.lanes.queued
+        followed = self._ranks is None or self._ranks.idle
+        return not busy and followed and not self.lanes.outstanding and not self.lanes.queued
 
     def close(self, timeout_s: float) -> bool:
         """Stop the stages' threads. False when one did not end in time."""
+        for stage in self.stages.values():
+            stage.intake.abort_all()  # what is left runs its `finally` blocks
         ended = [stage.close(timeout_s) for stage in self.stages.values()]
         self._fetching.close()
         return all(ended)
@@ -277,47 +319,75 @@ class Host:
 
     def _submit(self, sender: str, message: Submit) -> None:
         intake = self._target(message.target)
-        if intake is not None:
+        if intake is not None and not self._orphan(message.header, sender, message.body):
             self._fetching.fetch(
                 sender,
                 message.body,
-                attempt_key(message.header.request_id, message.header.attempt),
-                lambda fetched: intake.payload(message.header, "", fetched),
+                attempt_key(message.header.owner, message.header.request_id, message.header.attempt),
+                lambda fetched: intake.payload(
+                    message.header, "", self._watched(message.header, message.target, "the client", "payload", fetched)
+                ),
                 lambda error: intake.lost(message.header, error),
                 holder=message.target,
             )
 
     def _data_ready(self, sender: str, message: DataReady) -> None:
         intake = self._target(message.target)
-        if intake is None:
+        if intake is None or self._orphan(message.header, sender, message.body):
             return
         header, source, body = message.header, message.source, message.body
         if message.failure is not None:
             intake.broken(header, source, message.failure)
-        elif message.is_done:
+        elif message.is_done and body is None:
             intake.end(header, source, message.chunk_id or 0)
         elif body is not None:
             self._fetching.fetch(
                 sender,
                 body,
-                attempt_key(header.request_id, header.attempt),
+                attempt_key(header.owner, header.request_id, header.attempt),
                 lambda fetched: self._arrived(intake, message, fetched),
                 lambda error: intake.lost(header, error),
                 holder=message.target,
             )
 
-    @staticmethod
-    def _arrived(intake: Intake, message: DataReady, fetched: Fetched) -> None:
-        if message.chunk_id is None:
+    def _arrived(self, intake: Intake, message: DataReady, received: Fetched) -> None:
+        name = "payload" if message.chunk_id is None else "chunk"
+        fetched = self._watched(message.header, message.target, message.source, name, received)
+        if message.is_done:
+            intake.end(message.header, message.source, message.chunk_id or 0, fetched)
+        elif message.chunk_id is None:
             intake.payload(message.header, message.source, fetched, message.timings)
         else:
             intake.chunk(message.header, message.source, message.chunk_id, message.modality, fetched, message.weight)
 
+    def _watched(self, header: Header, target: str, source: str, name: str, fetched: Fetched) -> Sealed:
+        if self._watch is None:
+            return fetched
+        key = attempt_key(header.owner, header.request_id, header.attempt)
+        return Watched(fetched, self._watch, target, source, key, name)
+
+    def _skip(self, sender: str, message: Skip) -> None:
+        intake = self._target(message.target)
+        if intake is not None and not self._orphan(message.header, sender, None):
+            intake.skip(message.header, message.source, message.chunks)
+
+    def _stalled(self, sender: str, message: Stalled) -> None:
+        stage = self.stages.get(message.target)
+        if stage is not None:
+            stage.source_stalled(message.source, sender, message.stalled)
+
     def _abort(self, sender: str, message: Abort) -> None:
+        self._drop(message.owner, message.request_id, message.attempt)
+
+    def _drop(self, owner: str, request_id: str, attempt: int) -> None:
+        """Nobody waits for this attempt: free what engines, lanes and relays have of it, however that came about."""
         for stage in self.stages.values():
-            stage.intake.abort(message.owner, message.request_id, message.attempt)
-        self.lanes.drop_cancelled()
-        self.relays.cleanup(attempt_key(message.request_id, message.attempt))
+            stage.intake.abort(owner, request_id, attempt)
+        self.lanes.abort(owner, request_id, attempt)
+        key = attempt_key(owner, request_id, attempt)
+        self.relays.cleanup(key)
+        if self._watch is not None:
+            self._watch.forget(key)
 
     def _pass_abort(self, sender: str, message: PassAbort) -> None:
         """One coordinator is asked to abort what another one owns: we know them all."""
@@ -333,8 +403,30 @@ class Host:
 
     def _ended(self, sender: str, message: Ended) -> None:
         for request_id, attempt in message.requests:
-            for stage in self.stages.values():
-                stage.intake.abort(sender, request_id, attempt)
+            self._drop(sender, request_id, attempt)
+
+    def _drop_owner(self, owner: str) -> int:
+        """A coordinator is gone. What others still send of its requests is dropped as it comes (`_orphan`)."""
+        self._lost_owners[owner] = None
+        if len(self._lost_owners) > LOST_OWNERS_KEPT:
+            self._lost_owners.popitem(last=False)
+        works = [work for stage in self.stages.values() for work in stage.intake.works() if work.owner == owner]
+        orphans = {(work.request_id, work.attempt) for work in works}
+        orphans |= self.lanes.waiting_of(owner)
+        for request_id, attempt in orphans:
+            self._drop(owner, request_id, attempt)
+        self._fetching.drop(attempt_key(owner, "", 0).partition("#")[0])
+        return len(orphans)
+
+    def _orphan(self, header: Header, sender: str, body: Body | None) -> bool:
+        """Whether the request's coordinator is gone: nobody would ever end it."""
+        if header.owner not in self._lost_owners:
+            return False
+        self.counters["orphans"] += 1
+        if body is not None and body.transfer:
+            with contextlib.suppress(TransferError):
+                self.relays.decline(body.transfer, peer=sender)
+        return True
 
     def _release(self, sender: str, message: Release) -> None:
         self.lanes.released(sender, message.transfers)
@@ -345,10 +437,13 @@ class Host:
     # --- members ------------------------------------------------------------------------------------------------
 
     def _welcome(self, sender: str, message: Welcome) -> None:
+        self._lost_owners.pop(sender, None)
         self.registration.welcomed_again(sender, message)
         self.relays.open(sender, message.coordinator.relays)
         self._meet(message.members)
-        if self._ready:
+        if self._leaving is not None:
+            self.say(sender, Goodbye(self._leaving))
+        elif self._ready:
             self.say(sender, Ready())
 
     def _members(self, sender: str, message: Members) -> None:
@@ -384,6 +479,18 @@ class Host:
             log.warning("message for stage %r, which is not in this process", name)
         return intake
 
+    def ranks(self, leader: Leader) -> RankPlane:
+        """What this process, as rank 0 of a TP stage, has towards its followers."""
+        stage = next(iter(self.stages))
+        self._ranks = RankPlane(
+            leader,
+            stage=stage,
+            on_ready=self._check_loaded,
+            on_failed=self._rank_failed,
+            on_lost=lambda error: self._stage_crashed(stage, error),
+        )
+        return self._ranks
+
     def _one_loaded(self, name: str, error: BaseException | None) -> None:
         if error is not None:
             self._on_failed(name, error)
@@ -396,18 +503,13 @@ class Host:
             self._loading = -1
             self._on_loaded()
 
-    def _rank_hello(self, sender: str, message: RankHello) -> None:
-        assert self._leader is not None
-        if message.ready:
-            self._leader.ready.add(sender)
-            self._check_loaded()
-
-    def _rank_failed(self, sender: str, message: RankFailed) -> None:
+    def _rank_failed(self, message: RankFailed) -> None:
         """Computing failed on one rank. On all of them: rank 0 says so itself. On that one alone: they are apart."""
 
         def look() -> None:
             for name, stage in self.stages.items():
-                if any(work.request_id == message.request_id and not work.over for work in stage.intake.works()):
+                work = stage.intake.find(message.owner, message.request_id, message.attempt)
+                if work is not None and not work.over:
                     error = RuntimeError(f"rank {message.rank} failed alone, the ranks are apart: {message.error}")
                     self._on_failed(name, error)
 

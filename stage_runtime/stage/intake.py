@@ -7,19 +7,27 @@ inside the process, so its state stands behind one lock. No user code runs here:
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable, Iterable
-from threading import Lock, Thread
+from threading import Lock
 
 from omnipipeline_spec.plan import StagePlan
-from stage_runtime.engines import events
+from stage_runtime.engines import events, threads
+from stage_runtime.engines.backlog import Backlog
 from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.engines.simple import TakesNoChunks
-from stage_runtime.errors import ProtocolError
+from stage_runtime.errors import HookError, ProtocolError
+from stage_runtime.rules.expecting import Outlook
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.tombstones import Tombstones
-from stage_runtime.stage.arrivals import ChunkArrival, MergedArrival, PayloadArrival, Sealed, open_payload
+from stage_runtime.stage.arrivals import (
+    ChunkArrival,
+    EndArrival,
+    MergedArrival,
+    PayloadArrival,
+    Sealed,
+    open_payload,
+)
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.messages import Failure, Header, Timing
@@ -31,21 +39,39 @@ class Intake:
     """One stage's side towards its sources."""
 
     def __init__(
-        self, plan: StagePlan, hooks: Hooks, inbox: Inbox, fail: Callable[[RequestWork, BaseException, str], None]
+        self,
+        plan: StagePlan,
+        hooks: Hooks,
+        inbox: Inbox,
+        fail: Callable[[RequestWork, BaseException, str], None],
+        crashed: Callable[[BaseException], None],
+        *,
+        skipped: Callable[[RequestWork], None],
+        unwanted: Callable[[Header, str], None],
+        reject: Callable[[Header, HookError], None],
     ) -> None:
+        """crashed: told, on that thread, when the stage's hook thread ends by an exception.
+
+        skipped: told of a request that nothing can begin here any more. unwanted: of a source that begins to stream
+        to a request that is over here. reject: fails a request that is over here, wherever it still runs.
+        """
         self.engine: Engine | None = None  #: Set when it is loaded.
         self._plan = plan
         self._hooks = hooks
         self._inbox = inbox
         self._fail = fail
+        self._skipped = skipped
+        self._unwanted = unwanted
+        self._reject = reject
         self._sources = frozenset(plan.inputs_from)
         self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
         self._dead = Tombstones()
+        self._served = Tombstones()  #: Of the dead, those that had their payload here.
         self._lock = Lock()
-        self._joins: queue.SimpleQueue[tuple[RequestWork, str, Sealed] | None] | None = None
+        self._joins: Backlog[tuple[RequestWork, str, Sealed | None]] | None = None
         if plan.wait_for:
-            self._joins = queue.SimpleQueue()
-            Thread(target=self._join, name=f"{plan.name}-joins", daemon=True).start()
+            self._joins = Backlog()
+            threads.start(f"{plan.name}-joins", self._join, crashed=crashed)
 
     # --- what comes ---------------------------------------------------------------------------------------------
 
@@ -54,17 +80,23 @@ class Intake:
         work = self._work(header)
         if work is None:
             sealed.discard()
+            if source and self._served.last(header.owner, header.request_id) == header.attempt:
+                self._reject(header, self._second(source))
             return
         work.learn(timings)
         work.queued()
         if self._joins is not None and source:
-            self._joins.put((work, source, sealed))
+            self._joins.put((work, source, sealed), work)
+            self._look_back(work)
             return
-        if (source and source not in self._sources) or not work.claim_payload():
+        if source and source not in self._sources:
             log.warning("%s: unexpected payload from %r for %s dropped", self._plan.name, source, work.request_id)
             sealed.discard()
-            return
-        self._inbox.put(PayloadArrival(work, sealed))
+        elif not work.claim_payload():
+            sealed.discard()
+            self._fail(work, self._second(source), "receive")
+        else:
+            self._begin(work, PayloadArrival(work, sealed))
 
     def chunk(
         self, header: Header, source: str, index: int, modality: str | None, sealed: Sealed, weight: int = 1
@@ -73,6 +105,8 @@ class Intake:
         work = self._work(header)
         if work is None:
             sealed.discard()
+            if index == 0:  # a source that had begun before was told when the request ended here
+                self._unwanted(header, source)
             return
         if self.engine is not None and not self.engine.takes_chunks:
             self._fail(work, TakesNoChunks(source), "chunks")
@@ -88,21 +122,51 @@ class Intake:
                 for arrival in ready:
                     work.weigh(source, arrival.weight)
                     self._inbox.put(arrival)
+                if ready:
+                    work.expecting.begin()
                 self._tell_end(work, source)
         if failure is not None:
             self._fail(work, failure, "chunks")
+        self._look_ahead(work)
+        self._look_back(work)
 
-    def end(self, header: Header, source: str, total: int) -> None:
-        """``source`` has sent ``total`` chunks and sends no more."""
+    def end(self, header: Header, source: str, total: int, sealed: Sealed | None = None) -> None:
+        """``source`` has sent ``total`` chunks and sends no more. sealed: the request, which an empty stream brings."""
         work = self._work(header)
         if work is None:
+            if sealed is not None:
+                sealed.discard()
             return
+        work.queued()
         try:
             with self._lock:
                 work.merge.of(source).end(total)
-                self._tell_end(work, source)
+                if total == 0:  # of others the chunks begin it
+                    work.expecting.begin()
+                self._tell_end(work, source, sealed)
         except ProtocolError as error:
             self._fail(work, error, "chunks")
+        self._look_ahead(work)
+
+    def skip(self, header: Header, source: str, chunks: int | None) -> None:
+        """``source`` sends no payload; or its stream ends after so many chunks, without a done signal."""
+        work = self._work(header)
+        if work is None:
+            return
+        if chunks is None and self._joins is not None:
+            self._joins.put((work, source, None), work)
+            self._look_back(work)
+            return
+        try:
+            with self._lock:
+                if chunks is None:
+                    work.expecting.skip(source)
+                else:
+                    work.merge.of(source).end(chunks)
+                    self._tell_end(work, source)
+        except ProtocolError as error:
+            self._fail(work, error, "chunks")
+        self._look_ahead(work)
 
     def broken(self, header: Header, source: str, failure: Failure) -> None:
         """``source`` failed in mid-stream."""
@@ -142,11 +206,15 @@ class Intake:
             self.abort(work.owner, work.request_id, work.attempt)
 
     def forget(self, work: RequestWork) -> None:
-        """It is over here; late messages of it are dropped."""
+        """It is over here; late messages of it are dropped. A second payload after the result is an error."""
         with self._lock:
+            if work.served:
+                self._served.add(work.owner, work.request_id, work.attempt, time.monotonic())
             self._dead.add(work.owner, work.request_id, work.attempt, time.monotonic())
             if self._works.get((work.owner, work.request_id)) is work:
                 del self._works[work.owner, work.request_id]
+        self._let_go(work)
+        self._inbox.drop(work)
 
     def find(self, owner: str, request_id: str, attempt: int) -> RequestWork | None:
         work = self._works.get((owner, request_id))
@@ -157,7 +225,7 @@ class Intake:
 
     def close(self) -> None:
         if self._joins is not None:
-            self._joins.put(None)
+            self._joins.close()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -176,29 +244,89 @@ class Intake:
                 gathering = None
                 if plan.wait_for:
                     gathering = Gathering(plan.name, plan.wait_for, static=not self._hooks.has_wait_for)
-                work = RequestWork(header, gathering=gathering, sources=plan.stream_from, lockstep=plan.tp_size > 1)
+                work = RequestWork(
+                    header,
+                    gathering=gathering,
+                    sources=plan.stream_from,
+                    parking=self._inbox.parking,
+                    inputs=("",) if plan.entry else plan.wait_for or plan.inputs_from,
+                    lockstep=plan.tp_size > 1,
+                )
                 self._works[header.owner, header.request_id] = work
         if superseded is not None:
             self._drop(superseded)
         return work
 
+    def _second(self, source: str) -> HookError:
+        cure = "name it in waitFor" if self._plan.wait_for else "join its sources by waitFor, or let routeFn choose one"
+        return HookError(self._plan.name, "receive", f"a second payload, from {source!r}: {cure}")
+
     def _drop(self, work: RequestWork) -> None:
         work.abort()
-        if work.finish():
-            self._inbox.put(events.Abort(work.request_id, work))
+        first = work.finish()
+        self._let_go(work)
+        if first:
+            self._inbox.abort(work)
 
-    def _tell_end(self, work: RequestWork, source: str) -> None:
-        if work.merge.of(source).closed and source not in work.ended_sources:
-            work.ended_sources.add(source)
-            self._inbox.put(events.StreamDone(work.request_id, source, work))
+    def _let_go(self, work: RequestWork) -> None:
+        """It is over here. What came for it holds memory and its senders' slots: free it now, wherever it waits."""
+        with self._lock:
+            early = work.let_go()
+        for arrival in early:
+            arrival.discard()
+        for _, _, sealed in self._joins.drop(work) if self._joins is not None else ():
+            if sealed is not None:
+                sealed.discard()
+
+    def _look_back(self, work: RequestWork) -> None:
+        """It may have ended while something of it was put where it waits."""
+        if work.dead:
+            self._let_go(work)
+
+    def _begin(self, work: RequestWork, arrival: PayloadArrival | MergedArrival) -> None:
+        """The payload is complete."""
+        with self._lock:
+            work.expecting.payload()
+            self._inbox.put(arrival)
+            self._flush_ends(work)
+
+    def _tell_end(self, work: RequestWork, source: str, sealed: Sealed | None = None) -> None:
+        """Note the end of a stream if all of it is here. The engine is told once something has begun the request."""
+        if not work.merge.of(source).closed or source in work.ended_sources:
+            return
+        work.ended_sources.add(source)
+        work.expecting.ended(source)
+        if sealed is not None:
+            self._inbox.put(EndArrival(work, source, sealed))
+        else:
+            work.untold_ends.append(source)
+        self._flush_ends(work)
+
+    def _flush_ends(self, work: RequestWork) -> None:
+        if work.expecting.begun:
+            ends, work.untold_ends = work.untold_ends, []
+            for source in ends:
+                self._inbox.put(events.StreamDone(work.request_id, source, work, work.request))
+
+    def _look_ahead(self, work: RequestWork) -> None:
+        """Nobody waits for what cannot come: a payload that everybody has sent elsewhere, a request that was."""
+        with self._lock:
+            outlook = work.expecting.outlook
+            tell = outlook is Outlook.NO_PAYLOAD and not work.told_no_payload
+            work.told_no_payload |= tell
+        if outlook is Outlook.SKIPPED:
+            self._skipped(work)
+        elif tell:
+            self._inbox.put(events.NoPayload(work.request_id, work))
 
     def _join(self) -> None:
         """The stage's hook thread: opens payloads, asks wait_for_fn, merges."""
         assert self._joins is not None
-        while (item := self._joins.get()) is not None:
+        while (item := self._joins.take()) is not None:
             work, source, sealed = item
             if work.dead:
-                sealed.discard()
+                if sealed is not None:
+                    sealed.discard()
                 continue
             try:
                 self._gather(work, source, sealed)
@@ -206,17 +334,30 @@ class Intake:
                 self._fail(work, error, "merge_fn")
             del item, work, sealed
 
-    def _gather(self, work: RequestWork, source: str, sealed: Sealed) -> None:
+    def _gather(self, work: RequestWork, source: str, sealed: Sealed | None) -> None:
         gathering = work.gathering
-        assert gathering is not None
+        if gathering is None:  # it has ended
+            if sealed is not None:
+                sealed.discard()
+            return
+        if sealed is None:
+            gathering.skip(source)
+            self._check_possible(work, gathering)
+            return
         if gathering.waits_after(source):
             # Two requests that wait for each other's slots would never go on, however many slots there are.
             sealed.copy_out()
         payload = open_payload(work, sealed)
-        if not gathering.arrive(source, payload):
-            log.warning("%s: unexpected payload from %r for %s dropped", self._plan.name, source, work.request_id)
-            return
+        gathering.arrive(source, payload)
         if not gathering.resolved:
             gathering.resolve(self._hooks.active_sources(work.request_id, source, payload))
         if gathering.complete and work.claim_payload():
-            self._inbox.put(MergedArrival(work, self._hooks.merge(gathering.take())))
+            self._begin(work, MergedArrival(work, self._hooks.merge(gathering.take())))
+        else:
+            self._check_possible(work, gathering)
+
+    def _check_possible(self, work: RequestWork, gathering: Gathering) -> None:
+        if not gathering.possible:
+            gathering.take()  # each may hold a slot of its sender
+            work.expecting.no_payload()
+            self._look_ahead(work)

@@ -6,27 +6,43 @@ goes straight from here to the socket.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines.base import Gate, Work
-from stage_runtime.errors import HookError, ProtocolError, RequestError, TransferError, ValueRefused
+from stage_runtime.errors import HookError, RequestError, TransferError, ValueRefused
 from stage_runtime.relays import payloads
 from stage_runtime.relays.lanes import Lanes, Make, Parcel
 from stage_runtime.relays.payloads import Extracted
 from stage_runtime.rules import routing, streams
+from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.arrivals import Passed
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.work import RequestWork
-from stage_runtime.wire.messages import Body, Complete, Consumed, DataReady, Failure, Message, Stream
+from stage_runtime.wire import outputs
+from stage_runtime.wire.messages import (
+    Body,
+    Complete,
+    Consumed,
+    DataReady,
+    Failure,
+    Header,
+    Message,
+    Skip,
+    Stream,
+    Timing,
+)
 from stage_runtime.wire.values import Chunk, StagePayload
 
-log = logging.getLogger(__name__)
-
-MESSAGE_LIMIT: Final = 2000  # of what a client is told of a failure
+#: Of a terminal stage that gives an OpenAI route nothing but what that cannot show.
+UNSHOWN: Final = (
+    "{kind}: this request's route shows omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note: wrap it, "
+    "or ask by /v1/pipeline"
+)
+SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
 COORDINATOR: Final = "coordinator"  # the target of a terminal's edge; reserved as a name of processes
 
 
@@ -42,42 +58,64 @@ class Surroundings(Protocol):
     def say(self, peer: str, message: Message) -> bool:
         """False: there is no link to ``peer``."""
 
-    def shared(self, source: str, target: str, request_id: str, value: Any, where: str) -> Any:
+    def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
         """``value`` on its way to a sibling stage: checked, containers fresh, tensors shared.
 
         where: what a refusal calls it, the same as when it goes to another process.
         """
 
-    def began(self, stage: str, request_id: str) -> None: ...
+    def stalled(self, source: str, target: str, peer: str, stalled: bool) -> None:
+        """Tell the instance of ``target`` that all workers of ``source`` wait for it, or no longer."""
 
-    def ended(self, stage: str, request_id: str) -> None: ...
+    def settle(self) -> None:
+        """As `engines.base.Outbox.settle`."""
+
+    def began(self, stage: str, work: RequestWork) -> None: ...
+
+    def gave(self, stage: str, work: RequestWork, values: Mapping[str, Any]) -> None:
+        """These were sent, by what a refusal calls them: the stage may not write into them again."""
+
+    def ended(self, stage: str, work: RequestWork) -> None: ...
 
 
 class StageOutbox:
     """`engines.base.Outbox` of one stage."""
 
     def __init__(
-        self, plan: StagePlan, hooks: Hooks, around: Surroundings, forget: Callable[[RequestWork], None]
+        self,
+        plan: StagePlan,
+        hooks: Hooks,
+        around: Surroundings,
+        forget: Callable[[RequestWork], None],
+        crashed: Callable[[BaseException], None],
+        take_back: Callable[[RequestWork, BaseException, str], None],
     ) -> None:
+        """take_back: fails a request and has the engine drop it."""
         self._plan = plan
         self._hooks = hooks
         self._around = around
         self._forget = forget
+        self._crashed = crashed
+        self._take_back = take_back
         self.given = 0  #: Results, chunks and failures that the engine has given.
 
     # --- engines.base.Outbox ------------------------------------------------------------------------------------
 
     def began(self, work: Work) -> None:
-        _ours(work).began()
-        self._around.began(self._plan.name, work.request_id)
+        ours = _ours(work)
+        ours.began()
+        self._around.began(self._plan.name, ours)
 
     def emit(self, work: Work, chunk: Chunk) -> Gate | None:
         ours = _ours(work)
         self.given += 1
         if ours.dead:
             return None
-        for target in self._chunk_targets(chunk):
-            self._send_chunk(ours, target, chunk)
+        outputs.check_chunk(chunk)
+        for target in _met(ours, self._chunk_targets(chunk)):
+            if ours.takes(target):
+                self._send_chunk(ours, target, chunk)
+        self._around.gave(self._plan.name, ours, {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata})
         return ours.gate()
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
@@ -85,11 +123,15 @@ class StageOutbox:
         self.given += 1
         if ours.dead:
             return
-        self._around.ended(self._plan.name, ours.request_id)  # before the result is handed on, which may share
         try:
+            self._around.ended(self._plan.name, ours)  # before the result is handed on, which may share
             if self._plan.stream_to:
-                for target in self._hooks.stream_done_targets(ours.request_id, data):
-                    self._send_end(ours, target)
+                told = self._hooks.stream_done_targets(ours.request_id, data)
+                for target in _met(ours, self._plan.stream_to):
+                    if target in told:
+                        self._send_end(ours, target)
+                    else:
+                        self._send_skip(ours, target, chunks=ours.sent(target))
             if self._plan.terminal:
                 self._complete(ours, data, has_data=has_data)
             else:
@@ -98,6 +140,7 @@ class StageOutbox:
             self.fail(ours, error, hook="result")
             return
         if ours.finish():
+            ours.served = ours.has_payload
             self._end(ours)
 
     def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
@@ -106,38 +149,59 @@ class StageOutbox:
         if not ours.finish():
             return
         failure = failure_of(error, self._plan.name, hook)
-        expected = isinstance(error, RequestError)
-        log.log(
-            logging.INFO if expected else logging.ERROR,
-            "request %s failed in %s.%s: %s",
-            ours.request_id,
-            failure.stage,
-            failure.hook,
-            failure.message,
-            exc_info=None if expected else error,
-        )
-        self._around.say(
-            ours.owner,
-            Complete(ours.request_id, ours.attempt, self._plan.name, failure=failure, timings=self._timings(ours)),
-        )
-        for target in self._plan.stream_to:
-            if ours.sent(target):
-                self._send_control(ours, target, failure=failure)
-        self._end(ours)
+        log_failure(ours.request_id, failure, error)
+        try:
+            self._tell_failed(ours, failure, timings=self._timings(ours))
+            for target in self._plan.stream_to:
+                if ours.sent(target):
+                    self._send_control(ours, target, failure=failure)
+            self._end(ours)
+        except BaseException as trouble:  # a fault of ours: said aloud, for the request would wait in silence
+            self._crashed(trouble)
 
-    def consumed(self, work: Work, source: str, count: int) -> None:
+    def settle(self) -> None:
+        self._around.settle()
+
+    def crashed(self, error: BaseException) -> None:
+        self._crashed(error)
+
+    def skip(self, work: RequestWork) -> None:
+        """Nothing can begin the request here any more: nor can this stage begin anything after it."""
+        if not work.finish():
+            return
+        with contextlib.suppress(TransferError):  # a neighbour is away: the coordinator ends the request for that
+            for target in self._plan.next:
+                self._send_skip(work, target)
+            for target in self._plan.stream_to:
+                self._send_skip(work, target, chunks=0)
+        if self._plan.terminal:
+            self._around.say(work.owner, Complete(work.request_id, work.attempt, self._plan.name, skipped=True))
+        self._end(work)
+
+    def refuse(self, header: Header, source: str) -> None:
+        """``source`` streams to a request that is over here: it need not wait for anybody."""
+        said = Consumed(header.request_id, header.attempt, header.owner, source, self._plan.name, 0, over=True)
+        self._say_consumed(header.bindings.get(source, ""), said)
+
+    def turn_away(self, work: Work, error: RequestError) -> None:
+        self._take_back(_ours(work), error, "streams")
+
+    def reject(self, header: Header, error: HookError) -> None:
+        """A request that is over here turns out to be wrong. Too late when it is over everywhere."""
+        failure = failure_of(error, self._plan.name, error.hook)
+        log_failure(header.request_id, failure, error)
+        self._around.say(header.owner, Complete(header.request_id, header.attempt, self._plan.name, failure=failure))
+
+    def consumed(self, work: Work, source: str, count: int) -> int:
         ours = _ours(work)
         producer = ours.bindings.get(source, "")
         here = producer == self._around.incarnation
         weight = ours.taken(source, count)
         told = weight if here else 0 if ours.dead else ours.note_consumed(source, weight)
-        if not told:
-            return
-        said = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
-        if here:
-            tell_consumed(self._around.sibling(source), said)
-        else:
-            self._around.say(producer, said)
+        if told:
+            said = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
+            self._say_consumed(producer, said)
+        return weight
 
     # --- results ------------------------------------------------------------------------------------------------
 
@@ -149,31 +213,47 @@ class StageOutbox:
             return Complete(work.request_id, work.attempt, self._plan.name, body, chunks, timings=timings)
 
         if has_data:
+            work.look(data)
+        if work.unshown is not None:
+            raise ValueRefused("result", UNSHOWN.format(kind=work.unshown))
+        if has_data:
             extracted = payloads.extract(data, where="result")
             self._ship(work, COORDINATOR, work.owner, extracted, make)
+            self._around.gave(self._plan.name, work, {"result": data})
         else:
             self._around.say(work.owner, make(None))
 
     def _pass_on(self, work: RequestWork, data: Any) -> None:
         targets, own = self._hooks.route(work.request_id, data)
-        assert work.request is not None  # a result needs a payload or a chunk, and both bring it
-        payload = StagePayload(request=work.request, data=data)
+        request = work.request
+        if request is None:  # a result needs a payload or a chunk, and both bring it: it was aborted a moment ago
+            return
+        payload = StagePayload(request=request, data=data)
+        sent = {}  # all projections first: one that writes into the result must not change what some have got already
+        for target in _met(work, targets):
+            given = payload if own is None else StagePayload(request=request, data=own[target])
+            sent[target] = self._hooks.project(target, given)
         packed: dict[int, tuple[StagePayload, Extracted]] = {}
-        for target in targets:
-            sent = payload if own is None else StagePayload(request=work.request, data=own[target])
-            self._send_payload(work, target, self._hooks.project(target, sent), packed)
+        for target, projected in sent.items():
+            self._send_payload(work, target, projected, packed)
+        for projected in sent.values():
+            self._around.gave(self._plan.name, work, {"payload.data": projected.data})
+        for target in self._plan.next:
+            if target not in targets:
+                self._send_skip(work, target)
 
     def _send_payload(
         self, work: RequestWork, target: str, payload: StagePayload, packed: dict[int, tuple[StagePayload, Extracted]]
     ) -> None:
         fields: dict[str, Any] = {"request": payload.request}
-        if payload.data is not payload.request.inputs:  # which go along with the request
+        if not (type(payload.data) in SCALARS and payload.data is payload.request.inputs):  # which go along with it
             fields["data"] = payload.data
         timings = self._timings(work)
-        peer = self._bound(work, target)
+        peer = work.bindings[target]
         if peer == self._around.incarnation:
             intake = self._sibling(target)
-            fields["data"] = self._around.shared(self._plan.name, target, work.request_id, payload.data, "payload.data")
+            fields["request"] = payloads.reissued(payload.request)
+            fields["data"] = self._around.shared(self._plan.name, target, work, payload.data, "payload.data")
             intake.payload(work.header(), self._plan.name, Passed(fields), timings)
             return
         found = packed.get(id(payload))
@@ -201,6 +281,7 @@ class StageOutbox:
     def _send_chunk(self, work: RequestWork, target: str, chunk: Chunk) -> None:
         fields: dict[str, Any] = {"data": chunk.data, "metadata": chunk.metadata}
         if target == COORDINATOR:
+            work.look(chunk.data)
             extracted = payloads.extract(fields, where="chunk", as_fields=True)
             weight = streams.weight(extracted.nbytes)
             index = work.number(target, weight)
@@ -210,13 +291,14 @@ class StageOutbox:
 
             self._ship(work, target, work.owner, extracted, stream)
             return
-        peer = self._bound(work, target)
+        peer = work.bindings[target]
         if peer == self._around.incarnation:
             intake = self._sibling(target)
             source, shared = self._plan.name, self._around.shared
             for name, one in fields.items():
-                fields[name] = shared(source, target, work.request_id, one, f"chunk.{name}")
-            fields["request"] = work.request
+                fields[name] = shared(source, target, work, one, f"chunk.{name}")
+            if work.request is not None and work.sent(target) == 0:
+                fields["request"] = payloads.reissued(work.request)
             intake.chunk(work.header(), self._plan.name, work.number(target), chunk.modality, Passed(fields))
             return
         if work.sent(target) == 0:
@@ -233,11 +315,33 @@ class StageOutbox:
         self._ship(work, target, peer, extracted, make)
 
     def _send_end(self, work: RequestWork, target: str) -> None:
+        """The done signal. Of an empty stream it is the first that the target hears of the request, and brings it."""
         total = work.sent(target)
-        if self._bound(work, target) == self._around.incarnation:
-            self._sibling(target).end(work.header(), self._plan.name, total)
-        else:
+        peer = work.bindings[target]
+        fields = {"request": work.request} if total == 0 else None
+        if peer == self._around.incarnation:
+            sealed = None
+            if total == 0 and work.request is not None:
+                sealed = Passed({"request": payloads.reissued(work.request)})
+            self._sibling(target).end(work.header(), self._plan.name, total, sealed)
+        elif fields is None:
             self._send_control(work, target, is_done=True, chunk_id=total)
+        else:
+
+            def make(body: Body) -> Message:
+                return DataReady(work.header(), self._plan.name, target, body, 0, is_done=True)
+
+            self._ship(work, target, peer, payloads.extract(fields, where="payload", as_fields=True), make)
+
+    def _send_skip(self, work: RequestWork, target: str, *, chunks: int | None = None) -> None:
+        """Tell ``target`` that nothing more comes on this edge: it begins nothing, and ends waiting."""
+        peer = work.bindings.get(target)
+        if peer is None:
+            return  # the request has no instance of it: nobody waits there
+        if peer == self._around.incarnation:
+            self._sibling(target).skip(work.header(), self._plan.name, chunks)
+        elif not self._around.say(peer, Skip(work.header(), self._plan.name, target, chunks)):
+            raise TransferError(f"no connection to the instance of {target!r}")
 
     def _send_control(
         self,
@@ -263,15 +367,19 @@ class StageOutbox:
 
     def _ship(self, work: RequestWork, target: str, peer: str, extracted: Extracted, make: Make) -> None:
         relay = self._plan.relay
-        parcel = Parcel(work, extracted, make, relay.backend)
+        parcel = Parcel(work, extracted, make, relay.backend, lambda error: self._lost(work, error))
         if not self._around.lanes.ship((self._plan.name, target, peer), parcel, credits=relay.credits):
             raise TransferError(f"no connection to the instance of {target!r}")
 
-    def _bound(self, work: RequestWork, target: str) -> str:
-        try:
-            return work.bindings[target]
-        except KeyError:
-            raise TransferError(f"the request is bound to no instance of {target!r}") from None
+    def _lost(self, work: RequestWork, error: BaseException) -> None:
+        """What had waited in a lane cannot be sent. The work may be over here, and its request is not."""
+        failure = failure_of(error, self._plan.name, "send")
+        log_failure(work.request_id, failure, error)
+        self._tell_failed(work, failure)
+
+    def _tell_failed(self, work: RequestWork, failure: Failure, timings: tuple[Timing, ...] = ()) -> None:
+        said = Complete(work.request_id, work.attempt, self._plan.name, failure=failure, timings=timings)
+        self._around.say(work.owner, said)
 
     def _sibling(self, target: str) -> Intake:
         intake = self._around.sibling(target)
@@ -279,11 +387,20 @@ class StageOutbox:
             raise TransferError(f"{target!r} is not in this process, though the request is bound to it here")
         return intake
 
+    def _say_consumed(self, producer: str, said: Consumed) -> None:
+        if producer == self._around.incarnation:
+            tell_consumed(self._around.sibling(said.source), said)
+        else:
+            self._around.say(producer, said)
+
     def _end(self, work: RequestWork) -> None:
         self._forget(work)
-        self._around.ended(self._plan.name, work.request_id)
+        for source in self._plan.stream_from:
+            if source not in work.ended_sources:  # nobody takes the rest of that stream
+                self.refuse(work.header(), source)
+        self._around.ended(self._plan.name, work)
 
-    def _timings(self, work: RequestWork) -> Any:
+    def _timings(self, work: RequestWork) -> tuple[Timing, ...]:
         return work.timing(self._plan.name)
 
 
@@ -291,26 +408,14 @@ def tell_consumed(producer: Intake | None, said: Consumed) -> None:
     """A consumer has taken chunks of a stage of this process."""
     work = producer.find(said.owner, said.request_id, said.attempt) if producer is not None else None
     if work is not None:
-        work.consumed(said.target, said.weight)
+        work.consumed(said.target, said.weight, over=said.over)
 
 
-def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
-    """What the client is told of ``error``."""
-    match error:
-        case RequestError():
-            return Failure(error.code, _sayable(error.message), error.stage or stage, error.hook or hook, error.param)
-        case HookError():
-            return Failure("stage_failed", _sayable(error.message), error.stage, error.hook)
-        case ValueRefused():
-            return Failure("stage_failed", _sayable(str(error)), stage, hook)
-        case TransferError() | ProtocolError():
-            return Failure("transport_failed", _sayable(str(error)), stage, hook)
-    return Failure("stage_failed", _sayable(f"{type(error).__name__}: {error}"), stage, hook)
-
-
-def _sayable(message: str) -> str:
-    """A failure that could not be said would never end its request: no surrogates (file names), no novels."""
-    return str(message)[:MESSAGE_LIMIT].encode(errors="backslashreplace").decode()
+def _met(work: RequestWork, targets: Sequence[str]) -> list[str]:
+    """The targets that the request may meet. From a stage that it is not bound to, no terminal that it waits for can be
+    reached (`rules.reachability`).
+    """
+    return [target for target in targets if target in work.bindings or target == COORDINATOR]
 
 
 def _ours(work: Work) -> RequestWork:

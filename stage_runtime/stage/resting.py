@@ -23,12 +23,15 @@ class Rest:
         self._pinned: list[int] = []  #: Transfers that were pinned at the last beat.
         self._searched_for: list[int] = []  #: Those of them for which garbage was collected in vain.
         self._taken = 0  #: What the engines had taken at the last beat.
+        self._dropped = 0  #: Requests that had ended while they waited, at the last beat.
+        self._free = False  #: Some have since memory was given back.
         self._calm = LAST_TRIM  #: Beats in a row without anything; a process that has done nothing yet is past it all.
 
     def beat(self, relays: Relays) -> None:
         busy = any(stage.busy for stage in self._stages)
         self._free_forgotten([int(pin.transfer) for pin in relays.pins()], busy=busy)
         self._give_memory_back(sum(stage.inbox.taken for stage in self._stages), busy=busy)
+        self._give_dropped_back(sum(stage.inbox.dropped for stage in self._stages))
 
     def _free_forgotten(self, pins: list[int], *, busy: bool) -> None:
         """Look for slots that only unreachable cycles still hold (a user's exception with its traceback is one)."""
@@ -44,3 +47,11 @@ class Rest:
         if 0 < self._calm <= LAST_TRIM and self._calm.bit_count() == 1:
             memory.give_back()
         self._taken = taken
+
+    def _give_dropped_back(self, dropped: int) -> None:
+        """What requests have left behind that ended in the queue of a busy stage. It may be busy for long."""
+        if dropped != self._dropped:
+            self._free, self._dropped = True, dropped
+        elif self._free:
+            self._free = False
+            memory.give_back()

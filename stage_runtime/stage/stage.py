@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from threading import Event, Thread
 
 from omnipipeline_spec.plan import StagePlan
+from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine, Inbox, Work
-from stage_runtime.engines.events import Abort
+from stage_runtime.engines.custom import EngineCrashed
+from stage_runtime.engines.events import Stalled
+from stage_runtime.engines.streaming import StreamingEngine
+from stage_runtime.errors import told
 from stage_runtime.stage import tensor_parallel
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.intake import Intake
 from stage_runtime.stage.outbox import StageOutbox, Surroundings
+from stage_runtime.stage.stalling import Stalling
 from stage_runtime.stage.tensor_parallel import Leader, LeaderInbox
 from stage_runtime.stage.work import RequestWork
 
@@ -28,6 +34,7 @@ class Stage:
         around: Surroundings,
         *,
         crashed: Callable[[str, BaseException], None],
+        loop: asyncio.AbstractEventLoop,
         leader: Leader | None = None,
     ) -> None:
         """leader: the followers' end, of a TP stage's rank 0."""
@@ -35,15 +42,31 @@ class Stage:
         self.hooks = Hooks(plan)
         self.stop = Event()
         self.inbox = Inbox(self._unreadable) if leader is None else LeaderInbox(self._unreadable, leader.tell)
-        self.intake = Intake(plan, self.hooks, self.inbox, self._fail)
-        self.outbox = StageOutbox(plan, self.hooks, around, self.intake.forget)
+        self.intake = Intake(
+            plan,
+            self.hooks,
+            self.inbox,
+            self._fail,
+            self._crash,
+            skipped=lambda work: self.outbox.skip(work),
+            unwanted=lambda header, source: self.outbox.refuse(header, source),
+            reject=lambda header, error: self.outbox.reject(header, error),
+        )
+        self.outbox = StageOutbox(plan, self.hooks, around, self.intake.forget, self._crash, self._fail)
+        self._stalling = Stalling(
+            self.inbox.parking,
+            workers=lambda: self.intake.engine.concurrency if self.intake.engine is not None else 1,
+            works=self.intake.works,
+            others=lambda: any(self._queued(work) for work in self.intake.works()),
+            say=lambda target, peer, stalled: around.stalled(plan.name, target, peer, stalled),
+            loop=loop,
+        )
         self._crashed = crashed
         self._thread: Thread | None = None
 
     def start(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
         """Load the engine and run it. ``loaded`` is told, on the scheduler thread, how loading went."""
-        self._thread = Thread(target=self._run, args=(load, loaded), name=self.plan.name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self.plan.name, self._run, load, loaded, crashed=self._crash)
 
     def close(self, timeout_s: float) -> bool:
         """Let the engine finish what waits, and end. False when it did not within ``timeout_s``."""
@@ -57,14 +80,27 @@ class Stage:
 
     @property
     def steps(self) -> int:
-        """Grows with all that the engine takes or gives, and while its event loop turns: its sign of progress."""
+        """Grows with all that the engine asks for, takes or gives, and while its event loop turns."""
         engine = self.intake.engine
-        return self.inbox.taken + self.outbox.given + (engine.ticks if engine is not None else 0)
+        return self.inbox.asked + self.inbox.taken + self.outbox.given + (engine.ticks if engine is not None else 0)
 
     @property
     def busy(self) -> bool:
         """It has work at hand. What waits at a join waits for others."""
         return len(self.inbox) > 0 or self.running > 0
+
+    @property
+    def computing(self) -> bool:
+        """It has work that waits for nobody else: neither for a reader of its streams nor for something to come."""
+        engine, parking = self.intake.engine, self.inbox.parking
+        if engine is None or parking.all >= engine.concurrency:
+            return False
+        return len(self.inbox) > 0 or self.running > parking.at_gates
+
+    def source_stalled(self, source: str, instance: str, stalled: bool) -> None:
+        """All workers of an instance of ``source`` wait for full windows, or no longer."""
+        if isinstance(self.intake.engine, StreamingEngine):
+            self.inbox.put(Stalled(source, instance, stalled))
 
     @property
     def waiting(self) -> int:
@@ -76,6 +112,11 @@ class Stage:
         """Requests that are being computed."""
         return sum(1 for work in self.intake.works() if work.began_at is not None)
 
+    def _queued(self, work: RequestWork) -> bool:
+        """It could begin, if a worker were free."""
+        here = work.has_payload or bool(self.plan.stream_from and work.queued_at)
+        return here and work.began_at is None and not work.dead
+
     def _run(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
         try:
             engine = load(self.plan)
@@ -86,13 +127,15 @@ class Stage:
             return
         self.intake.engine = engine
         loaded(self.plan.name, None)
-        try:
-            engine.run(self.inbox, self.outbox, self.stop)
-        except BaseException as error:
-            log.exception("stage %s: engine crashed", self.plan.name)
-            for work in self.intake.works():
-                self.outbox.fail(work, RuntimeError(f"scheduler crashed: {type(error).__name__}: {error}"))
-            self._crashed(self.plan.name, error)
+        engine.run(self.inbox, self.outbox, self.stop)
+        if not self.stop.is_set() and not self.inbox.closed:
+            raise EngineCrashed("the engine's loop ended before it was told to stop")
+
+    def _crash(self, error: BaseException) -> None:
+        """A thread of the stage has ended, and with it what it would have computed. On that thread."""
+        for work in self.intake.works():
+            self.outbox.fail(work, RuntimeError(f"scheduler crashed: {told(error)}"))
+        self._crashed(self.plan.name, error)
 
     def _unreadable(self, work: Work, error: BaseException) -> None:
         assert isinstance(work, RequestWork)
@@ -102,4 +145,4 @@ class Stage:
         """It failed outside of the engine, which may be at it: waiting for a chunk that will not come."""
         self.outbox.fail(work, error, hook=hook)
         work.abort()
-        self.inbox.put(Abort(work.request_id, work))
+        self.inbox.abort(work)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Gate, Inbox, Work
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, RequestError, ValueRefused, told
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
 from stage_runtime.relays.lanes import Lanes, Parcel
+from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.rules.streams import Inbound
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.messages import Body, Message, RankHello, RankWork
 from stage_runtime.wire.values import Chunk, StagePayload
 
@@ -32,7 +34,7 @@ RANK_CREDITS: Final = 64  # followers keep up with rank 0 by construction: colle
 class Broadcast(Protocol):
     """How a leader's inbox reaches the followers; from the engine's thread."""
 
-    def __call__(self, kind: str, request_id: str = "", fields: dict[str, Any] | None = None) -> None: ...
+    def __call__(self, kind: str, work: RequestWork | None = None, fields: dict[str, Any] | None = None) -> None: ...
 
 
 def check(engine: Engine, stage: str) -> None:
@@ -57,30 +59,49 @@ class LeaderInbox(Inbox):
         super().on_arrival(wake)
 
     def get(self, timeout: float | None = None) -> events.Incoming | None:
-        return self._told(super().get(timeout))
+        while True:
+            event = super().get(timeout)
+            if self._told(event):
+                return event
 
     def get_nowait(self) -> events.Incoming | None:
-        event = super().get_nowait()
-        return self._told(event) if event is not None or not self._loops else None
+        while True:
+            event = super().get_nowait()
+            if event is None and self._loops:
+                return None
+            if self._told(event):
+                return event
 
-    def _told(self, event: events.Incoming | None) -> events.Incoming | None:
+    def _told(self, event: events.Incoming | None) -> bool:
+        """Tell the followers. False: it cannot travel (what a merge gave, say): its request fails, no rank has it."""
+        try:
+            self._say(event)
+        except ValueRefused as error:
+            if event is None or isinstance(event, events.Admin | events.Stalled):
+                raise
+            self._fail(event.work, error)
+            return False
+        return True
+
+    def _say(self, event: events.Incoming | None) -> None:
         match event:
             case None:
                 self._tell("close" if self.closed else "nothing")
             case events.Start():
-                self._tell("start", event.request_id, {"request": event.payload.request, "data": event.payload.data})
+                self._tell("start", event.work, {"request": event.payload.request, "data": event.payload.data})
             case events.ChunkIn():
-                self._tell("chunk", event.request_id, _chunk_fields(event.chunk))
+                self._tell("chunk", event.work, _chunk_fields(event.chunk))
             case events.StreamDone():
-                self._tell("done", event.request_id, {"source": event.source})
+                self._tell("done", event.work, {"source": event.source, "request": event.request})
+            case events.NoPayload():
+                self._tell("no payload", event.work)
             case events.StreamFailed():
-                self._tell("failed", event.request_id, {"source": event.source, "error": event.error})
+                self._tell("failed", event.work, {"source": event.source, "error": event.error})
             case events.Abort():
-                self._tell("abort", event.request_id)
+                self._tell("abort", event.work)
             case events.Admin():
                 fields = {"call_id": event.call_id, "operation": event.operation, "arguments": event.arguments}
-                self._tell("admin", "", fields)
-        return event
+                self._tell("admin", None, fields)
 
 
 class FollowerInbox(Inbox):
@@ -131,22 +152,46 @@ class FollowerInbox(Inbox):
         return self._sequence.qsize()
 
 
+class WorkKey(NamedTuple):
+    """Which request of rank 0's: two coordinators may use one request id at the same time."""
+
+    owner: str
+    request_id: str
+    attempt: int
+
+
+NO_WORK: Final = WorkKey("", "", 0)  # of a step that is about no request
+
+
 class FollowedWork:
     """`engines.base.Work` of a follower: never cancelled, rank 0 says what happens."""
 
     cancelled = False
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, key: WorkKey) -> None:
+        self.key = key
+        self.bindings: dict[str, str] = {}  #: Rank 0 has the links.
         self.over = False  #: This rank is through with it; what still comes must not begin it anew.
+        self.at_engine = False
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
 
 
 class Silence:
     """A follower's outbox: results are rank 0's to send, failures are told to it."""
 
-    def __init__(self, *, over: Callable[[str], None], failed: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        over: Callable[[WorkKey], None],
+        failed: Callable[[WorkKey, str], None],
+        crashed: Callable[[BaseException], None],
+    ) -> None:
         self._over = over
         self._failed = failed
+        self._crashed = crashed
 
     def began(self, work: Work) -> None: ...
 
@@ -154,14 +199,23 @@ class Silence:
         return None
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
-        self._over(work.request_id)
+        self._over(_followed(work).key)
 
-    def consumed(self, work: Work, source: str, count: int) -> None: ...
+    def consumed(self, work: Work, source: str, count: int) -> int:
+        return count
+
+    def turn_away(self, work: Work, error: RequestError) -> None: ...
+
+    def settle(self) -> None: ...
 
     def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
-        log.error("request %s failed on this rank", work.request_id, exc_info=error)
-        self._over(work.request_id)
-        self._failed(work.request_id, f"{type(error).__name__}: {error}")
+        log_failure(work.request_id, failure_of(error, "this rank", hook), error)
+        key = _followed(work).key
+        self._over(key)
+        self._failed(key, told(error))
+
+    def crashed(self, error: BaseException) -> None:
+        self._crashed(error)
 
 
 class Leader:
@@ -175,12 +229,15 @@ class Leader:
         self._index = 0
         self._channels: Channels
         self._lanes: Lanes
+        self._lost: Callable[[BaseException], None]
         self._stage = ""
 
-    def wire(self, channels: Channels, lanes: Lanes, stage: str) -> None:
+    def wire(self, channels: Channels, lanes: Lanes, stage: str, lost: Callable[[BaseException], None]) -> None:
+        """lost: called when a step cannot be sent to a follower, whose engine would wait for it for ever."""
         self._channels = channels
         self._lanes = lanes
         self._stage = stage
+        self._lost = lost
 
     def greet(self, me: Callable[[str], RankHello]) -> None:
         """Say who leads, to whoever has not answered."""
@@ -203,32 +260,33 @@ class Leader:
     def is_follower(self, peer: str) -> bool:
         return peer in self._followers
 
-    def tell(self, kind: str, request_id: str = "", fields: dict[str, Any] | None = None) -> None:
+    def tell(self, kind: str, work: RequestWork | None = None, fields: dict[str, Any] | None = None) -> None:
         """`Broadcast`: from the engine's thread, in the order in which it takes events."""
         index = self._index
-        self._index += 1
+        key = NO_WORK if work is None else WorkKey(work.owner, work.request_id, work.attempt)
         if fields is None:
             for follower in self._followers:
-                self._channels.send(follower, RankWork(index, kind, request_id))
+                self._channels.send(follower, RankWork(index, kind, key.request_id, key.owner, key.attempt))
+            self._index += 1
             return
         extracted = payloads.extract(fields, where="payload", as_fields=True)
 
         def make(body: Body) -> Message:
-            return RankWork(index, kind, request_id, body)
+            return RankWork(index, kind, key.request_id, key.owner, key.attempt, body)
 
         for follower, rank in self._followers.items():
-            parcel = Parcel(FollowedParcel(request_id), extracted, make, "auto")
+            parcel = Parcel(FollowedParcel(key), extracted, make, "auto", self._lost)
             self._lanes.ship((self._stage, f"rank {rank}", follower), parcel, credits=RANK_CREDITS)
+        self._index += 1  # by what was said alone: the followers wait for each number, and what is refused has none
 
 
 class FollowedParcel:
     """`relays.lanes.Wanted` of what goes to followers: always wanted, they take the same steps as rank 0."""
 
     aborted = False
-    attempt = 0
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, key: WorkKey) -> None:
+        self.owner, self.request_id, self.attempt = key
 
 
 class Follower:
@@ -237,52 +295,66 @@ class Follower:
     def __init__(self, inbox: FollowerInbox) -> None:
         self._inbox = inbox
         self._order: Inbound[tuple[RankWork, Fetched | None]] = Inbound()
-        self._works: dict[str, FollowedWork] = {}  #: Oldest first; those that are over stay for a while.
+        self._works: dict[WorkKey, FollowedWork] = {}  #: Oldest first; those that are over stay for a while.
 
     def work(self, message: RankWork, fetched: Fetched | None) -> None:
         """One step has arrived, perhaps before an earlier one."""
         for step, body in self._order.offer(message.index, (message, fetched)):
             self._step(step, body)
 
-    def over(self, request_id: str) -> None:
+    def over(self, key: WorkKey) -> None:
         """This rank is through with a request; on the engine's thread. It may be so before rank 0 is."""
-        work = self._works.get(request_id)
+        work = self._works.get(key)
         if work is not None:
             work.over = True
+
+    def abort_all(self) -> None:
+        """Rank 0 is gone, or this process ends: nothing that was begun here is ended otherwise."""
+        for work in list(self._works.values()):
+            if not work.over:
+                self._inbox.follow(events.Abort(work.request_id, work))
 
     def _step(self, message: RankWork, fetched: Fetched | None) -> None:
         if message.kind == "close":
             self._inbox.close()
             return
         fields = fetched.open() if fetched is not None else {}
-        self._inbox.follow(self._event(message.kind, message.request_id, fields))
+        key = WorkKey(message.owner, message.request_id, message.attempt)
+        self._inbox.follow(self._event(message.kind, key, fields))
 
-    def _event(self, kind: str, request_id: str, fields: dict[str, Any]) -> events.Incoming | None:
-        work = self._work(kind, request_id) if request_id else None
+    def _event(self, kind: str, key: WorkKey, fields: dict[str, Any]) -> events.Incoming | None:
+        request_id = key.request_id
+        work = self._work(key) if key != NO_WORK else None
         match kind:
             case "start":
                 return events.Start(request_id, StagePayload(request=fields["request"], data=fields["data"]), work)
             case "chunk":
                 return events.ChunkIn(request_id, Chunk(**fields), work)
             case "done":
-                return events.StreamDone(request_id, fields["source"], work)
+                return events.StreamDone(request_id, fields["source"], work, fields["request"])
+            case "no payload":
+                return events.NoPayload(request_id, work)
             case "failed":
                 return events.StreamFailed(request_id, fields["source"], fields["error"], work)
             case "abort":
-                self._works.pop(request_id, None)
+                self._works.pop(key, None)
                 return events.Abort(request_id, work)
             case "admin":
                 return events.Admin(fields["call_id"], fields["operation"], fields["arguments"], lambda _: None)
         return None
 
-    def _work(self, kind: str, request_id: str) -> FollowedWork:
-        work = self._works.get(request_id)
-        if work is None or (work.over and kind == "start"):  # the same id again, or a next attempt
-            self._works.pop(request_id, None)
-            work = self._works[request_id] = FollowedWork(request_id)
+    def _work(self, key: WorkKey) -> FollowedWork:
+        work = self._works.get(key)
+        if work is None:
+            work = self._works[key] = FollowedWork(key)
             if len(self._works) > REMEMBERED:
                 del self._works[next(iter(self._works))]
         return work
+
+
+def _followed(work: Work) -> FollowedWork:
+    assert isinstance(work, FollowedWork)
+    return work
 
 
 def _chunk_fields(chunk: Chunk) -> dict[str, Any]:

@@ -1,61 +1,137 @@
-"""The debug mode for shared values (OMNI_DEBUG_VALUES=1): who writes into what stages of one process share?
+"""The debug mode for values (OMNI_DEBUG_VALUES=1): which stage writes into memory that it shares?
 
-Tensors are hashed when they are handed over, when the receiver begins and when it ends. A change before the begin
-was the sender's, one before the end the receiver's. Both break the read-only contract.
+Two rules, and who breaks which is certain: what a stage gave it does not write again, and what it received is
+read-only. So that the two cannot be confused, a stage gets copies in this mode, from a sibling as from afar: its own
+memory is watched for writes of the giver, the copies for writes of the receiver. The same on every transport.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, deque
+from collections.abc import Mapping
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from stage_runtime.relays import payloads
+from stage_runtime.relays.payloads import Fingerprint
+from stage_runtime.stage.arrivals import Sealed
+from stage_runtime.wire.values import detached
 
 log = logging.getLogger(__name__)
 
+#: Of what a stage gave, and of what it received of one request: a buffer is used again soon, or never.
+REMEMBERED: Final = 16
+REQUESTS: Final = 1024  # an aborted one is never said to have ended
 
-class Handover(msgspec.Struct):
-    """One value on its way from one stage to a sibling."""
 
-    source: str
-    where: str  #: What the value is called: ``payload.data``.
-    value: Any
-    digests: dict[str, str]
+class Violation(msgspec.Struct, frozen=True):
+    """One write where there must be none."""
+
+    stage: str
+    request: str
+    path: str
+    #: The stage that the value came from; None: the writer itself gave it.
+    source: str | None
+
+    def __str__(self) -> str:
+        if self.source is None:
+            rule = "after it gave it: another stage may share it; give a new one each time, or a clone"
+        else:
+            rule = f"which it got from {self.source!r}: it is read-only; use payload.detach()"
+        return f"stage {self.stage!r} wrote into {self.path}, {rule}"
+
+
+class Watched:
+    """`arrivals.Sealed` from another process."""
+
+    def __init__(self, sealed: Sealed, watch: Watch, stage: str, source: str, request: str, name: str) -> None:
+        """name: what a violation calls it, ``payload`` or ``chunk``."""
+        self._sealed = sealed
+        self._took = (stage, source, request)
+        self._watch = watch
+        self._name = name
+
+    def open(self) -> Any:
+        self._sealed.copy_out()  # what is remembered must hold no slot of the sender
+        fields = self._sealed.open()
+        if isinstance(fields, dict):
+            for name in ("data", "metadata"):
+                self._watch.took(*self._took, fields.get(name), f"{self._name}.{name}")
+        return fields
+
+    def copy_out(self) -> None:
+        self._sealed.copy_out()
+
+    def discard(self) -> None:
+        self._sealed.discard()
 
 
 class Watch:
-    """All handovers inside this process. Costs three hashes of every shared tensor."""
+    """All values that the stages of this process give and receive. Costs a copy of each, and a hash at every look."""
 
-    def __init__(self) -> None:
-        self.violations: list[str] = []
-        self._under_way: dict[tuple[str, str], list[Handover]] = {}  #: (request id, target)
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        self.violations: list[Violation] = []
+        self._remembered = remembered
+        self._given: dict[str, deque[tuple[str, Fingerprint]]] = {}  #: stage -> (request, what it gave), oldest first
+        #: (request, stage) -> (source, what it received), oldest first
+        self._taken: OrderedDict[tuple[str, str], deque[tuple[str, Fingerprint]]] = OrderedDict()
         self._lock = Lock()
 
-    def handed(self, source: str, target: str, request_id: str, value: Any, where: str) -> None:
-        digests = payloads.fingerprint(value, where=where)
-        if digests:
-            with self._lock:
-                self._under_way.setdefault((request_id, target), []).append(Handover(source, where, value, digests))
+    def passed(self, source: str, target: str, request: str, value: Any, where: str) -> Any:
+        """``value``, isolated, on its way to a sibling stage: a copy."""
+        copy = payloads.isolate(detached(value))
+        self.took(target, source, request, copy, where)
+        return copy
 
-    def began(self, target: str, request_id: str) -> None:
-        """``target`` begins: what has changed by now, its sender wrote."""
-        for handover in self._under_way.get((request_id, target), []):
-            self._compare(handover, request_id, by=handover.source)
-
-    def ended(self, target: str, request_id: str) -> None:
-        """``target`` is through: what has changed since it began, it wrote."""
+    def took(self, stage: str, source: str, request: str, value: Any, where: str) -> None:
+        """``stage`` gets ``value``, in memory that nobody else has."""
+        fingerprint = payloads.fingerprint(value, where=where)
+        if not fingerprint.leaves:
+            return
         with self._lock:
-            handovers = self._under_way.pop((request_id, target), [])
-        for handover in handovers:
-            self._compare(handover, request_id, by=target)
+            taken = self._taken.setdefault((request, stage), deque())
+            taken.append((source, fingerprint))
+            if len(taken) > self._remembered:
+                self._look(stage, request, *taken.popleft())
+            if len(self._taken) > REQUESTS:
+                self._taken.popitem(last=False)
 
-    def _compare(self, handover: Handover, request_id: str, *, by: str) -> None:
-        now = payloads.fingerprint(handover.value, where=handover.where)
-        for path in payloads.written(handover.digests, now):
-            violation = f"stage {by!r} wrote into {path}, handed over by {handover.source!r} (request {request_id})"
+    def gave(self, stage: str, request: str, values: Mapping[str, Any]) -> None:
+        """``stage`` has given these, by what a violation calls them."""
+        found = [payloads.fingerprint(value, where=where) for where, value in values.items()]
+        with self._lock:
+            given = self._given.setdefault(stage, deque(maxlen=self._remembered))
+            self._look_back(given, stage)
+            given.extend((request, fingerprint) for fingerprint in found if fingerprint.leaves)
+
+    def began(self, stage: str) -> None:
+        """``stage`` begins something: what has changed of what it gave before, it wrote."""
+        with self._lock:
+            self._look_back(self._given.get(stage, ()), stage)
+
+    def ended(self, stage: str, request: str) -> None:
+        """``stage`` is through with a request: what has changed of what it received, it wrote."""
+        with self._lock:
+            for source, fingerprint in self._taken.pop((request, stage), ()):
+                self._look(stage, request, source, fingerprint)
+            for giver, given in self._given.items():
+                self._look_back(given, giver)
+
+    def forget(self, request: str) -> None:
+        """It was aborted, perhaps before its stages began: what they received of it need not be kept."""
+        with self._lock:
+            for key in [key for key in self._taken if key[0] == request]:
+                del self._taken[key]
+
+    def _look_back(self, given: Any, stage: str) -> None:
+        for request, fingerprint in given:
+            self._look(stage, request, None, fingerprint)
+
+    def _look(self, stage: str, request: str, source: str | None, fingerprint: Fingerprint) -> None:
+        for path in fingerprint.written():
+            violation = Violation(stage, request, path, source)
             self.violations.append(violation)
-            log.error("%s: received tensors are read-only; use payload.detach()", violation)
-        handover.digests = now
+            log.error("%s (request %s)", violation, request)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future
 from threading import Lock
 from typing import Any, Final
 
-from stage_runtime.engines.base import Gate
+from stage_runtime.engines.gates import Gate, Parking
+from stage_runtime.relays import payloads
+from stage_runtime.relays.lanes import attempt_key
+from stage_runtime.rules.expecting import Expecting
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
+from stage_runtime.wire import outputs
 from stage_runtime.wire.messages import Header, Timing
 from stage_runtime.wire.values import OmniRequest
 
@@ -37,7 +40,14 @@ class RequestWork:
     """
 
     def __init__(
-        self, header: Header, *, gathering: Gathering | None, sources: tuple[str, ...], lockstep: bool = False
+        self,
+        header: Header,
+        *,
+        gathering: Gathering | None,
+        sources: tuple[str, ...],
+        inputs: tuple[str, ...] = (),
+        parking: Parking | None = None,
+        lockstep: bool = False,
     ) -> None:
         """lockstep: the ranks of a TP stage compute it: what one begins all end, or a collective would hang."""
         self.request_id = header.request_id
@@ -49,10 +59,15 @@ class RequestWork:
         self.request: OmniRequest | None = None
         self.gathering = gathering
         self.merge = Merge(sources)
-        self.ended_sources: set[str] = set()  #: Told to the engine already.
+        self.expecting = Expecting(inputs, sources)
+        self.ended_sources: set[str] = set()  #: Streams that have ended, whether the engine was told or not.
+        self.untold_ends: list[str] = []  #: Those of them to tell the engine when something begins the request.
+        self.told_no_payload = False
         self.timings: dict[str, Timing] = {}  #: Of the stages before this one.
         self._fate = Fate(lockstep)
         self.over = False  #: Done, failed or aborted here.
+        self.served = False  #: Its payload was complete, and its result was given here.
+        self.at_engine = False  #: As `engines.base.Work` says.
         self.queued_at: float | None = None
         self.began_at: float | None = None
         self._payload_claimed = False
@@ -60,7 +75,15 @@ class RequestWork:
         self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that nobody has taken, in order
         self._untold: dict[str, int] = {}  #: source -> weight of chunks taken and not told its producer yet
         self._gate: Gate | None = None
+        self._shows = False  #: Something was given that the client's route can show.
+        self._unshown: str | None = None  #: The type of the first thing that it cannot.
+        self._parking = parking
         self._lock = Lock()
+
+    @property
+    def key(self) -> str:
+        """What the process calls it, its relays too: unlike ``request_id``, no other attempt or owner has it."""
+        return attempt_key(self.owner, self.request_id, self.attempt)
 
     @property
     def aborted(self) -> bool:
@@ -86,16 +109,22 @@ class RequestWork:
         return Header(self.request_id, self.attempt, self.owner, self.bindings, remaining, self.traceparent)
 
     def know(self, request: OmniRequest) -> None:
-        """The request itself has arrived; user code may ask it whether it was cancelled."""
+        """The request has arrived, with a payload or a first chunk; user code may ask it whether it was cancelled."""
+        payloads.received(request)
+        request.__dict__["_cancelled"] = self._fate.cancelled
         if self.request is None:
             self.request = request
-            request.__dict__["_cancelled"] = self._fate.cancelled
 
     def claim_payload(self) -> bool:
         """The stage's payload is complete. False when it was before: a stage starts a request once."""
         with self._lock:
             claimed, self._payload_claimed = self._payload_claimed, True
         return not claimed
+
+    @property
+    def has_payload(self) -> bool:
+        """The stage's payload is complete. One that takes a stream may be through without it."""
+        return self._payload_claimed
 
     def finish(self) -> bool:
         """It is over here. False when it was already: only the first ending is told."""
@@ -108,12 +137,36 @@ class RequestWork:
             gate.set_result(None)
         return True
 
+    def let_go(self) -> list[Any]:
+        """It is over here: hold nothing of it. Returns the chunks that wait for an earlier one, to be freed."""
+        self.gathering = self.request = None
+        return self.merge.pending()
+
+    # --- what a client sees -------------------------------------------------------------------------------------
+
+    def look(self, data: Any) -> None:
+        """A terminal stage gives this to the client: note whether its route can show it."""
+        request = self.request  # gone when an abort comes in between
+        if request is not None and request.kind != "pipeline":
+            self._shows = self._shows or outputs.shows(data)
+            self._unshown = self._unshown or outputs.unshown(data)
+
+    @property
+    def unshown(self) -> str | None:
+        """The type of what was given in vain: nothing that was can be shown. A word beside it is the author's own."""
+        return None if self._shows else self._unshown
+
     # --- streams out --------------------------------------------------------------------------------------------
 
     def number(self, target: str, weight: int = 1) -> int:
         """The next chunk's number on the edge to ``target``."""
         with self._lock:
             return self._outbound.setdefault(target, Outbound(STREAM_WINDOW)).number(weight)
+
+    def takes(self, target: str) -> bool:
+        """Whether ``target`` still takes chunks."""
+        outbound = self._outbound.get(target)
+        return outbound is None or not outbound.closed
 
     def sent(self, target: str) -> int:
         """How many chunks have gone to ``target``."""
@@ -125,14 +178,24 @@ class RequestWork:
         with self._lock:
             if self.dead or not any(outbound.full for outbound in self._outbound.values()):
                 return None
-            self._gate = self._gate or Future()
+            self._gate = self._gate or Gate(self._parking)
             return self._gate
 
-    def consumed(self, target: str, weight: int) -> None:
-        """``target`` has taken so much more."""
+    def full_targets(self) -> list[str]:
+        """Consumers that are a whole window behind."""
+        with self._lock:
+            return [] if self.dead else [target for target, outbound in self._outbound.items() if outbound.full]
+
+    def consumed(self, target: str, weight: int, *, over: bool = False) -> None:
+        """``target`` has taken so much more. over: and takes no more after that."""
         with self._lock:
             outbound = self._outbound.get(target)
-            if outbound is None or not outbound.consumed(weight) or self._gate is None:
+            if outbound is None:
+                return
+            opened = outbound.consumed(weight)
+            if over:
+                opened = outbound.close() or opened
+            if not opened or self._gate is None:
                 return
             if any(other.full for other in self._outbound.values()):
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -11,6 +10,7 @@ from typing import Any
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Gate, Inbox, Work
+from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
 PATIENCE_S = 10.0
@@ -21,8 +21,10 @@ class OneWork:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.bindings: dict[str, str] = {}
         self.cancelled = False
         self.over = False
+        self.at_engine = False
 
 
 class Opening:
@@ -50,6 +52,7 @@ class Recorder:
         self.gates: list[Gate] = []
         self.taken: list[tuple[str, str]] = []  #: (request, source) of every chunk consumed
         self.began_ids: list[str] = []
+        self.crashes: list[BaseException] = []
         self.refuses: Exception | None = None
 
     def emit(self, work: Work, chunk: Any) -> Gate | None:
@@ -70,11 +73,20 @@ class Recorder:
             work.over = True
             self.said.put((work.request_id, "failed", f"{type(error).__name__}: {error}"))
 
+    def settle(self) -> None: ...
+
     def began(self, work: Work) -> None:
         self.began_ids.append(work.request_id)
 
-    def consumed(self, work: Work, source: str, count: int) -> None:
+    def consumed(self, work: Work, source: str, count: int) -> int:
         self.taken += [(work.request_id, source)] * count
+        return count
+
+    def turn_away(self, work: Work, error: RequestError) -> None:
+        self.fail(work, error)
+
+    def crashed(self, error: BaseException) -> None:
+        self.crashes.append(error)
 
     def next(self) -> tuple[Any, ...]:
         return self.said.get(timeout=PATIENCE_S)
@@ -126,7 +138,7 @@ class Rig:
         """As the intake does it."""
         work = self.work(request_id)
         work.cancelled = work.over = True
-        self.inbox.put(events.Abort(request_id, work))
+        self.inbox.abort(work)
 
     def unreadable(self, work: Work, error: BaseException) -> None:
         self.outbox.fail(work, error)
@@ -157,4 +169,4 @@ def running(engine: Engine) -> Iterator[Rig]:
 
 
 def gate() -> Gate:
-    return Future()
+    return Gate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -124,3 +125,31 @@ def test_what_waits_when_the_inbox_closes_is_still_computed() -> None:
     rig.thread.join(10)
     assert not rig.thread.is_alive()
     assert sorted(rig.outbox.several(5)) == [(f"r{index}", "done", index) for index in range(5)]
+
+
+class LyingLength(list[Any]):
+    def __len__(self) -> int:
+        return 1
+
+
+class Unreadable(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise SystemExit("not to be read")
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        (LyingLength(), "TypeError: gave 0 results for a batch of 1; wanted a list, one each, in order"),
+        (LyingLength([1, 2]), "TypeError: gave 2 results for a batch of 1; wanted a list, one each, in order"),
+        (Unreadable([1]), "SystemExit: not to be read"),
+    ],
+)
+def test_a_list_that_is_not_what_it_says_fails_its_batch_alone(results: list[Any], said: str) -> None:
+    def fn(payloads: list[Payload]) -> list[Any]:
+        return results if payloads[0].data == "bad" else [payload.data for payload in payloads]
+
+    with running(as_engine(omni.Batched(fn, max_batch=1))) as rig:
+        rig.start("r1", "bad")
+        rig.start("r2", "good")
+        assert rig.outbox.several(2) == [("r1", "failed", said), ("r2", "done", "good")]

@@ -64,6 +64,39 @@ def test_what_is_said_of_a_request_that_is_over_or_unknown_goes_nowhere() -> Non
     assert rig.outbox.said.empty()
 
 
+@pytest.mark.parametrize("said", [None, "r1", events.Done(["r1"]), events.Done(1)])  # type: ignore[arg-type]
+def test_what_names_no_request_reaches_none(said: Any) -> None:
+    def step(event: Any, outbox: Any) -> None:
+        try:
+            outbox.put(said)
+            told = "discarded"
+        except TypeError as error:
+            told = str(error)
+        outbox.put(events.Done(event.request_id, told))
+
+    words = (
+        "discarded"
+        if isinstance(said, events.Done)
+        else f"outbox.put takes Emit, Done or Failed, not {type(said).__name__}"
+    )
+    with running(as_engine(Loop(step))) as rig:
+        rig.start("r1")
+        assert rig.outbox.next() == ("r1", "done", words)
+
+
+def test_an_event_that_is_no_answer_fails_its_request_and_not_the_loop() -> None:
+    def step(event: Any, outbox: Any) -> None:
+        outbox.put(event)
+        outbox.put(events.Done(event.request_id, "late"))
+
+    with running(as_engine(Loop(step))) as rig:
+        for request_id in ("r1", "r2"):
+            rig.start(request_id)
+            said = (request_id, "failed", "TypeError: outbox.put takes Emit, Done or Failed, not Start")
+            assert rig.outbox.next() == said
+    assert rig.outbox.said.empty()
+
+
 def test_a_chunk_that_cannot_be_sent_fails_its_request_and_not_the_loop() -> None:
     with running(as_engine(Loop(echo))) as rig:
         rig.outbox.refuses = HookError("talker", "chunk", "a chunk to 'ghost'")
@@ -109,20 +142,87 @@ def test_a_loop_hears_of_an_abort() -> None:
     assert heard == ["r1"]
 
 
-def test_the_next_attempt_of_an_id_replaces_the_last() -> None:
+def test_two_live_requests_of_one_id_have_ids_of_their_own_and_each_gets_its_own_answer() -> None:
+    """Two coordinators may carry one client's id at the same time."""
+    held: dict[str, Any] = {}
+
     def step(event: Any, outbox: Any) -> None:
-        if event.payload.data == "second":
-            outbox.put(events.Done(event.request_id, "of the second"))
+        match event:
+            case events.Start():
+                held[event.request_id] = (event.payload.request.id, event.payload.data)
+            case events.ChunkIn():
+                held[event.request_id] = (*held[event.request_id], event.chunk.data)
+        if sum(len(one) for one in held.values()) == 6:
+            for request_id, (_, data, chunk) in reversed(held.items()):
+                outbox.put(events.Done(request_id, [data, chunk]))
+
+    with running(as_engine(Loop(step))) as rig:
+        rig.start("r1", "ours")
+        first = rig.works.pop("r1")
+        rig.start("r1", "theirs")
+        second = rig.works["r1"]
+        rig.chunk("r1", "their chunk")
+        rig.works["r1"] = first
+        rig.chunk("r1", "our chunk")
+        assert rig.outbox.several(2) == [
+            ("r1", "done", ["theirs", "their chunk"]),
+            ("r1", "done", ["ours", "our chunk"]),
+        ]
+        assert first.over and second.over
+    assert list(held) == ["r1", "r1~2"]
+    assert {one[0] for one in held.values()} == {"r1"}, "the request itself says the client's id"
+
+
+def test_the_abort_of_one_of_two_requests_of_one_id_ends_that_one_alone() -> None:
+    heard: list[str] = []
+
+    def step(event: Any, outbox: Any) -> None:
+        if isinstance(event, events.Abort):
+            heard.append(event.request_id)
+            outbox.put(events.Done("r1", "of the first"))
+            outbox.put(events.Done("r1~2", "of the second"))
+
+    with running(as_engine(Loop(step))) as rig:
+        rig.start("r1")
+        first = rig.works.pop("r1")
+        rig.start("r1")
+        rig.works["r1"] = first
+        while rig.inbox.taken < 2:
+            pass
+        rig.abort("r1")
+        assert rig.outbox.next() == ("r1", "done", "of the second")
+    assert heard == ["r1"]
+
+
+def test_what_a_loop_still_says_of_an_aborted_request_reaches_no_later_one_of_its_id() -> None:
+    def step(event: Any, outbox: Any) -> None:
+        if isinstance(event, events.Start) and event.payload.data == "second":
+            outbox.put(events.Done("r1", "computed for the first"))  # a loop that has not looked for aborts yet
+            outbox.put(events.Done(event.request_id, "computed for the second"))
 
     with running(as_engine(Loop(step))) as rig:
         rig.start("r1", "first")
         while rig.inbox.taken < 1:
             pass
-        first = rig.works.pop("r1")
+        rig.abort("r1")
+        del rig.works["r1"]
         rig.start("r1", "second")
-        assert rig.outbox.next() == ("r1", "done", "of the second")
-        assert not first.over
-        assert rig.works["r1"].over
+        assert rig.outbox.next() == ("r1", "done", "computed for the second")
+
+
+def test_an_id_is_used_again_once_the_loop_has_ended_its_request() -> None:
+    seen: list[str] = []
+
+    def step(event: Any, outbox: Any) -> None:
+        seen.append(event.request_id)
+        outbox.put(events.Done(event.request_id))
+
+    with running(as_engine(Loop(step))) as rig:
+        for _ in range(3):
+            rig.start("r1")
+            rig.outbox.next()
+            del rig.works["r1"]
+    assert seen == ["r1"] * 3
 
 
 def test_a_loop_may_poll() -> None:

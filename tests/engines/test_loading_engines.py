@@ -75,6 +75,10 @@ def test_a_factory_with_keywords_gets_everything_that_was_set_and_nothing_offere
         ("factories:absent", "'factories' has no 'absent'"),
         ("factories:Maker.absent", "has no 'Maker.absent'"),
         ("factories:NUMBER", "is a int, no function"),
+        ("factoreis:plain", "no module named 'factoreis' (in 'factoreis:plain'); did you mean factories?"),
+        ("json.decodr:x", "no module named 'json.decodr' (in 'json.decodr:x'); did you mean json.decoder?"),
+        ("factories:plane", "'factories' has no 'plane'; did you mean plain?"),
+        ("factories:Maker.maek", "has no 'Maker.maek'; did you mean Maker.make?"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_blamed_with_its_field(name: str, problem: str) -> None:
@@ -111,6 +115,38 @@ def test_what_a_factory_raises_passes_through() -> None:
 def test_a_factory_that_returns_nothing_runnable_is_blamed() -> None:
     with pytest.raises(ConfigurationError, match=r"stages\.talker\.factory: factories:nothing returned NoneType"):
         create(plan("factories:nothing"), Here())
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        ("stage_function", "missing a required argument: 'payload'. A factory is called once, without a payload"),
+        ("not_plain", "returned coroutine; .*A factory is a plain function; what it returns may be async"),
+        ("yielding", "returned generator; .*A factory is called once, without a payload, and returns the function"),
+        ("nothing", "returned NoneType; .*Is its return missing"),
+        ("deaf", "returned a function that cannot be called with the payload alone: too many positional arguments"),
+    ],
+)
+def test_what_is_named_instead_of_a_factory_is_told_what_a_factory_does(factory: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        create(plan(f"factories:{factory}"), Here())
+
+
+def test_a_module_of_the_working_directory_is_said_to_lie_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lies_here.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="it lies in the working directory, and stages import from the pipe"):
+        resolve("lies_here:fn", field="x")
+
+
+@pytest.mark.parametrize(
+    "made", [omni.Batched(lambda: [], max_batch=2), omni.Streaming(lambda a, b: None), omni.Simple(lambda *, x: x)]
+)
+def test_a_function_that_no_request_could_call_is_refused_when_it_is_loaded(made: Any) -> None:
+    with pytest.raises(ConfigurationError, match="returned a function that cannot be called with the"):
+        as_engine(made)
 
 
 class WithRun:
@@ -153,3 +189,26 @@ def test_a_factory_is_told_the_model_and_its_revision() -> None:
     with running(engine) as rig:
         rig.start("r1", "data")
         assert rig.outbox.next()[2] == ["org/model", "abc"]
+
+
+def given(factory: str, arguments: dict[str, Any] | None = None, **facts: Any) -> Any:
+    """What the factory was called with."""
+    with running(create(plan(factory, **(arguments or {})), Here(), **facts)) as rig:
+        rig.start("r1", "data")
+        return rig.outbox.next()[2]
+
+
+def test_a_factory_s_own_default_stands_where_the_pipeline_says_nothing() -> None:
+    assert given("factories:defaulting") == ["default-model", 7, "main", 0, False]
+    assert given("factories:defaulting", model_path="m", model_revision="r", gpu_id=0) == ["m", 0, "r", 0, False]
+    assert given("factories:needing") == [None, None]
+
+
+def test_none_that_an_author_says_in_python_reaches_the_factory() -> None:
+    arguments = {"model_path": None, "gpu_id": None, "tp_rank": None}
+    assert given("factories:defaulting", arguments, model_path="m", gpu_id=0) == [None, None, "main", None, False]
+
+
+def test_without_gpus_a_factory_s_own_device_is_none_too() -> None:
+    """Under ``omni up --cpu`` a default ``gpu_id=7`` would reach for a device that is not there."""
+    assert given("factories:defaulting", on_cpu=True) == ["default-model", None, "main", 0, False]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
-from engine_kit import gate, running
+import torch
+from engine_kit import Rig, gate, running
 
 import stage_runtime as omni
 from stage_runtime.engines.loading import as_engine
@@ -55,6 +58,51 @@ def test_a_generator_gives_chunks_and_at_last_its_result(fn: Any) -> None:
     with running(as_engine(fn)) as rig:
         rig.start("r1", "xy")
         assert rig.outbox.several(3) == [("r1", "chunk", "x"), ("r1", "chunk", "y"), ("r1", "done", 2)]
+
+
+def returns(payload: Payload) -> Iterator[Any]:
+    yield omni.Chunk("x")
+    return payload.data
+
+
+def returns_at_once(payload: Payload) -> Iterator[Any]:
+    if payload.data:
+        return payload.data
+    yield omni.Chunk("never")
+
+
+def returns_wrapped(payload: Payload) -> Iterator[Any]:
+    yield omni.Chunk("x")
+    return omni.Result(payload.data)
+
+
+@pytest.mark.parametrize(("fn", "chunks"), [(returns, ["x"]), (returns_at_once, []), (returns_wrapped, ["x"])])
+def test_what_a_generator_returns_is_its_result(fn: Any, chunks: list[str]) -> None:
+    with running(as_engine(fn)) as rig:
+        rig.start("r1", {"n": 1})
+        said = rig.outbox.several(len(chunks) + 1)
+        assert said == [*(("r1", "chunk", chunk) for chunk in chunks), ("r1", "done", {"n": 1})]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_result_is_what_it_was_when_it_was_yielded(sync: bool) -> None:
+    """The generator goes on after that, and may write into it: into its containers, arrays and tensors."""
+
+    def fn(payload: Payload) -> Iterator[Any]:
+        given = {"list": [1], "array": np.ones(2), "tensor": torch.ones(2)}
+        yield omni.Result(given)
+        given["list"].append(2)
+        given["array"][:] = 3
+        given["tensor"].fill_(3)
+
+    async def fn_async(payload: Payload) -> AsyncIterator[Any]:
+        for item in fn(payload):
+            yield item
+
+    with running(as_engine(fn if sync else fn_async)) as rig:
+        rig.start("r1")
+        _, kind, data = rig.outbox.next()
+        assert (kind, data["list"], data["array"].tolist(), data["tensor"].tolist()) == ("done", [1], [1, 1], [1, 1])
 
 
 def silent(payload: Payload) -> Iterator[Any]:
@@ -124,6 +172,16 @@ def two_results(payload: Payload) -> Iterator[Any]:
     yield omni.Result(2)
 
 
+def result_twice_over(payload: Payload) -> Iterator[Any]:
+    yield omni.Result(1)
+    return 2
+
+
+def generator_returns_chunk(payload: Payload) -> Iterator[Any]:
+    yield omni.Chunk("x")
+    return omni.Chunk("y")
+
+
 def bare_value(payload: Payload) -> Iterator[Any]:
     yield "text"
 
@@ -141,6 +199,7 @@ def returns_coroutine(payload: Payload) -> Any:
     [
         (late_chunk, "yielded Chunk after its Result"),
         (two_results, "yielded Result after its Result"),
+        (result_twice_over, "yielded its Result and returned int; give one of the two"),
         (bare_value, "yielded str; wrap it"),
         (returns_chunk, "returned a Chunk"),
         (returns_coroutine, "declare it with async def"),
@@ -152,6 +211,13 @@ def test_a_function_that_breaks_its_contract_fails_the_request_and_is_told_how(f
         kind, message = rig.outbox.next()[1:]
         assert kind == "failed"
         assert problem in message
+
+
+def test_a_chunk_that_a_generator_returns_is_refused() -> None:
+    with running(as_engine(generator_returns_chunk)) as rig:
+        rig.start("r1")
+        assert rig.outbox.next() == ("r1", "chunk", "x")
+        assert "returned a Chunk" in rig.outbox.next()[2]
 
 
 @pytest.mark.parametrize("fn", [pieces, pieces_async])
@@ -288,3 +354,75 @@ def test_async_functions_are_seen_through_partials_and_objects() -> None:
     assert is_async(pieces_async)
     assert not is_async(partial(upper))
     assert not is_async(pieces)
+
+
+async def exits() -> None:
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
+async def gather_one_that_exits() -> None:
+    await asyncio.gather(exits(), asyncio.sleep(0))
+
+
+async def leave_one_that_exits() -> None:
+    left = asyncio.create_task(exits())
+    await asyncio.wait([left])
+    left.exception()  # heard of, or asyncio would log it
+
+
+async def exit_in_a_callback() -> None:
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    await asyncio.sleep(0)
+
+
+async def stop_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0)
+
+
+async def cancel_all_others() -> None:
+    for task in asyncio.all_tasks():
+        if task is not asyncio.current_task():
+            task.cancel()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "said"),
+    [
+        (gather_one_that_exits, ("failed", "SystemExit: 3")),
+        (leave_one_that_exits, ("done", "through")),
+        (exit_in_a_callback, ("done", "through")),
+        (stop_the_loop, ("done", "through")),
+        (cancel_all_others, ("done", "through")),
+    ],
+)
+def test_what_a_request_does_to_the_event_loop_does_not_end_the_stage(
+    hostile: Callable[[], Awaitable[None]], said: tuple[str, str]
+) -> None:
+    async def fn(payload: omni.StagePayload) -> str:
+        if payload.data == "hostile":
+            await hostile()
+        return "through"
+
+    with running(as_engine(omni.Simple(fn, concurrency=1))) as rig:
+        for once in ("a", "b"):
+            rig.start(f"{once}1", "hostile")
+            assert rig.outbox.next() == (f"{once}1", *said)
+            rig.start(f"{once}2", "good")
+            assert rig.outbox.next() == (f"{once}2", "done", "through")
+        assert rig.thread.is_alive()
+
+
+def test_a_request_that_is_cancelled_by_another_one_s_code_before_it_begins_fails() -> None:
+    async def fn(payload: omni.StagePayload) -> str:
+        await cancel_all_others()
+        return "through"
+
+    rig = Rig(as_engine(omni.Simple(fn, concurrency=2)))
+    rig.start("r1")
+    rig.start("r2")  # both have a task before either takes a step
+    rig.thread.start()
+    assert sorted(rig.outbox.several(2)) == [("r1", "done", "through"), ("r2", "failed", "CancelledError: ")]
+    rig.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from typing import Any
 
 import stage_runtime as omni
@@ -62,6 +64,18 @@ def wait_as_asked(request_id: str, source: str, payload: omni.StagePayload) -> l
     return list(payload.data["wait"]) if source == "a" else None
 
 
+def never_knows(request_id: str, source: str, payload: omni.StagePayload) -> list[str] | None:
+    """Knows only of requests that ask for somebody."""
+    return list(payload.data["wait"]) or None
+
+
+def written_into(payload: omni.StagePayload) -> Any:
+    """Of its target, but it writes where all targets could see it."""
+    if isinstance(payload.data, dict):
+        payload.data["projected"] = len(payload.data)
+    return payload.data
+
+
 def bad_merge(inputs: dict[str, omni.StagePayload]) -> Any:
     bad_if_told(next(iter(inputs.values())).request.id)
     return merge_all(inputs)
@@ -71,3 +85,59 @@ def exits(request_id: str, output: Any) -> str:
     if request_id.startswith("bad"):
         raise SystemExit("as told")
     return "b"
+
+
+merging, merge_on = threading.Event(), threading.Event()
+
+
+def held_merge(inputs: dict[str, omni.StagePayload]) -> Any:
+    """Stays until it is told to go on."""
+    merging.set()
+    assert merge_on.wait(20)
+    return merge_all(inputs)
+
+
+def as_told(request_id: str, output: Any) -> Any:
+    return output["to"]
+
+
+def ends_as_told(request_id: str, output: Any) -> Any:
+    return output["done"]
+
+
+def first_of(inputs: dict[str, omni.StagePayload]) -> Any:
+    return next(iter(inputs.values())).data
+
+
+def by_chance(request_id: str, output: Any) -> list[str]:
+    """Some of ``next``, at least one; the same in every run."""
+    targets = output["edges"][output["at"]]
+    chance = random.Random(f"{request_id} {output['at']}")
+    return chance.sample(targets, chance.randint(1, len(targets)))
+
+
+def some_by_chance(request_id: str, output: Any) -> list[str]:
+    targets = output["streams"][output["at"]]
+    chance = random.Random(f"{request_id} {output['at']} done")
+    return chance.sample(targets, chance.randint(0, len(targets)))
+
+
+async def _later() -> str:
+    return "b"
+
+
+def async_route(request_id: str, output: Any) -> Any:
+    return _later() if request_id.startswith("bad") else "b"
+
+
+def lazy_route(request_id: str, output: Any) -> Any:
+    return (name for name in ["b"]) if request_id.startswith("bad") else "b"
+
+
+def async_project(payload: omni.StagePayload) -> Any:
+    return _later() if payload.request.id.startswith("bad") else payload
+
+
+def async_merge(inputs: dict[str, omni.StagePayload]) -> Any:
+    bad = next(iter(inputs.values())).request.id.startswith("bad")
+    return _later() if bad else merge_all(inputs)

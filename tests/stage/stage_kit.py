@@ -23,6 +23,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
 from stage_runtime.stage.host import Host
+from stage_runtime.stage.watching import Watch
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     PROTOCOL,
@@ -96,7 +97,7 @@ class MemoryRelays:
 
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Got:
         self.fetched.append(request_id)
-        if request_id.partition("#")[0] in self.breaks:
+        if request_id.partition("/")[2].partition("#")[0] in self.breaks:
             raise TransferError("the slot is gone")
         transfer = int.from_bytes(metadata, "big")
         data = self._world.relays[peer].held[self._me, transfer].data
@@ -118,6 +119,8 @@ class MemoryRelays:
 
     def forget(self, peer: str) -> None:
         self.held = {key: put for key, put in self.held.items() if key[0] != peer}
+
+    def settle(self) -> None: ...
 
     def stats(self) -> dict[str, int]:
         return {}
@@ -165,6 +168,9 @@ class Registered:
     def lost(self, peer: str) -> bool:
         return self.coordinators.pop(peer, self) is None
 
+    def welcomed_again(self, sender: str, message: Message) -> None:
+        self.coordinators[sender] = None
+
 
 class World:
     """All processes, and what is under way between them."""
@@ -175,6 +181,7 @@ class World:
         self.relays: dict[str, MemoryRelays] = {}
         self.links: dict[tuple[str, str], deque[bytes]] = {}
         self.told: list[Message] = []  #: What the coordinator was told.
+        self.told_to: list[tuple[str, Message]] = []  #: The same, with the coordinator's incarnation.
         self.stage_of: dict[str, str] = {}  #: stage -> incarnation
         self.failures: list[tuple[str, BaseException]] = []
         self._random = random.Random(seed)
@@ -182,7 +189,13 @@ class World:
         self.relays[OWNER] = MemoryRelays(self, OWNER, 1000)
 
     def process(
-        self, name: str, plans: Sequence[StagePlan], functions: Mapping[str, Any], *, slots: int = 1000
+        self,
+        name: str,
+        plans: Sequence[StagePlan],
+        functions: Mapping[str, Any],
+        *,
+        slots: int = 1000,
+        watch: Watch | None = None,
     ) -> Host:
         host = Host(
             plans,
@@ -193,6 +206,7 @@ class World:
             on_shutdown=lambda reason: None,
             on_unbound=lambda coordinator: None,
             on_buried=lambda: None,
+            watch=watch,
         )
         self.known.add(name)
         self.relays[name] = MemoryRelays(self, name, slots)
@@ -201,6 +215,11 @@ class World:
         self.stage_of |= {plan.name: name for plan in plans}
         host.load(lambda plan: as_engine(functions[plan.name], sources=plan.stream_from))
         return host
+
+    def coordinator(self, name: str) -> None:
+        """Another one beside `OWNER`, as in a roll."""
+        self.known.add(name)
+        self.relays[name] = MemoryRelays(self, name, 1000)
 
     def died(self, holder: str, peer: str, transfer: int) -> None:
         """The last view of a slot is gone; in any thread, as with the real relays."""
@@ -243,6 +262,7 @@ class World:
             self.hosts[receiver].heard(sender, message)
         else:
             self.told.append(message)
+            self.told_to.append((receiver, message))
         return True
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -274,6 +294,10 @@ class World:
         return {
             one.request_id: one.failure for one in self.told if isinstance(one, Complete) and one.failure is not None
         }
+
+    def ended(self) -> set[str]:
+        """Requests of which a terminal is through, or that failed."""
+        return {one.request_id for one in self.told if isinstance(one, Complete)}
 
     def streamed(self, request_id: str) -> list[Stream]:
         return [one for one in self.told if isinstance(one, Stream) and one.request_id == request_id]

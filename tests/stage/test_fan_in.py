@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.plan import RelayPlan
-from stage_runtime.wire.messages import Abort
+from stage_runtime.wire.messages import Abort, Complete
 
 LARGE = 40_000  # by relay, not inline
 
@@ -179,3 +180,75 @@ async def test_the_abort_of_an_attempt_drops_no_transfer_of_the_next_one() -> No
         relay = made.relays["pj"]
         await made.until(lambda: relay.cleaned != [])
         assert relay.fetched and not set(relay.cleaned) & set(relay.fetched)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+async def test_a_wait_for_fn_that_never_knows_fails_its_request_at_once_and_by_name(order: str) -> None:
+    async with world() as made:
+        join_world(made, wait_for_fn="stage_functions:never_knows")
+        for name in order:
+            ask(made, "r1", name, wait="")
+            await made.settle()
+        ask(made, "r2", "ab", wait="ab")
+        await made.until(lambda: "r1" in made.failed() and "r2" in made.results())
+        failure = made.failed()["r1"]
+        assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "join", "wait_for_fn")
+        assert "nobody else sends" in failure.message
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("when", ["before the function", "in it", "after its result"])
+async def test_a_second_payload_is_an_error_of_its_request_whenever_it_comes(when: str, apart: bool) -> None:
+    """And no log line with half of the data; the next request is served by the same processes."""
+    go = threading.Event()
+
+    def sink(payload: omni.StagePayload) -> Any:
+        assert when == "after its result" or go.wait(20)
+        return payload.data["id"]
+
+    async with world() as made:
+        functions = {**FUNCTIONS, "sink": sink}
+        plans = [plan(name, next=("sink",)) for name in "ab"]
+        plans.append(plan("sink", inputs_from=("a", "b"), terminal=True))
+        if apart:
+            for one in plans:
+                made.process(f"p{one.name}", [one], functions)
+        else:
+            made.process("p", plans, functions)
+        sink_stage = made.hosts["psink" if apart else "p"].stages["sink"]
+        if when == "before the function":
+            ask(made, "r0", "a")  # which keeps the stage's only thread
+            await made.until(lambda: sink_stage.running == 1)
+        ask(made, "r1", "a")
+        if when == "in it":
+            await made.until(lambda: sink_stage.running == 1)
+        elif when == "after its result":
+            await made.until(lambda: "r1" in made.results())
+        else:
+            await made.until(lambda: sink_stage.waiting == 1)
+        ask(made, "r1", "b")
+        await made.until(lambda: "r1" in made.failed())
+        failure = made.failed()["r1"]
+        assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "sink", "receive")
+        assert "second payload, from 'b'" in failure.message
+        go.set()
+        ask(made, "r2", "b")
+        await made.until(lambda: made.results().get("r2") == "r2 of b")
+        assert "r1" not in made.results() or when == "after its result"
+
+
+async def test_a_payload_that_comes_after_a_failure_or_an_abort_is_no_second_one() -> None:
+    def sink(payload: omni.StagePayload) -> Any:
+        raise ValueError(payload.data["id"])
+
+    async with world() as made:
+        for name in "ab":
+            made.process(f"p{name}", [plan(name, next=("sink",))], FUNCTIONS)
+        made.process("ps", [plan("sink", inputs_from=("a", "b"), terminal=True)], {"sink": sink})
+        ask(made, "r1", "a")
+        await made.until(lambda: "r1" in made.failed())
+        ask(made, "r1", "b")
+        await made.settle()
+        assert [one.failure.message for one in made.told if isinstance(one, Complete) and one.failure] == [
+            "ValueError: r1 of a"
+        ]

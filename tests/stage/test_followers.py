@@ -7,22 +7,27 @@ from typing import Any
 from stage_runtime.engines import events
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
-from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox
+from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, WorkKey
 from stage_runtime.wire.messages import Body, RankWork
 from stage_runtime.wire.values import OmniRequest
 
+KEY = WorkKey("cc", "r1", 1)
 
-def step(follower: Follower, index: int, kind: str, fields: dict[str, Any] | None = None) -> None:
+
+def step(
+    follower: Follower, index: int, kind: str, fields: dict[str, Any] | None = None, *, key: WorkKey = KEY
+) -> None:
+    whose = (key.request_id, key.owner, key.attempt)
     if fields is None:
-        follower.work(RankWork(index, kind, "r1"), None)
+        follower.work(RankWork(index, kind, *whose), None)
         return
     extracted = payloads.extract(fields, where="payload", as_fields=True)
     body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
-    follower.work(RankWork(index, kind, "r1", body), Fetched(body, None))
+    follower.work(RankWork(index, kind, *whose, body), Fetched(body, None))
 
 
-def start(follower: Follower, index: int) -> None:
-    step(follower, index, "start", {"request": OmniRequest(id="r1"), "data": index})
+def start(follower: Follower, index: int, key: WorkKey = KEY) -> None:
+    step(follower, index, "start", {"request": OmniRequest(id=key.request_id), "data": index}, key=key)
 
 
 def chunk(follower: Follower, index: int) -> None:
@@ -47,20 +52,35 @@ def test_a_chunk_after_this_rank_is_through_belongs_to_the_work_that_is_over() -
     start(follower, 0)
     begun = inbox.get()
     assert isinstance(begun, events.Start)
-    follower.over("r1")
+    follower.over(KEY)
     chunk(follower, 1)
     late = inbox.get()
     assert isinstance(late, events.ChunkIn)
     assert late.work is begun.work and late.work.over
 
 
-def test_the_same_id_begins_anew_after_it_was_over() -> None:
+def test_the_next_attempt_begins_anew() -> None:
     inbox = FollowerInbox()
     follower = Follower(inbox)
     start(follower, 0)
     first = inbox.get()
-    follower.over("r1")
-    start(follower, 1)
+    follower.over(KEY)
+    start(follower, 1, KEY._replace(attempt=2))
     second = inbox.get()
     assert isinstance(first, events.Start) and isinstance(second, events.Start)
     assert second.work is not first.work and not second.work.over
+
+
+def test_two_coordinators_requests_of_one_id_are_two_requests_at_a_follower() -> None:
+    inbox = FollowerInbox()
+    follower = Follower(inbox)
+    theirs = KEY._replace(owner="dd")
+    start(follower, 0)
+    start(follower, 1, theirs)
+    step(follower, 2, "abort")
+    first, second, aborted = inbox.get(), inbox.get(), inbox.get()
+    assert isinstance(first, events.Start) and isinstance(second, events.Start) and isinstance(aborted, events.Abort)
+    assert second.work is not first.work
+    assert aborted.work is first.work
+    follower.over(theirs)
+    assert second.work.over and not first.work.over

@@ -11,7 +11,7 @@ from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.wire.messages import Admin, AdminReply, Body, DataReady, Failure
+from stage_runtime.wire.messages import Admin, AdminReply, Body, Complete, DataReady, Failure, RequestRef
 
 
 def echo(payload: omni.StagePayload) -> Any:
@@ -37,6 +37,9 @@ def streams(payload: omni.StagePayload) -> Iterator[Any]:
     yield omni.Result(payload.data)
 
 
+LAZY = "is async or a generator; a hook is a plain function that returns"
+
+
 @pytest.mark.parametrize(
     ("fields", "function", "hook", "message"),
     [
@@ -44,6 +47,9 @@ def streams(payload: omni.StagePayload) -> Iterator[Any]:
         ({"route_fn": "stage_functions:exits"}, echo, "route_fn", "SystemExit: as told"),
         ({"route_fn": "stage_functions:nowhere"}, echo, "route_fn", "names ['ghost'], not in next; it declares ['b']"),
         ({"project_payload": {"b": "stage_functions:bad_project"}}, echo, "project_payload[b]", "ValueError: as told"),
+        ({"project_payload": {"b": "stage_functions:async_project"}}, echo, "project_payload[b]", LAZY),
+        ({"route_fn": "stage_functions:async_route"}, echo, "route_fn", LAZY),
+        ({"route_fn": "stage_functions:lazy_route"}, echo, "route_fn", LAZY),
         (
             {"stream_to": ("b",), "stream_done_to_fn": "stage_functions:bad_done"},
             streams,
@@ -66,13 +72,20 @@ async def test_a_hook_that_raises_fails_its_request_with_its_name(
 
 
 @pytest.mark.parametrize(
-    ("fields", "hook"),
+    ("fields", "hook", "message"),
     [
-        ({"wait_for_fn": "stage_functions:bad_wait", "merge_fn": "stage_functions:merge_all"}, "wait_for_fn"),
-        ({"merge_fn": "stage_functions:bad_merge"}, "merge_fn"),
+        (
+            {"wait_for_fn": "stage_functions:bad_wait", "merge_fn": "stage_functions:merge_all"},
+            "wait_for_fn",
+            "ValueError: as told",
+        ),
+        ({"merge_fn": "stage_functions:bad_merge"}, "merge_fn", "ValueError: as told"),
+        ({"merge_fn": "stage_functions:async_merge"}, "merge_fn", LAZY),
     ],
 )
-async def test_a_fan_in_hook_that_raises_fails_its_request_with_its_name(fields: dict[str, Any], hook: str) -> None:
+async def test_a_fan_in_hook_that_raises_fails_its_request_with_its_name(
+    fields: dict[str, Any], hook: str, message: str
+) -> None:
     async with world() as made:
         for name in ("a", "b"):
             made.process(f"p{name}", [plan(name, next=("join",))], {name: lambda payload: {"id": payload.request.id}})
@@ -82,7 +95,7 @@ async def test_a_fan_in_hook_that_raises_fails_its_request_with_its_name(fields:
             for name in ("a", "b"):
                 made.submit(request_id, name)
         await made.until(lambda: "bad" in made.failed() and "good" in made.results())
-        assert made.failed()["bad"] == Failure("stage_failed", "ValueError: as told", "join", hook)
+        assert made.failed()["bad"] == Failure("stage_failed", message, "join", hook)
 
 
 def raises(error: BaseException) -> Any:
@@ -269,3 +282,14 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
         assert answers["call 3"].error == "no stage 'nobody' here that takes operations"
         assert answers["call 4"].error == "the engine crashed: RuntimeError: no such operation"
         assert len(made.told) == len(answers) == 5
+
+
+async def test_what_came_and_could_not_be_read_is_told_the_owner_of_its_request() -> None:
+    async with world() as made:
+        two_stages(made)
+        for request in (None, RequestRef("", 1, "cc"), RequestRef("x" * 1000, 1, "cc"), RequestRef("r1", 4, "cc")):
+            made.hosts["pb"].unreadable("pa", request, "no message")
+        await made.until(lambda: made.told != [])
+        await made.settle()
+        failure = Failure("stage_failed", "a message of pa could not be read: no message", "b", "receive")
+        assert made.told == [Complete("r1", 4, "b", failure=failure)]

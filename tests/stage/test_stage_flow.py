@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage_kit import World, plan, world
@@ -33,6 +34,36 @@ def place(made: World, plans: list[StagePlan], functions: dict[str, Any], *, apa
             made.process(f"p{one.name}", [one], functions)
     else:
         made.process("p", plans, functions)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_target_that_the_request_is_not_bound_to_gets_nothing_and_the_others_get_all(apart: bool) -> None:
+    """No terminal that the request waits for can be reached from there: the coordinator has left it out."""
+
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        for number in range(2 * STREAM_WINDOW):  # what nobody takes must not fill the window
+            yield omni.Chunk(number, to="unmet" if number % 2 else ["unmet", "met"])
+        yield omni.Result(payload.data)
+
+    async def collect(session: omni.Session) -> AsyncIterator[Any]:
+        chunks = [chunk.data async for chunk in session.chunks()]
+        yield omni.Result([(await session.payload()).data, sum(chunks)])
+
+    plans = [
+        plan("a", next=("met", "unmet"), stream_to=("met", "unmet"), entry=True),
+        plan("met", terminal=True, inputs_from=("a",), stream_from=("a",)),
+        plan("unmet", terminal=True, inputs_from=("a",), stream_from=("a",)),
+    ]
+    functions = {"a": produce, "met": omni.Streaming(collect), "unmet": omni.Streaming(collect)}
+    async with world() as made:
+        place(made, plans, functions, apart=apart)
+        del made.stage_of["unmet"]
+        made.submit("r", "a", "x")
+        await made.until(lambda: bool(made.told))
+        assert completed(made) == [("r", "met", ["x", sum(range(0, 2 * STREAM_WINDOW, 2))])]
+        assert made.failed() == {}
+        hosts = [host for host in made.hosts.values() if "unmet" in host.stages]
+        assert [list(host.stages["unmet"].intake.works()) for host in hosts] == [[]]
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -450,6 +481,15 @@ async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_e
             for _ in range(3):
                 host.beat()
             assert not given, "while it computes"
+            for number in range(3):
+                made.submit(f"late{done}{number}", "a", 0)
+            await made.until(lambda: host.stages["a"].waiting == 3)
+            for number in range(3):
+                made.abort(f"late{done}{number}")
+            await made.until(lambda: host.stages["a"].waiting == 0)
+            for _ in range(8):
+                host.beat()
+            assert given == [1], "once, for what ended while it waited"
             go_on.set()
             await made.until(lambda done=done: len(completed(made)) == done and not host.stages["a"].busy)
             at = []
@@ -458,3 +498,68 @@ async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_e
                 host.beat()
                 at += [beat] * len(given)
             assert at == [0, 1, 3, 7, 15, 31, 63]
+
+
+def reused(payload: omni.StagePayload) -> Iterator[Any]:
+    """Eight chunks from one buffer, each written over the one before."""
+    arrays, tensor = np.empty(payload.data, np.uint8), torch.empty(payload.data // 4, dtype=torch.int32)
+    for number in range(8):
+        arrays[:] = number
+        tensor.fill_(number)
+        yield omni.Chunk({"array": arrays, "tensor": tensor}, metadata={"mask": arrays[::2]})
+    arrays[:] = 99
+    yield omni.Result({"array": arrays})
+    arrays[:] = 77
+
+
+@pytest.mark.parametrize("nbytes", [800, LARGE, 1 << 18])
+async def test_a_buffer_that_is_written_again_arrives_as_it_was_when_it_was_given(nbytes: int) -> None:
+    """What waits for a credit must not be what the generator wrote over it since."""
+    go = threading.Event()
+
+    async def gather(session: Any) -> AsyncIterator[Any]:
+        while not go.is_set():
+            await asyncio.sleep(0.001)
+        seen = []
+        async for chunk in session.chunks():
+            parts = (chunk.data["array"], chunk.data["tensor"].numpy(), chunk.metadata["mask"])
+            seen.append(sorted({int(value) for part in parts for value in np.unique(part)}))
+        payload = await session.payload()
+        yield omni.Result([seen, np.unique(payload.data["array"]).tolist()])
+
+    async with world() as made:
+        made.process("pa", [plan("a", next=("b",), stream_to=("b",), relay=FLAT)], {"a": reused})
+        b = plan("b", terminal=True, inputs_from=("a",), stream_from=("a",))
+        made.process("pb", [b], {"b": omni.Streaming(gather)})
+        made.submit("r", "a", nbytes)
+        await made.until(lambda: made.hosts["pa"].stages["a"].running == 0)
+        go.set()
+        await made.until(lambda: "r" in made.results())
+        assert made.results()["r"] == [[[number] for number in range(8)], [99]]
+
+
+async def test_results_from_one_buffer_of_the_module_arrive_as_they_were_returned() -> None:
+    """The stage's next request writes over what the one before it returned, and two targets still wait for."""
+    buffer = np.empty(LARGE, np.uint8)
+    go = threading.Event()
+
+    def fill(payload: omni.StagePayload) -> Any:
+        buffer[:] = payload.data
+        return [buffer, bytes(LARGE)]
+
+    def read(payload: omni.StagePayload) -> Any:
+        assert go.wait(20)
+        return np.unique(payload.data[0]).tolist()
+
+    async with world() as made:
+        made.process("pa", [plan("a", next=("b", "c"), relay=FLAT)], {"a": fill})
+        for name in "bc":
+            made.process(f"p{name}", [plan(name, terminal=True, inputs_from=("a",))], {name: read})
+        for number in range(6):
+            made.submit(f"r{number}", "a", number)
+        await made.until(
+            lambda: made.hosts["pa"].stages["a"].inbox.taken == 6 and not made.hosts["pa"].stages["a"].running
+        )
+        go.set()
+        await made.until(lambda: len(completed(made)) == 12)
+        assert all(data == [int(name[1:])] for name, _, data in completed(made))

@@ -1,0 +1,97 @@
+"""Names the call that blocks a stage's event loop: while it lasts, every other request of the stage stands still.
+
+Here: a thread beside the loop that looks at its stack when it has not turned for a second. Not here: the loop
+(`loops`), the watchdog that ends a process without progress (`processes.stage`). Called by `loops`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import sysconfig
+import threading
+import time
+import traceback as tracebacks
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+from stage_runtime.errors import is_ours
+
+log = logging.getLogger(__name__)
+
+TURN_S: Final = 0.25  # the loop says so often that it turns, and is looked at so often: 10 microseconds each
+HELD_S: Final = 1.0  # a call that lasts longer is named
+COMPUTES: Final = 0.1  # of a processor: far more than a frozen thread has, and what is left to one of many
+_MOST: Final = 32  # functions that are named; who has more has read the first ones
+_STDLIB: Final = sysconfig.get_paths()["stdlib"]
+_INSTALLED: Final = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
+
+
+class LoopWatch:
+    """Watches the event loop of the thread that makes it."""
+
+    def __init__(self, stage: str, *, busy: Callable[[], bool], held_s: float = HELD_S, turn_s: float = TURN_S) -> None:
+        """busy: whether author's code may be running; nothing is looked at while it is not. Any thread."""
+        self._stage = stage
+        self._busy = busy
+        self._held_s, self._turn_s = held_s, turn_s
+        self._thread = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._thread)
+        self._turned = time.monotonic()
+        self._named: set[tuple[str, str]] = set()
+        self._over = threading.Event()
+
+    def turned(self) -> None:
+        """The loop turns. On its thread, every ``turn_s``."""
+        self._turned = time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look as long as the body runs."""
+        thread = threading.Thread(target=self._look, name=f"{self._stage} watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _look(self) -> None:
+        looked, computed = time.monotonic(), time.clock_gettime(self._clock)
+        while not self._over.wait(self._turn_s):
+            now, cpu = time.monotonic(), time.clock_gettime(self._clock)
+            # Who could not look in time was held up as well: by this loop's thread, if it is that which computed
+            # (and kept the GIL); otherwise the process was frozen, or another thread of it computed.
+            late = now - looked > 2 * self._turn_s
+            ours_to_blame = not late or cpu - computed > (now - looked) * COMPUTES
+            looked, computed = now, cpu
+            if self._busy() and ours_to_blame and now - self._turned > self._held_s + self._turn_s:
+                self._name()
+
+    def _name(self) -> None:
+        frame = sys._current_frames().get(self._thread)
+        culprit = _culprit(frame)
+        del frame  # it holds the values of a request
+        if culprit is None or len(self._named) >= _MOST or (culprit.filename, culprit.name) in self._named:
+            return
+        self._named.add((culprit.filename, culprit.name))
+        log.warning(
+            "stage %s: %s (%s:%s) blocks the event loop for more than %.1f s, and all requests of the stage wait: %s. "
+            "Await it, give it to asyncio.to_thread, or make the stage's function a plain one",
+            self._stage,
+            culprit.name,
+            culprit.filename,
+            culprit.lineno,
+            self._held_s,
+            culprit.line,
+        )
+
+
+def _culprit(frame: FrameType | None) -> tracebacks.FrameSummary | None:
+    """The author's innermost frame; of code that is installed, its first. None: the loop runs nobody's code."""
+    foreign = [one for one in tracebacks.extract_stack(frame) if not is_ours(one.filename)] if frame else []
+    authors = [one for one in foreign if not one.filename.startswith(("<", *_INSTALLED, _STDLIB))]
+    installed = [one for one in foreign if one.filename.startswith(_INSTALLED)]
+    return authors[-1] if authors else installed[0] if installed else None

@@ -1,0 +1,71 @@
+"""Where an engine's workers wait for others: gates of full stream windows, and the inbox.
+
+A worker that waits here is neither stuck nor computing: the watchdog must not count it (`processes.stage`), and when
+all of an engine's workers wait at gates, their consumers are told (`stage.stalling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Lock
+
+
+class Parking:
+    """How many workers of one engine wait, and for what. From any thread."""
+
+    def __init__(self) -> None:
+        self.at_gates = 0  #: Wait for a consumer that lags a whole window behind.
+        self.idle = 0  #: Wait for the next event of the inbox.
+        self.left = 0  #: How often a worker has left a gate.
+        self.on_change: Callable[[], None] = lambda: None  #: Called when a worker comes to a gate or leaves one.
+        self._lock = Lock()
+
+    @property
+    def all(self) -> int:
+        return self.at_gates + self.idle
+
+    @contextmanager
+    def at_gate(self) -> Iterator[None]:
+        with self._lock:
+            self.at_gates += 1
+        self.on_change()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.at_gates -= 1
+                self.left += 1
+            self.on_change()
+
+    @contextmanager
+    def without_work(self) -> Iterator[None]:
+        with self._lock:
+            self.idle += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.idle -= 1
+
+
+class Gate(Future[None]):
+    """Resolved when a stream's consumer has caught up, or the request is over."""
+
+    def __init__(self, parking: Parking | None = None) -> None:
+        super().__init__()
+        self._parking = parking or Parking()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for it; the worker counts as waiting meanwhile."""
+        if self.done():
+            return super().result()
+        with self._parking.at_gate():
+            return super().result(timeout)
+
+    @contextmanager
+    def waited(self) -> Iterator[None]:
+        """Around a coroutine's wait for it."""
+        with self._parking.at_gate():
+            yield

@@ -1,0 +1,95 @@
+"""Rank 0's plane towards the followers of a TP stage: links and relays of its own, as long as the process lives.
+
+A coordinator may declare rank 0 dead, which then takes a new incarnation and opens its other planes anew. The followers
+must not notice: their engines are in the same steps, and a step that is lost between two lives would leave them apart.
+So this plane has an incarnation that no coordinator knows. Where it breaks, all ranks are replaced together.
+`sockets.channels.Handler`. Called by `processes.stage`, which opens it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from stage_runtime.errors import ProtocolError
+from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.lanes import Lanes
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.tensor_parallel import Leader
+from stage_runtime.wire.messages import Message, RankFailed, RankHello, Release, RequestRef
+
+GREET_EVERY_S: Final = 0.1
+
+
+class RankPlane:
+    """The links to all followers. On the I/O thread."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        *,
+        stage: str,
+        on_ready: Callable[[], None],
+        on_failed: Callable[[RankFailed], None],
+        on_lost: Callable[[BaseException], None],
+    ) -> None:
+        """on_ready: a follower has loaded its engine. on_failed: computing failed there. on_lost, in any thread: a
+        follower is gone or cannot follow.
+        """
+        self._leader = leader
+        self._stage = stage
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._on_lost = on_lost
+        self._endpoint = ""
+        self._channels: Channels
+        self._relays: Relays
+        self._lanes: Lanes
+
+    def wire(self, channels: Channels, relays: Relays, *, endpoint: str) -> None:
+        self._channels = channels
+        self._relays = relays
+        self._endpoint = endpoint
+        self._lanes = Lanes(relays, channels.send)
+        self._leader.wire(channels, self._lanes, self._stage, self._on_lost)
+
+    async def greet(self) -> None:
+        """Find the followers."""
+        while not self._leader.complete():
+            self._leader.greet(lambda via: RankHello(0, self._endpoint, self._relays.facts(), via))
+            await asyncio.sleep(GREET_EVERY_S)
+
+    @property
+    def idle(self) -> bool:
+        """Every follower has all steps."""
+        return not self._lanes.outstanding and not self._lanes.queued
+
+    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+
+    def introduced(self, sender: str, message: Message) -> bool:
+        if not isinstance(message, RankHello) or not self._leader.introduced(sender, message):
+            return False
+        self._relays.open(sender, message.relays)
+        return True
+
+    def heard(self, sender: str, message: Message) -> None:
+        match message:
+            case RankHello(ready=True):
+                self._leader.ready.add(sender)
+                self._on_ready()
+            case RankFailed():
+                self._on_failed(message)
+            case Release():
+                self._lanes.released(sender, message.transfers)
+
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
+        self._on_lost(ProtocolError(f"what a follower rank ({sender}) says could not be read: {problem}"))
+
+    def lost(self, peer: str) -> None:
+        self._lanes.forget(peer)
+        if self._leader.is_follower(peer):
+            self._on_lost(ConnectionError(f"a follower rank ({peer}) is gone"))
+
+    def release(self, peer: str, transfer: int) -> None:
+        """Followers send nothing by relay."""

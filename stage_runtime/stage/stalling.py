@@ -1,0 +1,96 @@
+"""Telling consumers that all workers of a stage wait for them, so that nobody is locked out (`rules.turns`).
+
+The consumer of streams to clients is the coordinator; it is told while other requests wait here (`rules.readers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from stage_runtime.engines.gates import Parking
+from stage_runtime.rules.edges import COORDINATOR
+from stage_runtime.stage.work import RequestWork
+
+PATIENCE_S: Final = 0.05  # a reader that is only slower opens its window again and again: nothing is said of that
+OTHERS_EVERY_S: Final = 0.2  # a stage whose workers wait for clients looks so often whether other requests wait here
+
+Say = Callable[[str, str, bool], None]  #: (target stage, its instance, stalled or not)
+
+
+class Stalling:
+    """One stage's. Workers wake it; everything else is on the loop."""
+
+    def __init__(
+        self,
+        parking: Parking,
+        *,
+        workers: Callable[[], int],
+        works: Callable[[], Iterable[RequestWork]],
+        others: Callable[[], bool],
+        say: Say,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._parking = parking
+        self._workers = workers
+        self._works = works
+        self._others = others
+        self._say = say
+        self._loop = loop
+        self._looking = False
+        self._told: set[tuple[str, str]] = set()
+        parking.on_change = self._changed
+
+    def _changed(self) -> None:
+        """In any thread: a worker has come to a gate, or left one."""
+        if not self._looking and (self._told or self._parking.at_gates >= self._workers()):
+            self._looking = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._begin_look)
+
+    def _begin_look(self) -> None:
+        if self._told and self._parking.at_gates < self._workers():
+            self._tell_moving()
+        self._loop.call_later(PATIENCE_S, self._look, self._parking.left)
+
+    def _look(self, left: int) -> None:
+        self._looking = False
+        if self._parking.at_gates < self._workers():
+            self._tell_moving()
+        elif self._parking.left != left:
+            self._tell_moving()
+            self._changed()
+        else:
+            clients = self._tell_stalled()
+            if self._parking.left != left:  # a worker left while it was said
+                self._changed()
+            elif clients:
+                self._looking = True
+                self._loop.call_later(OTHERS_EVERY_S, self._look, left)
+
+    def _tell_stalled(self) -> bool:
+        """Returns whether a coordinator is among the consumers: what it is told depends on what else waits here."""
+        clients, others = False, self._others()
+        for target, peer in set(self._consumers()):
+            told = (target, peer) in self._told
+            stalled = others or target != COORDINATOR
+            clients = clients or target == COORDINATOR
+            if stalled != told:
+                (self._told.add if stalled else self._told.discard)((target, peer))
+                self._say(target, peer, stalled)
+        return clients
+
+    def _consumers(self) -> Iterator[tuple[str, str]]:
+        """Who lags a whole window behind: (target, its instance)."""
+        for work in self._works():
+            for target in work.full_targets():
+                peer = work.owner if target == COORDINATOR else work.bindings.get(target)
+                if peer is not None:
+                    yield target, peer
+
+    def _tell_moving(self) -> None:
+        told, self._told = self._told, set()
+        for target, peer in told:
+            self._say(target, peer, False)

@@ -1,0 +1,142 @@
+"""However a request ends here, nothing of it is left: engines drop it, `finally` runs, lanes and relays are free."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from stage_kit import OWNER, World, plan, world
+
+import stage_runtime as omni
+from omnipipeline_spec.plan import RelayPlan
+from stage_runtime.engines import events
+from stage_runtime.engines.loading import as_engine
+from stage_runtime.relays.lanes import attempt_key
+from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence
+from stage_runtime.wire.messages import Ended, RankWork
+from stage_runtime.wire.values import OmniRequest
+
+LARGE = 100_000
+
+
+def by_abort(made: World) -> None:
+    made.abort("r1")
+
+
+def by_the_end(made: World) -> None:
+    for name in made.hosts:
+        made.say(OWNER, name, Ended((("r1", 1),)))
+
+
+def by_a_lost_coordinator(made: World) -> None:
+    for host in made.hosts.values():
+        host.lost(OWNER)
+
+
+@pytest.mark.parametrize("end", [by_abort, by_the_end, by_a_lost_coordinator])
+async def test_whatever_ends_a_request_nothing_of_it_is_left(end: Any) -> None:
+    """a is through, with its result waiting for a slot; b waits for its reader; c waits for chunks."""
+    ended = {name: threading.Event() for name in "bc"}
+
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        try:
+            while True:
+                yield omni.Chunk(0)
+        finally:
+            ended["b"].set()
+
+    async def consume(session: omni.Session) -> AsyncIterator[Any]:
+        try:
+            await asyncio.Event().wait()
+            yield omni.Result(None)
+        finally:
+            ended["c"].set()
+
+    def stay(payload: omni.StagePayload) -> Iterator[Any]:
+        yield omni.Result(None)
+
+    plans = {
+        "a": plan("a", entry=True, next=("d",), relay=RelayPlan(credits=4)),
+        "b": plan("b", entry=True, next=("d",), stream_to=("c",)),
+        "c": plan("c", terminal=True, stream_from=("b",)),
+        "d": plan("d", terminal=True, inputs_from=("a", "b")),
+    }
+    functions = {"a": lambda _: np.zeros(LARGE), "b": produce, "c": omni.Streaming(consume), "d": stay}
+    async with world() as made:
+        for name, one in plans.items():
+            made.process(f"p{name}", [one], functions, slots=0 if name == "a" else 1000)
+        made.submit("r1", "a")
+        made.submit("r1", "b")
+        a, b, c = (made.hosts[f"p{name}"] for name in "abc")
+        await made.until(lambda: a.lanes.queued == 1 and a.stages["a"].running == 0)
+        await made.until(lambda: b.stages["b"].inbox.parking.at_gates == 1 and c.stages["c"].running == 1)
+        end(made)
+        await made.until(lambda: all(one.is_set() for one in ended.values()))
+        await made.until(lambda: all(host.idle for host in made.hosts.values()))
+        assert a.lanes.queued == 0
+        for host in (a, b, c):
+            assert attempt_key(OWNER, "r1", 1) in made.relays[host.incarnation].cleaned
+
+
+async def test_what_comes_late_for_a_lost_coordinator_begins_nothing_and_is_let_go() -> None:
+    """A neighbour has not noticed yet. Its slot comes back; when the coordinator is back its requests are served."""
+    begun: list[str] = []
+
+    def note(payload: omni.StagePayload) -> int:
+        begun.append(payload.request.id)
+        return len(payload.data)
+
+    async with world() as made:
+        made.process("pa", [plan("a", entry=True, next=("b",))], {"a": lambda _: b"x" * LARGE})
+        made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": note})
+        b = made.hosts["pb"]
+        b.lost(OWNER)
+        made.submit("late", "a")
+        await made.until(lambda: b.counters["orphans"] == 1)
+        await made.until(lambda: made.outstanding == 0)
+        assert begun == [] and b.idle
+        b._lost_owners.clear()  # as Welcome does it
+        made.submit("next", "a")
+        await made.until(lambda: made.results().get("next") == LARGE)
+        assert begun == ["next"]
+
+
+@pytest.mark.parametrize("kind", ["waits for chunks", "is told"])
+def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind: str) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def consume(session: omni.Session) -> AsyncIterator[Any]:
+        begun.set()
+        try:
+            async for _ in session.chunks():
+                pass
+            yield omni.Result(None)
+        finally:
+            ended.set()
+
+    inbox = FollowerInbox()
+    follower = Follower(inbox)
+    silence = Silence(over=follower.over, failed=lambda key, error: None, crashed=lambda error: None)
+    engine = as_engine(omni.Streaming(consume, concurrency=1), sources=("a",))
+    thread = threading.Thread(target=engine.run, args=(inbox, silence, threading.Event()))
+    thread.start()
+    inbox.follow(events.ChunkIn("r1", omni.Chunk(1, source="a", request=OmniRequest(id="r1")), work_of(follower)))
+    assert begun.wait(10)
+    if kind == "is told":
+        follower.work(RankWork(0, "abort", "r1", OWNER, 1), None)
+    else:
+        follower.abort_all()
+    assert ended.wait(10)
+    inbox.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def work_of(follower: Follower) -> Any:
+    from stage_runtime.stage.tensor_parallel import WorkKey
+
+    return follower._work(WorkKey(OWNER, "r1", 1))
