@@ -5,16 +5,19 @@ Whatever is refused here has touched nobody. Called by the desk alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
-from stage_runtime.errors import RequestError, ValueRefused
+from stage_runtime.coordinator.asking import HOOK, Asked
+from stage_runtime.errors import InvalidRequest, RequestError, ValueRefused, told
 from stage_runtime.relays import payloads
 from stage_runtime.relays.payloads import Extracted
 from stage_runtime.rules import routing
+from stage_runtime.rules.failures import failure_of
+from stage_runtime.rules.gathering import names_of
 from stage_runtime.wire.values import OmniRequest
 
 KEPT_NBYTES: Final = 512 << 20  # bodies kept for a retry, all requests together; beyond it a request has none
@@ -37,35 +40,65 @@ class Admission:
         self._terminal_stages = terminal_stages
         self.kept_nbytes = 0  #: Of bodies that requests in flight keep.
 
-    def admit(self, request: OmniRequest, revision: PipelineRevision, timeout_s: float | None) -> Admitted:
-        """Raises: RequestError: a value that cannot travel (400), or terminalStagesFn is wrong (500)."""
-        terminals = self._terminals(request, revision)
+    def admit(
+        self, request: OmniRequest, revision: PipelineRevision, wanted: Collection[str] | None, timeout_s: float
+    ) -> Admitted:
+        """wanted: as `wanted_terminals` said. timeout_s: what is left of the request's time.
+
+        Raises: RequestError: a value that cannot travel (400).
+        """
+        terminals = tuple(name for name in revision.terminals if wanted is None or name in wanted)
         try:
             # No ``data``: at the entry stage that is the request's own inputs, which would be encoded twice.
             extracted = payloads.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
-            told = str(error).removeprefix("submitted.")
-            raise RequestError("invalid_request", told, request_id=request.id) from error
-        limit_s = self._plan.request_timeout_s
+            place = error.path.removeprefix("submitted.").removeprefix("request.")
+            raise InvalidRequest(f"{place}: {error.problem}", param=place) from error
         retries = self._plan.retries if self.kept_nbytes + extracted.nbytes <= KEPT_NBYTES else 0
         self.kept_nbytes += extracted.nbytes
-        return Admitted(terminals, extracted, limit_s if timeout_s is None else min(timeout_s, limit_s), retries)
+        return Admitted(terminals, extracted, timeout_s, retries)
+
+    def timeout_s(self, asked_s: float | None) -> float:
+        """How long a request may take in all."""
+        limit_s = self._plan.request_timeout_s
+        return limit_s if asked_s is None else min(asked_s, limit_s)
 
     def ended(self, extracted: Extracted) -> None:
         """A request is over; its body is kept no longer."""
         self.kept_nbytes -= extracted.nbytes
 
-    def _terminals(self, request: OmniRequest, revision: PipelineRevision) -> tuple[str, ...]:
-        if self._terminal_stages is None:
-            return revision.terminals
+    def wanted_terminals(
+        self, request: OmniRequest, revisions: Sequence[PipelineRevision], asked: Asked | None
+    ) -> tuple[str, ...] | None:
+        """The terminals that the request waits for; None: all of them.
+
+        revisions: that are served, newest last: one must have these terminals.
+        asked:     what terminalStagesFn said; None: it is called here.
+        Raises: RequestError: terminalStagesFn is wrong (500).
+        """
+        if self._terminal_stages is None or not revisions:
+            return None
         try:
-            return routing.terminals(revision.terminals, self._terminal_stages(request))
-        except RequestError:
-            raise
-        except Exception as error:
+            returned = asked.answer() if asked is not None else self._terminal_stages(request)
+            if returned is None:
+                return None
+            names = set(names_of(returned) or ())
+            serving = next((one for one in reversed(revisions) if names <= set(one.terminals)), revisions[-1])
+            return routing.terminals(serving.terminals, returned)
+        except RequestError as error:
+            told_of = failure_of(error, "", HOOK)
+            raise RequestError(
+                told_of.code,
+                told_of.message,
+                stage=told_of.stage or None,
+                hook=told_of.hook,
+                param=told_of.param,
+                request_id=request.id,
+            ) from error
+        except BaseException as error:  # SystemExit too: it is one request
             raise RequestError(
                 "stage_failed",
-                f"terminal_stages_fn: {type(error).__name__}: {error}",
-                hook="terminal_stages_fn",
+                f"{HOOK}: {told(error)}",
+                hook=HOOK,
                 request_id=request.id,
             ) from error

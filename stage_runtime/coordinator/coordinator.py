@@ -23,8 +23,10 @@ from stage_runtime.wire.messages import (
     PassAbort,
     Ready,
     Release,
+    RequestRef,
     Severed,
     Shutdown,
+    Stalled,
     Stream,
 )
 from stage_runtime.wire.values import OmniRequest
@@ -48,6 +50,7 @@ class Coordinator:
             Stream: lambda sender, message: self.desk.stream(sender, message),
             Complete: lambda sender, message: self.desk.complete(sender, message),
             HandBack: lambda sender, message: self.desk.hand_back(sender, message),
+            Stalled: lambda sender, message: self.desk.readers.stalled(sender, message.source, message.stalled),
             PassAbort: self._pass_abort,
             AbortPassed: lambda sender, message: self.desk.elsewhere.answered(sender, message),
             Release: lambda sender, message: self.desk.lanes.released(sender, message.transfers),
@@ -106,6 +109,10 @@ class Coordinator:
         if handle is not None:
             handle(sender, message)
 
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
+        if request is not None:
+            self.desk.unreadable(sender, request, problem)
+
     def lost(self, peer: str) -> None:
         if self.roster.bury(peer):
             self.desk.instance_lost(peer)
@@ -121,6 +128,11 @@ class Coordinator:
     def update_revisions(self, revisions: Sequence[PipelineRevision]) -> None:
         """The list of revisions has changed: new requests may go to other instances."""
         self.roster.update(revisions)
+        self.desk.instances_changed()
+
+    def set_aside(self, hosts: Sequence[str]) -> None:
+        """Bind nothing new to what runs at these addresses."""
+        self.roster.set_aside(hosts)
         self.desk.instances_changed()
 
     def shut_down(self, incarnation: str, reason: str) -> bool:

@@ -18,14 +18,16 @@ from typing import Any, Final
 
 from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.admission import Admission
+from stage_runtime.coordinator.asking import Asked, Asking
 from stage_runtime.coordinator.deadlines import Deadlines
 from stage_runtime.coordinator.elsewhere import Elsewhere
 from stage_runtime.coordinator.events import RequestRecord
+from stage_runtime.coordinator.readers import Readers
 from stage_runtime.coordinator.roster import Roster
 from stage_runtime.coordinator.tallies import Tallies
 from stage_runtime.coordinator.telling import COORDINATOR, Endings, Readings
 from stage_runtime.coordinator.tickets import Resulted, Streamed, Ticket
-from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused
+from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused, told
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
 from stage_runtime.relays.lanes import Lanes, Parcel, attempt_key
@@ -51,6 +53,7 @@ from stage_runtime.wire.messages import (
     HandBack,
     Header,
     Message,
+    RequestRef,
     Stream,
     Submit,
 )
@@ -89,11 +92,13 @@ class RequestDesk:
         self._say = say
         self._publish = publish
         self._admission = Admission(plan, terminal_stages)
+        self._asking = Asking(terminal_stages) if terminal_stages is not None else None
         self._deadlines = Deadlines(
             loop, passed=self._deadline_passed, wanted=lambda one, deadline: self._deadline_of(one) == deadline
         )
         self._endings = Endings(loop, say)
         self._readings = Readings(roster.incarnation, say)
+        self.readers = Readers(loop, bound_to=self._bound_here, end=self._end_unread)
         self._tickets: dict[str, Ticket] = {}
         self._by_instance: dict[str, set[str]] = {}  #: incarnation -> ids of requests bound to it
         self._stranded: dict[str, asyncio.TimerHandle] = {}  #: Requests to bind again when somebody comes.
@@ -103,24 +108,31 @@ class RequestDesk:
 
     # --- events.Desk --------------------------------------------------------------------------------------------
 
-    def admit(self, request: OmniRequest, *, timeout_s: float | None = None, trace: str | None = None) -> Ticket:
-        plan = self._plan
-        if self._refusing is not None:
-            raise RequestError("unavailable", self._refusing, request_id=request.id, retry_after_s=RETRY_AFTER_S)
+    async def ask(self, request: OmniRequest, *, timeout_s: float | None = None) -> Asked | None:
+        if self._asking is None:
+            return None
+        self.check_room()
+        return await self._asking.ask(request, self._admission.timeout_s(timeout_s))
+
+    def admit(
+        self,
+        request: OmniRequest,
+        *,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+        asked: Asked | None = None,
+    ) -> Ticket:
+        self.check_room()
         if request.id in self._tickets:
             raise RequestError("duplicate_request", f"request {request.id} is in flight", request_id=request.id)
-        if len(self._tickets) >= plan.max_in_flight:
-            raise RequestError(
-                "rate_limited",
-                f"{plan.max_in_flight} requests are in flight",
-                request_id=request.id,
-                retry_after_s=RETRY_AFTER_S,
-            )
-        revision, bindings = self._bind(request.id, set())
+        membership = self._roster.membership
+        wanted = self._admission.wanted_terminals(request, membership.revisions, asked)
+        left_s = self._admission.timeout_s(timeout_s) - (asked.took_s if asked is not None else 0.0)
+        revision, bindings = self._bind(request.id, set(), wanted)
         try:
-            admitted = self._admission.admit(request, revision, timeout_s)
+            admitted = self._admission.admit(request, revision, wanted, left_s)
         except BaseException:
-            self._roster.membership.unbind(bindings)
+            membership.unbind(bindings)
             raise
         whole = not request.stream  # the client hears nothing before the end
         tracked = Tracked(
@@ -132,6 +144,7 @@ class RequestDesk:
             admitted.extracted,
             cancel=self._cancel,
             consumed=self._consumed,
+            owner=self._roster.incarnation,
             traceparent=trace,
             deadline=self._loop.time() + admitted.timeout_s,
             whole=whole,
@@ -140,6 +153,13 @@ class RequestDesk:
         self._deadlines.add(ticket.id, ticket.deadline)
         self._submit(ticket, revision, bindings)
         return ticket
+
+    def check_room(self) -> None:
+        if self._refusing is not None:
+            raise RequestError("unavailable", self._refusing, retry_after_s=RETRY_AFTER_S)
+        most = self._plan.max_in_flight
+        if len(self._tickets) >= most:
+            raise RequestError("rate_limited", f"{most} requests are in flight", retry_after_s=RETRY_AFTER_S)
 
     def abort(self, request_id: str, reason: str) -> bool:
         ticket = self._tickets.get(request_id)
@@ -195,6 +215,7 @@ class RequestDesk:
     def close(self) -> None:
         self._fetching.close()
         self._deadlines.close()
+        self.readers.close()
         for timer in self._stranded.values():
             timer.cancel()
 
@@ -204,13 +225,15 @@ class RequestDesk:
         self._fetching.fetch(
             sender,
             message.body,
-            attempt_key(message.request_id, message.attempt),
+            attempt_key(self._roster.incarnation, message.request_id, message.attempt),
             lambda fetched: self._chunk(message, fetched),
             lambda error: self._broken(message, error),
         )
 
     def complete(self, sender: str, message: Complete) -> None:
-        if message.failure is not None:
+        if message.skipped:
+            self._skipped(message)
+        elif message.failure is not None:
             ticket = self._current(message)
             if ticket is not None:
                 self._learn(ticket, message)
@@ -221,10 +244,18 @@ class RequestDesk:
             self._fetching.fetch(
                 sender,
                 message.body,
-                attempt_key(message.request_id, message.attempt),
+                attempt_key(self._roster.incarnation, message.request_id, message.attempt),
                 lambda fetched: self._result(message, fetched),
                 lambda error: self._broken(message, error),
             )
+
+    def unreadable(self, sender: str, request: RequestRef, problem: str) -> None:
+        """What an instance said of a request cannot be read: no retry makes it readable."""
+        ticket = self._tickets.get(request.request_id)
+        if ticket is not None:
+            stage = next((stage for stage, bound in ticket.bindings.items() if bound == sender), None)
+            failure = Failure("stage_failed", f"a message of {sender} could not be read: {problem}", stage, "receive")
+            self._failed(ticket, request.attempt, failure)
 
     def hand_back(self, sender: str, message: HandBack) -> None:
         """A draining instance has not begun. Without another one it shall go on: draining takes what is bound."""
@@ -232,7 +263,7 @@ class RequestDesk:
         if ticket is None:
             return
         self._roster.membership.mark(sender, draining=True)
-        if self._roster.membership.complete():
+        if self._roster.membership.complete(terminals=ticket.tracked.terminals):
             ticket.avoid.add(sender)
             self._happen(ticket, HandedBack(message.attempt))
 
@@ -241,6 +272,7 @@ class RequestDesk:
         self.lanes.forget(incarnation)
         self.elsewhere.forget(incarnation)
         self._endings.forget(incarnation)
+        self.readers.forget(incarnation)
         for request_id in list(self._by_instance.get(incarnation, ())):
             ticket = self._tickets[request_id]
             ticket.avoid.add(incarnation)
@@ -272,9 +304,11 @@ class RequestDesk:
 
     # --- admitting ----------------------------------------------------------------------------------------------
 
-    def _bind(self, request_id: str, avoid: set[str]) -> tuple[PipelineRevision, dict[str, str]]:
+    def _bind(
+        self, request_id: str, avoid: set[str], terminals: tuple[str, ...] | None
+    ) -> tuple[PipelineRevision, dict[str, str]]:
         try:
-            return self._roster.membership.bind(avoid=avoid)
+            return self._roster.membership.bind(avoid=avoid, terminals=terminals)
         except Unbindable as error:
             raise RequestError(
                 "unavailable",
@@ -299,14 +333,26 @@ class RequestDesk:
             return Submit(header, entry, body)
 
         assert ticket.extracted is not None
-        parcel = Parcel(ticket.sending, ticket.extracted, make, self._plan.relay_backend)
+
+        def lost(error: BaseException) -> None:
+            if isinstance(error, ValueRefused):  # what does not fit into a message is what the client sent
+                failure = Failure("invalid_request", error.problem)
+            else:
+                log.error("request %s cannot be sent", ticket.id, exc_info=error)
+                failure = Failure("transport_failed", told(error), entry, "relay")
+            self._failed(ticket, attempt, failure)
+
+        parcel = Parcel(ticket.sending, ticket.extracted, make, self._plan.relay_backend, lost)
         try:
-            sent = self.lanes.ship((COORDINATOR, entry, bindings[entry]), parcel, credits=BODY_CREDITS)
-            problem = "" if sent else f"no connection to the instance of {entry!r}"
-        except (TransferError, ValueRefused) as error:
+            if self.lanes.ship((COORDINATOR, entry, bindings[entry]), parcel, credits=BODY_CREDITS):
+                return
+            problem = f"no connection to the instance of {entry!r}"
+        except TransferError as error:
             problem = str(error)
-        if problem:
-            self._failed(ticket, attempt, Failure("transport_failed", problem, entry, "relay"))
+        except Exception as error:
+            lost(error)
+            return
+        self._failed(ticket, attempt, Failure("transport_failed", problem, entry, "relay"))
 
     # --- following ----------------------------------------------------------------------------------------------
 
@@ -332,6 +378,14 @@ class RequestDesk:
             if Instruction.DELIVER in self._happen(ticket, ChunkCame(message.source, message.attempt)):
                 ticket.push(one)
         self._end_if_whole(ticket, message.source, message.attempt)
+
+    def _skipped(self, message: Complete) -> None:
+        """Nothing of the request can reach a terminal: where it is waited for, its request fails now."""
+        ticket = self._current(message)
+        if ticket is not None and message.source in ticket.tracked.waiting:
+            told = f"no route leads the request to {message.source!r}, a terminal stage that it waits for: "
+            told += "leave it out by terminalStagesFn, or send it something"
+            self._failed(ticket, message.attempt, Failure("stage_failed", told, message.source, "route_fn"))
 
     def _result(self, message: Complete, fetched: Fetched | None) -> None:
         ticket = self._current(message)
@@ -421,6 +475,14 @@ class RequestDesk:
     def _cancel(self, ticket: Ticket, reason: str) -> bool:
         return bool(self._happen(ticket, Cancelled(reason)))
 
+    def _bound_here(self, incarnation: str) -> list[Ticket]:
+        return [self._tickets[request_id] for request_id in self._by_instance.get(incarnation, ())]
+
+    def _end_unread(self, ticket: Ticket, reason: str) -> None:
+        """Its client does not read. Of one that is complete already, only what waits to be read is dropped."""
+        if not self._cancel(ticket, reason):
+            ticket.fail(Failure("cancelled", reason))
+
     def _consumed(self, ticket: Ticket, stage: str, weight: int) -> None:
         if ticket.tracked.state is State.RUNNING:
             self._readings.read(ticket.id, ticket.tracked.attempt, stage, ticket.bindings.get(stage, ""), weight)
@@ -436,6 +498,7 @@ class RequestDesk:
         self._unbind(ticket)
         ticket.sending.aborted = True
         self.lanes.drop_cancelled()
+        self._relays.cleanup(attempt_key(self._roster.incarnation, ticket.id, ticket.tracked.attempt))
 
     def _unbind(self, ticket: Ticket) -> None:
         self._roster.membership.unbind(ticket.bindings)
@@ -449,7 +512,7 @@ class RequestDesk:
 
     def _rebind(self, ticket: Ticket) -> bool:
         try:
-            revision, bindings = self._bind(ticket.id, ticket.avoid)
+            revision, bindings = self._bind(ticket.id, ticket.avoid, ticket.tracked.terminals)
         except RequestError:
             return False
         waiting = self._stranded.pop(ticket.id, None)
@@ -464,7 +527,7 @@ class RequestDesk:
 
         def give_up() -> None:
             self._stranded.pop(ticket.id, None)
-            lacking = ", ".join(self._roster.membership.lacking())
+            lacking = ", ".join(self._roster.membership.lacking(terminals=ticket.tracked.terminals))
             failure = Failure("unavailable", f"no instance of {lacking} came within {NEW_INSTANCE_WAIT_S:.0f} s")
             if ticket.tracked.state is State.RUNNING:
                 self._carry_out(ticket, ticket.tracked.fail(failure), None)

@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from stage_runtime.errors import ValueRefused
 from stage_runtime.rules.forwarding import Inquiry
+from stage_runtime.wire import codec
 from stage_runtime.wire.messages import AbortPassed, Message, PassAbort
 
 ANSWER_S: Final = 2.0  # an owner that is alive answers in milliseconds; one that is dead is known to be after 4 s
@@ -30,6 +32,10 @@ class Elsewhere:
             if len(self._asked) >= ASKED_MOST:
                 return False
             said = PassAbort(request_id, self._me, reason)
+            try:
+                codec.check(said)
+            except ValueRefused:
+                return False  # no request has such an id
             inquiry = Inquiry([one for one in instances if self._say(one, said)])
             self._asked[request_id] = (inquiry, asyncio.Event())
         inquiry, news = self._asked[request_id]

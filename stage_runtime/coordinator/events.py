@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from stage_runtime.coordinator.asking import Asked
 from stage_runtime.wire.values import OmniRequest
 
 
@@ -71,11 +72,30 @@ class RequestHandle(Protocol):
 class Desk(Protocol):
     """What the web room calls. Implemented by `coordinator.desk`; knows no HTTP."""
 
-    def admit(self, request: OmniRequest, *, timeout_s: float | None = None, trace: str | None = None) -> RequestHandle:
+    async def ask(self, request: OmniRequest, *, timeout_s: float | None = None) -> Asked | None:
+        """What the author's terminalStagesFn says of a request; goes to `admit`.
+
+        Raises: RequestError: deadline: it has not answered in the request's time; rate_limited, unavailable.
+        """
+
+    def admit(
+        self,
+        request: OmniRequest,
+        *,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+        asked: Asked | None = None,
+    ) -> RequestHandle:
         """Take a request and send it off.
 
         timeout_s: the deadline from now; None: the pipeline's own; capped by it.
         Raises: RequestError: duplicate_request, rate_limited, unavailable, invalid_request; nothing was sent.
+        """
+
+    def check_room(self) -> None:
+        """Whether `admit` would take another request now: asked before its body is read.
+
+        Raises: RequestError: rate_limited, unavailable.
         """
 
     def abort(self, request_id: str, reason: str) -> bool:

@@ -160,6 +160,13 @@ class Roster:
         self._rests = _rests(revisions)
         self._log_misfits(*self.membership.instances)
 
+    def set_aside(self, hosts: Sequence[str]) -> None:
+        """The pods at these addresses were taken out of their units: what is bound to them ends, nothing new is."""
+        for incarnation in self.membership.set_aside(hosts):
+            instance = self.membership.instances[incarnation]
+            said = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
+            log.info("%s (%s) %s", instance.member.group, incarnation, said)
+
     def loads(self) -> dict[str, dict[str, int]]:
         """Per stage, what the last beats say is waiting and running, all instances together."""
         found: dict[str, dict[str, int]] = {}
@@ -188,6 +195,7 @@ class Roster:
                     "stages": list(instance.member.stages),
                     "ready": instance.ready,
                     "draining": instance.draining,
+                    "aside": instance.aside,
                     "misfit": self.membership.misfit(instance),
                     "waiting": instance.waiting,
                     "running": instance.running,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ class Streamed(msgspec.Struct):
     modality: str | None
     fetched: Fetched
     weight: int
+    taken: bool = False  #: Its producer counts it as taken, though nobody has read it.
 
 
 class Resulted(msgspec.Struct):
@@ -40,6 +41,7 @@ class Resulted(msgspec.Struct):
 class Sending(msgspec.Struct):
     """`relays.lanes.Wanted` of one attempt's body: not sent any more once the attempt is given up."""
 
+    owner: str
     request_id: str
     attempt: int
     aborted: bool = False
@@ -59,6 +61,7 @@ class Ticket:
         *,
         cancel: Callable[[Ticket, str], bool],
         consumed: Callable[[Ticket, str, int], None],
+        owner: str,
         traceparent: str | None,
         deadline: float,
         whole: bool = False,
@@ -66,7 +69,8 @@ class Ticket:
         self.tracked = tracked
         self.kind = request.kind
         self.extracted: Extracted | None = extracted  #: Kept while a retry is possible.
-        self.sending = Sending(request.id, tracked.attempt)
+        self.owner = owner
+        self.sending = Sending(owner, request.id, tracked.attempt)
         self.bindings: dict[str, str] = {}
         self.revision = ""
         self.traceparent = traceparent
@@ -78,11 +82,14 @@ class Ticket:
         self.admitted_at = time.monotonic()
         self.first_event_at: float | None = None
         self.ended_at: float | None = None
+        self.read_at = (
+            asyncio.get_running_loop().time()
+        )  #: When its client took something last, or had nothing to take.
         self._cancel = cancel
         self._consumed = consumed
         self._whole = whole  #: The reader gets everything at the end, or nothing.
         self._events: deque[Streamed | Resulted] = deque()
-        self._failed = False
+        self._failure: Failure | None = None
         self._retry_after_s: float | None = None
         self._finished = False
         self._changed: asyncio.Future[None] | None = None
@@ -98,14 +105,14 @@ class Ticket:
             while True:
                 while self._events and not (self._whole and not self._finished):
                     yield self._open(self._events.popleft())
-                if self._failed:
+                if self._failure is not None:
                     raise self._error()
                 if self._finished:
                     return
                 self._changed = asyncio.get_running_loop().create_future()
                 await self._changed
         finally:
-            if not self._finished and not self._failed:
+            if not self._finished and self._failure is None:
                 self._cancel(self, "the client went away")
             self._events.clear()  # nobody reads them now, and the ticket stays known for a while
 
@@ -117,7 +124,7 @@ class Ticket:
 
     def begin_attempt(self) -> None:
         """A new attempt begins: what an earlier one said partly is dropped."""
-        self.sending = Sending(self.id, self.tracked.attempt)
+        self.sending = Sending(self.owner, self.id, self.tracked.attempt)
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
         self.endings.clear()
         if self._whole:
@@ -126,11 +133,30 @@ class Ticket:
     def push(self, event: Streamed | Resulted) -> None:
         if self.first_event_at is None:
             self.first_event_at = time.monotonic()
+        if not self._events:
+            self.read_at = asyncio.get_running_loop().time()
         self._events.append(event)
         if not self._whole:
             self._wake()
         elif isinstance(event, Streamed):
+            event.taken = True
             self._consumed(self, event.stage, event.weight)  # nobody reads yet, and its producer must not wait for that
+
+    @property
+    def early(self) -> int:
+        """The weight of unread chunks that count as taken; an answer that is given as a whole has no slow reader."""
+        return 0 if self._whole else sum(one.weight for one in self._chunks() if one.taken)
+
+    def unread(self, stage: str) -> int:
+        """The weight of unread chunks of ``stage`` that count against its window."""
+        return sum(one.weight for one in self._chunks() if one.stage == stage and not one.taken)
+
+    def take_early(self, stage: str) -> None:
+        """Count what is here of ``stage`` as taken."""
+        for one in self._chunks():
+            if one.stage == stage and not one.taken:
+                one.taken = True
+                self._consumed(self, stage, one.weight)
 
     def finish(self) -> None:
         self._finished = True
@@ -138,7 +164,7 @@ class Ticket:
         self._wake()
 
     def fail(self, failure: Failure, *, retry_after_s: float | None = None) -> None:
-        self._failed = True
+        self._failure = failure
         self._retry_after_s = retry_after_s
         self._let_go()
         if failure.code != "stage_failed" or not self.tracked.streamed:
@@ -170,7 +196,7 @@ class Ticket:
 
     def _error(self) -> RequestError:
         """A new one each time: one that was raised holds the frames that it went through, an upload among them."""
-        failure = self.tracked.failure
+        failure = self._failure
         assert failure is not None
         return RequestError(
             failure.code,
@@ -187,13 +213,17 @@ class Ticket:
         self.streams = {}
         self.endings.clear()
 
+    def _chunks(self) -> Iterator[Streamed]:
+        return (event for event in self._events if isinstance(event, Streamed))
+
     def _open(self, event: Streamed | Resulted) -> ChunkEvent | ResultEvent:
+        self.read_at = asyncio.get_running_loop().time()
         if isinstance(event, Resulted):
             if event.fetched is None:
                 return ResultEvent(stage=event.stage, has_data=False)
             return ResultEvent(stage=event.stage, data=event.fetched.open(torch=False))
         fields: dict[str, Any] = event.fetched.open(torch=False)
-        if not self._whole:
+        if not event.taken:
             self._consumed(self, event.stage, event.weight)
         return ChunkEvent(
             stage=event.stage,

@@ -170,10 +170,10 @@ class Played:
         ready: bool = False,
         **fields: Any,
     ) -> bool:
-        revision = revision or REVISION.units[group]
+        revision = revision or REVISION.units.get(group, "p1")
         endpoint = endpoint or f"ipc:///{incarnation}"
-        member = Member(incarnation, group, group, revision, endpoint, {}, GROUP_STAGES[group], ready)
-        said = Hello(member, SCHEMAS[group], "hello", "ipc:///cc")
+        member = Member(incarnation, group, group, revision, endpoint, {}, GROUP_STAGES.get(group, ()), ready)
+        said = Hello(member, SCHEMAS.get(group, ""), "hello", "ipc:///cc")
         for name, value in fields.items():
             said = codec_replace(said, name, value)
         return self.coordinator.introduced(incarnation, said)
@@ -196,7 +196,7 @@ class Played:
     def chunk(self, sent: Submit, source: str, index: int, data: Any, *, attempt: int | None = None) -> None:
         header = sent.header
         said = Stream(header.request_id, attempt or header.attempt, source, index, body({"data": data}))
-        self.coordinator.heard(header.bindings[source], said)
+        self.coordinator.heard(header.bindings.get(source, "v1"), said)
 
     def complete(self, sent: Submit, source: str, data: Any = None, *, chunks: int = 0, has_data: bool = True) -> None:
         header = sent.header
@@ -204,12 +204,12 @@ class Played:
         said = Complete(
             header.request_id, header.attempt, source, body(data) if has_data else None, chunks, timings=timings
         )
-        self.coordinator.heard(header.bindings[source], said)
+        self.coordinator.heard(header.bindings.get(source, "v1"), said)
 
     def fail(self, sent: Submit, source: str, code: str = "stage_failed", message: str = "no", **facts: Any) -> None:
         header = sent.header
         said = Complete(header.request_id, header.attempt, source, failure=Failure(code, message, source, **facts))
-        self.coordinator.heard(header.bindings[source], said)
+        self.coordinator.heard(header.bindings.get(source, "v1"), said)
 
 
 def codec_replace(said: Hello, name: str, value: Any) -> Hello:

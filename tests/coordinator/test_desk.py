@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from desk_kit import REVISION, Played, asked, came, error_of, played, read, request_of
 from hypothesis import given, settings
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 from stage_runtime.coordinator.desk import BODY_CREDITS, RECONNECT_S
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.coordinator.readers import LOOK_EVERY_S
 from stage_runtime.errors import RequestError
+from stage_runtime.rules import edges
+from stage_runtime.rules.readers import ROOM
+from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import (
     Body,
     Complete,
@@ -22,9 +27,12 @@ from stage_runtime.wire.messages import (
     Goodbye,
     HandBack,
     Release,
+    RequestRef,
     Severed,
+    Stalled,
     Unbound,
 )
+from stage_runtime.wire.values import OmniRequest, RawTensor
 
 
 def only(made: Played, incarnation: str = "f1") -> Any:
@@ -148,6 +156,35 @@ async def test_without_an_instance_of_a_group_its_name_is_told() -> None:
         assert (caught.value.code, caught.value.stage, caught.value.retry_after_s) == ("unavailable", "voice", 1.0)
 
 
+BRANCHES = msgspec.structs.replace(
+    REVISION,
+    units={"front": "f1", "voice": "v1", "paper": "p1"},
+    groups={"front": "front", "voice": "voice", "paper": "paper"},
+    stages={"split": "front", "shout": "voice", "write": "paper"},
+)
+
+
+async def test_a_request_that_never_meets_a_stage_is_served_while_that_stage_is_away() -> None:
+    def terminals(request: OmniRequest) -> list[str]:
+        return [str(request.inputs)]
+
+    schemas = edges.of_revision(BRANCHES)
+    async with played(joined=False, revisions=(BRANCHES,), terminal_stages=terminals) as made:
+        made.join("f1", "front", edges=schemas["front"])
+        made.join("v1", "voice", edges=schemas["voice"])
+        ticket = made.desk.admit(asked("heard", inputs="shout"))
+        [sent] = made.submitted("f1")
+        assert sent.header.bindings == {"split": "f1", "shout": "v1"}
+        with pytest.raises(RequestError, match="no ready instance of paper"):
+            made.desk.admit(asked("written", inputs="write"))
+        made.coordinator.lost("v1")  # and the retry needs no more than the first attempt
+        made.join("v2", "voice", edges=schemas["voice"])
+        again = made.submitted("f1")[-1]
+        assert again.header.bindings == {"split": "f1", "shout": "v2"}
+        made.complete(again, "shout", "HELLO")
+        assert [event.data for event in await read(ticket)] == ["HELLO"]
+
+
 async def test_a_value_that_cannot_travel_is_the_clients_fault() -> None:
     async with played() as made:
         with pytest.raises(RequestError, match=r"inputs\['x'\]") as caught:
@@ -236,7 +273,7 @@ async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
         made.join("v2", "voice")
         made.coordinator.lost("v1")
         second = made.submitted("f1")[-1]
-        assert second.header.bindings == {"split": "f1", "shout": "v2", "write": "v2"}
+        assert second.header.bindings == {"split": "f1", "shout": "v2"}
         assert second.header.attempt > first.header.attempt
         assert made.aborted("f1") == [("r1", first.header.attempt)]
         made.complete(first, "shout", "of the dead")
@@ -353,7 +390,7 @@ async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried
         (again,) = await came(lambda: made.submitted("f2"))
         assert again.header.request_id == "stuck"
         assert again.header.attempt > first.header.attempt
-        assert again.header.bindings == {"split": "f2", "shout": "v2", "write": "v2"}
+        assert again.header.bindings == {"split": "f2", "shout": "v2"}
         assert made.aborted("v1") == [("stuck", first.header.attempt)]
         made.complete(again, "shout", "served")
         assert await read(stuck) == [ResultEvent(stage="shout", data="served")]
@@ -456,6 +493,84 @@ async def test_a_reader_lets_its_producer_go_on() -> None:
         await events.aclose()
 
 
+def taken(made: Played) -> int:
+    """The weight that the producer was told of."""
+    return sum(one.weight for one in made.channels.said["v1"] if isinstance(one, Consumed))
+
+
+async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_order_later() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked(stream=True))
+        sent = only(made)
+        made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
+        nearly = STREAM_WINDOW * 3 // 4
+        for index in range(nearly):
+            made.chunk(sent, "shout", index, index)
+        await asyncio.sleep(3 * LOOK_EVERY_S)
+        assert (taken(made), ticket.early) == (0, 0), "nobody waits for this client"
+        for index in range(nearly, STREAM_WINDOW):
+            made.chunk(sent, "shout", index, index)
+        await came(lambda: taken(made))
+        assert (taken(made), ticket.early) == (STREAM_WINDOW, STREAM_WINDOW)
+        made.coordinator.heard("v1", Stalled("shout", "coordinator", False))
+        for index in range(STREAM_WINDOW, 2 * STREAM_WINDOW):
+            made.chunk(sent, "shout", index, index)
+        await asyncio.sleep(3 * LOOK_EVERY_S)
+        assert taken(made) == STREAM_WINDOW, "nobody waits any more"
+        made.complete(sent, "shout", "done", chunks=2 * STREAM_WINDOW)
+        chunks = [event.data for event in await read(ticket) if isinstance(event, ChunkEvent)]
+        assert (chunks, ticket.early) == (list(range(2 * STREAM_WINDOW)), 0)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(complete: bool) -> None:
+    """Whether it is in flight or complete and unread."""
+    half = ROOM // 2
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        tickets = [made.desk.admit(asked(name, stream=True)) for name in ("r1", "r2", "r3")]
+        sents = made.submitted("f1")
+        made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
+        for ticket, sent in zip(tickets[:2], sents[:2], strict=True):
+            for index in range(half):
+                made.chunk(sent, "shout", index, index)
+            await came(lambda ticket=ticket: ticket.early == half)
+            if complete:
+                made.complete(sent, "shout", "done", chunks=half)
+        for index in range(STREAM_WINDOW):
+            made.chunk(sents[2], "shout", index, index)
+        await came(lambda: tickets[2].early)
+        error = await error_of(tickets[0])
+        assert (error.code, error.message) == ("cancelled", "its client does not read")
+        assert tickets[0].record().state == ("completed" if complete else "cancelled")
+        assert [ticket.early for ticket in tickets] == [0, half, STREAM_WINDOW]
+
+
+async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
+    async with played(terminal_stages=lambda request: ["shout"]) as made:
+        ticket = made.desk.admit(asked(stream=False))
+        sent = only(made)
+        made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
+        for index in range(ROOM + STREAM_WINDOW):
+            made.chunk(sent, "shout", index, index)
+        await asyncio.sleep(3 * LOOK_EVERY_S)
+        assert (ticket.early, taken(made), made.aborted("v1")) == (0, ROOM + STREAM_WINDOW, [])
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_else(waited_for: bool) -> None:
+    async with played(terminal_stages=lambda request: ["write", "shout"] if waited_for else ["write"]) as made:
+        ticket = made.desk.admit(asked())
+        sent = only(made)
+        skipped = Complete(sent.header.request_id, sent.header.attempt, "shout", skipped=True)
+        made.coordinator.heard("v1", skipped)
+        made.complete(sent, "write", "text")
+        if waited_for:
+            error = await error_of(ticket)
+            assert (error.code, error.stage) == ("stage_failed", "shout")
+        else:
+            assert await read(ticket) == [ResultEvent(stage="write", data="text")]
+
+
 async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_desk() -> None:
     async with played(retries=0) as made:
         ticket = made.desk.admit(asked())
@@ -554,3 +669,34 @@ async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
         made.coordinator.heard("f1", Release((slot,)))
         (late,) = made.submitted("f1")[BODY_CREDITS:]
         assert (late.header.request_id, late.header.attempt) == ("waits", sent[-1].header.attempt + 2)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["a credit is free", "none is free"])
+async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault_and_nobody_waits_for_it(
+    busy: bool,
+) -> None:
+    parts = [RawTensor("uint8", (4,), b"%04d" % (index % 1000)) for index in range(25_000)]
+    async with played(max_in_flight=100) as made:
+        for number in range(BODY_CREDITS if busy else 0):
+            made.desk.admit(asked(f"r{number}", inputs="x" * 100_000))
+        before = len(made.submitted("f1"))
+        error = await error_of(made.desk.admit(asked("bad", inputs=parts)))
+        assert (error.code, error.status) == ("invalid_request", 400)
+        assert "over" in error.message and made.desk.lanes.queued == 0
+        made.desk.admit(asked("good"))
+        assert [one.header.request_id for one in made.submitted("f1")[before:]] == ["good"]
+
+
+async def test_what_an_instance_said_and_nobody_could_read_ends_its_request_at_once_and_no_other() -> None:
+    async with played() as made:
+        bad, good = made.desk.admit(asked("bad")), made.desk.admit(asked("good"))
+        sent = made.submitted("f1")[0]
+        for attempt in (sent.header.attempt + 9, sent.header.attempt):
+            assert bad.tracked.failure is None, "of another attempt: said before, and nobody waits for it"
+            made.coordinator.unreadable("v1", RequestRef("bad", attempt), "no message")
+        made.coordinator.unreadable("v1", RequestRef("unknown", 1), "no message")
+        made.coordinator.unreadable("v1", None, "no message")
+        error = await error_of(bad)
+        assert (error.code, error.stage, error.hook) == ("stage_failed", "shout", "receive")
+        assert made.aborted("f1") == [("bad", sent.header.attempt)]
+        assert good.tracked.failure is None

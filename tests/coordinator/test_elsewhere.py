@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from desk_kit import ME, Played, asked, error_of, played
 
 from stage_runtime.wire.messages import AbortPassed, PassAbort
@@ -35,6 +36,13 @@ async def test_every_instance_is_asked_and_the_owner_s_yes_is_enough() -> None:
         assert questions(made, "f1") == questions(made, "v1") == [PassAbort("theirs", ME, "DELETE")]
         made.coordinator.heard("v1", AbortPassed("theirs", ME, True, 1))
         assert await asyncio.wait_for(answer, 10)
+
+
+@pytest.mark.parametrize("request_id", ["x" * 129, "", "\udc80"], ids=["long", "empty", "surrogate"])
+async def test_an_id_that_no_request_can_have_is_asked_of_nobody(request_id: str) -> None:
+    async with played() as made:
+        assert not await made.desk.abort_elsewhere(request_id, "DELETE")
+        assert questions(made, "f1") == questions(made, "v1") == []
 
 
 async def test_no_is_known_as_soon_as_everybody_has_answered_or_is_gone() -> None:

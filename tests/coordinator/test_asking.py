@@ -1,0 +1,66 @@
+"""An author's terminalStagesFn on threads of its own: late, blocked, raising, writing into what it was given."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from stage_runtime.coordinator.asking import AT_ONCE, Asking
+from stage_runtime.errors import RequestError
+from stage_runtime.wire.values import OmniRequest
+
+
+def asked(inputs: object = "hello") -> OmniRequest:
+    return OmniRequest(id="r", inputs=inputs)
+
+
+async def test_one_that_blocks_fails_its_own_request_and_the_loop_goes_on() -> None:
+    gate = threading.Event()
+    asking = Asking(lambda request: gate.wait() if request.inputs == "block" else ["write"])
+    blocked = asyncio.create_task(asking.ask(asked("block"), 0.3))
+    assert (await asking.ask(asked(), 5.0)).answer() == ["write"]
+    with pytest.raises(RequestError) as failed:
+        await blocked
+    assert (failed.value.code, failed.value.hook) == ("deadline", "terminal_stages_fn")
+    gate.set()
+
+
+async def test_those_that_never_return_are_bounded_and_give_their_places_back_when_they_do() -> None:
+    gate, began = threading.Event(), threading.Semaphore(0)
+
+    def hook(request: OmniRequest) -> None:
+        began.release()
+        gate.wait()
+
+    asking = Asking(hook)
+    stuck = [asyncio.create_task(asking.ask(asked(), 0.2)) for _ in range(AT_ONCE + 8)]
+    outcomes = await asyncio.gather(*stuck, return_exceptions=True)
+    assert all(isinstance(one, RequestError) and one.code == "deadline" for one in outcomes)
+    assert sum(began.acquire(blocking=False) for _ in stuck) == AT_ONCE
+    gate.set()
+    assert (await asking.ask(asked(), 5.0)).answer() is None
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
+async def test_what_it_raises_is_its_answer(error: BaseException) -> None:
+    def hook(request: OmniRequest) -> None:
+        raise error
+
+    found = await Asking(hook).ask(asked(), 5.0)
+    with pytest.raises(type(error)):
+        found.answer()
+
+
+async def test_what_it_writes_into_a_request_reaches_nobody() -> None:
+    def hook(request: OmniRequest) -> None:
+        request.inputs["words"].append("more")
+
+    request = asked({"words": ["one"]})
+    await Asking(hook).ask(request, 5.0)
+    assert request.inputs == {"words": ["one"]}
+
+
+async def test_a_value_that_cannot_travel_is_left_for_admission_to_refuse() -> None:
+    assert (await Asking(lambda request: ["write"]).ask(asked({1, 2}), 5.0)).answer() is None
