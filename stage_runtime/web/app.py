@@ -16,26 +16,38 @@ from stage_runtime.web.bare import bare_app
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.front import Front
+from stage_runtime.web.intake import Intake
 from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.origins import Origins
 from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.sound.pool import CodecPool
 
 
 def make_app(
-    desk: Desk, settings: WebSettings, *, metrics: Metrics | None = None, admin: Sequence[APIRouter] = ()
+    desk: Desk,
+    settings: WebSettings,
+    *,
+    codecs: CodecPool,
+    metrics: Metrics | None = None,
+    admin: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """The application.
 
+    codecs: the caller's, who closes it.
     metrics: given when another port shows them too (`probes.make_probes`): both then count into the same.
     admin: routers of others (the profiler's) that belong on this port; they are behind the API keys.
     """
     metrics = metrics or Metrics(desk)
     app = bare_app(title=settings.model)
-    service = Service(desk=desk, settings=settings, fetcher=Fetcher(settings))
+    service = Service(desk=desk, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
     app.router.routes[:0] = [*openai.routes(service), *pipeline.routes(service)]
     if settings.probes:
         app.router.routes.extend(probes.routes(desk, metrics))
     for router in admin:
         app.include_router(router)
     app.openapi = lambda: openapi.document(settings)  # type: ignore[method-assign]
-    app.add_middleware(Front, api_keys=settings.api_keys, observe=metrics.observe)
+    intake = Intake(settings.max_held_bytes, grace_s=settings.body_grace_s)
+    metrics.watch("http_held_bytes", "Bodies and media of requests in flight.", lambda: intake.held_nbytes)
+    origins = Origins(local=settings.local, hosts=settings.hosts)
+    app.add_middleware(Front, api_keys=settings.api_keys, origins=origins, intake=intake, observe=metrics.observe)
     return app

@@ -24,10 +24,11 @@ def bare_app(*, title: str) -> FastAPI:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """No route (404), not with this method (405), or what an admin router says."""
     assert isinstance(error, HTTPException)
+    path = request.scope["path"]  # not ``request.url``, which believes the Host header
     if error.status_code == 404:
-        problem = RequestError("unsupported_endpoint", f"there is no {request.method} {request.url.path} here")
+        problem = RequestError("unsupported_endpoint", f"there is no {request.method} {path} here")
     elif error.status_code == 405:
-        problem = RequestError("unsupported_endpoint", f"{request.url.path} does not take {request.method}")
+        problem = RequestError("unsupported_endpoint", f"{path} does not take {request.method}")
     else:
         problem = InvalidRequest(str(error.detail))
     return _as_response(request, problem, error.status_code, dict(error.headers or {}))

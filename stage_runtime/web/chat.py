@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -13,9 +12,11 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
+from stage_runtime.web.sound.pool import CodecPool, Encoder
 from stage_runtime.web.translating import chat, media
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
 from stage_runtime.web.translating.outputs import Event
+from stage_runtime.wire.values import Audio
 
 
 def routes(service: Service) -> list[Route]:
@@ -31,36 +32,54 @@ class _Chat:
         service, settings = self._service, self._service.settings
         request_id = exchange.name_request(endpoints.new_id("chatcmpl"))
         service.check_served("chat")
-        body = chat.decode(await exchange.body(settings.max_body_bytes))
+        body = await service.read_json(exchange, chat.decode)
         call = chat.call(body)
         places = list(media.to_fetch(body.messages))
-        fetched = await service.fetcher.fetch(places) if places else {}
-        request = chat.request(body, request_id, fetched)
+        fetched = await service.fetcher.fetch(places, exchange.holding.add) if places else {}
+        request = await endpoints.apart(exchange, chat.request, body, request_id, fetched)
         timeout_s = exchange.timeout_s(body.timeout)
         created = int(time.time())
         if call.stream:
             chunks = CompletionChunks(call=call, request_id=request_id, model=settings.model, created=created)
-            voice = _ChunkVoice(chunks, request_id)
+            voice = _ChunkVoice(chunks, request_id, service.codecs, call.audio)
             await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
             return
         answer = Completion(call=call, request_id=request_id, model=settings.model, created=created)
         await serving.collect(service.desk, exchange, request, timeout_s, answer.add)
-        # encoding sound takes its time; text does not, and a thread would cost more than it
-        body_out = await asyncio.to_thread(answer.finish) if call.audio is not None else answer.finish()
-        await exchange.reply(msgspec.json.encode(body_out))
+        answer.check()
+        sound = await self._sound(call.audio, answer) if call.audio is not None and answer.audio else None
+        await exchange.reply(msgspec.json.encode(answer.finish(sound)))
+
+    async def _sound(self, format: str, answer: Completion) -> bytes:
+        with self._service.codecs.encoder(format, whole=True) as made:
+            for stage, piece in answer.audio:
+                await made.write(piece, stage=stage)
+            return await made.finish()
 
 
 class _ChunkVoice:
     """Chunks as frames; ``[DONE]`` only after a stream that is whole."""
 
-    def __init__(self, chunks: CompletionChunks, request_id: str) -> None:
+    def __init__(self, chunks: CompletionChunks, request_id: str, codecs: CodecPool, format: str | None) -> None:
         self._chunks = chunks
         self._request_id = request_id
+        self._codecs = codecs
+        self._format = format
 
     async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
-        async for event in events:
-            yield b"".join(map(serving.data_frame, self._chunks.add(event)))
-        yield b"".join(map(serving.data_frame, self._chunks.finish())) + serving.DONE
+        with self._codecs.encoder(self._format or "") as made:
+            async for event in events:
+                yield b"".join([frame async for frame in self._added(event, made)])
+            rest = self._chunks.sound(await made.finish()) if self._chunks.check() else ()
+            yield b"".join(map(serving.data_frame, (*rest, *self._chunks.finish()))) + serving.DONE
+
+    async def _added(self, event: Event, made: Encoder) -> AsyncIterator[bytes]:
+        for shown in self._chunks.add(event):
+            if not isinstance(shown, Audio):
+                yield serving.data_frame(shown)
+                continue
+            for chunk in self._chunks.sound(await made.write(shown, stage=event.stage)):
+                yield serving.data_frame(chunk)
 
     def fail(self, error: RequestError) -> bytes:
         return serving.data_frame(errors.body(error, self._request_id))

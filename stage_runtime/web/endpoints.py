@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.routing import Route
@@ -11,10 +13,14 @@ from starlette.types import Receive, Scope, Send
 
 from stage_runtime.coordinator.events import Desk
 from stage_runtime.errors import RequestError
+from stage_runtime.web import strictjson
+from stage_runtime.web.errors import Refused
 from stage_runtime.web.exchange import KEY, Exchange
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.sound.pool import CodecPool
 
+Read = TypeVar("Read")
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -24,6 +30,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     desk: Desk
     settings: WebSettings
     fetcher: Fetcher
+    codecs: CodecPool
 
     def check_served(self, name: str) -> None:
         """Raises: RequestError: unsupported_endpoint: the pipeline's ``serves`` has no ``name``."""
@@ -32,6 +39,34 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(
                 "unsupported_endpoint", f"this pipeline serves {served}, not {name}; /v1/pipeline always works"
             )
+
+    async def read(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
+        """The request's body, decoded; its bytes are let go of.
+
+        Raises: RequestError: there is no room for another request (before the body is read); as `Exchange.body`;
+                and what ``decode`` raises.
+        """
+        self.desk.check_room()
+        return await apart(exchange, decode, await exchange.body(self.settings.max_body_bytes))
+
+    async def read_json(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
+        """As `read`.
+
+        Raises: RequestError: invalid_request (415): it does not say that it is JSON. What else browsers send, they
+                send across sites without asking.
+        """
+        given = (exchange.only_header(b"content-type") or "").partition(";")[0].strip().lower()
+        if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
+            told = f"content-type: application/json is needed, not {given or 'none'}"
+            raise Refused(415, "invalid_request", told, param="content-type")
+        return await self.read(exchange, decode)
+
+
+async def apart(exchange: Exchange, function: Callable[..., Read], *arguments: Any) -> Read:
+    """Call ``function`` with a request's data: on another thread where there is so much that others would wait."""
+    if exchange.body_nbytes <= strictjson.SMALL:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
 
 
 class Endpoint:

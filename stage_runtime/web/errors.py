@@ -27,19 +27,38 @@ TYPES: Final[dict[str, str]] = {
 RETRY_AFTER_S: Final = 1.0
 
 
+class Refused(RequestError):
+    """An error of the closed list whose status says more than its code's: 403, 408, 415."""
+
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(code, message, param=param)
+        self._status = status
+
+    @property
+    def status(self) -> int:
+        return self._status
+
+
 def body(error: RequestError, request_id: str | None) -> dict[str, Any]:
     """``{"error": {...}}`` as clients get it, alone or as an event of a stream."""
     facts: dict[str, Any] = {
-        "message": error.message,
+        "message": _shown(error.message, 2000),
         "type": TYPES.get(error.code, "server_error"),
         "code": error.code,
-        "param": error.param,
+        "param": None if error.param is None else _shown(error.param, 200),
         "stage": error.stage,
         "request_id": error.request_id or request_id,
     }
     if error.hook is not None:
         facts["hook"] = error.hook
     return {"error": facts}
+
+
+def _shown(text: Any, most: int) -> str:
+    """A client's or an author's words, as JSON has them: short, and without halves of characters."""
+    whole = str(text)
+    short = whole if len(whole) <= most else f"{whole[:most]}…"
+    return short.encode("utf-8", "replace").decode()
 
 
 def encoded(error: RequestError, request_id: str | None) -> bytes:

@@ -14,19 +14,26 @@ from typing import Any, Final
 from starlette.types import Message, Receive, Scope, Send
 
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.web.errors import Headers
+from stage_runtime.web.errors import Headers, Refused
+from stage_runtime.web.intake import Holding
 
 KEY: Final = "omni.exchange"  #: Where `Front` puts it into the ASGI scope.
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _TRACE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?")
+#: Where a client says how it has coded a body, and what means "not at all"; `chunked` the server has undone.
+_CODINGS: Final = {
+    b"content-encoding": frozenset({"", "identity"}),
+    b"transfer-encoding": frozenset({"", "identity", "chunked"}),
+}
 _BODILESS: Final = b""
 
 
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
         self.scope = scope
+        self.holding = holding  #: What of its data is in memory; `Front` gives it back.
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
@@ -34,6 +41,7 @@ class Exchange:
         self.failure: str | None = None  #: Code of the error the answer carries, in its status or as an event.
         self.status = 0
         self.sent_bytes = 0
+        self.body_nbytes = 0  #: Of the request's body, as far as it was read.
         self.begun_at = time.perf_counter()
         self.first_byte_at: float | None = None
         self.complete = False  #: The answer is all sent.
@@ -54,6 +62,16 @@ class Exchange:
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name."""
         return next((value.decode("latin-1") for key, value in self._headers if key == name), None)
+
+    def only_header(self, name: bytes) -> str | None:
+        """As `header`.
+
+        Raises: InvalidRequest: it is there twice, and which one another reader believes nobody knows.
+        """
+        found = [value for key, value in self._headers if key == name]
+        if len(found) > 1:
+            raise InvalidRequest(f"{name.decode()}: there twice", param=name.decode())
+        return found[0].decode("latin-1") if found else None
 
     def name_request(self, new_id: Callable[[], str]) -> str:
         """The request's id: the client's own if it is sane, else a new one. Echoed in the answer."""
@@ -85,24 +103,50 @@ class Exchange:
     async def body(self, limit: int) -> bytes:
         """The request's body.
 
-        Raises: RequestError: too_large: as soon as it is known to be over ``limit`` bytes; cancelled: torn off.
+        Raises: RequestError: invalid_request (415): it is compressed, which nothing here undoes;
+                too_large: as soon as it is known to be over ``limit`` bytes; rate_limited: with it all
+                bodies in flight would be too large; deadline (408): it comes too slowly; cancelled: torn off.
         """
+        self._check_codings()
         declared = self.header(b"content-length")
-        if declared is not None and declared.isdigit() and int(declared) > limit:
-            raise _too_large(limit)
+        if declared is not None and declared.isascii() and declared.isdigit():
+            nbytes = int(declared[:20])
+            if nbytes > limit:
+                raise _too_large(limit)
+            self.holding.expect(nbytes)
         pieces: list[bytes] = []
-        nbytes, more = 0, True
+        begun = asyncio.get_running_loop().time()
+        more = True
         while more:
-            message = await self._receive()
+            message = await self._next(begun)
             if message["type"] == "http.disconnect":
                 raise RequestError("cancelled", "the client disconnected while sending the body")
             piece = message.get("body", _BODILESS)
-            nbytes += len(piece)
-            if nbytes > limit:
+            self.body_nbytes += len(piece)
+            if self.body_nbytes > limit:
                 raise _too_large(limit)
+            self.holding.add(len(piece))
             pieces.append(piece)
             more = message.get("more_body", False)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _check_codings(self) -> None:
+        """Raises: Refused: the body is not sent as it is. Read as it comes, it would be other data than was meant."""
+        for name, plain in _CODINGS.items():
+            given = [value.decode("latin-1") for key, value in self._headers if key == name]
+            codings = {coding.strip().lower() for value in given for coding in value.split(",")}
+            if codings - plain:
+                told = f"{name.decode()}: {', '.join(given)[:80]}: send the body uncompressed"
+                raise Refused(415, "invalid_request", told, param=name.decode())
+
+    async def _next(self, begun: float) -> Message:
+        patience_s = self.holding.patience_s(self.body_nbytes)
+        try:
+            async with asyncio.timeout_at(begun + patience_s):
+                return await self._receive()
+        except TimeoutError:
+            told = f"{self.body_nbytes} bytes of the body came within {patience_s:g} s"
+            raise Refused(408, "deadline", told) from None
 
     def watch(self, gone: Callable[[], Any]) -> asyncio.Task[None]:
         """Call ``gone`` once the client has disconnected. After `body`; cancel the task when the answer is out."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import httpx
@@ -21,6 +21,8 @@ from stage_runtime.web.translating.media import Place
 from stage_runtime.wire.values import Media
 
 MAX_REDIRECTS: Final = 3
+MAX_MEDIA: Final = 32  # URLs of one request
+MAX_FETCHES: Final = 32  # at once, of all requests; the others wait, within their time
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -32,26 +34,37 @@ class Fetcher:
         self._hosts = frozenset(host.lower() for host in settings.media_hosts)
         self._timeout_s = settings.media_timeout_s
         self._max_bytes = settings.max_body_bytes
+        self._turn = asyncio.Semaphore(MAX_FETCHES)
 
-    async def fetch(self, places: Iterable[Place]) -> dict[str, Media]:
-        """URL -> what it holds, all fetched at once.
+    async def fetch(self, places: Iterable[Place], hold: Callable[[int], None]) -> dict[str, Media]:
+        """URL -> what it holds, all fetched at once; when one fails the others end.
 
-        Raises: InvalidRequest: a URL is not allowed, too slow, too large, or not what its part says.
+        hold: told of bytes as they come; may raise.
+        Raises: RequestError: a URL is not allowed, too slow, or not what its part says; there are too many, or all
+                together are too large; what ``hold`` raises.
         """
         wanted = {place.url: place for place in places}
-        found = await asyncio.gather(*(self._bounded(place) for place in wanted.values()))
-        return dict(zip(wanted, found, strict=True))
-
-    async def _bounded(self, place: Place) -> Media:
+        if len(wanted) > MAX_MEDIA:
+            last = list(wanted.values())[MAX_MEDIA]
+            raise _refused(last, f"a request may name {MAX_MEDIA} URLs")
+        got = _Sum(self._max_bytes, hold)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._follow(place)
+            async with asyncio.TaskGroup() as group:
+                found = [group.create_task(self._bounded(place, got)) for place in wanted.values()]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return {url: task.result() for url, task in zip(wanted, found, strict=True)}
+
+    async def _bounded(self, place: Place, got: _Sum) -> Media:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._turn:
+                return await self._follow(place, got)
         except TimeoutError:
             raise _refused(place, f"not fetched within {self._timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             raise _refused(place, f"not fetched: {type(error).__name__}") from error
 
-    async def _follow(self, place: Place) -> Media:
+    async def _follow(self, place: Place, got: _Sum) -> Media:
         url = httpx.URL(place.url)
         # trust_env: a proxy would look the name up by itself, after our check
         async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=self._timeout_s) as client:
@@ -66,7 +79,7 @@ class Fetcher:
                 response = await client.send(request, stream=True)
                 try:
                     if not response.is_redirect:
-                        return await self._read(response, place)
+                        return await self._read(response, place, got)
                     target = url.join(response.headers["location"])
                 finally:
                     await response.aclose()
@@ -86,7 +99,7 @@ class Fetcher:
             return host
         return await _public_address(host, _port(url), place)
 
-    async def _read(self, response: httpx.Response, place: Place) -> Media:
+    async def _read(self, response: httpx.Response, place: Place, got: _Sum) -> Media:
         if response.status_code != 200:
             raise _refused(place, f"its host answered {response.status_code}")
         mime = response.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -94,10 +107,24 @@ class Fetcher:
             raise _refused(place, f"it is {mime or 'of no type'}, not {place.type}/…")
         body = bytearray()
         async for piece in response.aiter_raw():
+            got.add(len(piece), place)
             body += piece
-            if len(body) > self._max_bytes:
-                raise _refused(place, f"it is larger than {self._max_bytes} bytes")
         return Media(place.type, mime, bytes(body))
+
+
+class _Sum:
+    """Bytes of all media of one request."""
+
+    def __init__(self, limit_nbytes: int, hold: Callable[[int], None]) -> None:
+        self._left = limit_nbytes
+        self._limit = limit_nbytes
+        self._hold = hold
+
+    def add(self, nbytes: int, place: Place) -> None:
+        self._left -= nbytes
+        if self._left < 0:
+            raise _refused(place, f"the request's media are larger than {self._limit} bytes")
+        self._hold(nbytes)
 
 
 async def _public_address(host: str, port: int, place: Place) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
+from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.exchange import KEY, Exchange
+from stage_runtime.web.intake import Holding, Intake
+from stage_runtime.web.origins import Origins
 
 _log = logging.getLogger("stage_runtime.web.requests")
 _faults = logging.getLogger(__name__)
@@ -27,21 +29,30 @@ class Front:
     """The outermost loop: whatever a route raises ends here, as an answer and a line in the log."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[str] = (), observe: Callable[[Exchange, float], None] | None = None
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: ApiKeys | None = None,
+        origins: Origins | None = None,
+        intake: Intake | None = None,
+        observe: Callable[[Exchange, float], None] | None = None,
     ) -> None:
         self._app = app
-        self._keys = tuple(key.encode() for key in api_keys)
+        self._keys = api_keys or ApiKeys()
+        self._origins = origins
+        self._intake = intake or Intake(0)
         self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, Holding(self._intake))
         scope[KEY] = exchange
         try:
             await self._answer(exchange, receive)
         finally:
+            exchange.holding.release()
             ended_at = time.perf_counter()
             if exchange.path not in _QUIET:
                 _log_line(exchange, ended_at)
@@ -50,7 +61,10 @@ class Front:
 
     async def _answer(self, exchange: Exchange, receive: Receive) -> None:
         try:
-            if self._keys and exchange.path not in OPEN:
+            if not self._keys.asked_for:
+                if self._origins is not None:
+                    self._origins.check(exchange)
+            elif exchange.path not in OPEN:
                 self._authorise(exchange)
             await self._app(exchange.scope, receive, exchange.send)
         except RequestError as error:
@@ -64,9 +78,7 @@ class Front:
     def _authorise(self, exchange: Exchange) -> None:
         scheme, _, given = (exchange.header(b"authorization") or "").partition(" ")
         token = given.strip().encode()
-        # every key is compared, in constant time: how long it takes says nothing of which was near
-        matches = [hmac.compare_digest(token, key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        if not self._keys.allow(token) or scheme.lower() != "bearer":
             raise RequestError("unauthorized", "an API key is needed: Authorization: Bearer KEY")
 
 

@@ -17,10 +17,10 @@ that ends in ``_total`` is a counter, every other a gauge.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -82,6 +82,10 @@ class Metrics:
         self._sent.labels(route).inc(exchange.sent_bytes)
         if exchange.first_byte_at is not None:
             self._first_byte.labels(route).observe(exchange.first_byte_at - exchange.begun_at)
+
+    def watch(self, name: str, words: str, read: Callable[[], float]) -> None:
+        """Show one more number, read when asked for."""
+        Gauge(f"{_PREFIX}{name}", words, registry=self._registry).set_function(read)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -6,10 +6,11 @@ hands the bytes over in pieces that would be joined again here.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from stage_runtime.errors import InvalidRequest
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 MAX_PARTS: Final = 256
+MAX_NAME: Final = 256  # bytes of a part's name: it becomes a key of ``inputs``; and of its media type
+MAX_FILE_NAME: Final = 1024
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +40,7 @@ def is_form(content_type: str | None) -> bool:
 def parse(body: bytes, content_type: str) -> list[Part]:
     """All parts in order.
 
-    Raises: InvalidRequest: no boundary, a torn or malformed body, too many parts, a part without a name.
+    Raises: InvalidRequest: no boundary, a torn or malformed body, too many parts, a part without a sane name.
     """
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
@@ -47,7 +51,7 @@ def parse(body: bytes, content_type: str) -> list[Part]:
         parser = MultipartParser(boundary, collector.callbacks())
         parser.write(body)
         parser.finalize()
-    except MultipartParseError as error:
+    except FormParserError as error:
         raise InvalidRequest(f"the body is no multipart/form-data: {error}") from None
     if not collector.ended:
         raise InvalidRequest("the body is no multipart/form-data: its last boundary is missing")
@@ -88,7 +92,7 @@ class _Collector:
         self._value += data[start:end]
 
     def _end_header(self) -> None:
-        self._headers[self._field.decode("latin-1").lower()] = self._value.decode("utf-8", "replace")
+        self._headers[self._field.decode("latin-1").lower()] = self._value.decode("latin-1")
         self._field, self._value = bytearray(), bytearray()
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
@@ -96,17 +100,28 @@ class _Collector:
 
     def _end(self) -> None:
         _, options = parse_options_header(self._headers.get("content-disposition", ""))
-        name = options.get(b"name")
-        if name is None:
+        name, filename = options.get(b"name"), options.get(b"filename")
+        if not name:
             raise InvalidRequest("the form has a part without a name")
-        filename = options.get(b"filename")
+        content_type = self._headers.get("content-type", "application/octet-stream")
         part = Part(
-            name=name.decode("utf-8", "replace"),
-            filename=None if filename is None else filename.decode("utf-8", "replace"),
-            content_type=self._headers.get("content-type", "application/octet-stream"),
+            name=self._text(name, "name", MAX_NAME),
+            filename=None if filename is None else self._text(filename, "file name", MAX_FILE_NAME),
+            content_type=self._text(content_type.encode("latin-1"), "media type", MAX_NAME),
             data=bytes(self._data),
         )
         self.parts.append(part)
 
     def _on_end(self) -> None:
         self.ended = True
+
+    def _text(self, raw: bytes, what: str, most: int) -> str:
+        """What a part says of itself: it goes into values, messages and logs."""
+        place = f"part {len(self.parts)}"
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"{place}: a {what} that is no UTF-8") from None
+        if len(raw) > most or _CONTROL.search(text):
+            raise InvalidRequest(f"{place}: a {what} has at most {most} bytes, no control characters")
+        return text

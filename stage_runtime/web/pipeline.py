@@ -8,11 +8,12 @@ import msgspec
 from starlette.routing import Route
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web import endpoints, errors, multipart, schemas, serving
+from stage_runtime.web import endpoints, errors, multipart, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import pipelines
 from stage_runtime.web.translating.outputs import Event
+from stage_runtime.wire.messages import ID_LIMIT, RequestId
 
 
 def routes(service: Service) -> list[Route]:
@@ -32,7 +33,11 @@ class _Pipeline:
         """POST /v1/pipeline."""
         service, settings = self._service, self._service.settings
         request_id = exchange.name_request(endpoints.new_id("pipeline"))
-        body = _read(await exchange.body(settings.max_body_bytes), exchange.header(b"content-type"))
+        form_type = exchange.only_header(b"content-type")
+        if form_type is not None and multipart.is_form(form_type):
+            body = await service.read(exchange, lambda raw: pipelines.from_form(multipart.parse(raw, form_type)))
+        else:
+            body = await service.read_json(exchange, pipelines.decode)
         request = pipelines.request(body, request_id)
         timeout_s = exchange.timeout_s(body.timeout)
         if request.stream:
@@ -45,7 +50,7 @@ class _Pipeline:
 
     async def show(self, exchange: Exchange) -> None:
         """GET /v1/requests/{id}."""
-        request_id = exchange.scope["path_params"]["id"]
+        request_id = _asked_for(exchange)
         record = self._service.desk.record(request_id)
         if record is None:
             raise _unknown(request_id)
@@ -54,7 +59,7 @@ class _Pipeline:
     async def cancel(self, exchange: Exchange) -> None:
         """DELETE /v1/requests/{id}: 200 whether it was still in flight or not, 404 when nobody knows it."""
         desk, reason = self._service.desk, "cancelled by DELETE /v1/requests"
-        request_id = exchange.scope["path_params"]["id"]
+        request_id = _asked_for(exchange)
         cancelled = desk.abort(request_id, reason) or await desk.abort_elsewhere(request_id, reason)
         if not cancelled and desk.record(request_id) is None:
             raise _unknown(request_id)
@@ -75,10 +80,13 @@ class _NamedVoice:
         return serving.named_frame("error", errors.body(error, self._request_id))
 
 
-def _read(raw: bytes, content_type: str | None) -> schemas.PipelineBody:
-    if content_type is not None and multipart.is_form(content_type):
-        return pipelines.from_form(multipart.parse(raw, content_type))
-    return pipelines.decode(raw)
+def _asked_for(exchange: Exchange) -> str:
+    """The id in the path. Raises: RequestError: not_found: it is none that a request can have, here or elsewhere."""
+    request_id: str = exchange.scope["path_params"]["id"]
+    try:
+        return msgspec.convert(request_id, RequestId)
+    except msgspec.ValidationError:
+        raise _unknown(request_id[:ID_LIMIT]) from None
 
 
 def _unknown(request_id: str) -> RequestError:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from stage_runtime.errors import InvalidRequest
+from stage_runtime.web import strictjson
 
 Body = TypeVar("Body")
 Positive = Annotated[int, Meta(ge=1)]
@@ -181,11 +182,9 @@ def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) ->
     Raises: InvalidRequest: what is wrong and where: ``messages[1].content[0].type: …``.
     """
     try:
-        return decoder.decode(raw)
+        return strictjson.decode(raw, decoder)
     except msgspec.ValidationError as error:
         raise refusal(str(error), body) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is no JSON: {error}") from None
 
 
 def convert(fields: dict[str, Any], body: type[Body]) -> Body:
@@ -199,12 +198,16 @@ def convert(fields: dict[str, Any], body: type[Body]) -> Body:
         raise refusal(str(error), body) from None
 
 
+_NAME: int = 64  # characters of a key that may be a misspelt one; comparing takes time
+_SHOWN: int = 500  # characters of a complaint's head and tail: it may quote a key of megabytes
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$")
 
 
 def refusal(message: str, body: Any) -> InvalidRequest:
     """msgspec's complaint in a client's words, with the parameter's name."""
+    if len(message) > 2 * _SHOWN:
+        message = f"{message[:_SHOWN]}…{message[-_SHOWN:]}"
     found = _AT.match(message)
     what, path = (found["what"], found["path"] or "") if found else (message, "")
     if (field := _FIELD.match(what)) is not None:
@@ -217,7 +220,7 @@ def refusal(message: str, body: Any) -> InvalidRequest:
 
 
 def _nearest(name: str, path: str, body: Any) -> str:
-    if path:
+    if path or len(name) > _NAME:
         return ""
     near = difflib.get_close_matches(name, body.__struct_fields__, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

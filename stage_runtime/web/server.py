@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.web.connections import Limits, Watch, limited
 
 BACKLOG = 2048
 POLL_S = 0.005
@@ -22,11 +23,22 @@ class Server:
     """Serves ``app`` from `__aenter__` to `stop`.
 
     port: 0 takes a free one; `port` and `url` say which.
+    limits: of each connection.
     drain_s: how long open answers may go on once it stops; what is left then is cut off (and so aborted).
     """
 
-    def __init__(self, app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        drain_s: float = 30.0,
+        limits: Limits | None = None,
+    ) -> None:
         self._app = app
+        self._limits = limits or Limits()
+        self._watch: Watch | None = None
         self._host = host
         self._wanted_port = port
         self._drain_s = drain_s
@@ -39,6 +51,10 @@ class Server:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
+    @property
+    def open_connections(self) -> int:
+        return 0 if self._server is None else len(self._server.server_state.connections)
+
     async def __aenter__(self) -> Server:
         """Listen and serve.
 
@@ -48,14 +64,13 @@ class Server:
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http="httptools",
+            http=limited(self._limits),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
-            timeout_keep_alive=75,  # longer than the 60 s for which nginx and cloud balancers keep a connection
         )
         self._server = _Uvicorn(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -64,7 +79,13 @@ class Server:
                 await self._task
                 raise ConfigurationError(f"{self.url}: the server ended before it began")
             await asyncio.sleep(POLL_S)
+        self._watch = Watch(self._server.server_state.connections, self._limits)
         return self
+
+    async def ended(self) -> None:
+        """Wait until it serves no longer. Raises: what ended it."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -88,6 +109,8 @@ class Server:
             timer.cancel()
         server.cut()  # what came in the moment before the listener closed
         await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+        if self._watch is not None:
+            self._watch.stop()
         for connection in list(server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()

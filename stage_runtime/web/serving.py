@@ -53,7 +53,8 @@ async def admitted(
     desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None
 ) -> AsyncIterator[AsyncIterator[Event]]:
     """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
-    handle = desk.admit(request, timeout_s=timeout_s, trace=exchange.trace())
+    asked = await desk.ask(request, timeout_s=timeout_s)
+    handle = desk.admit(request, timeout_s=timeout_s, trace=exchange.trace(), asked=asked)
     watch = exchange.watch(lambda: handle.abort("the client disconnected"))
     events = handle.events()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -13,7 +12,8 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.sound import encoding
+from stage_runtime.web.sound import formats
+from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.web.translating import speaking
 from stage_runtime.web.translating.outputs import Event, Outputs
 from stage_runtime.wire.values import Audio
@@ -32,16 +32,16 @@ class _Speech:
         service, settings = self._service, self._service.settings
         request_id = exchange.name_request(endpoints.new_id("speech"))
         service.check_served("speech")
-        body = speaking.decode(await exchange.body(settings.max_body_bytes))
+        body = await service.read_json(exchange, speaking.decode)
         request = speaking.request(body, request_id)
         timeout_s = exchange.timeout_s(body.timeout)
         format = speaking.format_name(body)
         if body.stream_format == "sse":
-            voice = _SoundVoice(format, request_id)
+            voice = _SoundVoice(service.codecs, format, request_id)
             await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
             return
         async with serving.admitted(service.desk, exchange, request, timeout_s) as events:
-            await _send(exchange, encoding.FORMATS[format].mime, _pieces(events, Outputs(), format))
+            await _send(exchange, formats.FORMATS[format].mime, _pieces(events, Outputs(), service.codecs, format))
 
 
 async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, None]) -> None:
@@ -54,37 +54,39 @@ async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, Non
     await exchange.end()
 
 
-async def _pieces(events: AsyncIterator[Event], outputs: Outputs, format: str) -> AsyncGenerator[bytes, None]:
+async def _pieces(
+    events: AsyncIterator[Event], outputs: Outputs, codecs: CodecPool, format: str
+) -> AsyncGenerator[bytes, None]:
     """The file's bytes as they become known.
 
     Raises: RequestError: the request failed, or no terminal gave any sound.
     """
-    made = encoding.encoder(format)
     heard = False
-    async for event in events:
-        for shown in outputs.take(event):
-            if isinstance(shown, Audio):
-                heard = True
-                # libsndfile takes about 10 ms for a second of mp3: the loop has others to serve
-                if piece := await asyncio.to_thread(made.write, shown, stage=event.stage):
-                    yield piece
-    outputs.check("speech")
-    if not heard:
-        raise RequestError("stage_failed", "no terminal stage gave an omni.Audio")
-    if piece := await asyncio.to_thread(made.close):
-        yield piece
+    with codecs.encoder(format) as made:
+        async for event in events:
+            for shown in outputs.take(event):
+                if isinstance(shown, Audio):
+                    heard = True
+                    if piece := await made.write(shown, stage=event.stage):
+                        yield piece
+        outputs.check("speech")
+        if not heard:
+            raise RequestError("stage_failed", "no terminal stage gave an omni.Audio")
+        if piece := await made.finish():
+            yield piece
 
 
 class _SoundVoice:
     """``stream_format: sse``."""
 
-    def __init__(self, format: str, request_id: str) -> None:
+    def __init__(self, codecs: CodecPool, format: str, request_id: str) -> None:
+        self._codecs = codecs
         self._format = format
         self._request_id = request_id
 
     async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
         outputs = Outputs()
-        async with aclosing(_pieces(events, outputs, self._format)) as pieces:
+        async with aclosing(_pieces(events, outputs, self._codecs, self._format)) as pieces:
             async for piece in pieces:
                 audio = base64.b64encode(piece).decode()
                 yield serving.data_frame({"type": "speech.audio.delta", "audio": audio})

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 from starlette.routing import Route
 
-from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, multipart, serving
 from stage_runtime.web.endpoints import Service
+from stage_runtime.web.errors import Refused
 from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.sound import reading
 from stage_runtime.web.translating import transcribing
 from stage_runtime.web.translating.outputs import Event
 from stage_runtime.web.translating.transcribing import Transcript
@@ -31,8 +30,8 @@ class _Transcriptions:
         service, settings = self._service, self._service.settings
         request_id = exchange.name_request(endpoints.new_id("transcription"))
         service.check_served("transcription")
-        raw = await exchange.body(settings.max_body_bytes)
-        call = transcribing.read(multipart.parse(raw, _form_type(exchange)))
+        form_type = _form_type(exchange)
+        call = await service.read(exchange, lambda raw: transcribing.read(multipart.parse(raw, form_type)))
         request = transcribing.request(call, request_id)
         timeout_s = exchange.timeout_s(call.fields.timeout)
         transcript = Transcript()
@@ -45,7 +44,7 @@ class _Transcriptions:
         if call.format == "text":
             await exchange.reply(transcript.text.encode(), content_type=b"text/plain; charset=utf-8")
             return
-        file_s = await asyncio.to_thread(reading.duration_s, call.file.data)
+        file_s = await service.codecs.duration_s(call.file.data)
         await exchange.reply(msgspec.json.encode(transcript.answer(call, file_s)))
 
 
@@ -65,7 +64,8 @@ class _DeltaVoice:
 
 
 def _form_type(exchange: Exchange) -> str:
-    given = exchange.header(b"content-type")
+    given = exchange.only_header(b"content-type")
     if given is None or not multipart.is_form(given):
-        raise InvalidRequest("content-type: transcriptions take multipart/form-data with a file")
+        told = "content-type: transcriptions take multipart/form-data with a file"
+        raise Refused(415, "invalid_request", told, param="content-type")
     return given

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+from stage_runtime.coordinator.asking import Asked
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import OmniRequest
@@ -98,13 +99,24 @@ class ScriptedDesk:
     def last(self) -> ScriptedHandle:
         return self.handles[-1]
 
+    def check_room(self) -> None:
+        if len(self.in_flight) >= self.cap:
+            raise RequestError("rate_limited", "too many requests in flight", retry_after_s=2.5)
+
+    async def ask(self, request: OmniRequest, *, timeout_s: float | None = None) -> None:
+        return None
+
     def admit(
-        self, request: OmniRequest, *, timeout_s: float | None = None, trace: str | None = None
+        self,
+        request: OmniRequest,
+        *,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+        asked: Asked | None = None,
     ) -> ScriptedHandle:
         if request.id in self.in_flight:
             raise RequestError("duplicate_request", f"{request.id!r} is in flight", request_id=request.id)
-        if len(self.in_flight) >= self.cap:
-            raise RequestError("rate_limited", "too many requests in flight", retry_after_s=2.5)
+        self.check_room()
         handle = ScriptedHandle(self, request, timeout_s, trace)
         self.handles.append(handle)
         self.in_flight[request.id] = handle

@@ -9,7 +9,9 @@ import msgspec
 
 from stage_runtime.web import server
 from stage_runtime.web.app import make_app
+from stage_runtime.web.connections import Limits
 from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.sound.pool import CodecPool
 from tests.web.desk import Script, ScriptedDesk
 
 ALL = WebSettings(model="org/hello", serves=("chat", "speech", "transcription"), created=1700000000)
@@ -20,6 +22,7 @@ class Running(msgspec.Struct, frozen=True):
 
     desk: ScriptedDesk
     server: server.Server
+    codecs: CodecPool
 
     @property
     def url(self) -> str:
@@ -30,7 +33,11 @@ Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 
 @asynccontextmanager
-async def start(script: Script, settings: WebSettings = ALL, *, cap: int = 8) -> AsyncIterator[Running]:
+async def start(
+    script: Script, settings: WebSettings = ALL, *, cap: int = 8, limits: Limits | None = None
+) -> AsyncIterator[Running]:
     desk = ScriptedDesk(script, cap=cap)
-    async with server.Server(make_app(desk, settings), port=0, drain_s=2.0) as running:
-        yield Running(desk, running)
+    async with CodecPool() as codecs:
+        app = make_app(desk, settings, codecs=codecs)
+        async with server.Server(app, port=0, drain_s=2.0, limits=limits) as running:
+            yield Running(desk, running, codecs)

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from stage_runtime.errors import InvalidRequest
-from stage_runtime.web.fetching import Fetcher, is_public
+from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.web.fetching import MAX_FETCHES, Fetcher, is_public
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.translating.media import Place
 from stage_runtime.wire.values import Media
@@ -23,11 +23,23 @@ class Site:
     def __init__(self) -> None:
         self.port = 0
         self.hosts: list[str] = []
+        self.here = self.most = 0  #: Connections now, and at most.
+        self.idle = asyncio.Event()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.here += 1
+        self.most = max(self.most, self.here)
+        try:
+            await self._answer(reader, writer)
+        finally:
+            self.here -= 1
+            if not self.here:
+                self.idle.set()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         self.hosts.append(next(line[6:] for line in head.split("\r\n") if line.lower().startswith("host: ")))
-        match head.split(" ")[1]:
+        match head.split(" ")[1].partition("?")[0]:
             case "/a.png":
                 answer = b"200 OK\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n" % len(PNG) + PNG
             case "/moved":
@@ -64,16 +76,22 @@ def fetcher(*hosts: str, timeout_s: float = 5.0) -> Fetcher:
     return Fetcher(WebSettings(model="m", media_hosts=hosts, media_timeout_s=timeout_s, max_body_bytes=4000))
 
 
+def unheld(nbytes: int) -> None:
+    """Bytes that count nowhere."""
+
+
 def place(url: str, type: str = "image") -> Place:
     return Place(url, type, "messages[0].content[0].image_url.url")
 
 
 @pytest.mark.parametrize("path", ["a.png", "moved"])
 async def test_an_image_of_an_allowed_host_is_fetched_redirects_on_it_too(path: str) -> None:
+    held: list[int] = []
     async with site() as there:
         url = f"http://127.0.0.1:{there.port}/{path}"
-        found = await fetcher(f"127.0.0.1:{there.port}").fetch([place(url), place(url)])
+        found = await fetcher(f"127.0.0.1:{there.port}").fetch([place(url), place(url)], held.append)
     assert found == {url: Media("image", "image/png", PNG)}
+    assert sum(held) == len(PNG)
     assert set(there.hosts) == {f"127.0.0.1:{there.port}"}
     assert len(there.hosts) == (1 if path == "a.png" else 2)
 
@@ -84,7 +102,7 @@ async def test_an_image_of_an_allowed_host_is_fetched_redirects_on_it_too(path: 
         ("away", "it redirects to another host"),
         ("round", "more than 3 redirects"),
         ("page", "it is text/html, not image/…"),
-        ("endless", "it is larger than 4000 bytes"),
+        ("endless", "the request's media are larger than 4000 bytes"),
         ("slow", "not fetched within 0.3 s"),
         ("nothing", "its host answered 404"),
     ],
@@ -93,9 +111,43 @@ async def test_what_is_no_image_in_time_and_size_is_refused(path: str, problem: 
     async with site() as there:
         with pytest.raises(InvalidRequest) as caught:
             url = f"http://127.0.0.1:{there.port}/{path}"
-            await fetcher(f"127.0.0.1:{there.port}", timeout_s=0.3 if path == "slow" else 5.0).fetch([place(url)])
+            await fetcher(f"127.0.0.1:{there.port}", timeout_s=0.3 if path == "slow" else 5.0).fetch(
+                [place(url)], unheld
+            )
     assert caught.value.message == f"messages[0].content[0].image_url.url: {problem}"
     assert caught.value.param == "messages[0].content[0].image_url.url"
+
+
+async def test_media_of_one_request_are_bounded_as_a_sum_and_in_number() -> None:
+    async with site() as there:
+        urls = [f"http://127.0.0.1:{there.port}/a.png?{number}" for number in range(33)]
+        one = fetcher(f"127.0.0.1:{there.port}")
+        with pytest.raises(InvalidRequest, match="the request's media are larger than 4000 bytes"):
+            await one.fetch(map(place, urls[:2]), unheld)  # 2,004 bytes each
+        with pytest.raises(InvalidRequest, match="a request may name 32 URLs"):
+            await one.fetch(map(place, urls), unheld)
+
+
+async def test_media_count_as_what_is_in_flight_and_when_one_fails_the_others_end() -> None:
+    def full(nbytes: int) -> None:
+        raise RequestError("rate_limited", "full")
+
+    async with site() as there:
+        urls = [f"http://127.0.0.1:{there.port}/{path}" for path in ("slow", "a.png", "slow?2")]
+        with pytest.raises(RequestError) as caught:
+            await fetcher(f"127.0.0.1:{there.port}", timeout_s=60).fetch(map(place, urls), full)
+        assert caught.value.code == "rate_limited"
+        async with asyncio.timeout(5):
+            await there.idle.wait()  # nobody is connected any more
+
+
+async def test_fetches_of_all_requests_take_turns() -> None:
+    async with site() as there:
+        one = fetcher(f"127.0.0.1:{there.port}")
+        url = f"http://127.0.0.1:{there.port}/a.png"
+        await asyncio.gather(*(one.fetch([place(f"{url}?{number}")], unheld) for number in range(100)))
+    assert there.most <= MAX_FETCHES
+    assert len(there.hosts) == 100
 
 
 @pytest.mark.parametrize(
@@ -114,7 +166,7 @@ async def test_no_host_is_reached_that_is_not_named_or_is_inside(
     async with site() as there:
         names = [name.format(port=there.port) for name in allowed]
         with pytest.raises(InvalidRequest, match=problem):
-            await fetcher(*names).fetch([place(f"http://{host}:{there.port}/a.png")])
+            await fetcher(*names).fetch([place(f"http://{host}:{there.port}/a.png")], unheld)
     assert there.hosts == []
 
 
@@ -123,7 +175,7 @@ async def test_no_host_is_reached_that_is_not_named_or_is_inside(
 )
 async def test_what_is_no_http_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):
-        await fetcher("h").fetch([place(url)])
+        await fetcher("h").fetch([place(url)], unheld)
 
 
 @pytest.mark.parametrize(

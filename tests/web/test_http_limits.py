@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Text
 from tests.web.desk import Event, ScriptedHandle, chunk, play
 from tests.web.running import ALL, Running, start
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+JSON = {"content-type": "application/json"}
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
 
 
@@ -33,6 +35,7 @@ async def opened(
     running: Running, path: str, body: dict[str, Any], *, receive_buffer: int | None = None
 ) -> socket.socket:
     """A connection on which a request has been sent, and nothing read."""
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     client = socket.socket()
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -40,9 +43,7 @@ async def opened(
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, ("127.0.0.1", running.server.port))
     raw = msgspec.json.encode(body)
-    await loop.sock_sendall(
-        client, b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(raw)) + raw
-    )
+    await loop.sock_sendall(client, head % (path.encode(), len(raw)) + raw)
     return client
 
 
@@ -104,7 +105,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(declared: bool
             yield b"x" * 65_536
 
     settings = msgspec.structs.replace(ALL, max_body_bytes=100_000)
-    headers = {"content-length": str(64 * 65_536)} if declared else {}
+    headers = JSON | ({"content-length": str(64 * 65_536)} if declared else {})
     async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url) as client:
         answer = await client.post("/v1/pipeline", content=body(), headers=headers)
         after = await client.post("/v1/pipeline", json={"inputs": "x" * 99_000})
@@ -115,7 +116,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(declared: bool
 
 
 async def test_keys_open_v1_and_nothing_else_does() -> None:
-    settings = msgspec.structs.replace(ALL, api_keys=("one", "two"))
+    settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("one", "two")))
     async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url) as client:
 
         async def status(path: str, authorization: str | None) -> int:
@@ -208,7 +209,7 @@ async def test_each_request_is_one_line_in_the_log_and_probes_are_none(caplog: p
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "r-1"})
         await client.get("/livez")
         await client.get("/v1/requests/none")
-        await client.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "r-2"})
+        await client.post("/v1/chat/completions", content=b"{", headers={**JSON, "x-request-id": "r-2"})
     lines = [record.facts for record in caplog.records if record.name == "stage_runtime.web.requests"]  # type: ignore[attr-defined]
     assert [(line["request_id"], line["route"], line["status"], line["outcome"]) for line in lines] == [
         ("r-1", "POST /v1/chat/completions", 200, "completed"),

@@ -138,7 +138,7 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
         ({"json": {}}, "inputs: required"),
         ({"json": {"inputs": 1, "imputs": 2}}, "imputs: unknown parameter; did you mean 'inputs'?"),
         ({"json": {"inputs": 1, "params": 2}}, "params: expected `object | null`, got `int`"),
-        ({"files": {"a": b"x"}, "data": {"inputs": "hi"}}, "inputs: no JSON; "),
+        ({"files": {"a": b"x"}, "data": {"inputs": "hi"}}, "inputs is no JSON: "),
         ({"files": {"a": b"x"}, "data": {"inputs": "1"}}, "inputs: must be an object where files come with it"),
         ({"files": {"a": b"x"}, "data": {"inputs": '{"a": 1}'}}, "inputs.a: given in inputs and as a file"),
         ({"files": {"a": b"x"}, "data": {"steam": "true"}}, "steam: unknown parameter; did you mean 'stream'?"),
@@ -148,6 +148,8 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
 )
 async def test_a_body_that_is_wrong_is_refused_with_the_place(send: dict[str, Any], message: str) -> None:
     async with start(play(chunk(1))) as running, httpx.AsyncClient(base_url=running.url) as client:
+        if "content" in send:
+            send = {"headers": {"content-type": "application/json"}, **send}
         answer = await client.post("/v1/pipeline", **send)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "invalid_request")
@@ -172,6 +174,17 @@ async def test_a_request_can_be_looked_at_and_cancelled_by_its_id() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
     assert late == {"id": "p-3", "cancelled": False}
     assert [(item.status_code, item.json()["error"]["code"]) for item in unknown] == [(404, "not_found")] * 2
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_an_id_that_no_request_can_have_is_404_and_asked_of_nobody(method: str) -> None:
+    async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
+        for request_id in ("x" * 129, "x" * 8000):
+            running.desk.elsewhere.add(request_id)
+            answer = await client.request(method, f"/v1/requests/{request_id}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+            assert len(answer.content) < 1000
+    assert len(running.desk.elsewhere) == 2, "the other coordinators are not asked"
 
 
 async def test_a_request_of_another_coordinator_is_cancelled_there() -> None:

@@ -9,10 +9,12 @@ from fastapi import APIRouter
 from prometheus_client.parser import text_string_to_metric_families
 
 from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.app import make_app
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.probes import make_probes
 from stage_runtime.web.server import Server
+from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text
 from tests.web.desk import ScriptedDesk, play
 from tests.web.running import ALL, start
@@ -98,7 +100,7 @@ async def test_ready_follows_the_desk_and_live_does_not() -> None:
 async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> None:
     desk = ScriptedDesk(OK)
     metrics = Metrics(desk)
-    public = make_app(desk, msgspec.structs.replace(ALL, probes=False), metrics=metrics)
+    public = make_app(desk, msgspec.structs.replace(ALL, probes=False), codecs=CodecPool(), metrics=metrics)
     async with Server(public, port=0) as first, Server(make_probes(desk, metrics), port=0) as second:
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"{first.url}/metrics")).status_code == 404
@@ -116,7 +118,7 @@ async def test_admin_routers_of_others_are_behind_the_keys_and_fail_in_our_shape
         return {"run_id": run_id}
 
     desk = ScriptedDesk(OK)
-    app = make_app(desk, msgspec.structs.replace(ALL, api_keys=("k",)), admin=[router])
+    app = make_app(desk, msgspec.structs.replace(ALL, api_keys=ApiKeys(("k",))), codecs=CodecPool(), admin=[router])
     async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
         closed = await client.post("/start_profile?run_id=1")
         client.headers["authorization"] = "Bearer k"

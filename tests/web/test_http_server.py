@@ -11,6 +11,7 @@ import pytest
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.web.app import make_app
 from stage_runtime.web.server import Server
+from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text
 from tests.web.desk import ScriptedDesk, chunk, play
 from tests.web.running import ALL
@@ -21,7 +22,7 @@ STREAM = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 async def test_open_streams_end_while_it_drains_and_nobody_new_is_let_in() -> None:
     gate = asyncio.Event()
     desk = ScriptedDesk(play(chunk(Text("a")), gate, chunk(Text("b"), index=1)))
-    server = Server(make_app(desk, ALL), port=0, drain_s=10)
+    server = Server(make_app(desk, ALL, codecs=CodecPool()), port=0, drain_s=10)
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("POST", "/v1/chat/completions", json=STREAM) as answer:
             pieces = answer.aiter_text()
@@ -37,7 +38,7 @@ async def test_open_streams_end_while_it_drains_and_nobody_new_is_let_in() -> No
 
 async def test_what_is_open_after_the_drain_is_cut_off_and_aborted() -> None:
     desk = ScriptedDesk(play(chunk(Text("a")), asyncio.Event()))
-    server = Server(make_app(desk, ALL), port=0)
+    server = Server(make_app(desk, ALL, codecs=CodecPool()), port=0)
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("POST", "/v1/chat/completions", json=STREAM) as answer:
             pieces = answer.aiter_text()
@@ -51,7 +52,7 @@ async def test_what_is_open_after_the_drain_is_cut_off_and_aborted() -> None:
 
 async def test_a_drain_is_cut_short_by_a_second_stop_and_who_waits_is_told() -> None:
     desk = ScriptedDesk(play(asyncio.Event()))
-    server = Server(make_app(desk, ALL), port=0, drain_s=60)
+    server = Server(make_app(desk, ALL, codecs=CodecPool()), port=0, drain_s=60)
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         asking = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": 1}))
         while not desk.in_flight:
@@ -72,12 +73,12 @@ async def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
-            async with Server(make_app(ScriptedDesk(play()), ALL), port=port):
+            async with Server(make_app(ScriptedDesk(play()), ALL, codecs=CodecPool()), port=port):
                 pass
 
 
 async def test_it_stops_once_however_often_it_is_told() -> None:
-    server = Server(make_app(ScriptedDesk(play()), ALL), port=0)
+    server = Server(make_app(ScriptedDesk(play()), ALL, codecs=CodecPool()), port=0)
     async with server:
         await server.stop()
         await server.stop()

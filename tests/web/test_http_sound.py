@@ -1,4 +1,7 @@
-"""Sound in and out of formats: each round trip is decoded by libsndfile and compared with what went in."""
+"""Sound in and out of formats: each round trip is decoded by libsndfile and compared with what went in.
+
+The codecs run in the test's process here; `test_http_codecs` has them in theirs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.web.sound import encoding, samples
+from stage_runtime.web.sound import encoding, formats, samples
 from stage_runtime.web.sound.resampling import Resampler
 from stage_runtime.wire.values import Audio, RawTensor
 
@@ -36,8 +39,19 @@ def loudness(sound: np.ndarray) -> float:
 
 
 def streamed(format: str, pieces: list[Audio]) -> bytes:
-    made = encoding.encoder(format)
-    return b"".join([*(made.write(piece) for piece in pieces), made.close()])
+    return _all(encoding.encoder(format), pieces)
+
+
+def encoded(format: str, pieces: list[Audio]) -> bytes:
+    return _all(encoding.Whole(format), pieces)
+
+
+def _all(made: encoding.Encoder, pieces: list[Audio]) -> bytes:
+    return b"".join([*(made.write(samples.flat(piece)) for piece in pieces), made.close()])
+
+
+def read(audio: Audio, stage: str | None = None) -> np.ndarray:
+    return samples.read(samples.flat(audio, stage=stage))
 
 
 def in_pieces(sound: np.ndarray, rate: int, length: int) -> list[Audio]:
@@ -50,7 +64,7 @@ def in_pieces(sound: np.ndarray, rate: int, length: int) -> list[Audio]:
 def test_a_tone_comes_back_with_its_pitch_length_and_loudness(format: str, rate: int, whole: bool) -> None:
     sound = tone(rate)
     pieces = in_pieces(sound, rate, 1234)
-    data = encoding.encode(format, pieces) if whole else streamed(format, pieces)
+    data = encoded(format, pieces) if whole else streamed(format, pieces)
     # a wav that is sent while it grows says that it is as long as can be: read what is there, as players do
     back = np.concatenate(list(soundfile.SoundFile(io.BytesIO(data)).blocks(4096, dtype="float32")))
     back_rate = soundfile.info(io.BytesIO(data)).samplerate
@@ -62,7 +76,7 @@ def test_a_tone_comes_back_with_its_pitch_length_and_loudness(format: str, rate:
 
 
 def test_pcm_is_24_khz_mono_16_bit_whatever_the_voice_speaks() -> None:
-    data = encoding.encode("pcm", in_pieces(tone(16_000, channels=2), 16_000, 999))
+    data = encoded("pcm", in_pieces(tone(16_000, channels=2), 16_000, 999))
     back = np.frombuffer(data, "<i2").astype(np.float32) / 32767
     assert len(back) == 24_000
     assert abs(pitch(back, 24_000) - 440) < 5
@@ -70,7 +84,7 @@ def test_pcm_is_24_khz_mono_16_bit_whatever_the_voice_speaks() -> None:
 
 def test_a_streamed_wav_is_the_whole_one_but_for_its_sizes() -> None:
     pieces = in_pieces(tone(16_000), 16_000, 1000)
-    whole, piecewise = encoding.encode("wav", pieces), streamed("wav", pieces)
+    whole, piecewise = encoded("wav", pieces), streamed("wav", pieces)
     assert whole[44:] == piecewise[44:]
     with wave.open(io.BytesIO(whole)) as file:
         assert (file.getnframes(), file.getframerate(), file.getnchannels(), file.getsampwidth()) == (
@@ -85,24 +99,24 @@ def test_a_streamed_wav_is_the_whole_one_but_for_its_sizes() -> None:
 def test_wav_and_pcm_give_each_piece_at_once_and_mp3_before_the_end() -> None:
     for format in ("wav", "pcm", "mp3"):
         made = encoding.encoder(format)
-        first = made.write(Audio(tone(24_000, seconds=0.5), 24_000))
+        first = made.write(samples.flat(Audio(tone(24_000, seconds=0.5), 24_000)))
         assert len(first) > 1000, format
 
 
 def test_no_pieces_are_no_bytes() -> None:
-    assert [encoding.encode(format, []) for format in encoding.FORMATS] == [b""] * len(encoding.FORMATS)
+    assert [encoded(format, []) for format in formats.FORMATS] == [b""] * len(formats.FORMATS)
 
 
 def test_a_voice_that_changes_its_rate_is_heard_at_one_rate() -> None:
     pieces = [Audio(tone(24_000), 24_000), Audio(tone(16_000), 16_000), Audio(tone(24_000), 24_000)]
-    back, rate = soundfile.read(io.BytesIO(encoding.encode("wav", pieces)))
+    back, rate = soundfile.read(io.BytesIO(encoded("wav", pieces)))
     assert (rate, len(back)) == (24_000, 72_000)
     assert abs(pitch(back[24_000:48_000], rate) - 440) < 5
 
 
 def test_aac_is_refused_with_what_can_be_had() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        encoding.check("aac", param="response_format")
+        formats.check("aac", param="response_format")
     assert caught.value.message == "response_format: 'aac' is not available; there are mp3, opus, flac, wav, pcm"
     assert caught.value.param == "response_format"
 
@@ -121,9 +135,9 @@ def test_aac_is_refused_with_what_can_be_had() -> None:
     ],
 )
 def test_samples_of_any_dtype_are_read_as_floats(value: object, expected: list[float]) -> None:
-    read = samples.read(Audio(value, 16_000))
-    assert (read.dtype, read.shape) == (np.float32, (2, 1))
-    assert read[:, 0].tolist() == expected
+    floats = read(Audio(value, 16_000))
+    assert (floats.dtype, floats.shape) == (np.float32, (2, 1))
+    assert floats[:, 0].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -134,19 +148,48 @@ def test_samples_of_any_dtype_are_read_as_floats(value: object, expected: list[f
         (Audio(np.zeros(2, np.complex64), 16_000), "dtype complex64"),
         (Audio(RawTensor("float8_e4m3fn", (2,), b"ab"), 16_000), "dtype float8_e4m3fn"),
         (Audio(np.zeros(2, np.float32), 0), "sample_rate 0"),
+        (Audio(np.zeros(2, np.float32), -1), "sample_rate -1"),
+        (Audio(np.zeros(2, np.float32), 10**5000), "sample_rate beyond 64 bits"),
+        (Audio(np.zeros(2, np.float32), 16_000.5), "sample_rate 16000.5"),  # type: ignore[arg-type]
+        (Audio(np.zeros(2, np.float32), float("nan")), "sample_rate nan"),  # type: ignore[arg-type]
+        (Audio(np.zeros(2, np.float32), True), "sample_rate True"),
+        (Audio(np.zeros(2, np.float32), "16000"), "sample_rate '16000'"),  # type: ignore[arg-type]
+        (Audio(np.zeros(2, np.float32), None), "sample_rate NoneType"),  # type: ignore[arg-type]
+        (Audio(np.zeros((2, 0), np.float32), 16_000), "shape [2, 0]"),
+        (Audio(np.zeros((), np.float32), 16_000), "shape []"),
+        (Audio(RawTensor("float32", (3,), b"12345678"), 16_000), "8 bytes are no float32 of shape [3]"),
         (Audio("hello", 16_000), "dtype str"),
+        (Audio(None, 16_000), "dtype object"),
+        (Audio({"a": 1}, 16_000), "dtype object"),
+        (Audio([[1.0], [1.0, 2.0]], 16_000), "list: "),
+        (Audio([10**400], 16_000), "dtype object"),
     ],
 )
 def test_what_is_no_sound_fails_the_request_naming_stage_and_problem(audio: Audio, problem: str) -> None:
     with pytest.raises(RequestError) as caught:
-        samples.read(audio, stage="voice")
+        read(audio, stage="voice")
     assert (caught.value.code, caught.value.stage) == ("stage_failed", "voice")
     assert problem in caught.value.message
 
 
-def test_what_is_too_loud_is_clipped_and_nan_is_silence() -> None:
-    loud = np.array([[2.0], [-2.0], [np.nan], [np.inf]], np.float32)
-    assert np.frombuffer(samples.to_pcm16(loud), "<i2").tolist() == [32767, -32767, 0, 32767]
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_what_is_too_loud_is_clipped_and_nan_is_silence(dtype: type) -> None:
+    loud = np.array([2.0, -2.0, np.nan, np.inf, -np.inf, np.finfo(dtype).max, -0.5], dtype)
+    assert read(Audio(loud, 16_000))[:, 0].tolist() == [1.0, -1.0, 0.0, 1.0, -1.0, 1.0, -0.5]
+
+
+@pytest.mark.parametrize("format", formats.FORMATS)
+@pytest.mark.parametrize("rate", [16_000, 22_050, 44_100])
+def test_no_format_wraps_around_or_dies_on_what_is_no_sound(format: str, rate: int) -> None:
+    """Full scale through a resampler overshoots; an integer that wraps around would be a click of full scale."""
+    square = np.sign(tone(rate, hertz=100)) * 1e9
+    square[rate // 2 : rate // 2 + 50] = np.nan
+    data = encoded(format, [Audio(square, rate)])
+    back = np.frombuffer(data, "<i2") / 32768 if format == "pcm" else soundfile.read(io.BytesIO(data))[0]
+    half = back[: len(back) // 4]
+    flips = np.count_nonzero(np.abs(np.diff(half)) > 1.0)
+    assert flips <= 2 * 100 * 0.25 * 3  # the wave's own, each within a few samples
+    assert np.isfinite(back).all()
 
 
 @settings(max_examples=40, deadline=None)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import multipart
+from stage_runtime.web.sound import encoding, samples
 from stage_runtime.web.translating import chat, jsonable, pipelines, speaking
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
 from stage_runtime.web.translating.outputs import Event
@@ -52,12 +53,16 @@ def test_a_stream_says_what_the_whole_answer_says(events: list[Event], modalitie
     stream_call = chat.call(chat.decode(msgspec.json.encode({**head, **options})))
     facts: dict[str, Any] = {"request_id": "r", "model": "m", "created": 1}
     whole, chunks = Completion(call=whole_call, **facts), CompletionChunks(call=stream_call, **facts)
-    said = []
+    file, made = encoding.Whole("pcm"), encoding.encoder("pcm")
+    said: list[dict[str, Any]] = []
     for event in events:
         whole.add(event)
-        said += chunks.add(event)
-    said += chunks.finish()
-    answer = whole.finish()
+        for shown in chunks.add(event):
+            said += chunks.sound(made.write(samples.flat(shown))) if isinstance(shown, Audio) else [shown]
+    said += [*chunks.sound(made.close()), *chunks.finish()]
+    for _, sound in whole.audio:
+        file.write(samples.flat(sound))
+    answer = whole.finish(file.close() if whole.audio else None)
 
     *pieces, last = said
     choices = [piece["choices"][0] for piece in pieces]
@@ -69,9 +74,9 @@ def test_a_stream_says_what_the_whole_answer_says(events: list[Event], modalitie
     # the whole answer keeps two terminals' words apart, a stream has them as they come
     streamed = "".join(delta.get("content") or "" for delta in deltas)
     assert sorted(streamed) == sorted(message["content"] or "")
-    sound = b"".join(base64.b64decode(delta["audio"].get("data", "")) for delta in deltas if "audio" in delta)
-    assert len(sound) == len(base64.b64decode(message["audio"]["data"] if "audio" in message else ""))
-    assert ("audio" in modalities) or not sound
+    heard = b"".join(base64.b64decode(delta["audio"].get("data", "")) for delta in deltas if "audio" in delta)
+    assert len(heard) == len(base64.b64decode(message["audio"]["data"] if "audio" in message else ""))
+    assert ("audio" in modalities) or not heard
 
 
 @settings(max_examples=150, deadline=None)
@@ -125,6 +130,13 @@ def test_a_form_is_bounded_in_parts_and_headers() -> None:
     long = b"--b\r\ncontent-disposition: form-data; name=" + b"a" * 9000 + b"\r\n\r\nx\r\n--b--\r\n"
     with pytest.raises(InvalidRequest, match="Maximum header size exceeded"):
         multipart.parse(long, "multipart/form-data; boundary=b")
+
+
+@pytest.mark.parametrize("name", [b"a\tb", b"a\x01", b"\x7f", b"n" * 257], ids=["tab", "start", "delete", "long"])
+def test_a_part_name_that_is_no_name_is_refused(name: bytes) -> None:
+    body = b'--b\r\ncontent-disposition: form-data; name="' + name + b'"; filename="f"\r\n\r\nx\r\n--b--\r\n'
+    with pytest.raises(InvalidRequest, match="part 0: a name has at most 256 bytes, no control characters"):
+        multipart.parse(body, "multipart/form-data; boundary=b")
 
 
 VALUES = st.recursive(

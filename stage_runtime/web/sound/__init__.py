@@ -1,1 +1,5 @@
-"""Samples to bytes and back: reading what stages give, resampling, the formats clients ask for. Pure but for numpy."""
+"""Sound on its way to clients: checking what stages give, resampling, the formats clients ask for.
+
+`formats`, `samples.flat` and `pool` run in the coordinator; what touches samples and files (`session`, `encoding`,
+`resampling`, `reading`) runs in codec processes. `messages` is what the two say to each other.
+"""

@@ -1,4 +1,4 @@
-"""Sound in the formats that clients ask for, piece by piece or whole. Called by `translating` and the speech route.
+"""Sound in the formats that clients ask for, piece by piece or whole. Runs in the codec process only (`session`).
 
 Formats are libsndfile's (soundfile); it has no AAC. An encoder takes its rate and channels from the first piece.
 """
@@ -7,61 +7,24 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-import msgspec
 import soundfile
 
-from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.sound import samples
+from stage_runtime.web.sound.formats import FORMATS, Format
 from stage_runtime.web.sound.resampling import Resampler
-from stage_runtime.web.sound.samples import Samples
-from stage_runtime.wire.values import Audio
+from stage_runtime.web.sound.samples import Flat, Samples
 
-PCM_RATE: Final = 24_000  # OpenAI: "raw samples in 24kHz (16-bit signed, low-endian), without the header"
-_MPEG_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
-_OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
 _UNKNOWN_SIZE = 0xFFFFFFFF  # what ffmpeg and OpenAI write where a wav's length is not known yet
-
-
-class Format(msgspec.Struct, frozen=True, kw_only=True):
-    """One format: its media type, and what libsndfile calls it."""
-
-    mime: str
-    container: str = ""
-    subtype: str | None = None
-    rates: tuple[int, ...] = ()  #: Those it can have; empty: all.
-    max_channels: int = 2
-    rewrites: bool = False  #: Its header is only right at the end: nothing is given before `Encoder.close`.
-
-
-FORMATS: Final[dict[str, Format]] = {
-    "mp3": Format(mime="audio/mpeg", container="MP3", rates=_MPEG_RATES),
-    "opus": Format(mime="audio/ogg", container="OGG", subtype="OPUS", rates=_OPUS_RATES),
-    "flac": Format(mime="audio/flac", container="FLAC", subtype="PCM_16", max_channels=8, rewrites=True),
-    "wav": Format(mime="audio/wav", max_channels=8),
-    "pcm": Format(mime="audio/pcm", rates=(PCM_RATE,), max_channels=1),
-}
 
 
 class Encoder(Protocol):
     """Bytes of a file, as they become known."""
 
-    def write(self, audio: Audio, *, stage: str | None = None) -> bytes: ...
+    def write(self, sound: Flat) -> bytes: ...
 
     def close(self) -> bytes: ...
-
-
-def check(name: str, *, param: str) -> str:
-    """A format's name as `FORMATS` has it (``pcm16`` is ``pcm``).
-
-    Raises: InvalidRequest: there is no such format here; says which there are.
-    """
-    name = "pcm" if name == "pcm16" else name
-    if name not in FORMATS:
-        raise InvalidRequest(f"{param}: {name!r} is not available; there are {', '.join(FORMATS)}", param=param)
-    return name
 
 
 def encoder(name: str) -> Encoder:
@@ -71,15 +34,28 @@ def encoder(name: str) -> Encoder:
     return _Plain(FORMATS[name], header=True) if name == "wav" else _Library(FORMATS[name])
 
 
-def encode(name: str, pieces: Iterable[Audio], *, stage: str | None = None) -> bytes:
-    """All of it as one file with a complete header; no pieces: no bytes."""
-    made = encoder(name)
-    body = b"".join([*(made.write(piece, stage=stage) for piece in pieces), made.close()])
-    if isinstance(made, _Library):
-        return made.whole()
-    if isinstance(made, _Plain) and name == "wav" and body:
-        return _wav_header(*made.shape(), len(body) - _WAV_HEADER_BYTES) + body[_WAV_HEADER_BYTES:]
-    return body
+class Whole:
+    """One file with a complete header, all of it given by `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._made = encoder(name)
+        self._name = name
+        self._pieces: list[bytes] = []
+
+    def write(self, sound: Flat) -> bytes:
+        piece = self._made.write(sound)
+        if isinstance(self._made, _Plain):  # libsndfile's own file in memory has the rest
+            self._pieces.append(piece)
+        return b""
+
+    def close(self) -> bytes:
+        rest = self._made.close()
+        if isinstance(self._made, _Library):
+            return self._made.whole()
+        body = b"".join([*self._pieces, rest])
+        if isinstance(self._made, _Plain) and self._name == "wav" and body:
+            return _wav_header(*self._made.shape(), len(body) - _WAV_HEADER_BYTES) + body[_WAV_HEADER_BYTES:]
+        return body
 
 
 class _Fitting:
@@ -92,22 +68,22 @@ class _Fitting:
         self._resampler: Resampler | None = None
         self._source = 0
 
-    def fit(self, audio: Audio, stage: str | None) -> Samples:
-        read = samples.read(audio, stage=stage)
+    def fit(self, sound: Flat) -> Samples:
+        read = samples.read(sound)
         if not self.rate:
-            self.rate = _nearest(audio.sample_rate, self._format.rates)
+            self.rate = _nearest(sound.sample_rate, self._format.rates)
             self.channels = min(read.shape[1], self._format.max_channels)
         read = samples.to_channels(read, self.channels)
-        if audio.sample_rate == self._source:
-            return self._resampler.take(read) if self._resampler else read
+        if sound.sample_rate == self._source:
+            return samples.sane(self._resampler.take(read)) if self._resampler else read
         rest = self.rest()  # the rate changed between two pieces
-        self._source = audio.sample_rate
+        self._source = sound.sample_rate
         self._resampler = Resampler(self._source, self.rate, self.channels) if self._source != self.rate else None
-        made = self._resampler.take(read) if self._resampler else read
+        made = samples.sane(self._resampler.take(read)) if self._resampler else read  # a filter overshoots
         return samples.joined(rest, made)
 
     def rest(self) -> Samples | None:
-        return self._resampler.flush() if self._resampler else None
+        return samples.sane(self._resampler.flush()) if self._resampler else None
 
 
 class _Plain:
@@ -117,8 +93,8 @@ class _Plain:
         self._fitting = _Fitting(format)
         self._header = header
 
-    def write(self, audio: Audio, *, stage: str | None = None) -> bytes:
-        made = samples.to_pcm16(self._fitting.fit(audio, stage))
+    def write(self, sound: Flat) -> bytes:
+        made = samples.to_pcm16(self._fitting.fit(sound))
         if not self._header:
             return made
         self._header = False
@@ -142,8 +118,8 @@ class _Library:
         self._file: soundfile.SoundFile | None = None
         self._sent = 0
 
-    def write(self, audio: Audio, *, stage: str | None = None) -> bytes:
-        made = self._fitting.fit(audio, stage)
+    def write(self, sound: Flat) -> bytes:
+        made = self._fitting.fit(sound)
         if self._file is None:
             self._file = self._open()
         self._file.write(made)

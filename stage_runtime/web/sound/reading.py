@@ -1,8 +1,9 @@
-"""What a file that a client sent says of itself. Called by the transcription route."""
+"""What a file that a client sent says of itself. Runs in the codec process only (`session`)."""
 
 from __future__ import annotations
 
 import io
+import math
 
 import soundfile
 
@@ -10,6 +11,7 @@ import soundfile
 def duration_s(data: bytes) -> float | None:
     """Its length in seconds; None when libsndfile cannot read it (webm, m4a): the stages may still."""
     try:
-        return float(soundfile.info(io.BytesIO(data)).duration)
-    except soundfile.LibsndfileError:
+        seconds = float(soundfile.info(io.BytesIO(data)).duration)
+    except (soundfile.LibsndfileError, ZeroDivisionError):
         return None
+    return seconds if math.isfinite(seconds) else None

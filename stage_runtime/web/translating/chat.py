@@ -9,7 +9,7 @@ import msgspec
 
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import schemas
-from stage_runtime.web.sound import encoding
+from stage_runtime.web.sound import formats
 from stage_runtime.web.translating import media
 from stage_runtime.wire.values import Media, OmniRequest
 
@@ -119,7 +119,7 @@ def voice_name(voice: str | schemas.VoiceId | None) -> str | None:
 def _audio_format(body: schemas.ChatBody) -> str:
     asked = body.audio.format if body.audio is not None else None
     if not body.stream:
-        return encoding.check(asked or "wav", param="audio.format")
+        return formats.check(asked or "wav", param="audio.format")
     if asked not in (None, "pcm16", "pcm"):
         raise InvalidRequest(f"audio.format: a stream's audio is 'pcm16', not {asked!r}", param="audio.format")
     return "pcm"

@@ -1,7 +1,8 @@
 """Events as OpenAI's `chat.completion` and `chat.completion.chunk` objects. Pure; called by the chat route.
 
 Text is ``content``, whichever terminal says it, and once more the audio's transcript when audio was asked for (in a
-stream: with the last audio piece, so that a client which shows both shows nothing twice).
+stream: with the last audio piece, so that a client which shows both shows nothing twice). Sound is encoded elsewhere:
+what `Completion.audio` holds, and what `CompletionChunks.add` yields as `Audio`, comes back as bytes of a file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
-from stage_runtime.web.sound import encoding
 from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.chat import ChatCall
 from stage_runtime.web.translating.outputs import Event, Outputs
@@ -27,7 +27,7 @@ class Completion:
         self._base = {"id": request_id, "created": created, "model": model}
         self._outputs = Outputs()
         self._text: dict[str, list[str]] = {}  #: By stage: two terminals' words are not mixed.
-        self._audio: list[tuple[str, Audio]] = []
+        self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if sound was asked for.
         self._notes: list[dict[str, Any]] = []
 
     def add(self, event: Event) -> None:
@@ -37,29 +37,28 @@ class Completion:
                     self._text.setdefault(event.stage, []).append(shown.text)
                 case Audio():
                     if self._call.audio is not None:
-                        self._audio.append((event.stage, shown))
+                        self.audio.append((event.stage, shown))
                 case Note():
                     self._notes.append(note(event.stage, shown))
 
-    def finish(self) -> dict[str, Any]:
-        """The `chat.completion`.
-
-        Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show.
-        """
+    def check(self) -> None:
+        """Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show."""
         self._outputs.check("chat")
+
+    def finish(self, sound: bytes | None) -> dict[str, Any]:
+        """The `chat.completion`. sound: the file made of `audio`; None: there is none."""
         text = "".join(piece for pieces in self._text.values() for piece in pieces)
         message: dict[str, Any] = {"role": "assistant", "content": text if self._call.text else None, "refusal": None}
-        if self._audio and self._call.audio is not None:
-            message["audio"] = self._sound(self._call.audio, text)
+        if sound is not None:
+            message["audio"] = self._sound(sound, text)
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._outputs.reason or "stop"}
         answer = {**self._base, "object": "chat.completion", "choices": [choice], "usage": usage(self._outputs)}
         return {**answer, "notes": self._notes} if self._notes else answer
 
-    def _sound(self, format: str, transcript: str) -> dict[str, Any]:
-        data = encoding.encode(format, (piece for _, piece in self._audio), stage=self._audio[0][0])
+    def _sound(self, sound: bytes, transcript: str) -> dict[str, Any]:
         return {
             "id": f"audio-{self._base['id']}",
-            "data": base64.b64encode(data).decode(),
+            "data": base64.b64encode(sound).decode(),
             "expires_at": int(str(self._base["created"])) + AUDIO_LIFE_S,
             "transcript": transcript,
         }
@@ -74,30 +73,38 @@ class CompletionChunks:
         self._audio_id = f"audio-{request_id}"
         self._base = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model}
         self._outputs = Outputs()
-        self._encoder = encoding.encoder(call.audio) if call.audio is not None else None
         self._transcript: list[str] = []
         self._begun = False
-        self._sounded = False
+        self._heard = False
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+    def add(self, event: Event) -> Iterator[dict[str, Any] | Audio]:
+        """The event's chunks. An `Audio` among them stands for those of `sound`, once it is encoded."""
         for shown in self._outputs.take(event):
             match shown:
                 case Text():
                     yield from self._text(shown.text)
-                case Audio() if self._encoder is not None:
-                    yield from self._sound(self._encoder.write(shown, stage=event.stage))
+                case Audio() if self._call.audio is not None:
+                    self._heard = True
+                    yield shown
                 case Note():
                     yield from self._delta({}, notes=[note(event.stage, shown)])
 
-    def finish(self) -> Iterator[dict[str, Any]]:
-        """The last chunks: the audio's end, the reason, the usage if it was asked for.
+    def sound(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The chunks of bytes of the sound's file."""
+        if data:
+            yield from self._delta({"audio": {"id": self._audio_id, "data": base64.b64encode(data).decode()}})
+
+    def check(self) -> bool:
+        """At the end: whether there was any sound.
 
         Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show.
         """
         self._outputs.check("chat")
-        if self._encoder is not None:
-            yield from self._sound(self._encoder.close())
-        if self._sounded:
+        return self._heard
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """The last chunks: the audio's end, the reason, the usage if it was asked for."""
+        if self._heard:
             end = {"id": self._audio_id, "transcript": "".join(self._transcript)}
             yield from self._delta({"audio": {**end, "expires_at": self._created + AUDIO_LIFE_S}})
         yield from self._delta({}, reason=self._outputs.reason or "stop")
@@ -105,15 +112,10 @@ class CompletionChunks:
             yield {**self._base, "choices": [], "usage": usage(self._outputs)}
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
-        if self._encoder is not None:
+        if self._call.audio is not None:
             self._transcript.append(text)
         if self._call.text:
             yield from self._delta({"content": text})
-
-    def _sound(self, data: bytes) -> Iterator[dict[str, Any]]:
-        if data:
-            self._sounded = True
-            yield from self._delta({"audio": {"id": self._audio_id, "data": base64.b64encode(data).decode()}})
 
     def _delta(self, delta: dict[str, Any], *, reason: str | None = None, **extra: Any) -> Iterator[dict[str, Any]]:
         if not self._begun:

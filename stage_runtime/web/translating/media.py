@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +16,10 @@ from stage_runtime.web import schemas
 from stage_runtime.wire.values import Media
 
 _MIMES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg", "pcm16": "audio/pcm"}
+_SUBTYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,63}")  # RFC 6838: of a media type
+_MIME = re.compile(r"[a-z]+/[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,63}")
+_HEAD = 256  # characters of a data URL before its comma
+_PERCENT = 64 << 10  # characters of a data URL that is not base64: an SVG; a byte of it may be an object on the way
 _URL_PARTS = schemas.ImageUrlPart | schemas.AudioUrlPart | schemas.VideoUrlPart
 
 
@@ -56,6 +61,8 @@ def _part(part: schemas.Part, param: str, fetched: Mapping[str, Media]) -> dict[
         case schemas.AudioPart():
             data = _base64(part.input_audio.data, f"{param}.input_audio.data")
             format = part.input_audio.format
+            if not _SUBTYPE.fullmatch(format):
+                raise InvalidRequest(f"{param}.input_audio.format: no format", param=f"{param}.input_audio.format")
             return {"type": "audio", "mime": _MIMES.get(format, f"audio/{format}"), "data": data}
     type, url = _type_and_url(part)
     found = fetched.get(url)
@@ -70,13 +77,18 @@ def data_url(url: str, type: str, param: str) -> Media:
     Raises: InvalidRequest: no data URL, or of another kind than ``type``.
     """
     head, comma, data = url.partition(",")
-    if not head.startswith("data:") or not comma:
+    if not head.startswith("data:") or not comma or len(head) > _HEAD:
         raise InvalidRequest(f"{param}: no data URL (data:{type}/…;base64,…)", param=param)
     mime, *options = head[len("data:") :].split(";")
     if not mime.startswith(f"{type}/"):
         raise InvalidRequest(f"{param}: a data URL of type {mime or 'text/plain'!r}, not {type}/…", param=param)
-    raw = _base64(data, param) if "base64" in options else urllib.parse.unquote_to_bytes(data)
-    return Media(type, mime, raw)
+    if not _MIME.fullmatch(mime):
+        raise InvalidRequest(f"{param}: {mime!r} is no media type", param=param)
+    if "base64" in options:
+        return Media(type, mime, _base64(data, param))
+    if len(data) > _PERCENT:
+        raise InvalidRequest(f"{param}: a data URL of more than {_PERCENT} characters must be base64", param=param)
+    return Media(type, mime, urllib.parse.unquote_to_bytes(data))
 
 
 def _base64(text: str, param: str) -> bytes:

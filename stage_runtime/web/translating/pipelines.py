@@ -9,13 +9,14 @@ import msgspec
 
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web import schemas
+from stage_runtime.web import schemas, strictjson
 from stage_runtime.web.multipart import Part
 from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.values import OmniRequest
 
 DECODER: Final = msgspec.json.Decoder(schemas.PipelineBody)
+_ANY: Final = msgspec.json.Decoder(Any)
 
 
 def decode(raw: bytes) -> schemas.PipelineBody:
@@ -33,6 +34,8 @@ def from_form(parts: Iterable[Part]) -> schemas.PipelineBody:
     for part in parts:
         if part.filename is not None:
             files.setdefault(part.name, []).append(part)
+        elif part.name in fields:
+            raise InvalidRequest(f"{part.name}: the field is there twice", param=part.name)
         else:
             fields[part.name] = _json(part)
     fields.setdefault("inputs", {})
@@ -89,10 +92,10 @@ def named(event: Event) -> tuple[str, dict[str, Any]]:
 
 def _json(part: Part) -> Any:
     try:
-        return msgspec.json.decode(part.data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return strictjson.decode(part.data, _ANY, where=part.name)
+    except InvalidRequest as error:
         hint = "a form's fields are JSON, its files need a file name"
-        raise InvalidRequest(f"{part.name}: no JSON; {hint}", param=part.name) from None
+        raise InvalidRequest(f"{error.message}; {hint}", param=error.param or part.name) from None
 
 
 def _with_files(body: schemas.PipelineBody, files: dict[str, list[Part]]) -> schemas.PipelineBody:

@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech: the body as an `OmniRequest`. Pure; the sound is `sound.encoding`'s."""
+"""POST /v1/audio/speech: the body as an `OmniRequest`. Pure; the sound is encoded by `sound.pool`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from stage_runtime.web import schemas
-from stage_runtime.web.sound import encoding
+from stage_runtime.web.sound import formats
 from stage_runtime.web.translating.chat import voice_name
 from stage_runtime.wire.values import OmniRequest
 
@@ -24,7 +24,7 @@ def format_name(body: schemas.SpeechBody) -> str:
 
     Raises: InvalidRequest: a format that cannot be had.
     """
-    return encoding.check(body.response_format or "mp3", param="response_format")
+    return formats.check(body.response_format or "mp3", param="response_format")
 
 
 def request(body: schemas.SpeechBody, request_id: str) -> OmniRequest:

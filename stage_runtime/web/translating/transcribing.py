@@ -46,6 +46,8 @@ def read(parts: Iterable[Part]) -> TranscriptionCall:
             files.append(part)
         elif name in _LISTS:
             given.setdefault(name, []).append(_text(part))
+        elif name in given:
+            raise InvalidRequest(f"{name}: the field is there twice", param=name)
         else:
             given[name] = _text(part)
     if len(files) != 1 or not files[0].data:

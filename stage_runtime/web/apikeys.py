@@ -1,0 +1,29 @@
+"""The API keys that open the HTTP side, which may change while it serves.
+
+Here: comparing a token with them. Not here: the file that they come from (`settings` reads it, `processes.coordinator`
+reads it again when it changes), the answer to a request without one (`front`).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+
+class ApiKeys:
+    """Any of the keys is enough; without keys none is asked for, and that stays so."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._keys = tuple(key.encode() for key in keys)
+        self.asked_for = bool(keys)
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Take other keys, from the next request on. Never none: that would let everybody in."""
+        if not keys or not self.asked_for:
+            raise ValueError("keys cannot be switched on or off while serving")
+        self._keys = tuple(key.encode() for key in keys)
+
+    def allow(self, token: bytes) -> bool:
+        """Every key is compared, in constant time: how long it takes says nothing of which was near."""
+        matches = [hmac.compare_digest(token, key) for key in self._keys]
+        return any(matches)

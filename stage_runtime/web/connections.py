@@ -1,0 +1,263 @@
+"""One HTTP connection, with limits that uvicorn's protocol has not: of heads, of waiting, of readers that never read.
+
+Here: bytes, counts and times of a connection. Not here: what a request's body may be (`exchange`, `intake`), who may
+ask (`front`, `origins`). Made by `server`, one for each client that connects. A head is the request line and headers.
+
+uvicorn limits neither a head nor the time that one takes, reads the rest of a refused body for ever, and waits for
+ever for a client that does not read. One timer (`Watch`) looks at all connections instead of one for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import fcntl
+import logging
+import resource
+import struct
+import termios
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from stage_runtime.errors import RequestError
+from stage_runtime.web import errors
+
+_log = logging.getLogger(__name__)
+#: uvicorn warns of each request that it cannot read; anybody could fill the log. Its errors are shown.
+_uvicorn_log = logging.getLogger("uvicorn.error.connections")
+_uvicorn_log.setLevel(logging.ERROR)
+_PHRASES: Final = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    429: "Too Many Requests",
+    431: "Request Header Fields Too Large",
+}
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client's connection may take."""
+
+    head_nbytes: int = 64 << 10  #: Proxies' cookies and tokens are within 16 KiB; envoy refuses more than 60.
+    head_count: int = 128  #: Headers of one request.
+    framing_nbytes: int = 1 << 20  #: Of a chunked body: sizes, extensions and trailers, beside the body itself.
+    head_s: float = 15.0  #: From the connection, or a head's first byte, to the head's end.
+    idle_s: float = 75.0  #: Between two requests; longer than the 60 s for which nginx and balancers keep a connection.
+    discard_s: float = 5.0  #: For the rest of a body whose request is answered; clients see the answer meanwhile.
+    write_s: float = 60.0  #: In which a client that has bytes to read must take ``write_nbytes``.
+    write_nbytes: int = 16 << 10
+    connections: int = 0  #: At once; 0: half of the descriptors that the process may have, at most 4,096.
+    sweep_s: float = 1.0
+
+
+def most_connections(limits: Limits) -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limits.connections or max(16, min(4096, descriptors // 2))
+
+
+class Phase(enum.Enum):
+    """What a connection waits for."""
+
+    HEAD = enum.auto()  #: The rest of a head; of a new connection the first one.
+    ANSWER = enum.auto()  #: Us. `exchange` limits the time for the body.
+    DISCARD = enum.auto()  #: The rest of a body that nobody wants.
+    IDLE = enum.auto()  #: The next request.
+    REFUSED = enum.auto()  #: The client's end: closed at once, it might lose what it was told.
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, limited."""
+
+    limits: Limits = Limits()
+    most: int = 4096
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.logger = _uvicorn_log
+        self._phase = Phase.HEAD
+        self._since = self.loop.time()
+        self._in_message = False  #: Between a request's first byte and the end of its body.
+        self._in_body = False
+        self._wire_nbytes = self._head_nbytes = self._head_count = self._body_nbytes = 0
+        self._refusal: RequestError | None = None
+        self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
+        self._stalled_since = 0.0
+        if len(self.connections) > self.most:
+            self._refuse(RequestError("rate_limited", f"{self.most} connections are open", retry_after_s=1.0), 429)
+            transport.close()
+
+    # --- what comes in ------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._over():
+            return
+        if self._phase is Phase.IDLE:
+            self._enter(Phase.HEAD)
+        self._wire_nbytes += len(data)
+        super().data_received(data)
+        if self._over() or not self._in_message:
+            return
+        if not self._in_body:
+            if self._wire_nbytes > self.limits.head_nbytes:  # a header that does not end yet
+                self._refuse(*self._head_too_large())
+        elif self._wire_nbytes - self._head_nbytes - self._body_nbytes > self.limits.framing_nbytes:
+            self._refuse(RequestError("invalid_request", "the body has more framing than content"), 400)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message, self._in_body = True, False
+        self._head_nbytes = self._head_count = self._body_nbytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer: it comes too late to mean anything
+        super().on_header(name, value)
+        self._head_count += 1
+        self._count_head(len(name) + len(value) + 4)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_body = True
+        self._enter(Phase.ANSWER)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_nbytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_message = False
+        self._wire_nbytes = 0
+        if self._phase is Phase.DISCARD:
+            self._enter(Phase.IDLE)
+
+    def on_response_complete(self) -> None:
+        waiting = bool(self.pipeline)
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # `sweep` ends connections at rest
+        if not waiting:
+            self._enter(Phase.IDLE if not self._in_message else Phase.DISCARD if self._in_body else Phase.HEAD)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: clients that ask for another protocol (``curl --http2``) are answered in this one."""
+
+    def _count_head(self, nbytes: int) -> None:
+        self._head_nbytes += nbytes
+        if self._head_nbytes > self.limits.head_nbytes or self._head_count > self.limits.head_count:
+            self._refusal, _ = self._head_too_large()
+            raise ValueError("the head is too large")  # ends the parser; `send_400_response` is next
+
+    def _head_too_large(self) -> tuple[RequestError, int]:
+        limits = self.limits
+        told = f"request line and headers are over {limits.head_nbytes} bytes, or there are over {limits.head_count}"
+        return RequestError("too_large", told), 431
+
+    # --- what is refused before there is a request ---------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """What httptools cannot read, as an error of ours."""
+        if self._refusal is not None:
+            self._refuse(self._refusal, 431)
+        else:
+            self._refuse(RequestError("invalid_request", "no HTTP request that can be read"), 400)
+
+    def _refuse(self, error: RequestError, status: int) -> None:
+        """Say it and close; where an answer is under way, nothing can be said."""
+        if self._phase is Phase.ANSWER and self.cycle is not None and self.cycle.response_started:
+            self.transport.abort()
+            return
+        body = errors.encoded(error, None)
+        head = (
+            f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n"
+        )
+        extra = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in errors.headers(error))
+        self.transport.write(f"{head}{extra}\r\n".encode() + body)
+        self.transport.write_eof()
+        if self.cycle is not None and not self.cycle.response_complete:  # its body has turned out to be none
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        self._enter(Phase.REFUSED)
+
+    # --- what takes too long ------------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> None:
+        """End the connection if its time is over."""
+        waited = now - self._since
+        match self._phase:
+            case _ if self.transport.is_closing():
+                pass
+            case Phase.HEAD if waited > self.limits.head_s:
+                if self._wire_nbytes:
+                    self._refuse(RequestError("deadline", f"no whole head within {self.limits.head_s:g} s"), 408)
+                else:
+                    self.transport.close()  # a connection opened in advance: nobody reads a complaint
+            case Phase.IDLE if waited > self.limits.idle_s:
+                self.transport.close()
+            case Phase.DISCARD | Phase.REFUSED if waited > self.limits.discard_s:
+                self.transport.close()
+            case _:
+                pass
+        self._sweep_reader(now)
+
+    def _sweep_reader(self, now: float) -> None:
+        """Cut off a client that takes too little of what is there for it."""
+        if not self.flow.write_paused and not self.transport.is_closing() and self._phase is Phase.ANSWER:
+            self._outstanding = None
+            return
+        outstanding = self._untaken()
+        if not outstanding:
+            self._outstanding = None
+        elif self._outstanding is None or self._outstanding - outstanding >= self.limits.write_nbytes:
+            self._outstanding, self._stalled_since = outstanding, now
+        elif now - self._stalled_since > self.limits.write_s:
+            _log.info("a client did not read for %g s and is cut off", self.limits.write_s)
+            self.transport.abort()
+
+    def _untaken(self) -> int:
+        """Bytes written that the client's kernel has not acknowledged."""
+        waiting = self.transport.get_write_buffer_size()
+        sock = self.transport.get_extra_info("socket")
+        if not waiting or sock is None:
+            return int(waiting)
+        unsent = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
+        return int(waiting) + int(struct.unpack("i", unsent)[0])
+
+    def _over(self) -> bool:
+        """Nothing that comes in is looked at any more."""
+        return self.transport.is_closing() or self._phase is Phase.REFUSED
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._since = self.loop.time()
+
+
+def limited(limits: Limits) -> type[Connection]:
+    """`Connection` with these limits: uvicorn makes its protocols itself."""
+    return type("Connection", (Connection,), {"limits": limits, "most": most_connections(limits)})
+
+
+class Watch:
+    """Looks at all connections of a server every so often."""
+
+    def __init__(self, connections: Iterable[Any], limits: Limits) -> None:
+        self._connections = connections
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(limits.sweep_s, self._sweep)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for connection in list(self._connections):
+            connection.sweep(now)
+        self._timer = self._loop.call_later(self._limits.sweep_s, self._sweep)

@@ -1,0 +1,53 @@
+"""How much of what clients send is held at once: bodies on their way in, and the media that they name.
+
+Bytes count from the moment they are read until their request is over. Whoever would bring too many is told to come
+again (429) before his body is read, where he says its length. Made by `app`, one for all routes; called by
+`exchange` and `fetching`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stage_runtime.errors import RequestError
+
+GRACE_S: Final = 30.0  # for a body, whatever its size
+MIN_RATE: Final = 4 << 10  # bytes a second that each body must bring beyond that: a modem does
+
+
+class Intake:
+    """The bytes of all requests in flight. limit_nbytes: one request alone is taken whatever it brings."""
+
+    def __init__(self, limit_nbytes: int, *, grace_s: float = GRACE_S) -> None:
+        self.limit_nbytes = limit_nbytes
+        self.grace_s = grace_s
+        self.held_nbytes = 0
+
+
+class Holding:
+    """One request's share of an `Intake`; given back by `release`."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._nbytes = 0
+
+    def expect(self, nbytes: int) -> None:
+        """Raises: RequestError: rate_limited: there is no room for so many bytes. Nothing is held for them yet."""
+        others, held = self._intake.held_nbytes - self._nbytes, self._intake.held_nbytes
+        if others and held + nbytes > self._intake.limit_nbytes:
+            told = f"{others} bytes of other requests' bodies and media are in flight"
+            raise RequestError("rate_limited", told, retry_after_s=1.0)
+
+    def add(self, nbytes: int) -> None:
+        """Raises: RequestError: rate_limited: so many more are too many; they are not held."""
+        self.expect(nbytes)
+        self._intake.held_nbytes += nbytes
+        self._nbytes += nbytes
+
+    def release(self) -> None:
+        self._intake.held_nbytes -= self._nbytes
+        self._nbytes = 0
+
+    def patience_s(self, nbytes: int) -> float:
+        """How long a body may take that has brought ``nbytes`` so far."""
+        return self._intake.grace_s + nbytes / MIN_RATE
