@@ -52,7 +52,7 @@ class StageSettings(ProcessSettings, frozen=True, kw_only=True):
     tp_endpoints: tuple[str, ...] = ()  #: Control endpoints of ranks 1..n-1.
     rendezvous: str | None = None  #: ``tcp://host:port`` of this TP instance's ranks.
     gpus: tuple[str, ...] | None = None  #: Device ids of this replica. Empty: CPU. None: all that the process sees.
-    debug_values: bool = False  #: Hash values shared in process before and after, and name the stage that wrote.
+    debug_values: bool = False  #: Name stages that write into what they received or gave.
 
     @property
     def process(self) -> str:
@@ -83,7 +83,10 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     http_port: int = 8000  #: 0: any free one.
     admin_port: int = 0  #: 0: the admin routes are served on the HTTP port.
     probe_port: int = 0  #: 0: probes, metrics and status are served on the HTTP port.
-    api_key: str | None = None  #: Bearer token that clients must send.
+    api_key_file: Path | None = None  #: Read again when it changes.
+    api_keys: tuple[str, ...] = ()  #: Bearer tokens of which clients must send one; empty: none is asked for.
+    http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, that the Host and Origin headers may say.
+    bodies_nbytes: int | None = None  #: Of bodies and media of all requests in flight; None: derived from the memory.
 
 
 class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,7 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int = CONTROL_PORT  #: Of the first group.
     probe_host: str = "0.0.0.0"
     probe_port: int = PROBE_PORT
-    termination_log: Path = Path(TERMINATION_LOG)
+    termination_log: Path | None = None  #: None: no kubelet reads it.
     grace_s: float
     startup_timeout_s: float
     passed_on: dict[str, str]  #: Variables that stages read and PID 1 does not.
@@ -151,7 +154,10 @@ def coordinator(environ: Mapping[str, str]) -> CoordinatorSettings:
         http_port=read.port("OMNI_HTTP_PORT", plan.http_port),
         admin_port=read.port("OMNI_ADMIN_PORT", 0),
         probe_port=read.port("OMNI_PROBE_PORT", 0),
-        api_key=_api_key(read),
+        api_key_file=Path(read.text("OMNI_API_KEY_FILE")) if read.optional("OMNI_API_KEY_FILE") else None,
+        api_keys=_api_keys(read),
+        http_hosts=tuple(host.lower() for host in read.several("OMNI_HTTP_HOSTS", empty=True)),
+        bodies_nbytes=read.integer("OMNI_HTTP_BODIES_MB", 0, least=1) << 20 or None,
         **_common(read),
     )
 
@@ -171,11 +177,20 @@ def supervisor(environ: Mapping[str, str]) -> SupervisorSettings:
         control_port=read.port("OMNI_CONTROL_PORT", CONTROL_PORT),
         probe_host=read.optional("OMNI_PROBE_HOST") or "0.0.0.0",
         probe_port=read.port("OMNI_PROBE_PORT", PROBE_PORT),
-        termination_log=Path(read.optional("OMNI_TERMINATION_LOG") or TERMINATION_LOG),
+        termination_log=termination_log(environ),
         grace_s=plan.drain_timeout_s,
         startup_timeout_s=plan.startup_deadline_s,
         passed_on={name: environ[name] for name in (*_PASSED_ON, "OMNI_DEBUG_VALUES") if name in environ},
     )
+
+
+def termination_log(environ: Mapping[str, str]) -> Path | None:
+    """The file that the kubelet reads when this program ends; None: there is none, or a supervisor reads our pipe."""
+    given = environ.get("OMNI_TERMINATION_LOG")
+    if given:
+        return Path(given)
+    usual = Path(TERMINATION_LOG)
+    return usual if "OMNI_STATUS_FD" not in environ and usual.is_file() else None
 
 
 def prepare(environ: MutableMapping[str, str], settings: StageSettings | CoordinatorSettings) -> None:
@@ -304,10 +319,23 @@ def _control_key(read: _Reader) -> bytes | None:
     return key
 
 
-def _api_key(read: _Reader) -> str | None:
+def _api_keys(read: _Reader) -> tuple[str, ...]:
     if read.optional("OMNI_API_KEY_FILE") is None:
-        return None
-    key = read.content("OMNI_API_KEY_FILE").decode(errors="replace").strip()
-    if not key:
-        raise ConfigurationError("OMNI_API_KEY_FILE: the file is empty, and an empty key would let everybody in")
-    return key
+        return ()
+    return api_keys(read.content("OMNI_API_KEY_FILE"), "OMNI_API_KEY_FILE")
+
+
+def api_keys(content: bytes, place: str) -> tuple[str, ...]:
+    """The keys of a file, one a line; empty lines count for nothing.
+
+    Raises: ConfigurationError: names ``place``: there is no key, or one that no header can carry.
+    """
+    try:
+        keys = tuple(line.strip() for line in content.decode().splitlines() if line.strip())
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{place}: {error}") from error
+    if not keys:
+        raise ConfigurationError(f"{place}: there is no key in it, and an empty key would let everybody in")
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ConfigurationError(f"{place}: a key is a line of printable ASCII without spaces")
+    return keys

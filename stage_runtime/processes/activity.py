@@ -14,6 +14,8 @@ import msgspec
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
+MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
+
 # Beats and idle event loops cost far less than this; a loading model costs far more.
 BUSY_CPU = 0.05  # of one core
 BUSY_IO = 64 << 10  # bytes read or written per second
@@ -49,6 +51,15 @@ def resident_bytes(pid: int) -> int:
     """Memory of one process, 0 when it is gone."""
     fields = _stat(pid)
     return 0 if fields is None else int(fields[21]) * _PAGE
+
+
+def memory_kills() -> int:
+    """Processes of this container that the kernel has killed for want of memory."""
+    try:
+        events = MEMORY_EVENTS.read_text().split()
+        return int(events[events.index("oom_kill") + 1])
+    except (OSError, ValueError, IndexError):  # not in a control group of version 2
+        return 0
 
 
 def is_zombie_of(pid: int, parent: int) -> bool:

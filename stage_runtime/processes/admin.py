@@ -7,6 +7,7 @@ client is called by `cli.scale` and `cli.restart`. The folder is 0700: whoever c
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -18,6 +19,9 @@ from stage_runtime.processes.instances import StartupFailed
 
 SOCKET = "admin.sock"
 MAX_LINE = 1 << 16
+MAX_ERROR = 4000  # characters; the last line of a dead process may be as long as it likes
+
+log = logging.getLogger(__name__)
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="order", tag=str.lower):
@@ -83,7 +87,10 @@ class Server:
                 case Restart(group=group):
                     await self._pipeline.restart(group)
         except (msgspec.MsgspecError, ConfigurationError, StartupFailed) as error:
-            return Answer(error=str(error))
+            return Answer(error=str(error)[:MAX_ERROR])
+        except Exception as error:  # the outermost: whoever gave the order is told, and the next one is served
+            log.exception("an order failed: %s", line.decode(errors="replace").rstrip())
+            return Answer(error=f"{type(error).__name__}: {error}"[:MAX_ERROR])
         return Answer()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,10 +19,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from stage_runtime.processes import statuspipe, tether
+from omnipipeline_spec import crashes
+from stage_runtime.processes import reaper, statuspipe, tether
 
 TAIL_LINES = 60  # of output, kept to explain a death: a traceback with some context
+FATAL_LINES = 1000  # of a crash's stacks, until that of the thread which crashed
+LINES_BEFORE = 4  # of the output, which may say why a program aborts itself
 MAX_LINE = 1 << 18
+LAST_LOOKS_S = 0.5  # for what a dead process has left in sessions of their own; the event loop waits meanwhile
 MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: somebody may have inherited them and write on
 
 
@@ -42,12 +47,14 @@ class Child:
     ) -> None:
         self.command = command
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._fatal: list[str] = []  #: From where a crash begins: stacks of many threads are longer than the tail.
         self.said: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
         self.failure: statuspipe.Failed | None = None
         self.last_sign = time.monotonic()  #: When it last said or printed something.
         self._on_event, self._on_line = on_event, on_line
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()  #: Exit code; -n when killed by signal n.
+        self._life = secrets.token_hex(8)
         status_end, output_end = self._start()
         self._status = _Lines(self._loop, status_end, self._take_status)
         self._output = _Lines(self._loop, output_end, self._take_output)
@@ -61,7 +68,7 @@ class Child:
         try:
             self._process = subprocess.Popen(
                 [*shim, *self.command.argv],
-                env={**self.command.env, "OMNI_STATUS_FD": str(status_theirs)},
+                env={**self.command.env, "OMNI_STATUS_FD": str(status_theirs), reaper.LIFE: self._life},
                 stdin=subprocess.DEVNULL,
                 stdout=output_theirs,
                 stderr=output_theirs,
@@ -85,6 +92,11 @@ class Child:
     def ready(self) -> bool:
         """It has said all that its command awaits."""
         return self.command.awaits <= {type(event) for event in self.said}
+
+    @property
+    def cause(self) -> str:
+        """Why it ended, by its output alone."""
+        return crashes.cause("\n".join(self._fatal or self.tail))
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; a dead one is left alone."""
@@ -115,6 +127,10 @@ class Child:
     def _take_output(self, line: bytes) -> None:
         self.last_sign = time.monotonic()
         text = line.decode(errors="replace").rstrip()
+        if crashes.is_fatal(text):
+            self._fatal = list(self.tail)[-LINES_BEFORE:]
+        if len(self._fatal) < FATAL_LINES and (self._fatal or crashes.is_fatal(text)):
+            self._fatal.append(text[: crashes.MAX_LINE])
         self.tail.append(text)
         self._on_line(self.command.name, text)
 
@@ -123,6 +139,7 @@ class Child:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._kill_group()
+        reaper.end(reaper.LIFE, self._life, looks=1, within_s=LAST_LOOKS_S)
         self._status.finish()
         self._output.finish()
         code = self._process.wait()

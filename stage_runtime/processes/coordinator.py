@@ -9,7 +9,7 @@ import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import uvloop
@@ -17,22 +17,30 @@ import uvloop
 from omnipipeline_spec.plan import PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.engines.loading import resolve
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, told
 from stage_runtime.processes import logs, statuspipe, surroundings
+from stage_runtime.processes.tasks import Tasks
+from stage_runtime.relays import memory
 from stage_runtime.relays.choosing import Relays
-from stage_runtime.settings import CoordinatorSettings
+from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.web import app as web
 from stage_runtime.web import probes
+from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.sound.pool import CodecPool
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-REVISIONS_EVERY_S: Final = 0.5
-DRAIN_S: Final = 30.0
+REREAD_EVERY_S: Final = 0.5
+LAST_WORDS_S: Final = 1.0  # of the time to drain, for telling who waits still; SIGKILL comes at its end
+ASIDE: Final = "aside.json"
 SETTLE_S: Final = 1.0
+REST_MOST_S: Final = 16  # seconds without an ended request after which memory is given back once more
 
 
 def run(settings: CoordinatorSettings) -> int:
@@ -47,26 +55,53 @@ async def _serve(settings: CoordinatorSettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    crashed: asyncio.Future[BaseException] = loop.create_future()
+
+    def ended(name: str, error: BaseException) -> None:
+        log.error("the task %r has ended: %s", name, told(error))
+        if not crashed.done():
+            crashed.set_result(error)
+
     async with contextlib.AsyncExitStack() as stack:
         coordinator = _planes(settings, stack)
         desk = coordinator.desk
         metrics = Metrics(desk)
-        app = web.make_app(desk, _web_settings(settings), metrics=metrics)
-        server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=DRAIN_S)
+        codecs = await stack.enter_async_context(CodecPool())
+        if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
+            codecs.warm()
+        shown = _web_settings(settings)
+        app = web.make_app(desk, shown, codecs=codecs, metrics=metrics)
+        drain_s = drain_seconds(settings.plan.drain_timeout_s)
+        server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=drain_s)
         await server.__aenter__()
+        serving, tasks = Tasks(ended), stack.enter_context(Tasks(ended))
+        serving.start("HTTP server", server.ended())
         if settings.probe_port:
-            await stack.enter_async_context(
-                Server(probes.make_probes(desk, metrics), host=settings.http_host, port=settings.probe_port, drain_s=0)
+            probing = Server(
+                probes.make_probes(desk, metrics), host=settings.http_host, port=settings.probe_port, drain_s=0
             )
-        watching = asyncio.create_task(_watch_revisions(settings.revisions, coordinator.update_revisions))
-        stack.callback(watching.cancel)
+            await stack.enter_async_context(probing)
+            serving.start("probe server", probing.ended())
+        _watch(settings.revisions, _revisions, coordinator.update_revisions, tasks)
+        if settings.api_key_file is not None:
+            _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
+        _watch(settings.revisions.with_name(ASIDE), _hosts, coordinator.set_aside, tasks, known=b"[]")
+        tasks.start("memory", _give_memory_back(lambda: desk.tallies.outcomes.total()))
         statuspipe.report(settings.status_fd, statuspipe.Serving(url=server.url))
         log.info("serving %s at %s", settings.plan.pipeline, server.url)
-        await stop.wait()
+        stopping = asyncio.create_task(stop.wait())
+        ends: list[asyncio.Future[Any]] = [stopping, crashed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()  # it is we who stop the servers
+        if crashed.done():
+            stopping.cancel()
+            desk.fail_all("the coordinator has crashed")
+            await server.stop(drain_s=0)
+            raise crashed.result()
         statuspipe.report(settings.status_fd, statuspipe.Draining())
         stop.clear()
         desk.refuse("the coordinator is draining")
-        draining = asyncio.create_task(server.stop(drain_s=DRAIN_S))
+        draining = asyncio.create_task(server.stop(drain_s=drain_s))
         again = asyncio.create_task(stop.wait())
         await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
         desk.fail_all("the coordinator has stopped")
@@ -74,6 +109,11 @@ async def _serve(settings: CoordinatorSettings) -> int:
         again.cancel()
         desk.close()
     return 0
+
+
+def drain_seconds(timeout_s: float) -> float:
+    """How long open answers may go on once we are told to stop, of the time that is given until SIGKILL."""
+    return max(timeout_s - LAST_WORDS_S, timeout_s / 2)
 
 
 def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> Coordinator:
@@ -115,30 +155,77 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
 def read_revisions(path: Path) -> list[PipelineRevision]:
     """Raises: ConfigurationError: no such file, or it holds no list of revisions."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[PipelineRevision])
+        return _revisions(path.read_bytes())
     except OSError as error:
         raise ConfigurationError(f"OMNI_REVISIONS: {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except ConfigurationError as error:
         raise ConfigurationError(f"OMNI_REVISIONS: {path}: {error}") from error
 
 
-async def _watch_revisions(path: Path, changed: Callable[[list[PipelineRevision]], Any]) -> None:
-    """Read the file again when it changes. A broken one keeps what was read before."""
-    known = path.read_bytes()
+def _revisions(content: bytes) -> list[PipelineRevision]:
+    try:
+        return msgspec.json.decode(content, type=list[PipelineRevision])
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"no list of revisions: {error}") from error
+
+
+def _keys(content: bytes) -> tuple[str, ...]:
+    return api_keys(content, "API keys")
+
+
+def _hosts(content: bytes) -> list[str]:
+    """Addresses of pods that were taken out of their units. Raises: ConfigurationError."""
+    try:
+        return msgspec.json.decode(content, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"no list of addresses: {error}") from error
+
+
+def _watch(
+    path: Path,
+    read: Callable[[bytes], T],
+    changed: Callable[[T], Any],
+    tasks: Tasks,
+    *,
+    known: bytes | None = None,
+) -> None:
+    """Read the file again when it changes, as one of ``tasks``. A broken one keeps what was read before.
+
+    known: what was read of it before; None: what is in it now.
+    """
+    seen = path.read_bytes() if known is None else known
+    tasks.start(f"watch of {path.name}", _watch_file(path, read, changed, seen))
+
+
+async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[[T], Any], known: bytes) -> None:
     while True:
-        await asyncio.sleep(REVISIONS_EVERY_S)
+        await asyncio.sleep(REREAD_EVERY_S)
         try:
             content = path.read_bytes()
         except OSError:
-            continue  # a ConfigMap's symlink is being swapped
+            continue  # the symlink of a ConfigMap or Secret is being swapped
         if content == known:
             continue
         known = content
         try:
-            changed(msgspec.json.decode(content, type=list[PipelineRevision]))
-            log.info("pipeline revisions read again from %s", path)
-        except msgspec.MsgspecError as error:
-            log.error("%s is no list of revisions, the one before stays: %s", path, error)
+            changed(read(content))
+            log.info("%s has changed and was read again", path)
+        except ConfigurationError as error:
+            log.error("%s: %s; what was read before stays", path, error)
+
+
+async def _give_memory_back(ended: Callable[[], int]) -> None:
+    """Return to the system what ended requests have left free, when none has ended for a while.
+
+    Late answers, and clients that read slowly, let go of more: so again, ever less often.
+    """
+    known, calm = ended(), REST_MOST_S
+    while True:
+        await asyncio.sleep(1.0)
+        calm = calm + 1 if ended() == known else 0
+        known = ended()
+        if 0 < calm <= REST_MOST_S and calm.bit_count() == 1:
+            memory.give_back()
 
 
 def _web_settings(settings: CoordinatorSettings) -> WebSettings:
@@ -148,6 +235,9 @@ def _web_settings(settings: CoordinatorSettings) -> WebSettings:
         serves=plan.serves,
         max_body_bytes=plan.max_body_bytes,
         media_hosts=plan.media_hosts,
-        api_keys=(settings.api_key,) if settings.api_key else (),
+        api_keys=ApiKeys(settings.api_keys),
         probes=not settings.probe_port,
+        local=surroundings.is_loopback(settings.http_host),
+        hosts=settings.http_hosts,
+        max_held_bytes=settings.bodies_nbytes or surroundings.bodies_nbytes(plan.max_body_bytes),
     )

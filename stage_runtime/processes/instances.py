@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -63,18 +64,46 @@ class StartupFailed(Exception):
     """A process ended, or did nothing, before it was ready; starting it again would end the same way."""
 
     def __init__(
-        self, process: str, problem: str, *, stage: str = "", traceback: str = "", tail: Sequence[str] = ()
+        self,
+        process: str,
+        problem: str,
+        *,
+        stage: str = "",
+        traceback: str = "",
+        tail: Sequence[str] = (),
+        reported: bool = False,
+        hung: bool = False,
     ) -> None:
         super().__init__(f"{process}: {problem}")
         self.process = process
         self.problem = problem
         self.stage = stage
-        self.traceback = traceback  #: As the child reported it.
+        self.traceback = traceback  #: As the child reported it; none when the problem says it all.
+        self.reported = reported  #: Whether the child said itself what was wrong.
         self.tail = tuple(tail)  #: The end of what it printed; whoever watches has seen it.
+        self.hung = hung  #: It did nothing until its time was up.
+
+    @property
+    def details(self) -> str:
+        """What led to it: the traceback, else the end of the output."""
+        return self.traceback if self.reported else "\n".join(self.tail)
+
+    def saying(self, more: str) -> StartupFailed:
+        """The same with something added to its problem."""
+        problem = f"{self.problem}; {more}"
+        return StartupFailed(
+            self.process,
+            problem,
+            stage=self.stage,
+            traceback=self.traceback,
+            tail=self.tail,
+            reported=self.reported,
+            hung=self.hung,
+        )
 
     def explanation(self) -> str:
         """All that is known, for a log that shows nothing else."""
-        return "\n".join([str(self), self.traceback or "\n".join(self.tail)]).rstrip()
+        return f"{self}\n{self.details}".rstrip()
 
 
 class Instance:
@@ -93,9 +122,9 @@ class Instance:
         self.children: tuple[Child, ...] = ()
         self.restarts = 0
         self.was_ready = False  #: In any of its lives.
-        self.fragile = True  #: While the whole starts up, no death is forgiven.
+        self.fragile = True  #: Until what it was started for is done (`Supervisor.settle`) no death is forgiven.
         self._resting: str | None = None  #: Why nothing runs now.
-        self._first_dead: Child | None = None  #: Of the life just over; its siblings were killed for it.
+        self._death: StartupFailed | None = None  #: What ended the life just over.
         self._end: State | None = None
         self._on_change, self._on_line = on_change, on_line
         self._stopping = asyncio.Event()
@@ -169,7 +198,7 @@ class Instance:
             return "draining", ""
         if child.ready:
             return "ready", next((event.url for event in child.said if isinstance(event, statuspipe.Serving)), "")
-        match child.said[-1] if child.said else None:
+        match next((event for event in reversed(child.said) if not isinstance(event, statuspipe.Failed)), None):
             case statuspipe.Loading(stage=stage, message=text):
                 return "loading", f"{stage}: {text}" if text else stage
             case statuspipe.Ready():
@@ -179,11 +208,11 @@ class Instance:
 
     async def _live(self) -> float:
         """One life, from start to the last process's end; for how many seconds it was ready."""
-        self._resting = None
-        self._start_children()
+        self._resting = self._death = None
         ready_since: float | None = None
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
+            self._start_children()
             watch = _Watch(self.children)
             while True:
                 ends: list[asyncio.Future[Any]] = [*(child.exited for child in self.children), stopping]
@@ -195,10 +224,17 @@ class Instance:
                     await self._drain()
                     break
                 if any(child.exited.done() for child in self.children):
-                    self._first_dead = _to_blame([child for child in self.children if child.exited.done()])
+                    # Of several: its siblings were killed for it.
+                    self._death = _failure(_to_blame([child for child in self.children if child.exited.done()]))
                     break
                 if ready_since is None:
-                    await self._check_progress(watch)
+                    self._death = await self._without_progress(watch)
+                    if self._death is not None:
+                        break
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = f"could not be started: {type(error).__name__}: {error}"
+            self._death = StartupFailed(self.spec.processes[0], problem)
+            self._death.__cause__ = error
         finally:
             stopping.cancel()
             await self._kill()
@@ -218,19 +254,21 @@ class Instance:
             self.was_ready = True
         self._on_change(self)
 
-    async def _check_progress(self, watch: _Watch) -> None:
+    async def _without_progress(self, watch: _Watch) -> StartupFailed | None:
+        """What to say of a process that has done nothing for too long while it loads; it is ended."""
         idle = watch.idlest()
         if idle is None or idle[1] < self.patience.startup_s:
-            return
+            return None
         child, idle_s = idle
         said = self._state(child)[1]
         child.signal(signal.SIGABRT)  # faulthandler prints every thread's stack: where it hangs
         await asyncio.wait([child.exited], timeout=STACKS_S)
-        raise StartupFailed(
+        return StartupFailed(
             child.command.name,
             f"no progress for {idle_s:.0f} s while starting{f' ({said})' if said else ''}: no output, "
             "no processor time, no input or output",
             tail=child.tail,
+            hung=True,
         )
 
     def _forgive(self, deaths: Sequence[bool]) -> None:
@@ -238,13 +276,12 @@ class Instance:
 
         Raises: StartupFailed: it is not.
         """
-        child = self._first_dead
-        assert child is not None
+        assert self._death is not None
         in_a_row = next((n for n, had_been_ready in enumerate(reversed(deaths)) if had_been_ready), len(deaths))
         limit = self.patience.give_up_after
         if not self.was_ready or self.fragile or (limit is not None and in_a_row >= limit):
-            raise _failure(child)
-        self._resting = _problem(child)
+            raise self._death
+        self._resting = self._death.problem
 
     async def _rest(self, delay_s: float) -> None:
         self._on_change(self)
@@ -318,6 +355,7 @@ def _failure(child: Child) -> StartupFailed:
         stage=said.stage if said is not None else "",
         traceback=said.traceback if said is not None else "",
         tail=child.tail,
+        reported=said is not None,
     )
 
 
@@ -325,5 +363,5 @@ def _problem(child: Child) -> str:
     """What ended a process, in one line."""
     if child.failure is not None:
         return child.failure.error
-    last = next((line for line in reversed(child.tail) if line), "")
-    return f"ended before its time ({describe_exit(child.exited.result())}){f': {last}' if last else ''}"
+    how = f"ended before its time ({describe_exit(child.exited.result())})"
+    return f"{how}: {child.cause}" if child.cause else how

@@ -23,7 +23,15 @@ from stage_runtime.processes.instances import InstanceSpec
 
 COORDINATOR = "coordinator"
 #: What a person may set for all processes of a run; every other OMNI_ variable is ours to write.
-INHERITED = ("OMNI_CACHE", "OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_DEBUG_VALUES", "OMNI_ARENA_MB")
+INHERITED = (
+    "OMNI_CACHE",
+    "OMNI_PROFILE_ROOT",
+    "OMNI_LOG_FORMAT",
+    "OMNI_DEBUG_VALUES",
+    "OMNI_ARENA_MB",
+    "OMNI_HTTP_HOSTS",
+    "OMNI_HTTP_BODIES_MB",
+)
 
 _LEADER = frozenset({statuspipe.Ready, statuspipe.Registered})
 _FOLLOWER = frozenset({statuspipe.Ready})  # ranks 1.. talk to rank 0 alone
@@ -160,7 +168,8 @@ def visible_gpus(unit: UnitPlan, group: GroupPlan, devices: Sequence[int], shown
     ids = [place.get(position, author_id) for position, author_id in enumerate(unit.gpu_ids)] if used else []
     if shown is None:
         return tuple(str(one) for one in ids)
-    available = [one.strip() for one in shown.split(",") if one.strip()]
+    listed = (one.strip() for one in shown.split(",") if one.strip())
+    available = list(itertools.takewhile(lambda one: not one.startswith("-"), listed))  # -1 ends CUDA's list
     missing = sorted({one for one in ids if one >= len(available)})
     if missing:
         raise ConfigurationError(
@@ -168,6 +177,13 @@ def visible_gpus(unit: UnitPlan, group: GroupPlan, devices: Sequence[int], shown
             "choose others with processGroups[].localGpus, or run with --cpu"
         )
     return tuple(available[one] for one in ids)
+
+
+def gpus_here(dev: Path = Path("/dev")) -> int | None:
+    """How many GPUs this machine has; None where there are some of a kind that device files do not count."""
+    counted = sum(1 for _ in dev.glob("nvidia[0-9]*"))
+    uncounted = any(any(dev.glob(pattern)) for pattern in ("kfd", "dxg", "nvgpu*", "nvhost*"))
+    return None if uncounted and not counted else counted
 
 
 def free_port() -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import http.client
+import ipaddress
 import os
 import socket
+import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,16 +23,20 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from omnipipeline_spec import loading, planning
+from omnipipeline_spec import loading, planning, variables
+from omnipipeline_spec.loading import LoadedPipeline
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import GroupPlan, PipelinePlan, UnitPlan
+from omnipipeline_spec.plan import GroupPlan, UnitPlan
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import codefiles, launching, rundir
-from stage_runtime.processes.instances import Patience, ProcessView
+from stage_runtime.processes import codefiles, launching, reaper, references, rundir, unsupported
+from stage_runtime.processes.instances import Patience, ProcessView, StartupFailed
 from stage_runtime.processes.launching import COORDINATOR, StageLaunch
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
+from stage_runtime.settings import api_keys
 
 ADMISSION_POLL_S = 0.02
+KEY_FILE = "api-key"  # in the run's folder, which is the user's alone
+MAX_KEY = 4096  # bytes of a key's file
 STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` says otherwise
 
 
@@ -41,6 +48,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None  #: None: the spec's ``coordinator.http.port``; 0: any free one.
     startup_s: float = STARTUP_S
     debug_values: bool = False
+    api_key_file: Path | None = None  #: Bearer token that clients must send; None: the Secret's of the spec, if any.
+    no_auth: bool = False  #: Ask for no key, whoever can reach ``host``.
 
 
 class LocalPipeline:
@@ -62,17 +71,35 @@ class LocalPipeline:
         Raises: SpecError, ConfigurationError.
         """
         self.options = options or LocalOptions()
-        self.spec, self.plan, folder = read(source, overrides)
+        loaded, folder = read(source, overrides)
+        self.spec, self.plan = loaded.spec, planning.plan(loaded.spec, name=loaded.name)
         if self.options.cpu:
             self.plan = planning.without_gpus(self.plan)
-        self._environ = os.environ if environ is None else environ
+        environ = os.environ if environ is None else environ
+        found = references.resolve(
+            self.spec, loaded.beside, environ, namespace=loaded.metadata.get("namespace") or None
+        )
+        taken = {name: why for name in found.environment if (why := variables.taken(name, self.spec))}
+        vain = (f"envFrom: {name} is left out: it {why}" for name, why in taken.items())
+        self._environ = {**environ, **{name: value for name, value in found.environment.items() if name not in taken}}
+        self._code = found.code | self.plan.coordinator.code
+        for unit in self.plan.units:
+            self._code |= unit.code
+        self._api_keys, unkeyed = _keys(self.spec, self.options, found.api_keys)
+        #: What the spec says in vain, one line each.
+        self.notices = (*unsupported.notices(self.spec, local=True), *found.notices, *vain, *unkeyed)
         self._path = () if folder is None else (folder,)
         self._supervisor = Supervisor(on_change=self._changed, on_line=on_line or _drop)
         self._on_change = on_change or _ignore
         self._url: str | None = None
         self._dir: rundir.RunDir | None = None
         self._changing = asyncio.Lock()
+        self._stopping = False
+        #: Group -> the instances that it should have.
+        self._wanted = {group.name: self.plan.replicas[unit.name] for unit in self.plan.units for group in unit.groups}
         self._common: dict[str, str] = {}
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._living: int | None = None  #: Held open as long as the run lives.
 
     @property
     def url(self) -> str:
@@ -80,6 +107,11 @@ class LocalPipeline:
         if self._url is None:
             raise RuntimeError("the pipeline is not up")
         return self._url
+
+    @property
+    def key_file(self) -> Path | None:
+        """A file with the key that clients must send; None when they need none. Gone with the run."""
+        return self.folder / KEY_FILE if self._api_keys else None
 
     @property
     def folder(self) -> Path:
@@ -107,17 +139,32 @@ class LocalPipeline:
             self.ask_to_stop()
         await self.stop()
 
+    def check(self) -> None:
+        """Refuse what cannot run here, before a minute is spent on loading models.
+
+        Raises: ConfigurationError: says what to change.
+        """
+        rundir.check_access(self.spec.endpoints.base_path)
+        rundir.check_budget(self.spec.endpoints.base_path, self._sockets())
+        if not self._api_keys and not self.options.no_auth and not _is_loopback(self.options.host):
+            raise ConfigurationError(
+                f"--host {self.options.host} is reached from other machines, and no API key is set: name a file that "
+                "holds one with --api-key-file, or say that everybody may use it with --no-auth"
+            )
+        self._check_gpus()
+        _check_port(self.options.host, self._port())
+
     async def start(self) -> None:
         """Start everything and wait until it can answer.
 
         Raises: ConfigurationError: it cannot run here. StartupFailed: a process did not get ready; all is stopped.
         """
+        self.check()
         base = self.spec.endpoints.base_path
-        rundir.check_budget(base, self._sockets())
-        _check_port(self.options.host, self._port())
         rundir.sweep(base)
         self._dir = rundir.RunDir(base)
         try:
+            self._reaper, self._living = reaper.start(str(self._dir.path))
             self._launch()
             await self.ready()
             self._supervisor.settle()
@@ -131,16 +178,16 @@ class LocalPipeline:
 
         Raises: StartupFailed: one never will be.
         """
-        await self._supervisor.started()
-        await self._admitted()
+        await self._admitted(self._supervisor.started)
 
     def ask_to_stop(self) -> None:
         """Begin to drain; a second time: cut it short."""
+        self._stopping = True
         self._supervisor.ask_all_to_stop()
 
     async def stop(self) -> None:
         """Drain, wait until everything is gone, and remove what is left of the run."""
-        if not any(instance.stopping for instance in self._supervisor.instances()):
+        if not self._stopping:
             self.ask_to_stop()
         try:
             await self._supervisor.gone()
@@ -150,69 +197,96 @@ class LocalPipeline:
     async def abandon(self) -> None:
         """End everything now."""
         await self._supervisor.close()
+        if self._living is not None and self._reaper is not None:
+            os.close(self._living)
+            self._living = None
+            await asyncio.to_thread(self._reaper.wait)  # it ends what our processes have left behind
         if self._dir is not None:
             self._dir.remove()
 
     async def scale(self, group: str, replicas: int) -> None:
         """Let ``group`` have so many instances: new ones are ready, or old ones drained, when this returns.
 
-        Raises: ConfigurationError: no such group, or no such number.
+        Raises: ConfigurationError: no such group, no such number, or the pipeline is stopping. StartupFailed: a new
+            instance did not get ready; all that were added are gone again.
         """
         unit, plan = self._find(group)
         if replicas < 1:
             raise ConfigurationError(f"{group}: {replicas} replicas would serve nothing; the least is 1")
         async with self._changing:
             there = self._supervisor.instances(group)
-            for _ in range(replicas - len(there)):
-                self._add_replica(unit, plan)
-            await self.ready()
-            leaving = [one.spec.name for one in there[replicas:]]
-            await asyncio.gather(*(self._supervisor.stop(name) for name in leaving))
+            await self._grow(unit, plan, replicas - len(there))
+            self._wanted[group] = replicas
+            there.sort(key=lambda one: not one.ready)  # those that serve stay
+            await asyncio.gather(*(self._supervisor.stop(one.spec.name) for one in there[replicas:]))
 
     async def restart(self, group: str) -> None:
-        """Replace every instance of ``group`` by a new one, one after another.
+        """Replace every instance of ``group`` by a new one, one after another, and start those that are missing.
 
         On CPU the new one is ready before the old one drains. A GPU has no room for both: there the old one goes first.
-        Raises: ConfigurationError: no such group.
+        Raises: ConfigurationError: no such group, or the pipeline is stopping. StartupFailed: a new instance did not
+            get ready and is gone again; the old ones that it was not the turn of go on.
         """
         unit, plan = self._find(group)
         async with self._changing:
             for old in self._supervisor.instances(group):
-                if not unit.gpu_ids:
-                    self._add_replica(unit, plan)
-                    await self.ready()
+                if unit.gpu_ids:
+                    self._refuse_when_stopping()
                     await self._supervisor.stop(old.spec.name)
+                    await self._grow(unit, plan, 1, old.spec.replica)
                 else:
+                    await self._grow(unit, plan, 1)
                     await self._supervisor.stop(old.spec.name)
-                    self._add_replica(unit, plan, old.spec.replica)
-                    await self.ready()
+            await self._grow(unit, plan, self._wanted[group] - len(self._supervisor.instances(group)))
+
+    async def _grow(self, unit: UnitPlan, group: GroupPlan, count: int, replica: int | None = None) -> None:
+        """Add instances and wait until the coordinator gives them work; if one fails, take all of them back."""
+        self._refuse_when_stopping()
+        if count < 1:
+            return
+        added: list[str] = []
+        try:
+            for _ in range(count):
+                added.append(self._add_replica(unit, group, replica))
+            await self._admitted(functools.partial(self._supervisor.ready, added), group.name)
+            self._supervisor.settle(added)
+        except BaseException as error:
+            await asyncio.shield(asyncio.gather(*map(self._supervisor.take_back, added)))
+            left, wanted = len(self._supervisor.instances(group.name)), self._wanted[group.name]
+            if isinstance(error, StartupFailed) and left < wanted and not self._stopping:
+                cure = f"{left} of {wanted} instances of {group.name} run now: `omni restart {group.name}` tries again"
+                raise error.saying(cure) from error
+            raise
+
+    def _refuse_when_stopping(self) -> None:
+        if self._stopping:
+            raise ConfigurationError(f"{self.plan.pipeline} is stopping")
 
     def _changed(self, view: ProcessView) -> None:
         if view.process == COORDINATOR and view.state == "ready":
             self._url = view.message
         self._on_change(view)
 
-    async def _admitted(self) -> None:
-        """Wait until the coordinator gives work to every instance that says it is ready: a few milliseconds."""
-        wanted = Counter(one.spec.group for one in self._supervisor.instances() if one.spec.group != COORDINATOR)
-        while wanted - await self._known_ready():
+    async def _admitted(self, ready: Callable[[], Awaitable[None]], group: str | None = None) -> None:
+        """Once ``ready`` returns, wait until the coordinator knows all ready instances (of one group): milliseconds."""
+        await ready()
+        while self._ready_instances(group) - await self._known_ready():
             await asyncio.sleep(ADMISSION_POLL_S)
-            # An instance that has died meanwhile is not waited for here, but by its own readiness.
-            await self._supervisor.started()
+            await ready()
+
+    def _ready_instances(self, group: str | None) -> Counter[str]:
+        """Group -> how many of it are ready now."""
+        there = self._supervisor.instances(group)
+        return Counter(one.spec.group for one in there if one.ready and one.spec.group != COORDINATOR)
 
     async def _known_ready(self) -> Counter[str]:
-        status = await asyncio.to_thread(_status, self.url)
+        status = await asyncio.to_thread(_status, self.url, next(iter(self._api_keys), None))
         instances = status.get("instances", [])
         return Counter(one["group"] for one in instances if one["ready"] and not one["draining"])
 
     def _launch(self) -> None:
         assert self._dir is not None
-        code = self.plan.coordinator.code
-        code_dir = self._dir.path / "code" if code else None
-        if code_dir is not None:
-            codefiles.write(code, code_dir)
-        path = (*([code_dir] if code_dir else []), *self._path)
-        self._common = launching.environment(self._environ, path=path, code_dir=code_dir)
+        self._common = {**self.environment(self._dir.path / "code"), reaper.RUN: str(self._dir.path)}
         if self.options.debug_values:
             self._common["OMNI_DEBUG_VALUES"] = "1"
         for unit in self.plan.units:
@@ -222,6 +296,13 @@ class LocalPipeline:
             for group in unit.groups:
                 for _ in range(self.plan.replicas[unit.name]):
                     self._add_replica(unit, group)
+
+    def environment(self, code_dir: Path) -> dict[str, str]:
+        """What all processes of the run have in common; the inline files are written to ``code_dir``."""
+        if self._code:
+            codefiles.write(self._code, code_dir)
+        path = (*([code_dir] if self._code else []), *self._path)
+        return launching.environment(self._environ, path=path, code_dir=code_dir if self._code else None)
 
     def _add_coordinator(self) -> None:
         assert self._dir is not None
@@ -233,6 +314,8 @@ class LocalPipeline:
             "OMNI_PUBLISH": self._dir.endpoint("publisher.sock"),
             "OMNI_HTTP_HOST": self.options.host,
         }
+        if self._api_keys:
+            told["OMNI_API_KEY_FILE"] = str(self._dir.write(KEY_FILE, "\n".join(self._api_keys).encode()))
         common = {**self._common, "CUDA_VISIBLE_DEVICES": ""}
         spec = launching.coordinator_instance(common, lambda: {**told, "OMNI_HTTP_PORT": str(self._port())})
         self._supervisor.add(spec, Patience(startup_s=self.options.startup_s, grace_s=plan.drain_timeout_s))
@@ -257,6 +340,22 @@ class LocalPipeline:
         spec = launching.stage_instance(launch)
         self._supervisor.add(spec, Patience(startup_s=self.options.startup_s, grace_s=unit.drain_timeout_s))
         return spec.name
+
+    def _check_gpus(self) -> None:
+        there = launching.gpus_here() if self._environ.get("CUDA_VISIBLE_DEVICES") is None else None
+        for unit in self.plan.units:
+            for group in unit.groups:
+                for replica in range(self.plan.replicas[unit.name]):
+                    self._gpus(unit, group, replica)
+                wanted = max((max(devices, default=-1) for devices in self.plan.local_gpus[group.name]), default=-1)
+                if there is None or wanted < there:
+                    continue
+                stage = next(stage for stage in unit.stages if stage.name in group.stages and stage.gpus)
+                cure = "run with --cpu" if there == 0 else "choose others with processGroups[].localGpus, or --cpu"
+                has = "none (there is no /dev/nvidia0)" if there == 0 else f"{there} of them"
+                raise ConfigurationError(
+                    f"stages.{stage.name}.gpu: {group.name} needs GPU {wanted}, and this machine has {has}: {cure}"
+                )
 
     def _gpus(self, unit: UnitPlan, group: GroupPlan, replica: int) -> tuple[str, ...]:
         devices = self.plan.local_gpus.get(group.name, ())
@@ -284,21 +383,57 @@ class LocalPipeline:
 
 def read(
     source: str | os.PathLike[str] | PipelineConfig, overrides: Sequence[str] = ()
-) -> tuple[PipelineConfig, PipelinePlan, Path | None]:
-    """A spec, its plan, and the folder of its file, whose modules may be imported.
+) -> tuple[LoadedPipeline, Path | None]:
+    """A sound spec, and the folder of its file, whose modules may be imported.
 
     Raises: SpecError: with all faults.
     """
     if isinstance(source, PipelineConfig):
-        return source, planning.plan(source), None
-    loaded = loading.load(os.fspath(source), overrides=overrides)
-    return loaded.spec, planning.plan(loaded.spec, name=loaded.name), _folder(os.fspath(source))
+        name = planning.plan(source).pipeline
+        return LoadedPipeline(name=name, spec=source, source="the spec", sources={}), None
+    return loading.load(os.fspath(source), overrides=overrides), _folder(os.fspath(source))
+
+
+def _keys(
+    spec: PipelineConfig, options: LocalOptions, found: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The keys of which clients must send one, and a line when the spec asks for one that they need not send.
+
+    found: of the Secret that the spec names, when the file holds it.
+    Raises: ConfigurationError: the file of the key cannot be read, or holds none.
+    """
+    reference = spec.coordinator.http.api_key_secret_ref
+    if options.no_auth or (options.api_key_file is None and not found):
+        why = "--no-auth" if options.no_auth else f"there is no Secret {reference.name!r} here" if reference else ""
+        cure = "" if options.no_auth else ": put it into the pipeline's file, or say --api-key-file"
+        line = f"coordinator.http.apiKeySecretRef: no key is asked for, {why}{cure}"
+        return (), (line,) if reference is not None else ()
+    if options.api_key_file is None:
+        return found, ()
+    path = options.api_key_file
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_KEY + 1)
+    except OSError as error:
+        raise ConfigurationError(f"--api-key-file {path}: {error.strerror}") from error
+    if len(content) > MAX_KEY:
+        raise ConfigurationError(f"--api-key-file {path}: holds more than {MAX_KEY} bytes, no key is so long")
+    return api_keys(content, f"--api-key-file {path}"), ()
 
 
 def _folder(source: str) -> Path | None:
     """Of ``pipeline.yaml``, ``pipeline.py`` and ``pipeline.py:name``; a module's name has none of its own."""
     file = Path(source if os.path.exists(source) else source.rpartition(":")[0])
     return file.resolve().parent if file.is_file() else None
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it, whatever the name stands for."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"--host {host!r}: {getattr(error, 'strerror', None) or error}") from error
+    return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -316,12 +451,12 @@ def _check_port(host: str, port: int) -> None:
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-def _status(url: str) -> dict[str, Any]:
+def _status(url: str, key: str | None) -> dict[str, Any]:
     """The coordinator's `/status`; empty when it does not answer now."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=5)
     try:
-        connection.request("GET", "/status")
+        connection.request("GET", "/status", headers={"Authorization": f"Bearer {key}"} if key else {})
         return msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any])
     except (OSError, http.client.HTTPException, msgspec.MsgspecError):
         return {}

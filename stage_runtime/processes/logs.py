@@ -5,28 +5,64 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
+from stage_runtime.errors import TRACEBACK_LIMIT, printed, traced
+
+#: What every record has; whatever else is in one came by ``extra``.
+_COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+MAX_NAME = 256  # characters of a field's name
+_FACTS = "facts"  #: An ``extra`` of this name holds several fields.
+
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object a line: what every line has, then the fields of ``extra`` under their own names."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
-        said = {
+        said: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
             "process": self._name,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": printed(record.getMessage(), limit=TRACEBACK_LIMIT),
         }
-        if record.exc_info:
-            said["traceback"] = self.formatException(record.exc_info)
+        if record.exc_info and record.exc_info[1] is not None:
+            said["traceback"] = traced(record.exc_info[1])
+        for given, value in _fields(record).items():
+            name = printed(given, limit=MAX_NAME)
+            said[f"extra.{name}" if name in said else name] = _plain(value)
         return msgspec.json.encode(said).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people, and below it a traceback that begins with the author's own code."""
+
+    def formatException(self, ei: Any) -> str:
+        return traced(ei[1]).rstrip() if ei[1] is not None else super().formatException(ei)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What was given as ``extra``."""
+    given = {name: value for name, value in vars(record).items() if name not in _COMMON}
+    facts = given.pop(_FACTS, None)
+    return {**given, **facts} if isinstance(facts, Mapping) else given | ({} if facts is None else {_FACTS: facts})
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say of a value, else its text; a log line never fails for what stands in it."""
+    if type(value) is str:
+        return printed(value, limit=TRACEBACK_LIMIT)
+    try:
+        return msgspec.json.decode(msgspec.json.encode(value, enc_hook=printed))
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        return printed(value, how=repr)
 
 
 def configure(log_format: str, *, name: str) -> None:
@@ -35,5 +71,5 @@ def configure(log_format: str, *, name: str) -> None:
     if log_format == "json":
         handler.setFormatter(JsonFormatter(name))
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

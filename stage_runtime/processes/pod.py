@@ -17,9 +17,10 @@ from pathlib import Path
 
 import msgspec
 
+from omnipipeline_spec import crashes
 from omnipipeline_spec.plan import GroupPlan
-from stage_runtime.processes import activity, codefiles, launching, rundir, tether
-from stage_runtime.processes.instances import Patience, ProcessView, StartupFailed
+from stage_runtime.processes import activity, codefiles, launching, rundir, termination, tether
+from stage_runtime.processes.instances import Patience, ProcessView
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.probes import ProbeServer, Reply, Routes
 from stage_runtime.processes.supervisor import Supervisor
@@ -28,11 +29,10 @@ from stage_runtime.settings import SupervisorSettings
 EXIT_FAILED = 1
 #: Deaths before ready, in a row, after which the pod ends: CrashLoopBackOff then says why, where people look.
 GIVE_UP_AFTER = 5
-MAX_TERMINATION_MESSAGE = 4096  # bytes; the kubelet keeps no more
 
 
 def run(settings: SupervisorSettings) -> int:
-    """Run the pod's processes until SIGTERM (exit code 0) or until one cannot start (1)."""
+    """Run the pod's processes until SIGTERM (exit code 0) or until one cannot start (1; 4: it did nothing)."""
     return asyncio.run(Pod(settings).run())
 
 
@@ -44,6 +44,7 @@ class Pod:
         self._alone = sum(len(group.processes) for group in settings.plan.groups) == 1
         self._supervisor = Supervisor(on_change=self._changed, on_line=self._printed)
         self._stopping = False
+        self._memory_kills = activity.memory_kills()
 
     async def run(self) -> int:
         """See `run`."""
@@ -95,17 +96,11 @@ class Pod:
         failure = self._supervisor.failure
         if failure is None or self._stopping:
             return 0
-        self._explain(failure)
-        return EXIT_FAILED
-
-    def _explain(self, failure: StartupFailed) -> None:
-        text = failure.explanation()
-        print(text, file=sys.stderr, flush=True)
-        try:
-            # The first line and the end of the traceback: what `kubectl describe` has room for.
-            self._settings.termination_log.write_bytes(_clipped(text))
-        except OSError as error:  # not in a container
-            print(f"{self._settings.termination_log}: {error.strerror}", file=sys.stderr, flush=True)
+        print(failure.explanation(), file=sys.stderr, flush=True)
+        killed = activity.memory_kills() - self._memory_kills
+        cause = f"{failure}; the container ran out of memory" if killed > 0 else str(failure)
+        termination.write(self._settings.termination_log, cause, failure.details)
+        return crashes.EXIT_HUNG if failure.hung else EXIT_FAILED
 
     def _stop(self) -> None:
         self._stopping = True
@@ -192,13 +187,3 @@ def _addresses(pod_ip: str, port: int, group: GroupPlan, folder: Path) -> Callab
         )
 
     return addresses
-
-
-def _clipped(text: str) -> bytes:
-    """The first line and as much of the end as there is room for."""
-    whole = text.encode()
-    if len(whole) <= MAX_TERMINATION_MESSAGE:
-        return whole
-    first = whole.split(b"\n", 1)[0][:1024] + "\n…\n".encode()
-    tail = whole[len(first) - MAX_TERMINATION_MESSAGE :]
-    return first + tail.decode(errors="ignore").encode()

@@ -18,7 +18,9 @@ import uvloop
 from omnipipeline_spec.plan import StagePlan
 from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
+from stage_runtime.errors import ConfigurationError, told, traced
 from stage_runtime.processes import logs, statuspipe, surroundings
+from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.rules import edges
 from stage_runtime.settings import StageSettings
@@ -30,16 +32,15 @@ from stage_runtime.stage.host import Host
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.stage.watching import Watch
-from stage_runtime.wire.messages import Hello, Incarnation, Member, RankHello
+from stage_runtime.wire.messages import Hello, Incarnation, Member
 
 log = logging.getLogger(__name__)
 
 EXIT_DRAINED: Final = 0
 EXIT_FAILED: Final = 1  # a factory or the configuration: starting again would end the same way
-EXIT_CRASHED: Final = 3  # an engine's own loop ended
+EXIT_CRASHED: Final = 3  # an engine's own loop, or a task of ours, ended
 IDLE_EVERY_S: Final = 0.02
 SETTLE_S: Final = 2.0
-GREET_EVERY_S: Final = 0.1
 THREADS_S: Final = 1.0
 
 
@@ -135,7 +136,7 @@ class Process:
             gpu_id=gpu_id,
             tp_rank=settings.tp_rank,
             rendezvous=settings.rendezvous,
-            allocate=self._relays.allocate,
+            allocate=lambda shape, dtype: self._relays.allocate(shape, dtype),  # of the life that it is called in
             progress=self._report_progress,
             emit=lambda *_, **__: None,
         )
@@ -145,6 +146,7 @@ class Process:
             model_path=settings.plan.model_path,
             model_revision=settings.plan.model_revision,
             gpu_id=gpu_id,
+            on_cpu=settings.plan.on_cpu,
         )
 
     def _report_progress(self, stage: str, message: str) -> None:
@@ -153,10 +155,19 @@ class Process:
     def _failed(self, stage: str, error: BaseException) -> None:
         """A stage cannot be loaded, or its engine has crashed."""
         code = EXIT_CRASHED if self._loaded else EXIT_FAILED
-        log.error("stage %s: %s", stage, error, exc_info=error)
+        if not isinstance(error, ConfigurationError):
+            log.error("stage %s: %s\n%s", stage, told(error), traced(error).rstrip())
+        elif self._settings.status_fd is None:  # or our supervisor shows that line
+            log.error("%s", error)
         statuspipe.report(self._settings.status_fd, statuspipe.failed(error, stage=stage))
         # Leave the loop one turn: what the crash made of its requests is on its way out.
         asyncio.get_running_loop().call_later(IDLE_EVERY_S, self._finish, code)
+
+    def _task_ended(self, name: str, error: BaseException) -> None:
+        """Without it this process would go on half: ready for others, and without beats, say."""
+        log.error("the task %r has ended: %s\n%s", name, told(error), traced(error).rstrip())
+        statuspipe.report(self._settings.status_fd, statuspipe.failed(error))
+        self._finish(EXIT_CRASHED)
 
     def _finish(self, code: int) -> None:
         if not self._over.done():
@@ -181,7 +192,7 @@ class FollowerProcess(Process):
             )
             channels = self._listen(host, host.release, stack)
             host.wire(channels, self._relays, endpoint=self._endpoint)
-            stack.callback(host.close)
+            stack.callback(host.close, THREADS_S)
             host.load(self._make)
             return await self._over
 
@@ -221,16 +232,21 @@ class StageProcess(Process):
             watch=Watch() if self._settings.debug_values else None,
             leader=self._leader,
         )
-        watchdog = asyncio.create_task(self._watch_progress())
-        await self._life(first=True)
-        while not self._over.done():
-            self._incarnation = Incarnation(secrets.token_hex(8))
-            log.warning("declared dead by a coordinator: going on as %s", self._incarnation)
-            host.reborn(self._incarnation)
-            await self._life(first=False)
-        watchdog.cancel()
-        if self._over.result() == EXIT_DRAINED and not host.close(THREADS_S):
-            log.warning("a stage's thread did not end; leaving it")
+        async with contextlib.AsyncExitStack() as stack:
+            self._tasks = stack.enter_context(Tasks(self._task_ended))
+            self._tasks.start_finite("watchdog", self._watch_progress())
+            if self._leader is not None:
+                self._meet_followers(self._leader, stack)
+            await self._life(first=True)
+            while not self._over.done():
+                self._unbound.clear()  # that nothing is bound to it was said of the life before
+                self._incarnation = Incarnation(secrets.token_hex(8))
+                log.warning("declared dead by a coordinator: going on as %s", self._incarnation)
+                host.reborn(self._incarnation)
+                await self._life(first=False)
+            self._tasks.cancel()
+            if self._loaded and not host.close(THREADS_S):
+                log.warning("a stage's thread did not end; leaving it")
         return self._over.result()
 
     async def _life(self, *, first: bool) -> None:
@@ -239,17 +255,16 @@ class StageProcess(Process):
         buried = asyncio.ensure_future(self._buried.wait())
         async with contextlib.AsyncExitStack() as stack:
             self._wire(stack)
-            tasks = [asyncio.create_task(self._registration.run()), asyncio.create_task(self._beat())]
-            if self._leader is not None:
-                tasks.append(asyncio.create_task(self._greet(self._leader)))
+            tasks = stack.enter_context(Tasks(self._task_ended))
+            tasks.start("registration", self._registration.run())
+            tasks.start("beat", self._beat())
             if first:
                 self._host.load(self._make)
             elif self._loaded:
                 self._host.announce_ready()
             ends: list[asyncio.Future[Any]] = [self._over, buried]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for task in (*tasks, buried):
-                task.cancel()
+            buried.cancel()
 
     # --- wiring -------------------------------------------------------------------------------------------------
 
@@ -265,6 +280,25 @@ class StageProcess(Process):
         )
         self._host.wire(channels, self._registration, self._relays)
 
+    def _meet_followers(self, leader: Leader, stack: contextlib.AsyncExitStack) -> None:
+        """Open the plane of the ranks: it outlives the incarnations that coordinators know."""
+        settings, loop = self._settings, asyncio.get_running_loop()
+        plane = self._host.ranks(leader)
+        incarnation = Incarnation(secrets.token_hex(8))
+        security = surroundings.security(settings.control_key)
+        listen, advertise, relay_settings = surroundings.rank_addresses(settings)
+        channels = Channels(
+            plane, incarnation=incarnation, loop=loop, security=security, dead_after_s=settings.plan.dead_after_s
+        )
+        stack.callback(channels.close)
+        stack.push_async_callback(self._settle, channels)
+        relays = Relays(
+            loop=loop, incarnation=incarnation, on_release=plane.release, security=security, settings=relay_settings
+        )
+        stack.callback(relays.close)
+        plane.wire(channels, relays, endpoint=surroundings.advertised(advertise, channels.bind(listen)))
+        self._tasks.start_finite("greeting of ranks", plane.greet())
+
     def _hello(self, via: str) -> Hello:
         return Hello(self._member(), edges.of_process(self._settings.stages()), self._settings.plan.pipeline, via)
 
@@ -278,7 +312,7 @@ class StageProcess(Process):
             self._endpoint,
             self._relays.facts(),
             tuple(stage.name for stage in settings.stages()),
-            self._loaded,
+            self._loaded and not self._stopping,
         )
 
     # --- what happens -------------------------------------------------------------------------------------------
@@ -302,7 +336,7 @@ class StageProcess(Process):
         statuspipe.report(self._settings.status_fd, statuspipe.Draining())
         log.info("draining: %s", reason)
         self._host.goodbye(reason)
-        self._draining = asyncio.create_task(self._drain())
+        self._tasks.start_finite("drain", self._drain())
 
     async def _drain(self) -> None:
         """Until every coordinator says that nothing is bound here, and nothing is left to send."""
@@ -331,7 +365,7 @@ class StageProcess(Process):
                 now = time.monotonic()
                 for name, stage in self._host.stages.items():
                     steps, since = seen.get(name, (-1, now))
-                    if not self._loaded or not stage.busy or stage.steps != steps:
+                    if not self._loaded or not stage.computing or stage.steps != steps:
                         seen[name] = (stage.steps, now)
                     elif now - since > stuck_after_s:
                         self._failed(name, TimeoutError(f"no progress for {stuck_after_s:.0f} s with work at hand"))
@@ -346,12 +380,6 @@ class StageProcess(Process):
     @property
     def _look_every_s(self) -> float:
         return min(self._settings.plan.stuck_after_s / 10, 5.0)
-
-    async def _greet(self, leader: Leader) -> None:
-        """Find the followers."""
-        while not leader.complete():
-            leader.greet(lambda via: RankHello(0, self._endpoint, self._relays.facts(), via))
-            await asyncio.sleep(GREET_EVERY_S)
 
     async def _beat(self) -> None:
         while True:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback as tracebacks
 
 import msgspec
+
+from omnipipeline_spec import crashes
+from stage_runtime.errors import ConfigurationError, printed, traced
 
 MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always say why, even when nobody reads
 # Several loader threads report, and a line longer than PIPE_BUF is not atomic by itself. Reentrant, because a signal's
@@ -61,10 +63,17 @@ _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
 
 def failed(error: BaseException, *, stage: str = "") -> Failed:
-    """The event for an exception, with its traceback (the end of it when it is very long)."""
-    text = "".join(tracebacks.format_exception(error))
-    line = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-    return Failed(stage=stage, error=line[:1000], traceback=text[-MAX_TRACEBACK:])
+    """The event for an exception, with its traceback (the end of it when it is very long).
+
+    What is wrong with a configuration says so in one line, and how we came to see it helps nobody.
+    """
+    if isinstance(error, ConfigurationError):
+        return Failed(stage=stage, error=_line(printed(error)))
+    return Failed(stage=stage, error=_line(crashes.raised(error)), traceback=traced(error)[-MAX_TRACEBACK:])
+
+
+def _line(text: str) -> str:
+    return text.split("\n", 1)[0][:1000]
 
 
 def report(fd: int | None, event: Status) -> None:

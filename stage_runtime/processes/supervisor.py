@@ -1,13 +1,13 @@
 """Keeps a set of instances running: PID 1 of a stage pod and `omni up` both stand on this.
 
-Here: adding, replacing and draining instances, and the first start-up failure among them. Not here: one instance's
+Here: adding and draining instances, waiting for some or all of them, and what failed of them. Not here: one instance's
 life (`instances`), where anybody reads about it (`pod`, `local`). Called by those two.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from stage_runtime.processes.instances import Instance, InstanceSpec, Patience, ProcessView, StartupFailed
 
@@ -24,14 +24,17 @@ class Supervisor:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._shown: dict[str, ProcessView] = {}
         self._changed = asyncio.Event()
-        self._settled = False
-        self.failure: StartupFailed | None = None  #: The first one; whoever runs us decides what follows.
+        #: Instance -> why it ended for good, first failure first. Forgotten with the instance.
+        self._failures: dict[str, StartupFailed] = {}
+
+    @property
+    def failure(self) -> StartupFailed | None:
+        """The first failure among the instances that are there; whoever runs us decides what follows."""
+        return next(iter(self._failures.values()), None)
 
     def add(self, spec: InstanceSpec, patience: Patience) -> Instance:
-        """Start an instance and keep it alive."""
+        """Start an instance and keep it alive; until it is settled its first death is its failure."""
         instance = Instance(spec, patience, on_change=self._see, on_line=self._on_line)
-        # Once everything has started, an instance that is added later stands for itself.
-        instance.fragile = not self._settled
         self._instances[spec.name] = instance
         task = asyncio.create_task(instance.run(), name=f"instance {spec.name}")
         self._tasks[spec.name] = task
@@ -53,11 +56,29 @@ class Supervisor:
         """
         await self.until(lambda: all(instance.ready for instance in self._instances.values()))
 
-    def settle(self) -> None:
-        """Forgive deaths from now on."""
-        self._settled = True
-        for instance in self._instances.values():
-            instance.fragile = False
+    async def ready(self, names: Collection[str]) -> None:
+        """Wait until these instances are ready, whatever becomes of others.
+
+        Raises: StartupFailed: one of these never will be; it failed, or was told to stop.
+        """
+        while True:
+            instances = []
+            for name in names:
+                if name in self._failures:
+                    raise self._failures[name]
+                instance = self._instances.get(name)
+                if instance is None or instance.stopping:
+                    raise StartupFailed(name, "was stopped before it was ready")
+                instances.append(instance)
+            if all(instance.ready for instance in instances):
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def settle(self, names: Collection[str] | None = None) -> None:
+        """Forgive deaths from now on, of these instances or of all that are there."""
+        for name in self._instances if names is None else names:
+            self._instances[name].fragile = False
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something about the instances is so.
@@ -71,11 +92,17 @@ class Supervisor:
             await self._changed.wait()
 
     async def stop(self, name: str) -> None:
-        """Drain one instance, and wait until it is gone."""
+        """Drain one instance, and wait until it and its failure, if it has one, are gone."""
         task = self._tasks[name]
         self._instances[name].stop()
         await asyncio.wait([task])
         self._forget(name)
+
+    async def take_back(self, name: str) -> None:
+        """As `stop`; one that never was ready has nothing to finish, and ends at once."""
+        if not self._instances[name].was_ready:
+            self._instances[name].stop()
+        await self.stop(name)
 
     def ask_all_to_stop(self) -> None:
         """Begin draining everything; called again: cut that short."""
@@ -96,6 +123,7 @@ class Supervisor:
     def _forget(self, name: str) -> None:
         instance = self._instances.pop(name, None)
         self._tasks.pop(name, None)
+        self._failures.pop(name, None)
         for process in instance.spec.processes if instance is not None else ():
             self._shown.pop(process, None)
 
@@ -114,9 +142,9 @@ class Supervisor:
             case None:
                 pass
             case StartupFailed() as failure:
-                self.failure = self.failure or failure
+                self._failures[name] = failure
             case error:
-                spec = self._instances[name].spec
-                problem = f"could not be started: {type(error).__name__}: {error}"
-                self.failure = self.failure or StartupFailed(spec.processes[0], problem)
-                self.failure.__cause__ = error
+                process = self._instances[name].spec.processes[0]
+                failure = StartupFailed(process, f"could not be started: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._failures[name] = failure

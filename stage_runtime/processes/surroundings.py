@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
 from stage_runtime.sockets.addresses import Security
 
 CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+BODIES_SHARE: Final = 0.125  # of it, for what clients send: decoded and encoded for the relay it is there three times
+MAX_BODIES: Final = 1 << 30
 ARENA_SHARE: Final = 0.4  # of the container's memory: what is in flight must not crowd out models
 
 
@@ -25,6 +30,19 @@ def memory_limit() -> int:
     return machine
 
 
+def bodies_nbytes(largest: int) -> int:
+    """How much of bodies and media may be in flight at a coordinator; one of the ``largest`` always may."""
+    return max(largest, min(MAX_BODIES, int(memory_limit() * BODIES_SHARE)))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server at ``host`` is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def security(key: bytes | None) -> Security | None:
     return Security(key) if key is not None else None
 
@@ -35,6 +53,21 @@ def advertised(wanted: str, bound: str) -> str:
         return bound if bound.startswith("ipc://") else wanted
     host, _, port = wanted.rpartition(":")
     return f"{host}:{bound.rpartition(':')[2]}" if port in ("0", "*") else wanted
+
+
+def rank_addresses(settings: StageSettings) -> tuple[str, str, RelaySettings]:
+    """Where rank 0 of a TP stage listens for its followers, what they are told, and the relays beside it."""
+    relays = relay_settings(settings)
+    followers = settings.tp_endpoints[0]
+    if followers.startswith("ipc://"):
+        listen = advertise = f"{followers}.r"
+        bind = f"{listen}d"
+    else:
+        bind = listen = f"{followers.rpartition(':')[0]}:*"
+        advertise = listen
+    arena = max(relays.arena_bytes // 4, min(relays.arena_bytes, 64 << 20))  # steps are released as they are taken
+    settled = msgspec.structs.replace(relays, bind=bind, advertise_host=None, arena_bytes=arena, prefault_bytes=0)
+    return listen, advertise, settled
 
 
 def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettings:

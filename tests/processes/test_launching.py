@@ -162,3 +162,20 @@ def test_a_plan_of_a_later_version_is_refused_and_not_misread(tmp_path: Path) ->
     Path(env["OMNI_PLAN"]).write_bytes(msgspec.json.encode(later))
     with pytest.raises(ConfigurationError, match="is of plan version 99, this program knows 1"):
         settings.stage(env)
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ([], 0),
+        (["null", "nvidiactl", "nvidia-uvm"], 0),
+        (["nvidia0", "nvidia1", "nvidiactl"], 2),
+        (["kfd"], None),
+        (["dxg"], None),
+        (["nvidia0", "dxg"], 1),
+    ],
+)
+def test_the_gpus_of_this_machine_are_its_device_files(tmp_path: Path, files: list[str], count: int | None) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    assert launching.gpus_here(tmp_path) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -19,12 +20,13 @@ import pytest
 from omnipipeline_spec import loading
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import rundir
+from stage_runtime.processes import coordinator, rundir
 from stage_runtime.processes.instances import ProcessView, StartupFailed
 from stage_runtime.processes.local import LocalOptions, LocalPipeline
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 ANY_PORT = LocalOptions(port=0)
+RAISING = ["stages.shout.factory=json:loads", "stages.shout.factoryArgs={s: '{'}"]
 
 
 @pytest.fixture
@@ -51,6 +53,17 @@ async def eventually(holds: Callable[[], bool], within_s: float = 15.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it never came about"
         await asyncio.sleep(0.02)
+
+
+async def serves(url: str) -> None:
+    """Wait until it answers."""
+    end = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if (await ask(url, "nothing")).status_code == 200:
+                return
+        assert time.monotonic() < end, "it never answered again"
+        await asyncio.sleep(0.05)
 
 
 def left_over(base: Path, pids: dict[str, int], shared_before: set[str]) -> list[str]:
@@ -95,12 +108,12 @@ async def test_a_killed_coordinator_comes_back_at_the_same_address(base: Path) -
 async def test_a_factory_that_raises_fails_the_start_with_its_traceback_and_stops_the_others(base: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
     seen: list[ProcessView] = []
-    broken = pipeline(base, overrides=["stages.shout.factoryArgs={volume: 11}"], on_change=seen.append)
+    broken = pipeline(base, overrides=RAISING, on_change=seen.append)
     with pytest.raises(StartupFailed) as caught:
         await broken.start()
     assert (caught.value.process, caught.value.stage) == ("voice", "shout")
-    assert "volume" in caught.value.problem
-    assert "Traceback" in caught.value.traceback
+    assert caught.value.problem.startswith("JSONDecodeError: ")
+    assert caught.value.traceback.startswith("Traceback")
     started = {f"{view.process}#{view.pid}": view.pid for view in seen if view.pid is not None}
     assert left_over(base, started, shared) == []
 
@@ -176,6 +189,13 @@ def test_a_run_that_was_killed_is_swept_up_and_a_living_one_is_not(base: Path) -
     living.remove()
 
 
+@pytest.mark.parametrize(("given_s", "drained_s"), [(120, 119), (600, 599), (3, 2), (1, 0.5)])
+def test_the_coordinator_drains_for_as_long_as_the_spec_says_and_keeps_time_for_last_words(
+    given_s: float, drained_s: float
+) -> None:
+    assert coordinator.drain_seconds(given_s) == drained_s
+
+
 async def test_two_pipelines_run_side_by_side(base: Path) -> None:
     async with pipeline(base) as one, pipeline(base) as other:
         assert one.url != other.url
@@ -186,3 +206,31 @@ async def test_two_pipelines_run_side_by_side(base: Path) -> None:
 def test_a_spec_in_python_needs_no_file() -> None:
     spec = loading.load(HELLO).spec
     assert LocalPipeline(spec).plan.pipeline == "hello"
+
+
+async def test_a_task_of_ours_that_ends_is_said_and_its_process_is_started_again(base: Path) -> None:
+    said: list[tuple[str, str]] = []
+    spec = PipelineConfig(
+        name="fatal",
+        stages=[StageConfig(name="only", process="only", factory="fatal:stage", terminal=True)],
+        terminal_stages_fn="fatal:terminal_stages_fn",
+        endpoints=EndpointsConfig(base_path=str(base)),
+    )
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path}
+    up = LocalPipeline(spec, options=ANY_PORT, environ=environ, on_line=lambda name, line: said.append((name, line)))
+
+    async with up:
+        for task, process in (
+            ("beat", "only"),
+            ("watchdog", "only"),
+            ("watch of revisions.json", "coordinator"),
+            ("HTTP server", "coordinator"),
+        ):
+            before = up.pids()
+            with contextlib.suppress(httpx.HTTPError):  # its process may end before the answer
+                await ask(up.url, task)
+            await eventually(lambda: up.pids().get(process, before[process]) != before[process])  # noqa: B023
+            assert {name for name, pid in up.pids().items() if pid != before[name]} == {process}
+            assert any(name == process and f"the task '{task}' has ended" in line for name, line in said), said
+            await serves(up.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,15 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import psutil
 import pytest
 
-from omnipipeline_spec import planning
+from omnipipeline_spec import crashes, planning
+from omnipipeline_spec.cluster import ProcessGroup, Startup
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
-from stage_runtime.processes import pod
 from stage_runtime.processes.launching import free_port
 
 ECHO = """
@@ -32,6 +34,31 @@ ECHO = """
         return create()
     def broken():
         raise OSError("no weights at /models")
+    def private():
+        class RepositoryNotFoundError(Exception): pass
+        hint = "If this is a private repository, make sure to pass a token\\n" * 200
+        raise RepositoryNotFoundError(f"401 Client Error\\n\\nRepository Not Found\\n{hint}")
+    def chained():
+        raise RuntimeError("no model") from OSError("no space left")
+    def segfault():
+        import ctypes
+        ctypes.string_at(0)
+    def thrown():
+        import os, sys
+        print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr)
+        print("  what():  out of device memory", file=sys.stderr, flush=True)
+        os.abort()
+    def leaves():
+        import os
+        print("cannot find the licence", flush=True)
+        os._exit(7)
+    def unspeakable():
+        class Unspeakable(Exception):
+            def __str__(self): raise ValueError("not even this")
+        raise Unspeakable
+    def hangs():
+        import threading
+        threading.Event().wait()
 """
 
 
@@ -57,10 +84,11 @@ def process(role: str, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def stage_pod(tmp_path: Path, ports: Ports, factory: str) -> Iterator[subprocess.Popen[str]]:
+def stage_pod(tmp_path: Path, ports: Ports, factory: str, **group: Any) -> Iterator[subprocess.Popen[str]]:
     spec = PipelineConfig(
         name="pods",
         stages=[StageConfig(name="echo", process="echo", factory=f"pod_stages:{factory}", terminal=True)],
+        process_groups=[ProcessGroup(name="echo", **group)],
         code=Code(inline={"pod_stages.py": textwrap.dedent(ECHO)}),
     )
     plan = planning.plan(spec)
@@ -84,7 +112,7 @@ def stage_pod(tmp_path: Path, ports: Ports, factory: str) -> Iterator[subprocess
 
 
 @contextmanager
-def coordinator(tmp_path: Path, ports: Ports) -> Iterator[subprocess.Popen[str]]:
+def coordinator(tmp_path: Path, ports: Ports, **more: str) -> Iterator[subprocess.Popen[str]]:
     env = {
         "OMNI_PLAN": str(tmp_path / "coordinator.json"),
         "OMNI_REVISIONS": str(tmp_path / "revisions.json"),
@@ -93,7 +121,7 @@ def coordinator(tmp_path: Path, ports: Ports) -> Iterator[subprocess.Popen[str]]
         "OMNI_HTTP_PORT": str(ports.http),
         "OMNI_CONTROL_KEY_FILE": str(tmp_path / "key"),
     }
-    with process("coordinator", env) as child:
+    with process("coordinator", env | more) as child:
         yield child
 
 
@@ -149,7 +177,7 @@ def test_a_stage_that_cannot_start_ends_the_pod_with_its_traceback_as_terminatio
     with stage_pod(tmp_path, Ports(), "broken") as running:
         assert running.wait(30) == 1
     message = (tmp_path / "termination-log").read_text()
-    assert message.startswith("echo: OSError: no weights at /models\n")
+    assert message.startswith("echo: OSError: no weights at /models\n---\nTraceback")
     assert 'raise OSError("no weights at /models")' in message
 
 
@@ -175,12 +203,53 @@ def test_orphans_of_a_stage_are_buried(tmp_path: Path) -> None:
         eventually(lambda: not psutil.pid_exists(orphan))  # a zombie would still be there
 
 
-def test_the_termination_message_keeps_its_first_line_and_its_end() -> None:
-    text = "echo: the problem\n" + "frame\n" * 5000 + "ValueError: the cause"
-    clipped = pod._clipped(text)
-    assert len(clipped) <= pod.MAX_TERMINATION_MESSAGE
-    assert clipped.startswith(b"echo: the problem\n")
-    assert clipped.endswith(b"ValueError: the cause")
+@pytest.mark.parametrize(
+    ("factory", "cause"),
+    [
+        ("private", "echo: RepositoryNotFoundError: 401 Client Error"),
+        ("chained", "echo: RuntimeError: no model (because of OSError: no space left)"),
+        (
+            "segfault",
+            "echo: ended before its time (killed by SIGSEGV): Fatal Python error: Segmentation fault in string_at",
+        ),
+        ("thrown", "echo: ended before its time (killed by SIGABRT): std::bad_alloc: out of device memory"),
+        ("leaves", "echo: ended before its time (exit code 7): cannot find the licence"),
+        ("unspeakable", "echo: Unspeakable: (its message cannot be shown)"),
+    ],
+)
+def test_whatever_ends_a_start_stands_in_the_first_line_of_the_termination_message(
+    tmp_path: Path, factory: str, cause: str
+) -> None:
+    with stage_pod(tmp_path, Ports(), factory) as running:
+        assert running.wait(30) == 1
+    message = (tmp_path / "termination-log").read_bytes()
+    assert message.decode().startswith(cause)
+    assert len(message) <= crashes.MAX_BYTES
+    assert crashes.cause(message.decode()).startswith(cause)
+
+
+def test_a_start_that_hangs_says_so_by_its_exit_code_and_message(tmp_path: Path) -> None:
+    with stage_pod(tmp_path, Ports(), "hangs", startup=Startup(deadline_seconds=2)) as running:
+        assert running.wait(30) == crashes.EXIT_HUNG
+    message = (tmp_path / "termination-log").read_text()
+    assert message.startswith("echo: no progress for 2 s while starting")
+    assert "in hangs" in message, "where it hung"
+
+
+@pytest.mark.parametrize(("role", "cause"), [("coordinator", "OMNI_PLAN is not set"), ("supervisor", "OMNI_PLAN")])
+def test_a_program_that_is_told_nonsense_says_so_to_the_kubelet(tmp_path: Path, role: str, cause: str) -> None:
+    log = tmp_path / "termination-log"
+    with process(role, {"OMNI_TERMINATION_LOG": str(log)}) as running:
+        assert running.wait(30) == 1
+    assert log.read_text().startswith(f"cannot start: {cause}")
+
+
+def test_a_coordinator_whose_port_is_taken_says_so_to_the_kubelet(tmp_path: Path) -> None:
+    ports, log = Ports(), tmp_path / "termination-log"
+    with socket.create_server(("127.0.0.1", ports.http)), stage_pod(tmp_path, ports, "create"):
+        with coordinator(tmp_path, ports, OMNI_TERMINATION_LOG=str(log)) as running:
+            assert running.wait(30) == 1
+    assert str(ports.http) in log.read_text().splitlines()[0], log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,52 @@ async def test_a_command_that_does_not_exist_is_a_failed_start() -> None:
             await up(supervisor)
 
 
+@pytest.mark.parametrize("second", ["hangs", "cannot be started"])
+async def test_a_second_life_that_does_not_come_about_is_followed_by_a_third(second: str) -> None:
+    lives = itertools.count(1)
+
+    def commands() -> list[Command]:
+        match next(lives):
+            case 2 if second == "hangs":
+                return [command("voice", "loading", "sleep")]
+            case 2:
+                raise BlockingIOError(11, "Resource temporarily unavailable")  # fork's word for: too many processes
+            case _:
+                return [command("voice", "ready", "sleep")]
+
+    async with supervised() as supervisor:
+        spec = InstanceSpec(
+            name="voice", group="voice", replica=0, stages=("s",), processes=("voice",), commands=commands
+        )
+        supervisor.add(spec, Patience(startup_s=2, grace_s=5))
+        await up(supervisor)
+        (first,) = supervisor.pids()
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: supervisor.views()[0].restarts == 2 and supervisor.views()[0].state == "ready", 20)
+        assert supervisor.failure is None
+        said = [view.message for view in supervisor.changes if view.state == "restarting"]
+        assert any("no progress for" in one or "temporarily unavailable" in one for one in said)
+
+
+async def test_what_is_waited_for_is_what_was_named_and_a_failure_goes_with_its_instance() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("front", "ready", "sleep"), PATIENCE)
+        await up(supervisor)
+        supervisor.add(instance("voice", "fail"), PATIENCE)
+        supervisor.add(instance("slow", "loading", "sleep"), PATIENCE)
+        with pytest.raises(StartupFailed, match="voice"):
+            await supervisor.ready(["voice"])
+        await supervisor.ready(["front"])  # of which nothing failed
+        assert supervisor.failure is not None
+        await supervisor.take_back("voice")
+        assert supervisor.failure is None
+        waiting = asyncio.create_task(supervisor.ready(["slow"]))
+        await supervisor.take_back("slow")
+        with pytest.raises(StartupFailed, match="slow: was stopped before it was ready"):
+            await waiting
+        assert [one.spec.name for one in supervisor.instances()] == ["front"]
+
+
 async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tmp_path: Path) -> None:
     async with supervised() as supervisor:
         flag = tmp_path / "first"

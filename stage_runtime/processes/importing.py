@@ -1,0 +1,123 @@
+"""Whether the functions that a pipeline names can be imported, asked in a process of its own.
+
+Here: both ends. The child imports the author's modules and calls nothing of them; it says one line before and one after
+each name, so that a module that ends the process is known by name. Not here: what a dotted name means
+(`engines.loading`). The parent's end is called by `cli.validate`, the child's by `__main__`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from omnipipeline_spec.errors import Fault
+from omnipipeline_spec.plan import PipelinePlan, StagePlan
+from stage_runtime.engines import loading
+from stage_runtime.errors import ConfigurationError, raised_at, told
+from stage_runtime.processes.children import describe_exit
+from stage_runtime.processes.local import LocalPipeline
+
+
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the spec names, and where it does."""
+
+    path: str
+    name: str
+    stage: StagePlan | None = None  #: Of a factory: its arguments must fit, too.
+
+
+class _Said(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the child. ``problem`` None: about to import it; empty: it is there."""
+
+    at: int
+    path: str = ""
+    problem: str | None = None
+
+
+def named(plan: PipelinePlan) -> tuple[Named, ...]:
+    """Every function that a plan names, factories first."""
+    stages = [stage for unit in plan.units for stage in unit.stages]
+    found = [Named(path=f"stages.{stage.name}.factory", name=stage.factory, stage=stage) for stage in stages]
+    for stage in stages:
+        hooks = {
+            "routeFn": stage.route_fn,
+            "waitForFn": stage.wait_for_fn,
+            "mergeFn": stage.merge_fn,
+            "streamDoneToFn": stage.stream_done_to_fn,
+            **{f"projectPayload.{target}": name for target, name in stage.project_payload.items()},
+        }
+        found += [Named(path=f"stages.{stage.name}.{hook}", name=name) for hook, name in hooks.items() if name]
+    if plan.coordinator.terminal_stages_fn:
+        found.append(Named(path="terminalStagesFn", name=plan.coordinator.terminal_stages_fn))
+    return tuple(found)
+
+
+def faults(pipeline: LocalPipeline) -> tuple[Fault, ...]:
+    """What cannot be imported as `omni up` would, each with its place. Author's code runs, in a child process."""
+    wanted = named(pipeline.plan)
+    found: list[Fault] = []
+    with tempfile.TemporaryDirectory(prefix="omni-imports-") as folder:
+        environment = {**pipeline.plan.coordinator.env_defaults, **pipeline.environment(Path(folder) / "code")}
+        while wanted:
+            said, code = _ask(wanted, environment, Path(folder) / "said")
+            found += [Fault(path=one.path, message=one.problem) for one in said if one.problem]
+            if code == 0:
+                break
+            # It ended while it imported this one: the rest is asked of the next child.
+            last = wanted[said[-1].at if said else 0]
+            message = f"importing {last.name!r} ends the process ({describe_exit(code)})"
+            found.append(Fault(path=last.path, message=message))
+            wanted = wanted[wanted.index(last) + 1 :]
+    return tuple(found)
+
+
+def _ask(wanted: Sequence[Named], environment: Mapping[str, str], answers: Path) -> tuple[list[_Said], int]:
+    answers.write_bytes(b"")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "stage_runtime", "imports", str(answers)],
+        env=dict(environment),
+        input=msgspec.json.encode(wanted),
+        stdout=sys.stderr.fileno(),  # what modules print is no answer of ours
+        check=False,
+    )
+    return [msgspec.json.decode(line, type=_Said) for line in answers.read_bytes().splitlines()], done.returncode
+
+
+def answer(answers: str) -> int:
+    """The child's end: reads what is wanted from standard input, appends what it finds to the file ``answers``."""
+    faulthandler.disable()  # whoever asked says which import it was
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Named, ...])
+    for at, one in enumerate(wanted):
+        _say(answers, _Said(at=at))
+        path, problem = _problem(one)
+        _say(answers, _Said(at=at, path=path, problem=problem))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads and exit handlers of imported modules are none of ours to wait for
+
+
+def _problem(one: Named) -> tuple[str, str]:
+    """Where and what is wrong with it; nothing when all is well."""
+    try:
+        function = loading.resolve(one.name, field=one.path)
+        if one.stage is not None:
+            loading.check_arguments(one.stage, function)
+    except ConfigurationError as error:
+        path, _, problem = str(error).partition(": ")
+        return path, problem
+    except BaseException as error:  # of the author's module, which may exit
+        place = raised_at(error)
+        return one.path, f"importing {one.name!r} raises {told(error)}{f' ({place})' if place else ''}"
+    return one.path, ""
+
+
+def _say(answers: str, said: _Said) -> None:
+    with open(answers, "ab") as file:
+        file.write(msgspec.json.encode(said) + b"\n")
