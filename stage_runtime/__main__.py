@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Callable
 
-from stage_runtime import settings
+from stage_runtime import errors, settings
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import codefiles, statuspipe
+from stage_runtime.processes import codefiles, statuspipe, termination
 
 EXIT_FAILED = 1  # in a factory or the configuration; reported, so starting again would not help
 
@@ -25,9 +25,13 @@ def main() -> int:
         case ["stage", *_]:  # what follows is a name for people who look at a list of processes
             return _guarded(_stage)
         case ["coordinator", *_]:
-            return _guarded(_coordinator)
+            return _guarded(lambda: _explained(_coordinator))
         case ["supervisor", *_]:
-            return _guarded(_supervisor)
+            return _guarded(lambda: _explained(_supervisor))
+        case ["imports", answers]:
+            from stage_runtime.processes import importing
+
+            return importing.answer(answers)
         case _:
             from stage_runtime import cli
 
@@ -36,13 +40,24 @@ def main() -> int:
 
 
 def _guarded(role: Callable[[], int]) -> int:
+    told = os.environ.get("OMNI_STATUS_FD", "")  # a role hides it from the author's code
+    status_fd = int(told) if told.isdecimal() else None
     try:
         return role()
     except ConfigurationError as error:
-        fd = os.environ.get("OMNI_STATUS_FD", "")
-        statuspipe.report(int(fd) if fd.isdecimal() else None, statuspipe.failed(error))
-        print(f"cannot start: {error}", file=sys.stderr)
+        if status_fd is None:  # or our supervisor shows that line
+            print(f"cannot start: {error}", file=sys.stderr)
+        statuspipe.report(status_fd, statuspipe.failed(error))
         return EXIT_FAILED
+    except BaseException as error:  # of the author's: a module that a hook is named in may do anything when imported
+        statuspipe.report(status_fd, statuspipe.failed(error))
+        print(errors.traced(error), file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _explained(role: Callable[[], int]) -> int:
+    """As PID 1 of a container: nobody but the kubelet is told."""
+    return termination.explained(role, settings.termination_log(os.environ))
 
 
 def _stage() -> int:

@@ -1,32 +1,42 @@
 """`omni.testing`: one stage in the test's own process, without sockets, relays or a coordinator.
 
 The factory is called and its function run by the same engines as in a pipeline, and values are checked as on every
-transport, so a tuple in a result fails here as it would there. Not here: routes, joins, targets of chunks; those
+transport, so a tuple in a result fails here as it would there. A stage that writes into what it received, or into what
+it gave, fails here too; in a pipeline it is wrong on some placements. Not here: routes, joins, targets of chunks; those
 are the pipeline's. For authors; nothing of ours imports it.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from threading import Condition, Event, Thread
+from threading import Condition, Event
 from typing import Any, Final
 
 import msgspec
 
 from omnipipeline_spec.plan import StagePlan
-from stage_runtime.engines import events, loading
-from stage_runtime.engines.base import Engine, Gate, Inbox, Work
+from stage_runtime.engines import events, loading, threads
+from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.engines.loading import resolve
+from stage_runtime.errors import RequestError
 from stage_runtime.relays import payloads as values
-from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
+from stage_runtime.stage.watching import Watch
+from stage_runtime.wire import outputs
+from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload, detached
 
 PATIENCE_S: Final = 60.0  # a stage that has not answered by then waits for something that will not come
 STAGE: Final = "stage"
 SOURCE: Final = "source"
+TEST: Final = "the test"
 
 Factory = Callable[..., Any]
+
+
+class WroteShared(AssertionError):
+    """The stage wrote into tensors or arrays that it had received or given: other stages may share that memory."""
 
 
 class Emitted(msgspec.Struct):
@@ -68,7 +78,7 @@ def run_stage(
     payloads: each a `StagePayload`, an `OmniRequest`, or data, for which a request is made (``request-0``, …).
     chunks:   what streams in before the payload, as is usual: of the one request, or by request id; each a `Chunk` or
         its data. Its ``source`` is its own, or ``"source"``; all sources have said done when the payload comes.
-    Returns:  one `Emitted` per payload.
+    Returns:  one `Emitted` per payload. Its ``error`` is `WroteShared` where the stage wrote into what it shares.
     Raises:   ConfigurationError: the arguments do not fit, or the factory returned nothing runnable. ValueRefused:
         a payload or chunk could not travel. TimeoutError: a request was not through after ``patience_s``. What the
         factory itself raises passes through.
@@ -80,14 +90,20 @@ def run_stage(
     plan = StagePlan(name=STAGE, group=STAGE, factory=name, factory_args=args, stream_from=sources)
     function = resolve(factory, field="factory") if isinstance(factory, str) else factory
     engine = loading.call(function, plan, _Context())
-    outbox = _Outbox()
+    watch = Watch(remembered=sys.maxsize)
+    for payload, some in zip(given, before, strict=True):
+        watch.took(name, TEST, payload.request.id, payload.data, "payload.data")
+        for chunk in some:
+            watch.took(name, TEST, payload.request.id, [chunk.data, chunk.metadata], "chunk")
+    outbox = _Outbox(name, watch)
     inbox = Inbox(outbox.fail)
     works = [_put(inbox, payload, some, sources) for payload, some in zip(given, before, strict=True)]
     stop = Event()
-    thread = Thread(target=_run, args=(engine, inbox, outbox, stop, works), name="stage under test", daemon=True)
-    thread.start()
+    outbox.works = works
+    thread = threads.start("stage under test", engine.run, inbox, outbox, stop, crashed=outbox.crashed)
     try:
-        return outbox.wait(works, patience_s)
+        outbox.wait(works, patience_s)
+        return outbox.judged(works)
     finally:
         stop.set()
         inbox.close()
@@ -101,7 +117,8 @@ class _Work:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.over = False
+        self.bindings: dict[str, str] = {}
+        self.over = self.at_engine = False
         self.emitted = Emitted(request_id)
 
 
@@ -121,20 +138,26 @@ class _Arrival:
 class _Outbox:
     """`engines.base.Outbox` in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, watch: Watch) -> None:
+        self._name = name
+        self._watch = watch
         self._changed = Condition()
+        self.works: Sequence[_Work] = ()
 
     def emit(self, work: Work, chunk: Chunk) -> Gate | None:
         ours = _ours(work)
         if not ours.over:
+            outputs.check_chunk(chunk)
             said = msgspec.structs.replace(
                 chunk,
-                data=values.isolate(chunk.data, where="chunk.data"),
-                metadata=values.isolate(chunk.metadata, where="chunk.metadata"),
+                data=_copied(chunk.data, "chunk.data"),
+                metadata=_copied(chunk.metadata, "chunk.metadata"),
                 source=STAGE,
                 index=len(ours.emitted.chunks),
             )
             ours.emitted.chunks.append(said)
+            given = {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata}
+            self._watch.gave(self._name, work.request_id, given)
         return None
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
@@ -142,8 +165,9 @@ class _Outbox:
         if ours.over:
             return
         try:
-            ours.emitted.given = values.isolate(data, where="result")
+            ours.emitted.given = _copied(data, "result")
             ours.emitted.has_result = has_data
+            self._watch.gave(self._name, work.request_id, {"result": data})
         except Exception as error:
             ours.emitted.error = error
         self._end(ours)
@@ -154,18 +178,38 @@ class _Outbox:
             ours.emitted.error = error
             self._end(ours)
 
-    def began(self, work: Work) -> None: ...
+    def settle(self) -> None: ...
 
-    def consumed(self, work: Work, source: str, count: int) -> None: ...
+    def began(self, work: Work) -> None:
+        self._watch.began(self._name)
 
-    def wait(self, works: Sequence[_Work], patience_s: float) -> list[Emitted]:
+    def consumed(self, work: Work, source: str, count: int) -> int:
+        return count
+
+    def turn_away(self, work: Work, error: RequestError) -> None:
+        self.fail(work, error)
+
+    def crashed(self, error: BaseException) -> None:
+        for work in self.works:
+            self.fail(work, error)
+
+    def wait(self, works: Sequence[_Work], patience_s: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: all(work.over for work in works), patience_s):
                 late = ", ".join(work.request_id for work in works if not work.over)
                 raise TimeoutError(f"the stage is not through with {late} after {patience_s:g} s")
+
+    def judged(self, works: Sequence[_Work]) -> list[Emitted]:
+        """What the stage gave, once all of it is there; a request whose memory was written into has failed."""
+        self._watch.began(self._name)
+        by_request = {work.request_id: work.emitted for work in works}
+        for violation in self._watch.violations:
+            emitted = by_request[violation.request]
+            emitted.error = emitted.error or WroteShared(str(violation))
         return [work.emitted for work in works]
 
     def _end(self, work: _Work) -> None:
+        self._watch.ended(self._name, work.request_id)
         with self._changed:
             work.over = True
             self._changed.notify_all()
@@ -193,24 +237,20 @@ class _Context:
         self.logger.info("%s", message)
 
 
-def _run(engine: Engine, inbox: Inbox, outbox: _Outbox, stop: Event, works: Sequence[_Work]) -> None:
-    """A stage's scheduler thread: an engine that crashes fails what it had."""
-    try:
-        engine.run(inbox, outbox, stop)
-    except BaseException as error:
-        for work in works:
-            outbox.fail(work, error)
+def _copied(value: Any, where: str) -> Any:
+    """Checked as on every edge, and of its own memory: as it is now."""
+    return values.isolate(detached(values.isolate(value, where=where)))
 
 
 def _payload(index: int, given: Any) -> StagePayload:
     match given:
         case StagePayload():
-            request, data = given.request, given.data
+            request, data = values.reissued(given.request), given.data
         case OmniRequest():
-            request, data = given, given.inputs
+            request, data = values.reissued(given), given.inputs
         case _:
             request, data = OmniRequest(id=f"request-{index}", inputs=given), given
-    return StagePayload(request=request, data=values.isolate(data))
+    return StagePayload(request=request, data=_copied(data, "payload.data"))
 
 
 def _before(given: Sequence[StagePayload], chunks: Sequence[Any] | Mapping[str, Sequence[Any]]) -> list[list[Chunk]]:
@@ -234,8 +274,8 @@ def _chunks(given: Sequence[Any], request: OmniRequest) -> list[Chunk]:
     for one in given:
         chunk = one if isinstance(one, Chunk) else Chunk(one)
         source = chunk.source or SOURCE
-        data = values.isolate(chunk.data, where="chunk.data")
-        metadata = values.isolate(chunk.metadata, where="chunk.metadata")
+        data = _copied(chunk.data, "chunk.data")
+        metadata = _copied(chunk.metadata, "chunk.metadata")
         made.append(Chunk(data, None, chunk.modality, metadata, source, counts[source], request))
         counts[source] += 1
     return made

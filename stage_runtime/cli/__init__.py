@@ -7,6 +7,8 @@ called, so that ``omni --help`` loads nothing. Called by the script ``omni`` and
 from __future__ import annotations
 
 import importlib
+import signal
+from typing import Any
 
 import click
 
@@ -26,6 +28,13 @@ COMMANDS = {
 
 class _Commands(click.Group):
     """Finds a command's module when it is named."""
+
+    def main(self, *args: Any, **more: Any) -> Any:
+        # Until a command begins (`options.told_plainly`) there is nothing to tidy up: ^C ends us as it ends `cat`,
+        # not with a traceback from the middle of an import.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return super().main(*args, **more)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

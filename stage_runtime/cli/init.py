@@ -5,13 +5,14 @@ Here: writing the files. The template is the hello pipeline, with a word on each
 
 from __future__ import annotations
 
-import sys
+import shlex
 from pathlib import Path
 
 import click
 
 from omnipipeline_spec import quantities
 from stage_runtime.cli import options
+from stage_runtime.errors import ConfigurationError
 
 FILE = "pipeline.yaml"
 
@@ -56,19 +57,16 @@ spec:
 @click.argument("folder", default=".", metavar="[DIR]", type=click.Path(file_okay=False, path_type=Path))
 def command(folder: Path) -> None:
     """Write a new pipeline to edit into DIR (here, when not given). Existing files are never touched."""
-    target = folder / FILE
-    name = quantities.pipeline_slug(folder.resolve().name)
-    # Never the pipeline's own name: a folder called `json` must not shadow a module.
-    module = f"{name.replace('-', '_')}_stages"
-    text = _TEMPLATE.replace("NAME", name).replace("FILE", f"{module}.py").replace("MODULE", module)
-    try:
+    with options.told_plainly():
+        target = folder / FILE
+        name = quantities.pipeline_slug(folder.resolve().name)
+        # Never the pipeline's own name: a folder called `json` must not shadow a module.
+        module = f"{name.replace('-', '_')}_stages"
+        text = _TEMPLATE.replace("NAME", name).replace("FILE", f"{module}.py").replace("MODULE", module)
         folder.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        click.echo(f"error: {target} is there already, and is left as it is", err=True)
-        sys.exit(options.EXIT_FAULT)
-    except OSError as error:
-        click.echo(f"error: {target}: {error.strerror}", err=True)
-        sys.exit(options.EXIT_FAULT)
-    click.echo(f"{target} is yours to edit. Try it: omni up -f {target}")
+        try:
+            with target.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as error:
+            raise ConfigurationError(f"{target} is there already, and is left as it is") from error
+        click.echo(f"{target} is yours to edit. Try it: omni up -f {shlex.quote(str(target))}")

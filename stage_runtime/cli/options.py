@@ -5,9 +5,11 @@ Called by the commands beside it.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import click
@@ -18,6 +20,7 @@ from stage_runtime.errors import ConfigurationError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 EXIT_FAULT = 1  # the pipeline, or what it names, has to change
+EXIT_INTERRUPTED = 130  # by ^C before it was done, as shells have it
 
 
 def pipeline_options(function: Function) -> Function:
@@ -37,9 +40,40 @@ def pipeline_options(function: Function) -> Function:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """A user's fault ends the command with its message alone."""
+    """A user's fault, and what the operating system refuses, ends the command with its message alone."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # from here on there may be something to tidy up
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except (SpecError, ConfigurationError) as error:
-        click.echo(f"error: {error}", err=True)
+        _fail(str(error))
+    except BrokenPipeError:  # `| head` has what it wanted
+        _leave_output_alone()
         sys.exit(EXIT_FAULT)
+    except OSError as error:
+        _fail(_refused(error))
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _refused(error: OSError) -> str:
+    """What the operating system did not let us do, and with which file."""
+    if error.filename is None and isinstance(error, FileNotFoundError):
+        return "the working directory is gone"  # no other call has neither a name nor a file
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror or str(error)
+
+
+def _fail(problem: str) -> None:
+    with suppress(OSError):  # standard error may be gone as well
+        click.echo(f"error: {problem}", err=True)
+    _leave_output_alone()
+    sys.exit(EXIT_FAULT)
+
+
+def _leave_output_alone() -> None:
+    """What could not be written is not tried again when the interpreter ends: it would print a traceback."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,6 +15,7 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
 from stage_runtime.cli import options
 from stage_runtime.cli.drawing import mermaid, svg
+from stage_runtime.processes import unsupported
 
 TRANSPORTS = {"in_process": "same process", "same_pod": "same pod", "network": "between pods"}
 WIDTH_WITHOUT_TERMINAL = 160  # a file has no edge; 80 columns would cut names
@@ -36,20 +37,22 @@ def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str) -> No
     with options.told_plainly():
         loaded = loading.load(file, overrides=overrides)
         plan = planning.plan(loaded.spec, name=loaded.name)
-    if cpu:
-        plan = planning.without_gpus(plan)
-    match output:
-        case "json":
-            click.echo(msgspec.json.format(msgspec.json.encode(plan)).decode())
-        case "svg":
-            click.echo(svg.render(plan), nl=False)
-        case "mermaid":
-            click.echo(mermaid.render(plan), nl=False)
-        case _:
-            console = Console(highlight=False)
-            if not console.is_terminal:
-                console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
-            console.print(tables(plan))
+        if cpu:
+            plan = planning.without_gpus(plan)
+        for notice in unsupported.notices(loaded.spec, local=False):
+            click.echo(f"note: {notice}", err=True)
+        match output:
+            case "json":
+                click.echo(msgspec.json.format(msgspec.json.encode(plan)).decode())
+            case "svg":
+                click.echo(svg.render(plan), nl=False)
+            case "mermaid":
+                click.echo(mermaid.render(plan), nl=False)
+            case _:
+                console = Console(highlight=False)
+                if not console.is_terminal:
+                    console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+                console.print(tables(plan))
 
 
 def tables(plan: PipelinePlan) -> Group:

@@ -11,12 +11,12 @@ from stage_runtime.processes import admin
 @click.command("restart")
 @click.argument("group")
 @runs.run_options
-def command(group: str, pipeline: str | None, base_path: str | None) -> None:
+def command(group: str, pipeline: str | None, pid: int | None, base_path: str | None) -> None:
     """Replace every instance of a process group of a running `omni up` by a new one, one after another.
 
     On CPU a new instance is ready before the old one finishes what is bound to it and goes: no request is lost.
     On a GPU there is no room for both; the old one goes first.
     """
     with options.told_plainly():
-        runs.order(admin.Restart(group=group), pipeline, base_path)
-    click.echo(f"{group}: restarted")
+        runs.order(admin.Restart(group=group), pipeline=pipeline, pid=pid, base_path=base_path)
+        click.echo(f"{group}: restarted")

@@ -23,24 +23,34 @@ def run_options(function: Function) -> Function:
     function = click.option("--base-path", metavar="FOLDER", help="The spec's endpoints.basePath, if it has one.")(
         function
     )
+    function = click.option("--pid", type=int, help="Process id of the `omni up`, when one name runs several times.")(
+        function
+    )
     return click.option("--pipeline", metavar="NAME", help="The pipeline; needed when several run here.")(function)
 
 
-def order(what: admin.Scale | admin.Restart, pipeline: str | None, base_path: str | None) -> None:
+def order(what: admin.Scale | admin.Restart, *, pipeline: str | None, pid: int | None, base_path: str | None) -> None:
     """Give the order to the one run that is meant.
 
     Raises: ConfigurationError: none or several are meant, or it was refused.
     """
-    asyncio.run(admin.send(find(pipeline, base_path), what))
+    asyncio.run(admin.send(find(pipeline=pipeline, pid=pid, base_path=base_path), what))
 
 
-def find(pipeline: str | None, base_path: str | None) -> Path:
+def find(*, pipeline: str | None, pid: int | None, base_path: str | None) -> Path:
     """Folder of the one run that is meant."""
     runs = list(rundir.running(base_path))
-    meant = [(folder, facts) for folder, facts in runs if pipeline in (None, facts.get("pipeline"))]
+    meant = [
+        (folder, facts)
+        for folder, facts in runs
+        if pipeline in (None, facts.get("pipeline")) and pid in (None, facts.get("pid"))
+    ]
     if len(meant) == 1:
         return meant[0][0]
     there = ", ".join(f"{facts.get('pipeline')} (pid {facts.get('pid')})" for _, facts in runs) or "none"
-    problem = f"--pipeline {pipeline}: " if pipeline else ""
-    problem += "several `omni up` run here, say which with --pipeline" if meant else "no such `omni up` runs here"
-    raise ConfigurationError(f"{problem}; running: {there}")
+    asked = "".join(
+        f"--{name} {value}: " for name, value in (("pipeline", pipeline), ("pid", pid)) if value is not None
+    )
+    same_name = len({facts.get("pipeline") for _, facts in meant}) == 1
+    problem = f"several `omni up` run here, say which with {'--pid' if same_name else '--pipeline'}"
+    raise ConfigurationError(f"{asked}{problem if meant else 'no such `omni up` runs here'}; running: {there}")

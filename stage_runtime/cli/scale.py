@@ -12,11 +12,11 @@ from stage_runtime.processes import admin
 @click.argument("group")
 @click.argument("replicas", type=click.IntRange(1, 1000))
 @runs.run_options
-def command(group: str, replicas: int, pipeline: str | None, base_path: str | None) -> None:
+def command(group: str, replicas: int, pipeline: str | None, pid: int | None, base_path: str | None) -> None:
     """Change the replicas of a process group of a running `omni up`, without losing a request.
 
     Returns when new instances are ready, or old ones have finished what was bound to them.
     """
     with options.told_plainly():
-        runs.order(admin.Scale(group=group, replicas=replicas), pipeline, base_path)
-    click.echo(f"{group}: {replicas} replica{'' if replicas == 1 else 's'}")
+        runs.order(admin.Scale(group=group, replicas=replicas), pipeline=pipeline, pid=pid, base_path=base_path)
+        click.echo(f"{group}: {replicas} replica{'' if replicas == 1 else 's'}")

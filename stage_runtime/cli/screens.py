@@ -5,21 +5,20 @@ Here: words, colours and the two ways to show them. Not here: when things happen
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from omnipipeline_spec.plan import CoordinatorPlan, PipelinePlan
+from omnipipeline_spec.plan import PipelinePlan
 from stage_runtime.processes import activity
 from stage_runtime.processes.instances import ProcessView, StartupFailed
 
@@ -32,6 +31,10 @@ STYLES = {
     "failed": "bold red",
 }
 REFRESH_PER_S = 8
+WIDEST_NAME = 22  # columns of a process's name, so that 80 are enough for all the rest
+NAME_END = 8  # of them for its end, which tells ranks and replicas apart: ``_tp3.12``
+WIDEST_STAGES = 28
+MARGIN_ROWS = 4  # of a terminal, for what is not a process: the headings, the spinner, the lines around them
 Views = Callable[[], Sequence[ProcessView]]
 
 
@@ -40,17 +43,28 @@ class Screen(Protocol):
 
     def starting(self, plan: PipelinePlan, views: Views) -> None: ...
 
+    def note(self, line: str) -> None: ...
+
     def changed(self, view: ProcessView) -> None: ...
 
     def printed(self, process: str, line: str) -> None: ...
 
-    def up(self, url: str) -> None: ...
+    def up(self, url: str, curl: str) -> None: ...
 
     def failed(self, failure: StartupFailed) -> None: ...
 
     def draining(self) -> None: ...
 
     def over(self) -> None: ...
+
+    broken: OSError | None  #: Why nothing can be shown any more.
+    on_broken: Callable[[], None] | None  #: Called when that happens; it raises when there is nobody to call.
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit from whatever callback printed, and leave processes and folders behind."""
+        raise  # called from its `except`
 
 
 class Lines:
@@ -60,10 +74,15 @@ class Lines:
         self._console = console
         self._plan: PipelinePlan | None = None
         self._began = time.monotonic()
+        self.broken: OSError | None = None
+        self.on_broken: Callable[[], None] | None = None
 
     def starting(self, plan: PipelinePlan, views: Views) -> None:
         self._plan = plan
         self._say(f"starting {plan.pipeline}: {_extent(plan)}")
+
+    def note(self, line: str) -> None:
+        self._say(Text.assemble(("note: ", "yellow"), line))
 
     def changed(self, view: ProcessView) -> None:
         style = STYLES.get(view.state, "")
@@ -74,18 +93,27 @@ class Lines:
     def printed(self, process: str, line: str) -> None:
         self._say(Text.assemble((f"{process} | ", "dim"), Text.from_ansi(line)))
 
-    def up(self, url: str) -> None:
+    def up(self, url: str, curl: str) -> None:
         assert self._plan is not None
         self._say(f"up in {time.monotonic() - self._began:.1f} s")
         self._say(Text.assemble("\n", (self._plan.pipeline, "bold"), " answers at ", (url, "bold green"), "\n"))
-        self._say(example(self._plan.coordinator, url))
+        self._say(curl)
         self._say(Text("\n^C stops it\n", style="dim"))
 
     def failed(self, failure: StartupFailed) -> None:
         where = f" (stage {failure.stage})" if failure.stage and failure.stage != failure.process else ""
-        for line in failure.traceback.splitlines():
-            self._say(Text.assemble((f"{failure.process} | ", "dim"), line))
+        self._explain(failure)
         self._say(Text(f"{failure.process}{where} did not start: {failure.problem}", style="bold red"))
+
+    def _explain(self, failure: StartupFailed) -> None:
+        """The traceback, unless the process has logged it as well: then it stands above."""
+        lines = failure.traceback.splitlines()
+        if not lines or lines[-1] not in failure.tail:
+            self._quote(failure.process, lines)
+
+    def _quote(self, process: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._say(Text.assemble((f"{process} | ", "dim"), line))
 
     def draining(self) -> None:
         self._say("stopping when the requests in flight are finished; ^C again stops now")
@@ -94,7 +122,15 @@ class Lines:
         self._say("stopped")
 
     def _say(self, text: str | Text) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        if self.broken is not None:
+            return
+        try:
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        except OSError as error:  # a full disk, or a pipe that nobody reads
+            self.broken = error
+            if self.on_broken is None:
+                raise
+            self.on_broken()
 
 
 class LiveTable(Lines):
@@ -124,16 +160,17 @@ class LiveTable(Lines):
         else:
             super().printed(process, line)
 
-    def up(self, url: str) -> None:
+    def up(self, url: str, curl: str) -> None:
         self._settle()
-        super().up(url)
+        super().up(url, curl)
 
     def failed(self, failure: StartupFailed) -> None:
         self._live.stop()
-        if not failure.traceback:
-            for line in failure.tail:
-                self.printed(failure.process, line)
         super().failed(failure)
+
+    def _explain(self, failure: StartupFailed) -> None:
+        """Nothing of it has been shown yet; what it printed last, when it died without a word."""
+        self._quote(failure.process, failure.traceback.splitlines() if failure.reported else failure.tail)
 
     def over(self) -> None:
         self._live.stop()
@@ -151,15 +188,16 @@ class LiveTable(Lines):
     def _render(self) -> RenderableType:
         seconds = f" {time.monotonic() - self._began:.0f} s"
         self._spinner.update(text=Text(seconds, style="dim"))
-        return Group(table(self._views(), self._newest), self._spinner)
+        rows = max(self._console.height - MARGIN_ROWS, 2)
+        return Group(table(self._views(), self._newest, rows=rows), self._spinner)
 
 
 @contextmanager
 def choose(*, plain: bool) -> Iterator[Screen]:
     """The screen that fits standard output; the terminal is as it was afterwards."""
-    console = Console(file=sys.stdout)
+    console = _Console(file=sys.stdout)
     if plain or not console.is_terminal:
-        yield Lines(Console(file=sys.stdout, color_system=None if not console.is_terminal else "auto"))
+        yield Lines(_Console(file=sys.stdout, color_system=None if not console.is_terminal else "auto"))
         return
     screen = LiveTable(console)
     try:
@@ -168,55 +206,60 @@ def choose(*, plain: bool) -> Iterator[Screen]:
         screen.close()
 
 
-def table(views: Sequence[ProcessView], newest: Mapping[str, str] = {}) -> Table:
+def table(views: Sequence[ProcessView], newest: Mapping[str, str] = {}, *, rows: int | None = None) -> RenderableType:
     """Processes, what is in them, and how they are.
 
-    newest: process -> its last line, shown until it is ready.
+    80 columns cut stages and messages, never a name's end, a state, a pid or an amount of memory.
+    newest: process -> its last line, shown until it is ready. rows: the most that fit; those that wait come first.
     """
+    left_out: Sequence[ProcessView] = ()
+    if rows is not None and len(views) > rows:
+        waiting_first = sorted(views, key=lambda view: view.state == "ready")
+        views, left_out = waiting_first[: rows - 1], waiting_first[rows - 1 :]
     drawn = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("PROCESS", "STAGES", "STATE", "", "PID"):
-        drawn.add_column(heading, overflow="ellipsis", no_wrap=True)
-    drawn.add_column("MEMORY", justify="right")
+    drawn.add_column("PROCESS", no_wrap=True)
+    drawn.add_column("STAGES", max_width=WIDEST_STAGES)
+    drawn.add_column("STATE", no_wrap=True)
+    drawn.add_column("")
+    drawn.add_column("PID", no_wrap=True)
+    drawn.add_column("MEMORY", no_wrap=True, justify="right")
     for view in views:
         drawn.add_row(
-            Text(view.process, style="bold"),
-            Text(", ".join(view.stages), style="dim"),
+            Text(shortened(view.process), style="bold"),
+            _cut(Text(", ".join(view.stages), style="dim")),
             Text(view.state, style=STYLES.get(view.state, "")),
-            _detail(view, newest.get(view.process, "")),
+            _cut(_detail(view, newest.get(view.process, ""))),
             "" if view.pid is None else str(view.pid),
             "" if view.pid is None else memory(activity.resident_bytes(view.pid)),
         )
-    return drawn
+    if not left_out:
+        return drawn
+    states = Counter(view.state for view in left_out)
+    return Group(drawn, Text("and " + ", ".join(f"{n} {state}" for state, n in states.items()), style="dim"))
+
+
+def shortened(name: str) -> str:
+    """A process's name without its middle, when it is a long one."""
+    return name if len(name) <= WIDEST_NAME else f"{name[: WIDEST_NAME - NAME_END - 1]}…{name[-NAME_END:]}"
+
+
+def _cut(text: Text) -> Text:
+    """To one line, whatever its column has room for. (A column that does not wrap would not give any room away.)"""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
 
 
 def _detail(view: ProcessView, newest: str) -> Text:
     if view.state == "ready" or not newest:
         return Text(view.message)
-    return Text.assemble(view.message, " " * bool(view.message), (Text.from_ansi(newest).plain, "dim"))
+    plain = "".join(c if c.isprintable() else " " for c in Text.from_ansi(newest).plain)
+    return Text.assemble(view.message, " " * bool(view.message), (plain, "dim"))
 
 
 def memory(nbytes: int) -> str:
     """Such as ``312 MiB`` or ``1.4 GiB``."""
     mib = nbytes / (1 << 20)
     return f"{mib:.0f} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
-
-
-def example(plan: CoordinatorPlan, url: str) -> str:
-    """A curl line that this pipeline answers."""
-    if "chat" in plan.serves:
-        message = {"role": "user", "content": "hello there"}
-        return _post(f"{url}/v1/chat/completions", {"model": plan.model, "messages": [message]})
-    if "speech" in plan.serves:
-        body = {"model": plan.model, "voice": "default", "input": "hello there", "response_format": "wav"}
-        return _post(f"{url}/v1/audio/speech", body) + " -o answer.wav"
-    if "transcription" in plan.serves:
-        return f"curl {url}/v1/audio/transcriptions -F model={shlex.quote(plan.model)} -F file=@question.wav"
-    return _post(f"{url}/v1/pipeline", {"inputs": "hello there"})
-
-
-def _post(url: str, body: object) -> str:
-    text = msgspec.json.encode(body).decode()
-    return f"curl {url} -H 'content-type: application/json' -d {shlex.quote(text)}"
 
 
 def _extent(plan: PipelinePlan) -> str:

@@ -6,18 +6,18 @@ Here: the order of things and signals. Not here: running processes (`processes.l
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
-from stage_runtime.cli import options, screens
+from stage_runtime.cli import curl, options, screens
 from stage_runtime.processes import admin
 from stage_runtime.processes.instances import StartupFailed
 from stage_runtime.processes.local import STARTUP_S, LocalOptions, LocalPipeline
-
-EXIT_INTERRUPTED = 130  # by ^C before it was up, as shells have it
 
 
 @click.command("up")
@@ -26,6 +26,13 @@ EXIT_INTERRUPTED = 130  # by ^C before it was up, as shells have it
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve HTTP at.")
 @click.option("--port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. [default: the spec's]")
 @click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Clients must send the key in it as a bearer token. [default: the Secret that the spec names, if in its file]",
+)
+@click.option("--no-auth", is_flag=True, help="Ask for no key, also where other machines reach --host.")
+@click.option(
     "--startup-timeout",
     type=click.FloatRange(min=1),
     default=STARTUP_S,
@@ -33,7 +40,7 @@ EXIT_INTERRUPTED = 130  # by ^C before it was up, as shells have it
     metavar="SECONDS",
     help="Give up on a stage that does nothing for so long while it loads.",
 )
-@click.option("--debug-values", is_flag=True, help="Find stages that write to values they share (slow).")
+@click.option("--debug-values", is_flag=True, help="Name stages that write into what they received or gave (slow).")
 @click.option("--no-tty", is_flag=True, help="Plain lines instead of a live table.")
 def command(
     file: str,
@@ -41,6 +48,8 @@ def command(
     cpu: bool,
     host: str,
     port: int | None,
+    api_key_file: Path | None,
+    no_auth: bool,
     startup_timeout: float,
     debug_values: bool,
     no_tty: bool,
@@ -49,17 +58,36 @@ def command(
 
     ^C lets requests finish and stops everything; a second ^C stops at once.
     """
-    told = LocalOptions(cpu=cpu, host=host, port=port, startup_s=startup_timeout, debug_values=debug_values)
+    if math.isnan(startup_timeout):
+        raise click.BadParameter("nan is no number of seconds", param_hint="--startup-timeout")
+    if no_auth and api_key_file is not None:
+        raise click.UsageError("--no-auth asks for no key, --api-key-file for one: choose")
+    told = LocalOptions(
+        cpu=cpu,
+        host=host,
+        port=port,
+        startup_s=startup_timeout,
+        debug_values=debug_values,
+        api_key_file=api_key_file,
+        no_auth=no_auth,
+    )
     with options.told_plainly(), screens.choose(plain=no_tty) as screen:
-        sys.exit(asyncio.run(_up(file, overrides, told, screen)))
+        code = asyncio.run(_up(file, overrides, told, screen))
+        if screen.broken is not None:
+            raise screen.broken
+        sys.exit(code)
 
 
 async def _up(file: str, overrides: tuple[str, ...], told: LocalOptions, screen: screens.Screen) -> int:
     pipeline = LocalPipeline(file, overrides=overrides, options=told, on_change=screen.changed, on_line=screen.printed)
+    pipeline.check()
     screen.starting(pipeline.plan, pipeline.views)
+    for notice in pipeline.notices:
+        screen.note(notice)
     start = asyncio.create_task(pipeline.start())
     ending = asyncio.Event()
-    _on_signals(lambda: _end(pipeline, screen, start, ending))
+    screen.on_broken = lambda: _end(pipeline, screen, start, ending)
+    _on_signals(screen.on_broken)
     try:
         await start
     except StartupFailed as failure:
@@ -67,8 +95,9 @@ async def _up(file: str, overrides: tuple[str, ...], told: LocalOptions, screen:
         return options.EXIT_FAULT
     except asyncio.CancelledError:
         screen.over()
-        return EXIT_INTERRUPTED
-    screen.up(pipeline.url)
+        return options.EXIT_INTERRUPTED
+    answered = curl.line(pipeline.plan.coordinator, pipeline.url, folder=pipeline.folder, key_file=pipeline.key_file)
+    screen.up(pipeline.url, answered)
     async with admin.Server(pipeline):
         await ending.wait()
         await pipeline.stop()

@@ -8,23 +8,42 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from omnipipeline_spec import loading, planning
+from omnipipeline_spec import loading, planning, topology
 from omnipipeline_spec.errors import InvalidPipeline
 from stage_runtime.cli import options
+from stage_runtime.processes import unsupported
 
 
 @click.command("validate")
 @options.pipeline_options
-def command(file: str, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--imports", is_flag=True, help="Import factories and hooks too, in a process of its own. Runs their modules."
+)
+def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
     """Name every fault of a pipeline. Nothing is started and no cluster is asked; exit code 1 when there is a fault."""
     with options.told_plainly():
         try:
             loaded = loading.load(file, overrides=overrides)
             plan = planning.plan(loaded.spec, name=loaded.name)
+            if imports:
+                _check_imports(file, overrides)
         except InvalidPipeline as invalid:
             _show(invalid, file)
             sys.exit(options.EXIT_FAULT)
-    click.echo(f"{file}: {plan.pipeline} is sound (revision {plan.current.revision})")
+        for notice in unsupported.notices(loaded.spec, local=False):
+            click.echo(f"note: {notice}", err=True)
+        for warning in topology.warnings(loaded.spec):
+            click.echo(f"warning: {warning}", err=True)
+        click.echo(f"{file}: {plan.pipeline} is sound (revision {plan.current.revision})")
+
+
+def _check_imports(file: str, overrides: tuple[str, ...]) -> None:
+    """Raises: InvalidPipeline: with all functions that cannot be had."""
+    from stage_runtime.processes import importing, local  # they bring sockets and relays along
+
+    found = importing.faults(local.LocalPipeline(file, overrides=overrides))
+    if found:
+        raise InvalidPipeline(found, source=file)
 
 
 def _show(invalid: InvalidPipeline, file: str) -> None:

@@ -55,6 +55,19 @@ def test_validate_of_a_sound_pipeline_says_so() -> None:
     assert "hello is sound" in done.stdout
 
 
+def test_validate_warns_of_a_second_payload_that_a_route_may_send(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        "stages:\n"
+        "- {name: a, process: p, factory: 'w:m', route_fn: 'w:r', next: [b, c]}\n"
+        "- {name: b, process: p, factory: 'w:m', next: [c]}\n"
+        "- {name: c, process: p, factory: 'w:m', terminal: true}\n"
+    )
+    done = omni("validate", "-f", file)
+    assert (done.exit_code, done.stderr.partition(":")[0]) == (0, "warning")
+    assert "stages[2]: 'c' gets results of 'a', 'b' and has no waitFor" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["up", "plan", "validate"])
 def test_no_command_answers_a_users_mistake_with_a_traceback(command: str, faulty: Path) -> None:
     for wrong in (faulty, faulty.parent / "missing.yaml", faulty.parent):
@@ -137,3 +150,63 @@ def test_every_command_has_help_and_loading_the_list_loads_no_command() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(loaded.stdout.replace("'", '"')) == []
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake", "nccl"])
+def test_plan_draws_what_will_run_and_says_that_the_relay_asked_for_is_not_there(backend: str) -> None:
+    for form in ("table", "mermaid", "svg", "json"):
+        done = omni("plan", "-f", HELLO, "--set", f"relayBackend={backend}", "-o", form)
+        assert done.exit_code == 0
+        assert done.stderr == f"note: relayBackend: {backend}: not in this version: tensors travel by shm or tcp\n"
+        assert "tcp" in done.stdout
+    assert backend not in omni("plan", "-f", HELLO, "--set", f"relayBackend={backend}").stdout
+    assert omni("validate", "-f", HELLO, "--set", f"relayBackend={backend}").stderr.startswith("note: relayBackend")
+
+
+NAMING = """\
+stages:
+- {name: a, process: a, factory: "good:create", next: [b, c, d], routeFn: "good:ruote"}
+- {name: b, process: b, factory: "dies:create", terminal: true}
+- {name: c, process: c, factory: "good:run", terminal: true}
+- {name: d, process: d, factory: "needs:create", terminal: true}
+terminalStagesFn: "leaves:create"
+env: [{name: GREETING, value: hi}]
+code:
+  inline:
+    good.py: |
+      import os
+      assert os.environ["GREETING"] == "hi"
+      print("on standard output")
+      def create(): return run
+      def run(payload): return payload.data
+      def route(request_id, output): return "b"
+    dies.py: |
+      import os
+      os.abort()
+    needs.py: "import a_package_that_is_not_here"
+    leaves.py: "raise SystemExit(0)"
+"""
+
+
+def test_validate_imports_what_is_named_in_a_process_of_its_own_and_names_all_that_fails(tmp_path: Path) -> None:
+    file = tmp_path / "naming.yaml"
+    file.write_text(NAMING)
+    assert omni("validate", "-f", file).exit_code == 0
+    command = [sys.executable, "-P", "-m", "stage_runtime", "validate", "--imports", "-f", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    said = dict(line.removeprefix(f"{file}: ").split(": ", 1) for line in done.stderr.splitlines() if ": " in line)
+    assert said["stages.b.factory"] == "importing 'dies:create' ends the process (killed by SIGABRT)"
+    assert said["stages.c.factoryArgs"].startswith("good:run: missing a required argument: 'payload'")
+    assert said["stages.d.factory"].startswith("importing 'needs:create' raises ModuleNotFoundError: ")
+    assert said["stages.d.factory"].endswith("needs.py:1)")
+    assert said["stages.a.routeFn"] == "'good' has no 'ruote'; did you mean route?"
+    assert said["terminalStagesFn"].startswith("importing 'leaves:create' raises SystemExit: 0")
+    assert done.stderr.splitlines()[-1] == "5 faults"
+    assert "stages.a.factory" not in said
+
+
+def test_validate_imports_of_a_sound_pipeline_says_so() -> None:
+    command = [sys.executable, "-P", "-m", "stage_runtime", "validate", "--imports", "-f", str(HELLO)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

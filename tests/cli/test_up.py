@@ -55,7 +55,9 @@ class Run:
         return found
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.program.pid).children(recursive=True)
+        """All that it has started, but the reaper."""
+        found = psutil.Process(self.program.pid).children(recursive=True)
+        return [one for one in found if not any("reaper.py" in word for word in one.cmdline())]
 
 
 def eventually(holds: Callable[[], object], within_s: float = 30.0) -> None:
@@ -66,11 +68,11 @@ def eventually(holds: Callable[[], object], within_s: float = 30.0) -> None:
 
 
 @contextmanager
-def up(base: Path, *more: str, file: Path = HELLO) -> Iterator[Run]:
+def up(base: Path, *more: str, file: Path = HELLO, environ: dict[str, str] | None = None) -> Iterator[Run]:
     output = base / "output.txt"
     with output.open("wb") as sink:
         arguments = [*OMNI, "up", "-f", str(file), "--port", "0", "--set", f"endpoints.basePath={base}", *more]
-        with subprocess.Popen(arguments, stdout=sink, stderr=sink) as program:
+        with subprocess.Popen(arguments, stdout=sink, stderr=sink, env=environ) as program:
             try:
                 yield Run(program, output)
             finally:
@@ -150,13 +152,32 @@ def test_children_end_with_a_killed_program_and_the_next_run_sweeps_up(base: Pat
 
 
 def test_a_factory_that_raises_is_shown_with_its_traceback_and_exit_code_1(base: Path) -> None:
-    with up(base, "--set", "stages.shout.factoryArgs={volume: 11}") as run:
+    raising = ("--set", "stages.shout.factory=json:loads", "--set", "stages.shout.factoryArgs={s: '{'}")
+    with up(base, *raising) as run:
         assert run.program.wait(30) == 1
-        assert "voice | Traceback (most recent call last):" in run.text
+        assert run.text.count("voice | Traceback (most recent call last):") == 1
+        assert "stage_runtime/" not in run.text.partition("Traceback")[2]
         last = run.text.splitlines()[-1]
-        assert last.startswith("voice (stage shout) did not start: ")
-        assert "volume" in last
+        assert last.startswith("voice (stage shout) did not start: JSONDecodeError: ")
     assert runs(base) == []
+
+
+def test_a_misspelt_factory_is_told_in_one_line_with_the_nearest_name(base: Path) -> None:
+    with up(base, "--set", "stages.shout.factory=hello:shuot") as run:
+        assert run.program.wait(30) == 1
+        said = [line for line in run.text.splitlines() if "shuot" in line]
+        assert said == [
+            "voice (stage shout) did not start: stages.shout.factory: 'hello' has no 'shuot'; did you mean shout?"
+        ]
+        assert "Traceback" not in run.text
+
+
+def test_a_gpu_on_a_machine_without_one_is_refused_before_anything_starts(base: Path) -> None:
+    with up(base, "--set", "stages.shout.gpu=[1023]", environ={}) as run:
+        assert run.program.wait(30) == 1
+        (line,) = run.text.splitlines()
+        assert line.startswith("error: stages.shout.gpu: voice needs GPU 1023, and this machine has ")
+        assert "--cpu" in line
 
 
 def test_orders_reach_a_running_pipeline(base: Path) -> None:
