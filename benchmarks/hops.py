@@ -44,6 +44,7 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.web.app import make_app
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import OmniRequest, RawTensor
 
 SIZES = {"0 B": 0, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
@@ -191,7 +192,7 @@ async def http(apart: dict[int, Running], rounds: int) -> dict[str, float]:
         client = await stack.enter_async_context(httpx.AsyncClient())
         urls = {}
         for stages in (1, 4):
-            server = Server(make_app(apart[stages].desk, settings), port=0, drain_s=0)
+            server = Server(make_app(apart[stages].desk, settings, codecs=CodecPool()), port=0, drain_s=0)
             urls[stages] = (await stack.enter_async_context(server)).url + "/v1/pipeline"
         times: dict[int, list[float]] = {1: [], 4: []}
         for _ in range(rounds):

@@ -146,7 +146,8 @@ class NetPipeline:
     def _launch(self, folder: Path) -> None:
         key = folder / "key"
         key.write_bytes(secrets.token_bytes(32))
-        codefiles.write(self._plan.coordinator.code, folder / "code")
+        for part in (*self._plan.units, self._plan.coordinator):
+            codefiles.write(part.code, folder / "code")
         common = launching.environment(os.environ, path=(folder / "code",), code_dir=folder / "code")
         common["OMNI_CONTROL_KEY_FILE"] = str(key)
         coordinator = self.network.add("coordinator")

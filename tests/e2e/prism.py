@@ -171,7 +171,39 @@ def terminal_stages_fn(request: omni.OmniRequest) -> list[str]:
 def torch_source() -> Any:
     import torch
 
-    return lambda payload: {"tensor": torch.zeros(8), "write": payload.data.get("write")}
+    return lambda payload: {"tensor": torch.zeros(5000), "write": payload.data.get("write")}
+
+
+def one_buffer(context: Any) -> Any:
+    """Writes each chunk over the one before it, in memory of its own and in the arena."""
+    import torch
+
+    own, arena = np.empty(1 << 18, np.uint8), context.allocate((1 << 16,), torch.float32)
+
+    def run(payload: omni.StagePayload) -> Any:
+        for number in range(payload.data["chunks"]):
+            own[:] = number
+            arena.fill_(number)
+            yield omni.Chunk({"own": own, "arena": arena})
+        own[:] = 255
+        arena.fill_(255)
+        return {"own": own[:100_000], "arena": arena}
+
+    return run
+
+
+def what_came() -> Any:
+    """Reads no chunk before the producer is through."""
+
+    async def run(session: omni.Session) -> Any:
+        last = (await session.payload()).data
+        seen = [
+            [np.unique(chunk.data["own"]).tolist(), chunk.data["arena"].unique().tolist()]
+            async for chunk in session.chunks()
+        ]
+        yield omni.Result([*seen, [np.unique(last["own"]).tolist(), last["arena"].unique().tolist()]])
+
+    return omni.Streaming(run)
 
 
 def torch_writer(name: str) -> Any:

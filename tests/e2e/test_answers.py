@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from tests.e2e.world import APART, HELLO, SPREAD, TOGETHER, Client, at_rest, prism, running
 
 TEXTS = ["one", "one two", "the quick brown fox jumps over", "a b c d e f g h i j k l m n o p"]
@@ -49,6 +50,22 @@ async def test_the_same_pipeline_says_the_same_in_one_process_in_many_and_by_eit
     assert words == [text.upper().split() for text in TEXTS]
     assert await answers(base, APART) == together
     assert await answers(base, SPREAD, relay_backend="tcp") == together
+
+
+@pytest.mark.parametrize("relay", ["shm", "tcp"])
+async def test_a_buffer_that_is_used_again_arrives_as_it_was_each_time(
+    relay: Literal["shm", "tcp"], base: Path
+) -> None:
+    """In a generator's own memory and in the arena, by yield and by return, one request after the other."""
+    stages = [
+        StageConfig(name="give", process="p", factory="prism:one_buffer", next="take", stream_to="take"),
+        StageConfig(name="take", process="q", factory="prism:what_came", terminal=True),
+    ]
+    source = PipelineConfig(stages=stages, relay_backend=relay)
+    async with running(source, base) as pipeline, Client(pipeline.url) as client:
+        asked = [client.ask("x", chunks=count) for count in (12, 1, 12, 7)]
+        for count, body in zip((12, 1, 12, 7), await asyncio.gather(*asked), strict=True):
+            assert body["results"]["take"] == [*([[number], [number]] for number in range(count)), [[255], [255]]]
 
 
 async def test_both_replicas_of_a_group_serve(client: Client) -> None:

@@ -113,7 +113,8 @@ async def test_clients_that_stop_reading_hold_back_their_own_streams_alone(flood
     where = urlsplit(flooded.url)
     body = {"inputs": {"to": "fine", "size": 10, "gush": 500_000, "piece": 1 << 20}, "stream": True}
     said = json.dumps(body).encode()
-    head = f"POST /v1/pipeline HTTP/1.1\r\nHost: x\r\nContent-Length: {len(said)}\r\n\r\n"
+    head = "POST /v1/pipeline HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(said)}\r\n\r\n"
     async with Client(flooded.url, connections=40) as client:
         before = footprint(flooded)
         with contextlib.ExitStack() as stack:

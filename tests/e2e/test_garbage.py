@@ -19,6 +19,7 @@ import zmq
 
 from stage_runtime.processes.local import LocalPipeline
 from stage_runtime.sockets.addresses import Security
+from stage_runtime.wire import codec
 from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Abort, Frame, Goodbye
 from tests.e2e.pods import KEY, pods
 from tests.e2e.world import APART, Client, at_rest, eventually, prism
@@ -29,10 +30,11 @@ FRAMES: dict[str, bytes] = {
     "noise": random.Random(0).randbytes(3000),
     "text": b"GET / HTTP/1.1\r\n\r\n",
     "deep": NESTED,
-    "deep in a frame": msgspec.msgpack.encode([PROTOCOL, "x", "", 0, 0, 0, 0, msgspec.Raw(NESTED)]),
+    "deep in a frame": msgspec.msgpack.encode([PROTOCOL, "x", "", 0, 0, 0, 0, None, msgspec.Raw(NESTED)]),
+    "deep in a message": msgspec.msgpack.encode([PROTOCOL, "x", "", 0, 0, 0, 0, None, NESTED]),
     "a map": msgspec.msgpack.encode({"protocol": PROTOCOL}),
     "no list": b"\xdd\xff\xff\xff\xff",
-    "an unknown message": msgspec.msgpack.encode([PROTOCOL, "x", "", 0, 0, 0, 0, [200]]),
+    "an unknown message": msgspec.msgpack.encode([PROTOCOL, "x", "", 0, 0, 0, 0, None, b"\x91\xcc\xc8"]),
 }
 OTHER_PROTOCOL = msgspec.msgpack.encode([PROTOCOL + 99, "x", "", 0, 0, 0, 0, [1]])
 STRANGERS: dict[str, Any] = {
@@ -86,10 +88,7 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
     assert set(endpoints) == set(before)
     for endpoint in endpoints.values():
         say(stranger, endpoint, *([frame] for frame in FRAMES.values()), [OTHER_PROTOCOL])
-        encoded = [
-            msgspec.msgpack.encode(Frame(PROTOCOL, "mallory", "", 0, 0, 0, 0, message))
-            for message in STRANGERS.values()
-        ]
+        encoded = [codec.encode(Frame(PROTOCOL, "mallory", "", 0, 0, 0, 0, message)) for message in STRANGERS.values()]
         say(stranger, endpoint, *([frame] for frame in encoded))
     groups = {"coordinator", "front", "side", "joiner", "voice"}
 

@@ -79,14 +79,14 @@ async def refuses(client: Client) -> None:
 
 
 async def test_debug_values_names_the_stage_that_wrote(base: Path) -> None:
-    """And without a writer it names nobody: the positive control."""
+    """And without a writer it names nobody: the positive control. Of the two receivers, one reads shared memory."""
     stages = [
         StageConfig(name="source", process="p", factory="prism:torch_source", next=["quiet", "loud"]),
         StageConfig(
             name="quiet", process="p", factory="prism:torch_writer", factory_args={"name": "quiet"}, terminal=True
         ),
         StageConfig(
-            name="loud", process="p", factory="prism:torch_writer", factory_args={"name": "loud"}, terminal=True
+            name="loud", process="q", factory="prism:torch_writer", factory_args={"name": "loud"}, terminal=True
         ),
     ]
     log = base / "log"

@@ -122,7 +122,7 @@ class Client:
 
     async def send(self, body: bytes) -> httpx.Response:
         """A body that is JSON already."""
-        return await self._http.post("/v1/pipeline", content=body)
+        return await self._http.post("/v1/pipeline", content=body, headers={"content-type": "application/json"})
 
     async def ask(self, text: str, **inputs: Any) -> dict[str, Any]:
         """The whole body of an unstreamed answer, an error's included."""

@@ -71,6 +71,16 @@ def test_two_processes_that_want_it_at_once_make_it_once(tmp_path: Path) -> None
     assert (tmp_path / "made").read_text() == "once\n"
 
 
+def test_other_users_of_a_shared_cache_can_read_what_was_made(tmp_path: Path) -> None:
+    def private(source: Path, made: Path, say: checkpoints.Say) -> None:
+        (made / "model").touch(mode=0o600)  # as safetensors writes it
+
+    source = tmp_path / "weights.gguf"
+    source.write_text("weights")
+    made = checkpoints.kept(source, key="k", convert=private, say=print, root=tmp_path)
+    assert (made.stat().st_mode & 0o777, (made / "model").stat().st_mode & 0o777) == (0o755, 0o644)
+
+
 def test_a_conversion_that_fails_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> None:
     source = tmp_path / "weights.gguf"
     source.write_text("weights")

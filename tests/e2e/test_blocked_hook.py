@@ -1,0 +1,53 @@
+"""A terminalStagesFn that blocks, or writes into its request, costs its own request alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.world import running
+
+PIPELINE = """
+apiVersion: omnipipeline.dev/v1alpha1
+kind: OmniPipeline
+metadata: {name: choosy}
+spec:
+  terminalStagesFn: "choosy:terminals"
+  code:
+    inline:
+      choosy.py: |
+        import time
+
+        def terminals(request):
+            if request.inputs["text"] == "block":
+                time.sleep(3600)
+            request.inputs["text"] = "written by the hook"
+            return ["echo"]
+
+        def echo():
+            return lambda payload: payload.data["text"]
+  stages:
+  - {name: echo, process: only, factory: "choosy:echo", terminal: true}
+"""
+
+
+async def test_a_blocked_terminal_stages_fn_costs_its_own_request_alone(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "choosy.yaml"
+    file.write_text(PIPELINE)
+    async with running(file, base) as pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=30) as http:
+        before = pipeline.pids()
+
+        async def ask(text: str, **headers: str) -> httpx.Response:
+            return await http.post("/v1/pipeline", json={"inputs": {"text": text}}, headers=headers)
+
+        blocked = [asyncio.create_task(ask("block", **{"x-request-timeout": "2"})) for _ in range(3)]
+        answers = await asyncio.gather(*(ask(f"hello {number}") for number in range(10)))
+        assert not any(task.done() for task in blocked), "they were answered meanwhile"
+        assert [answer.json()["results"]["echo"] for answer in answers] == [f"hello {n}" for n in range(10)]
+        for task in blocked:
+            refused = await task
+            assert refused.status_code == 504, refused.text
+            assert refused.json()["error"]["code"] == "deadline"
+        assert pipeline.pids() == before

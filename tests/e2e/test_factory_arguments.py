@@ -1,0 +1,41 @@
+"""What a factory is called with in a process of its own: a class's instance, None, and a machine without GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
+from tests.e2e.world import Client, running
+
+TELLING = """\
+def make(model_path="own-model", model_revision="main", gpu_id=7, unset="own", said="own", size=1):
+    told = [model_path, model_revision, gpu_id, unset, said, size]
+    return lambda payload: told
+"""
+
+
+class Family(PipelineConfig, frozen=True, kw_only=True):
+    """Its defaults must not come back where an instance says something else."""
+
+    model_path: str | None = "class/model"
+    model_revision: str | None = "class-revision"
+    stages: tuple[StageConfig, ...] = (
+        StageConfig(name="only", process="p", factory="telling:make", factory_args={"size": 2}, terminal=True),
+        StageConfig(name="gone", process="q", factory="nowhere:make", terminal=True),
+    )
+
+
+async def test_a_factory_gets_what_was_said_in_python_and_its_own_defaults_for_the_rest(base: Path) -> None:
+    stage = StageConfig(
+        name="only", process="p", factory="telling:make", gpu=0, factory_args={"said": 1}, terminal=True
+    )
+    spec = Family(
+        name="told",
+        model_path=None,
+        stages=[stage],
+        runtime_overrides={"only": {"said": None}},
+        code=Code(inline={"telling.py": TELLING}),
+    )
+    async with running(spec, base, cpu=True) as pipeline, Client(pipeline.url) as client:
+        answer = await client.ask("x")
+        assert answer["results"]["only"] == ["own-model", "class-revision", None, "own", None, 1]

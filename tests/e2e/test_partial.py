@@ -1,0 +1,35 @@
+"""A pipeline of which a part is away serves the requests that never meet that part."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.e2e.test_bounds import flood
+from tests.e2e.world import Client, at_rest, eventually, running
+
+
+async def test_a_frozen_branch_refuses_its_own_requests_alone(base: Path) -> None:
+    async with running(flood(), base) as pipeline, Client(pipeline.url) as client:
+        assert "results" in await client.ask("", to="slow", size=4, pace=0)
+        pid = pipeline.pids()["slow"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+
+            async def away() -> bool:
+                return (await client.status())["lacking"] == ["slow"]
+
+            await eventually(away)
+            for _ in range(5):
+                assert (await client.ask("", to="fine", size=1000))["results"]["fine"]["sum"] == 7000
+            refused = await client.ask("", to="slow", size=4, pace=0)
+            assert (refused["error"]["code"], refused["error"]["stage"]) == ("unavailable", "slow")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await eventually(lambda: served(client), 30)
+        await at_rest(client)
+
+
+async def served(client: Client) -> bool:
+    return "results" in await client.ask("", to="slow", size=4, pace=0)

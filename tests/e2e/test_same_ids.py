@@ -1,0 +1,84 @@
+"""Two coordinators at once, as in a roll, and clients that give both the same request ids: nobody notices the other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from omnipipeline_spec.cluster import Control
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from tests.e2e.pods import pods
+from tests.e2e.test_coordinators import complete, in_flight
+from tests.e2e.world import HEARTBEAT_S, Client, at_rest, eventually
+
+KINDS = ("sync", "batch", "engine", "produce", "collect")
+
+
+def twins() -> PipelineConfig:
+    """sync → batch → engine → produce → collect, in three processes: over the wire and inside."""
+    processes = {"sync": "front", "batch": "middle", "engine": "front", "produce": "middle", "collect": "back"}
+
+    def stage(name: str, **fields: Any) -> StageConfig:
+        return StageConfig(name=name, process=processes[name], factory=f"twins:{name}", **fields)
+
+    return PipelineConfig(
+        name="twins",
+        stages=[
+            stage("sync", next="batch"),
+            stage("batch", next="engine"),
+            stage("engine", next="produce"),
+            stage("produce", next="collect", stream_to="collect"),
+            stage("collect", terminal=True),
+        ],
+        control=Control(heartbeat_seconds=HEARTBEAT_S),
+    )
+
+
+async def test_requests_of_one_id_at_two_coordinators_are_answered_and_aborted_apart(base: Path) -> None:
+    async with (
+        pods(twins(), base, "old", "new") as made,
+        Client(made.url("old"), connections=60) as old,
+        Client(made.url("new"), connections=60) as new,
+    ):
+        for client in (old, new):
+            await eventually(lambda client=client: complete(client), 30)  # type: ignore[misc]
+
+        async def ask(client: Client, request_id: str, word: str, nap: float = 0.0) -> httpx.Response:
+            return await client.post({"inputs": {"word": word, "nap": nap}}, request_id=request_id)
+
+        def answered(response: httpx.Response, word: str) -> bool:
+            return bool(response.json().get("results") == {"collect": {"word": word, "letters": word}})
+
+        # answered apart
+        for number in range(3):
+            ids = [f"round{number}-{one}" for one in range(8)]
+            both = [
+                (client, one, word) for one in ids for client, word in ((old, "old" + one), (new, "a newer " + one))
+            ]
+            answers = await asyncio.gather(*(ask(*asked) for asked in both))
+            wrong = [
+                answer.text for answer, (_, _, word) in zip(answers, both, strict=True) if not answered(answer, word)
+            ]
+            assert wrong == []
+
+        # aborted apart: while the other's waits at its last stage, with all its tensors behind it
+        ids = [f"aborted-{one}" for one in range(8)]
+        doomed = [asyncio.create_task(ask(old, one, "doomed", 30.0)) for one in ids]
+        kept = [asyncio.create_task(ask(new, one, "kept", 5.0)) for one in ids]
+
+        async def all_there() -> bool:
+            return await in_flight(new, 8) and await in_flight(old, 8)
+
+        await eventually(all_there, 30)
+        async with httpx.AsyncClient(base_url=made.url("old"), timeout=40) as http:
+            for one in ids:
+                gone = await http.delete(f"/v1/requests/{one}")
+                assert gone.json() == {"id": one, "cancelled": True}
+        codes = [answer.json()["error"]["code"] for answer in await asyncio.gather(*doomed)]
+        assert codes == ["cancelled"] * 8
+        assert all(answered(answer, "kept") for answer in await asyncio.gather(*kept))
+        for client in (old, new):
+            await at_rest(client)

@@ -1,0 +1,200 @@
+"""Streams whose ends do not meet, between real processes: nobody waits for what cannot come, and nothing is held up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+
+from omnipipeline_spec.cluster import Control, ProcessGroup
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from stage_runtime.processes.local import LocalPipeline
+from stage_runtime.rules.readers import EACH
+from stage_runtime.rules.streams import STREAM_WINDOW
+from tests.e2e.world import HEARTBEAT_S, Client, at_rest, eventually, resident, running
+
+STUCK_AFTER_S = 4
+
+
+def brook() -> PipelineConfig:
+    """route → pa → a ⇒ reader, route → pb → b ⇒ reader, route → speaker: a and b stream, and give enda and endb."""
+
+    def stage(name: str, factory: str, **fields: Any) -> StageConfig:
+        process = name if name in ("a", "b", "reader", "speaker") else "others"
+        return StageConfig(name=name, process=process, factory=f"brook:{factory}", **fields)
+
+    return PipelineConfig(
+        name="brook",
+        stages=[
+            stage("route", "route", next=["pa", "pb", "speaker"], route_fn="brook:route_fn"),
+            stage("pa", "later", factory_args={"name": "a"}, next="a"),
+            stage("pb", "later", factory_args={"name": "b"}, next="b"),
+            stage("a", "producer", factory_args={"name": "a"}, next="enda", stream_to="reader"),
+            stage("b", "producer", factory_args={"name": "b"}, next="endb", stream_to="reader"),
+            stage("reader", "reader", terminal=True),
+            stage("enda", "end", terminal=True),
+            stage("endb", "end", terminal=True),
+            stage("speaker", "speaker", terminal=True),
+        ],
+        process_groups=[ProcessGroup(name=name, stuck_after_seconds=STUCK_AFTER_S) for name in ("a", "b", "speaker")],
+        terminal_stages_fn="brook:terminal_stages_fn",
+        control=Control(heartbeat_seconds=HEARTBEAT_S),
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pipeline() -> AsyncIterator[LocalPipeline]:
+    with tempfile.TemporaryDirectory(prefix="e-") as folder:
+        async with running(brook(), Path(folder)) as one:
+            yield one
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(pipeline: LocalPipeline) -> AsyncIterator[Client]:
+    async with Client(pipeline.url, connections=100) as one:
+        yield one
+        await at_rest(one)
+
+
+async def ask(client: Client, **inputs: Any) -> Any:
+    async with asyncio.timeout(30):
+        body = await client.ask("", **inputs)
+    return body.get("results", body)
+
+
+@pytest.mark.parametrize("read", [0, 1, 300])
+async def test_a_reader_that_leaves_early_lets_its_producers_come_to_their_ends(client: Client, read: int) -> None:
+    asked = {"to": ["pa", "pb"], "chunks": 2000, "wait": ["enda", "endb", "reader"], "read": read}
+    for answer in await asyncio.gather(*(ask(client, **asked) for _ in range(4))):
+        assert (answer["enda"], answer["endb"]) == ("through", "through")
+        assert sum(answer["reader"].values()) == read
+
+
+@pytest.mark.parametrize(("chunks", "size"), [(0, 0), (3, 0), (40, 300_000)])
+@pytest.mark.parametrize("only", ["a", "b"])
+async def test_a_source_that_the_router_leaves_out_is_not_waited_for(
+    client: Client, only: str, chunks: int, size: int
+) -> None:
+    answer = await ask(client, to=[f"p{only}"], chunks=chunks, size=size, wait=["reader"])
+    assert answer == {"reader": {"a": 0, "b": 0} | {only: chunks}}
+
+
+async def test_an_empty_stream_brings_a_large_request(client: Client) -> None:
+    answer = await ask(client, to=["pa", "pb"], chunks=0, wait=["reader"], pad="x" * 100_000)
+    assert answer == {"reader": {"a": 0, "b": 0}}
+
+
+async def test_a_terminal_that_nothing_can_reach_fails_who_waits_for_it_at_once(client: Client) -> None:
+    answer = await ask(client, to=["pa"], chunks=1, wait=["enda", "endb"])
+    assert (answer["error"]["code"], answer["error"]["stage"]) == ("stage_failed", "endb")
+    assert "no route leads" in answer["error"]["message"]
+
+
+async def test_a_terminal_that_is_left_out_and_streams_all_the_same_holds_up_no_other_request(client: Client) -> None:
+    long = asyncio.create_task(ask(client, to=["pa", "speaker"], chunks=3000, nap=3.0, wait=["enda"]))
+    await asyncio.sleep(0.2)
+    assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
+    assert not long.done(), "the other one is through before it"
+    assert await long == {"enda": "through"}
+
+
+async def test_producers_that_meet_requests_in_opposite_orders_at_a_reader_are_all_served(client: Client) -> None:
+    """Each producer and the reader take one request at a time, and each stream is several windows long."""
+    asked = {"to": ["pa", "pb"], "chunks": 1500, "wait": ["reader"]}
+    answers = await asyncio.gather(*(ask(client, first=first, **asked) for first in "abab"))
+    assert answers == [{"reader": {"a": 1500, "b": 1500}}] * 4
+
+
+async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: LocalPipeline, client: Client) -> None:
+    """Until its deadline its producer waits, longer than a stage may stand still: nobody else asks the speaker."""
+    before = dict(pipeline.pids())
+    where = urlsplit(pipeline.url)
+    body = {"inputs": {"to": ["speaker"], "wait": ["speaker"], "chunks": 1_000_000, "size": 10_000}, "stream": True}
+    said = json.dumps(body).encode()
+    head = "POST /v1/pipeline HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(said)}\r\n"
+    head += f"X-Request-Timeout: {STUCK_AFTER_S * 2}\r\n\r\n"
+    with socket.create_connection((where.hostname or "", where.port or 0)) as deaf:
+        deaf.sendall(head.encode() + said)
+        await eventually(lambda: holds(client, "speaker", 1))
+        begun = time.monotonic()
+        while time.monotonic() < begun + STUCK_AFTER_S * 1.25:
+            assert await ask(client, to=["pa"], chunks=3, wait=["reader"]) == {"reader": {"a": 3, "b": 0}}
+            assert await holds(client, "speaker", 1), "it ended, and nobody waited for it"
+        assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
+    assert pipeline.pids() == before, "nobody was ended"
+
+
+@asynccontextmanager
+async def readers_that_stop(url: str, count: int, **inputs: Any) -> AsyncIterator[list[socket.socket]]:
+    """Clients that ask the speaker for a stream and read none of it; their kernels take little."""
+    where = urlsplit(url)
+    said = json.dumps({"inputs": {"to": ["speaker"], "wait": ["speaker"], **inputs}, "stream": True}).encode()
+    head = "POST /v1/pipeline HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Connection: close\r\nContent-Length: {len(said)}\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        readers = []
+        for _ in range(count):
+            reader = stack.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+            reader.connect((where.hostname or "", where.port or 0))
+            reader.sendall(head.encode() + said)
+            readers.append(reader)
+        yield readers
+
+
+async def test_readers_that_stop_reading_hold_up_no_other_request(pipeline: LocalPipeline, client: Client) -> None:
+    """The speaker takes one request at a time, and each stream is far longer than what is kept for its reader."""
+    before, memory = dict(pipeline.pids()), resident(pipeline.pids())
+    async with readers_that_stop(pipeline.url, 5, chunks=1_000_000, size=10_000) as readers:
+        await eventually(lambda: holds(client, "speaker", 5), 20)
+        assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
+        grown = {name: now - memory[name] for name, now in resident(pipeline.pids()).items()}
+        assert max(grown.values()) < 256 << 20, grown
+        told = await asyncio.to_thread(rest_of, readers[0], 0.0)
+        assert b"its client does not read" in told[-1000:]
+    assert pipeline.pids() == before, "nobody was ended"
+    await at_rest(client)
+
+
+async def test_a_slow_reader_gets_its_whole_answer_while_another_request_is_served(
+    pipeline: LocalPipeline, client: Client
+) -> None:
+    """Its answer is several windows long, and less than what is kept for a reader."""
+    chunks = STREAM_WINDOW + EACH // 2
+    async with readers_that_stop(pipeline.url, 1, chunks=chunks, size=10_000) as [slow]:
+        await eventually(lambda: holds(client, "speaker", 1), 20)
+        assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
+        told = await asyncio.to_thread(rest_of, slow, 0.001)
+    numbers = [json.loads(number) for number in re.findall(rb'"number": ?(\d+)', told)]
+    assert numbers == list(range(chunks))
+    assert b'"said"' in told
+    await at_rest(client)
+
+
+async def holds(client: Client, stage: str, count: int) -> bool:
+    """So many requests are bound to the stage's process."""
+    instances = (await client.status())["instances"]
+    return any(one["group"] == stage and one["bound"] >= count for one in instances)
+
+
+def rest_of(reader: socket.socket, nap_s: float) -> bytes:
+    """All that comes until the end of the connection, read with pauses."""
+    reader.settimeout(60)
+    found = bytearray()
+    while piece := reader.recv(64 << 10):
+        found += piece
+        time.sleep(nap_s)
+    return bytes(found)
