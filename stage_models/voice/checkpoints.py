@@ -109,7 +109,9 @@ def _make(source: Path, place: Path, convert: Convert, say: Say) -> None:
     made = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
         convert(source, made, say)
-        made.chmod(0o755)  # mkdtemp's 0700 would hide it from other users of a shared cache
+        made.chmod(0o755)  # mkdtemp's 0700 and safetensors' 0600 would hide it from other users of a shared cache
+        for file in made.iterdir():
+            file.chmod(0o644)
         made.rename(place)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)

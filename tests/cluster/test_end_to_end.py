@@ -54,6 +54,10 @@ def test_every_pod_talks_by_curve_and_none_holds_a_token(installed: Installed, h
         assert pod["spec"]["automountServiceAccountToken"] is False
 
 
+def test_no_pod_is_the_first_to_be_evicted(installed: Installed, hello: str) -> None:
+    assert {pod["status"]["qosClass"] for pod in installed.pods("hello")} == {"Burstable"}
+
+
 def test_the_plugin_shows_a_pipeline_as_a_tree_and_its_logs(installed: Installed, hello: str) -> None:
     shown = installed.plugin("status", "hello")
     assert shown.returncode == 0, shown.stdout + shown.stderr
