@@ -44,7 +44,7 @@ cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit be
 	$(BIN)/pytest -m cluster
 
 hops: $(VENV)/.dev ## what one hop costs, beside memcpy and raw TCP
-	$(BIN)/python benchmarks/hops.py
+	$(BIN)/python -m benchmarks.hops
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

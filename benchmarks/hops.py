@@ -1,6 +1,6 @@
 """What one hop costs: echo pipelines of 1, 2 and 4 stages, in one process and in several, driven at the desk.
 
-    python benchmarks/hops.py [--quick] [--curve] [--json FILE]
+    python -m benchmarks.hops [--quick] [--curve] [--json FILE]
 
 hop = (time of 4 stages - time of 1) / 3, so that what the coordinator costs drops out. Every figure stands beside
 limits measured in the same run: memcpy, a raw TCP one-way trip of the same size between two processes, and the bare
@@ -15,148 +15,22 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import secrets
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Literal
 
 import httpx
 import msgspec
-import numpy as np
 import uvloop
-import zmq
 
-from omnipipeline_spec import planning
-from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from omnipipeline_spec.plan import PipelinePlan
-from stage_runtime.coordinator.coordinator import Coordinator
-from stage_runtime.relays.choosing import Relays
-from stage_runtime.relays.context import RelaySettings
-from stage_runtime.sockets.addresses import Security
-from stage_runtime.sockets.channels import Channels
+from benchmarks.hoplab.limits import memcpy_us, raw_tcp_us, zmq_one_way_us
+from benchmarks.hoplab.pipelines import Running, pipeline, running, tensor
 from stage_runtime.web.app import make_app
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
-from stage_runtime.wire.values import OmniRequest, RawTensor
 
 SIZES = {"0 B": 0, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
-ECHO = "def make():\n    def run(payload):\n        return payload.data\n    return run\n"
-
-
-def pipeline(stages: int, *, processes: int, relay: Literal["auto", "tcp"] = "auto") -> PipelinePlan:
-    """An echo pipeline of ``stages``, spread over ``processes``."""
-    names = [f"s{index}" for index in range(stages)]
-    config = PipelineConfig(
-        relay_backend=relay,
-        stages=[
-            StageConfig(
-                name=name,
-                process=f"p{index % processes}",
-                factory="hop_echo:make",
-                next=names[index + 1] if index + 1 < stages else None,
-                terminal=index + 1 == stages,
-            )
-            for index, name in enumerate(names)
-        ],
-    )
-    return planning.plan(config, name=f"hops-{stages}-{processes}")
-
-
-class Running:
-    """A pipeline under way: its desk in this process, its stages in their own."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.desk = coordinator.desk
-
-    async def once(self, inputs: object) -> None:
-        ticket = self.desk.admit(OmniRequest(id=secrets.token_hex(8), inputs=inputs))
-        async for _ in ticket.events():
-            pass
-
-    async def latency_us(self, inputs: object, rounds: int) -> float:
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            await self.once(inputs)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times) * 1e6
-
-    async def rate(self, inputs: object, concurrency: int, total: int) -> float:
-        left = total
-
-        async def worker() -> None:
-            nonlocal left
-            while left > 0:
-                left -= 1
-                await self.once(inputs)
-
-        start = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(concurrency)))
-        return total / (time.perf_counter() - start)
-
-
-@contextlib.asynccontextmanager
-async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterator[Running]:
-    """Start ``plan``'s stage processes and a coordinator in this one; all are ready."""
-    loop = asyncio.get_running_loop()
-    with tempfile.TemporaryDirectory(prefix="hops") as folder:
-        root = Path(folder)
-        (root / "hop_echo.py").write_text(ECHO)
-        key = secrets.token_bytes(32)
-        (root / "key").write_bytes(key)
-        security = Security(key) if curve else None
-        incarnation = secrets.token_hex(8)
-        coordinator = Coordinator(
-            msgspec.structs.replace(plan.coordinator, max_in_flight=4096), incarnation=incarnation, loop=loop
-        )
-        channels = Channels(coordinator, incarnation=incarnation, loop=loop, security=security)
-        relays = Relays(
-            loop=loop,
-            incarnation=incarnation,
-            on_release=coordinator.release,
-            security=security,
-            settings=RelaySettings(bind="tcp://127.0.0.1:*" if tcp else f"ipc://{root}/c.data"),
-        )
-        publisher = channels.bind_publisher("tcp://127.0.0.1:*" if tcp else f"ipc://{root}/p.sock")
-        endpoint = channels.bind("tcp://127.0.0.1:*" if tcp else f"ipc://{root}/c.sock")
-        coordinator.wire(channels, relays, endpoint=endpoint, publisher=publisher, revisions=[plan.current])
-        children = []
-        for unit in plan.units:
-            (root / f"{unit.name}.json").write_bytes(msgspec.json.encode(unit))
-            for group in unit.groups:
-                env = {
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
-                    "OMNI_PLAN": str(root / f"{unit.name}.json"),
-                    "OMNI_GROUP": group.name,
-                    "OMNI_COORDINATOR": endpoint,
-                    "OMNI_LISTEN": "tcp://127.0.0.1:*" if tcp else f"ipc://{root}/{group.name}.sock",
-                    **({"OMNI_CONTROL_KEY_FILE": str(root / "key")} if curve else {}),
-                }
-                argv = [sys.executable, "-m", "stage_runtime", "stage", group.name]
-                children.append(subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL))
-        try:
-            while not coordinator.roster.membership.complete():
-                await asyncio.sleep(0.05)
-                dead = [child.args for child in children if child.poll() is not None]
-                if dead:
-                    raise SystemExit(f"a stage process died: {dead}")
-            yield Running(coordinator)
-        finally:
-            for child in children:
-                child.terminate()
-            await asyncio.gather(*(asyncio.to_thread(child.wait) for child in children))
-            coordinator.desk.close()
-            relays.close()
-            channels.close()
 
 
 async def curve(rounds: int) -> dict[str, dict[str, float]]:
@@ -206,53 +80,6 @@ async def http(apart: dict[int, Running], rounds: int) -> dict[str, float]:
     return {"one_stage_us": medians[1], "four_stages_us": medians[4], "hop_us": hop}
 
 
-def memcpy_us(nbytes: int, rounds: int = 30) -> float:
-    source = np.ones(max(nbytes, 1), np.uint8)
-    target = np.ones_like(source)
-    return _median_us(lambda: np.copyto(target, source), rounds)
-
-
-TCP_PEER = """
-import socket, sys
-s = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-n = int(sys.argv[2]); buffer = memoryview(bytearray(n))
-while True:
-    got = 0
-    while got < n:
-        k = s.recv_into(buffer[got:])
-        if not k: sys.exit()
-        got += k
-    s.sendall(b"k")
-"""
-
-
-def raw_tcp_us(nbytes: int, rounds: int = 30) -> float:
-    """One way: the message there and one byte back, less half of a one-byte round trip."""
-    there_and_one_back = _tcp_round_us(max(nbytes, 1), rounds)
-    return there_and_one_back - _tcp_round_us(1, rounds) / 2
-
-
-def _tcp_round_us(nbytes: int, rounds: int) -> float:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        child = subprocess.Popen([sys.executable, "-c", TCP_PEER, str(port), str(nbytes)])
-        connection, _ = server.accept()
-    data = bytes(nbytes)
-    with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-        def trip() -> None:
-            connection.sendall(data)
-            connection.recv(1)
-
-        figure = _median_us(trip, rounds)
-    child.wait()
-    return figure
-
-
-ZMQ_PEER = """
-import asyncio, queue, sys, threading, uvloop, zmq
 async def main():
     context, work = zmq.Context(), queue.SimpleQueue()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
