@@ -12,7 +12,6 @@ At the end, or alone with --curve: what CURVE costs, on hops whose tensors go by
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import statistics
@@ -78,68 +77,6 @@ async def http(apart: dict[int, Running], rounds: int) -> dict[str, float]:
     hop = (medians[4] - medians[1]) / 3
     print(f"through HTTP, 4 KiB: 1 stage {medians[1]:.0f}us, 4 stages {medians[4]:.0f}us, hop {hop:.1f}us")
     return {"one_stage_us": medians[1], "four_stages_us": medians[4], "hop_us": hop}
-
-
-async def main():
-    context, work = zmq.Context(), queue.SimpleQueue()
-    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    pull.connect(sys.argv[1]); push.connect(sys.argv[2])
-    threading.Thread(target=lambda: [push.send(data) for data in iter(work.get, b"")], daemon=True).start()
-    def drain():
-        try:
-            while True: work.put(pull.recv(zmq.NOBLOCK))
-        except zmq.Again: pass
-    asyncio.get_running_loop().add_reader(pull.getsockopt(zmq.FD), drain); drain()
-    await asyncio.sleep(3600)
-uvloop.run(main())
-"""
-
-
-async def zmq_one_way_us(rounds: int = 2000) -> float:
-    """Half a round trip of 300 bytes: descriptors drained on uvloop, one hand-off to a thread at the far end."""
-    loop = asyncio.get_running_loop()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (push, pull)]
-    peer = [sys.executable, "-c", ZMQ_PEER, *(f"tcp://127.0.0.1:{port}" for port in ports)]
-    child = subprocess.Popen(peer)
-    back = asyncio.Event()
-
-    def drain() -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                pull.recv(zmq.NOBLOCK)
-                back.set()
-
-    descriptor = int(pull.getsockopt(zmq.FD))
-    loop.add_reader(descriptor, drain)
-    times = []
-    for _ in range(rounds):
-        back.clear()
-        start = time.perf_counter()
-        push.send(b"x" * 300)
-        drain()
-        await back.wait()
-        times.append(time.perf_counter() - start)
-    loop.remove_reader(descriptor)
-    child.kill()
-    child.wait()
-    context.destroy(linger=0)
-    return statistics.median(times) * 1e6 / 2
-
-
-def _median_us(call: object, rounds: int) -> float:
-    assert callable(call)
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
-def tensor(nbytes: int) -> object:
-    return None if nbytes == 0 else RawTensor("uint8", (nbytes,), bytes(nbytes))
 
 
 async def main(arguments: argparse.Namespace) -> None:

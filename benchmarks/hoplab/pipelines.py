@@ -25,7 +25,7 @@ from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.values import OmniRequest
+from stage_runtime.wire.values import OmniRequest, RawTensor
 
 ECHO = "def make():\n    def run(payload):\n        return payload.data\n    return run\n"
 
@@ -136,3 +136,7 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
             coordinator.desk.close()
             relays.close()
             channels.close()
+
+
+def tensor(nbytes: int) -> object:
+    return None if nbytes == 0 else RawTensor("uint8", (nbytes,), bytes(nbytes))
