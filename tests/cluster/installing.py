@@ -156,15 +156,15 @@ def read(cluster: Cluster, *arguments: str) -> Any:
     return json.loads(cluster.kubectl("get", *arguments, "-o", "json").stdout)
 
 
-def wait_for(what: str, condition: Callable[[], T | None], *, timeout_s: float) -> T:
-    """The first true value that ``condition`` gives."""
+def wait_for(what: str | Callable[[], str], condition: Callable[[], T | None], *, timeout_s: float) -> T:
+    """The first true value that ``condition`` gives. what: the error's text, or what makes it when it is needed."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = condition()
         if found:
             return found
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+            raise AssertionError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.5)
 
 

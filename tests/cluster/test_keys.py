@@ -63,3 +63,4 @@ async def test_a_rotation_in_a_secret_fails_no_request(installed: Installed) -> 
     assert len(codes) > 20
     assert set(codes) == {200}
     installed.kubectl("delete", "omnipipeline", NAME, "--timeout=60s")
+    installed.kubectl("delete", "secret", "openers")

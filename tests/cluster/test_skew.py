@@ -14,7 +14,10 @@ from ledger import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
-LOADING_S = "10"
+#: How long the next image's coordinator waits for a set of stages. Old stages look for new coordinators every 2 s
+#: (`stage.registration.RESOLVE_EVERY_S`), later on a busy machine: until one has said Hello, it seems to be alone.
+READY_AFTER_S = 8.0
+LOADING_S = 2 * READY_AFTER_S
 #: The same image but for two constants: its protocol is a later one, and its coordinator does not wait long for a set
 #: of stages, so that `LOADING_S` is longer, as the loading of a large model is.
 DOCKERFILE = r"""
@@ -22,8 +25,9 @@ FROM {stage}
 USER 0
 RUN cd /opt/omnipipeline/lib/python3*/site-packages/stage_runtime \
     && sed -i 's/^PROTOCOL: Final = [0-9]*/PROTOCOL: Final = 99/' wire/messages.py \
-    && sed -i 's/^READY_AFTER_S: Final = [0-9.]*/READY_AFTER_S: Final = 0.5/' coordinator/roster.py \
-    && grep -q '^PROTOCOL: Final = 99' wire/messages.py && grep -q '^READY_AFTER_S: Final = 0.5' coordinator/roster.py \
+    && sed -i 's/^READY_AFTER_S: Final = [0-9.]*/READY_AFTER_S: Final = {ready_after_s}/' coordinator/roster.py \
+    && grep -q '^PROTOCOL: Final = 99' wire/messages.py \
+    && grep -q '^READY_AFTER_S: Final = {ready_after_s}' coordinator/roster.py \
     && find . -name '*.pyc' -delete
 USER 65532:65532
 """
@@ -38,7 +42,7 @@ def next_image(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -
     program = kit()
     assert program is not None, "no kit, and OMNI_TEST_NEXT_STAGE_IMAGE is not set"
     folder, name = tmp_path_factory.mktemp("next"), "localhost/omnipipeline-stage:e2e-next"
-    Path(folder, "Dockerfile").write_text(DOCKERFILE.format(stage=installed.images.stage))
+    Path(folder, "Dockerfile").write_text(DOCKERFILE.format(stage=installed.images.stage, ready_after_s=READY_AFTER_S))
     command = [program, "build", "-t", name, "-f", "Dockerfile", "."]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BUILD_S)
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
@@ -50,7 +54,7 @@ async def test_a_roll_to_another_protocol_and_back_fails_no_request(
 ) -> None:
     async with Load(choir, clients=4, slow=1) as load:
         await load.some(20)
-        late = {"image": next_image, "envDefaults": {"LOADING_S": LOADING_S}}
+        late = {"image": next_image, "envDefaults": {"LOADING_S": str(LOADING_S)}}
         for image, spec in ((next_image, late), (installed.images.stage, dict.fromkeys(late))):
             before = installed.uids("choir")
             installed.patch("choir", spec)

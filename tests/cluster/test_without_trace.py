@@ -31,7 +31,7 @@ def test_an_uninstalled_release_leaves_the_definition_and_pipelines_that_serve(
     assert ask(hello, "still here") == "STILL!! HERE!! "
     assert installed.uids("hello") == pods
     installed.kubectl("delete", "omnipipeline", "hello", "--timeout=60s")
-    wait_for("nothing is left", lambda: objects(cluster, installed.namespace) <= OF_A_NAMESPACE, timeout_s=300)
+    _wait_until_empty(installed)
 
 
 def test_what_the_plugin_prints_serves_without_an_operator(installed: Installed) -> None:
@@ -42,8 +42,16 @@ def test_what_the_plugin_prints_serves_without_an_operator(installed: Installed)
     here = url(installed.cluster, installed.namespace, "choir")
     assert ask(here, "one two").startswith("ONE TWO -- choir-voices-")
     installed.kubectl("delete", "--wait=false", "-f", "-", stdin=printed.stdout)
-    cluster = installed.cluster
-    wait_for("nothing is left", lambda: objects(cluster, installed.namespace) <= OF_A_NAMESPACE, timeout_s=300)
+    _wait_until_empty(installed)
+
+
+def _wait_until_empty(installed: Installed) -> None:
+    """The namespace holds nothing that a test or a pipeline has made."""
+
+    def left() -> frozenset[str]:
+        return objects(installed.cluster, installed.namespace) - OF_A_NAMESPACE
+
+    wait_for(lambda: f"nothing is left, but there is {sorted(left())}", lambda: not left(), timeout_s=300)
 
 
 def _about(installed: Installed, name: str) -> list[str]:
