@@ -144,13 +144,13 @@ class Operated:
         Raises: TimeoutError.
         """
         async with asyncio.timeout(limit_s):
-            looks, since = -1.0, 0.0
+            reconciles, since = -1.0, 0.0
             while since < quiet_s:
                 await asyncio.sleep(1.0)
                 now = await self.metrics()
                 count = now.get("reconcile_seconds_count", -1.0)
-                since = since + 1.0 if count == looks and count >= 0 else 0.0
-                looks = count
+                since = since + 1.0 if count == reconciles and count >= 0 else 0.0
+                reconciles = count
 
     def _environment(self) -> dict[str, str]:
         config = self._folder / "operator.kubeconfig"

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 import uvloop
 
 from omnipipeline_operator import settings
-from omnipipeline_operator.cluster.bucket import Bucket
-from omnipipeline_operator.cluster.client import Writes
+from omnipipeline_operator.cluster.client import WriteLimiter
 from omnipipeline_operator.cluster.lease import LeaseLost
+from omnipipeline_operator.cluster.token_bucket import TokenBucket
 from omnipipeline_operator.errors import ConfigurationError
 from omnipipeline_operator.handlers import lifecycle
 from omnipipeline_operator.settings import Settings
@@ -33,19 +33,19 @@ COLLECTING = (50_000, 20, 20)
 def main() -> int:
     """Run until SIGTERM; 0 then, 1 when something ended by itself."""
     try:
-        told = settings.read(os.environ, hostname=socket.gethostname())
+        configuration = settings.read(os.environ, hostname=socket.gethostname())
     except ConfigurationError as error:
         print(f"cannot start: {error}", file=sys.stderr)
         return 1
-    configure_logging(told.log_format)
+    configure_logging(configuration.log_format)
     gc.set_threshold(*COLLECTING)
-    return uvloop.run(serve(told))
+    return uvloop.run(serve(configuration))
 
 
-async def serve(told: Settings, writes: Writes | None = None) -> int:
+async def serve(configuration: Settings, writes: WriteLimiter | None = None) -> int:
     """Run until SIGTERM or SIGINT; the exit code."""
     try:
-        await lifecycle.run(told, writes or Bucket(told.writes_per_s, told.write_burst))
+        await lifecycle.run(configuration, writes or TokenBucket(configuration.writes_per_s, configuration.write_burst))
     except* LeaseLost as lost:
         log.error("ending: %s", lost.exceptions[0])
         return_code = 1
@@ -66,12 +66,12 @@ def configure_logging(form: str) -> None:
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["trace"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            entry["trace"] = self.formatException(record.exc_info)
+        return json.dumps(entry)

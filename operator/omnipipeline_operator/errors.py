@@ -22,7 +22,7 @@ class ConfigurationError(OperatorError):
     """The operator's own settings are wrong; names the variable."""
 
 
-class Refused(OperatorError):
+class NotAllowed(OperatorError):
     """The author asked for something that this operator does not allow."""
 
     def __init__(self, path: str, message: str) -> None:

@@ -110,17 +110,17 @@ def _nobody() -> Any:
 
 
 def test_whatever_the_chart_asks_for_is_served() -> None:
-    there = served(of_operator(), of_coordinator(), of_pod())
+    live = served(of_operator(), of_coordinator(), of_pod())
     asked = list(expressions())
     missing = []
     for expression in asked:
         for name, selector in NAME.findall(expression):
             if name in ADDED:
                 continue
-            wanted = set(re.findall(r"([a-z_]+)\s*[=!]", selector))
-            wanted |= {each.strip() for group in GROUPED.findall(expression) for each in group.split(",")}
-            unknown = sorted(wanted - ADDED - there.get(name, set()))
-            if name not in there or unknown:
+            desired = set(re.findall(r"([a-z_]+)\s*[=!]", selector))
+            desired |= {each.strip() for group in GROUPED.findall(expression) for each in group.split(",")}
+            unknown = sorted(desired - ADDED - live.get(name, set()))
+            if name not in live or unknown:
                 missing.append(f"{name}: {unknown or 'nobody serves it'}")
     assert len(asked) > 15 and missing == []
 

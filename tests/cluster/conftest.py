@@ -78,7 +78,7 @@ def choir(installed: Installed) -> str:
 
 
 @pytest.fixture(scope="session")
-def bereft(installed: Installed) -> Iterator[str]:
+def lost_node_pipeline(installed: Installed) -> Iterator[str]:
     """A pipeline whose node has just stopped to answer; Kubernetes takes two minutes for what follows.
 
     The nodes are simulated: what is tried is what the cluster and the operator do, and no container runs.
@@ -96,22 +96,22 @@ def bereft(installed: Installed) -> Iterator[str]:
     placed = {"tolerations": tolerated, "affinity": {"nodeAffinity": affinity}}
     beside = {"tolerations": tolerated, "nodeSelector": {"fake": SPARE}}
     name = "bereft"
-    wanted = pipeline(
+    desired = pipeline(
         name, stages, code="", processGroups=[{"name": "only", "placement": placed}], coordinator={"placement": beside}
     )
     try:
-        installed.apply(wanted)
+        installed.apply(desired)
         wait_ready(installed.cluster, installed.namespace, name)
         [pod] = installed.pods(name, "only")
         assert pod["spec"]["nodeName"] == f"{DOOMED}-1"
         _kit("losenodes", DOOMED)
         yield name
     finally:
-        bury(installed, name)
+        delete_lost_node_pipeline(installed, name)
 
 
-def bury(installed: Installed, name: str) -> None:
-    """Remove the pipeline of `bereft` and its nodes, if they are still there."""
+def delete_lost_node_pipeline(installed: Installed, name: str) -> None:
+    """Remove the pipeline of `lost_node_pipeline` and its nodes, if they are still there."""
     if not installed.cluster.kubectl("get", "nodes", f"{DOOMED}-1", "--ignore-not-found", "-o", "name").stdout:
         return
     installed.kubectl("delete", "omnipipeline", name, "--wait=false", "--ignore-not-found")

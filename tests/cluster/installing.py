@@ -101,8 +101,8 @@ def objects(cluster: Cluster, namespace: str | None = None) -> frozenset[str]:
     where = [f"--namespace={namespace}"] if namespace else []
     scope = f"--namespaced={str(namespace is not None).lower()}"
     kinds = cluster.kubectl("api-resources", "--verbs=list", scope, "-o", "name").stdout.split()
-    wanted = [kind for kind in kinds if not kind.startswith(("events", "componentstatuses"))]
-    return frozenset(cluster.kubectl(*where, "get", ",".join(wanted), "-o", "name", check=False).stdout.split())
+    desired = [kind for kind in kinds if not kind.startswith(("events", "componentstatuses"))]
+    return frozenset(cluster.kubectl(*where, "get", ",".join(desired), "-o", "name", check=False).stdout.split())
 
 
 def ask(url: str, text: str = "hello") -> str:

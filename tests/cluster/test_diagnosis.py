@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from installing import Installed, pipeline, wait_for, wait_ready
-from ledger import Load
+from load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
 
@@ -43,17 +43,17 @@ def test_the_cause_of_a_crash_is_told_and_a_hang_is_a_start_that_took_too_long(i
     stages = [_stage("private", "crash"), _stage("crash", "hang"), _stage("hang")]
     groups = [{"name": "hang", "startup": {"deadlineSeconds": 3}}]
     installed.apply(pipeline("ill", stages, code=CODE, processGroups=groups))
-    wanted = {
+    desired = {
         "private": ("CrashLoopBackOff", "container stage: private: RepositoryNotFoundError: 401 Client Error"),
         "crash": ("CrashLoopBackOff", "(killed by SIGSEGV): Fatal Python error: Segmentation fault in string_at"),
         "hang": ("StartupDeadlineExceeded", "hang: no progress for 3 s while starting"),
     }
 
     def told() -> bool:
-        seen = _units(installed, "ill")
+        observed = _units(installed, "ill")
         return all(
-            seen.get(name, {}).get("reason") == reason and text in seen[name]["message"]
-            for name, (reason, text) in wanted.items()
+            observed.get(name, {}).get("reason") == reason and text in observed[name]["message"]
+            for name, (reason, text) in desired.items()
         )
 
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import openai
 import pytest
 from installing import RELEASE, SYSTEM, Installed, helm, wait_ready
-from ledger import Load
+from load import Load
 
 # The first test waits for images to be built: a fixture's time is bounded by itself.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
 REQUESTS = 5000  # through a drain, a scaling 1→3→1 and a roll, half of them streaming, some open across every drain
 
 
-def test_a_pipeline_whose_node_will_be_lost_is_ready_before(bereft: str) -> None:
+def test_a_pipeline_whose_node_will_be_lost_is_ready_before(lost_node_pipeline: str) -> None:
     """Here so that the two minutes which this takes pass beside the other tests; test_node_loss.py looks at the end."""
 
 
@@ -71,9 +71,9 @@ async def test_both_replicas_serve_and_a_killed_pod_costs_no_unstreamed_request(
 ) -> None:
     async with Load(choir) as load:
         await load.some(200)
-        singers = load.singers()
-        assert len(singers) == 2, singers
-        victim = next(iter(singers))
+        replicas = load.replicas()
+        assert len(replicas) == 2, replicas
+        victim = next(iter(replicas))
         await asyncio.to_thread(installed.kubectl, "delete", "pod", victim, "--grace-period=0", "--force")
         await load.some(300)
     lost = [entry for entry in load.entries if entry.outcome != "ok" and not entry.streamed]
@@ -103,7 +103,7 @@ async def test_scaling_draining_and_rolling_under_load_fail_no_request(installed
         await load.some(max(200, REQUESTS - len(load.entries)))
     assert load.failures() == {}, load.failures()
     assert len(load.entries) >= REQUESTS
-    assert len(load.singers()) >= 6, load.singers()  # two, their two successors, a third, the new revision's
+    assert len(load.replicas()) >= 6, load.replicas()  # two, their two successors, a third, the new revision's
 
 
 async def _in_thread_until(condition: Callable[[], bool]) -> None:

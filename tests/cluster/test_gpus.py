@@ -94,19 +94,19 @@ def test_a_pod_that_crashes_and_one_without_memory_say_why(installed: Installed)
         units = installed.status("frail").get("units", ())
         return {each["name"]: (each.get("reason", ""), each.get("message", "")) for each in units}
 
-    wanted = {"front": "CrashLoopBackOff", "back": "OOMKilled"}
+    desired = {"front": "CrashLoopBackOff", "back": "OOMKilled"}
 
     def both() -> dict[str, tuple[str, str]] | None:
-        seen = told()
-        reasons = {name: reason for name, (reason, _) in seen.items()}
-        return seen if reasons | wanted == reasons else None
+        observed = told()
+        reasons = {name: reason for name, (reason, _) in observed.items()}
+        return observed if reasons | desired == reasons else None
 
     try:
-        seen = wait_for("both are told", both, timeout_s=240)
+        observed = wait_for("both are told", both, timeout_s=240)
     except AssertionError as error:
         raise AssertionError(f"{error}: {told()}") from None
-    assert "RuntimeError: the weights are not there" in seen["front"][1]
-    assert "resources.limits.memory" in seen["back"][1]
+    assert "RuntimeError: the weights are not there" in observed["front"][1]
+    assert "resources.limits.memory" in observed["back"][1]
     ready = installed.condition("frail", "Ready")  # one of the two, whichever is worse just now
     assert ready["status"] == "False" and ready["message"].startswith(("unit front: ", "unit back: ")), ready
 

@@ -60,7 +60,7 @@ def test_pods_wait_for_the_model_and_a_fetch_that_fails_is_told_and_tried_again(
         {"name": "told", "process": "told", "factory": "made:told", "terminal": True},
     ]
     with hub.serving(address) as source:
-        wanted = pipeline(
+        desired = pipeline(
             "cached",
             stages,
             code=CODE,
@@ -70,7 +70,7 @@ def test_pods_wait_for_the_model_and_a_fetch_that_fails_is_told_and_tried_again(
             envDefaults={"HF_HUB_OFFLINE": "1"},
             env=[{"name": "HF_ENDPOINT", "value": source.url}],
         )
-        installed.apply(wanted)
+        installed.apply(desired)
         _fails_then_works(installed, source)
         wait_ready(cluster, namespace, "cached")
         assert sorted(source.downloads) == sorted(hub.FILES)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from conftest import bury
+from conftest import delete_lost_node_pipeline
 from installing import Installed, read, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
 
-def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_told_why(installed: Installed, bereft: str) -> None:
+def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_told_why(
+    installed: Installed, lost_node_pipeline: str
+) -> None:
     def leaving() -> dict[str, bool]:
-        pods = installed.pods(bereft, "only")
+        pods = installed.pods(lost_node_pipeline, "only")
         return {pod["spec"].get("nodeName", ""): "deletionTimestamp" in pod["metadata"] for pod in pods}
 
     wait_for("another pod elsewhere", lambda: leaving() == {"doomed-1": True, "spare-1": False}, timeout_s=300)
-    wait_ready(installed.cluster, installed.namespace, bereft)
+    wait_ready(installed.cluster, installed.namespace, lost_node_pipeline)
     events = read(installed.cluster, "-n", installed.namespace, "events")["items"]
-    told = [each["message"] for each in events if each["involvedObject"]["name"] == bereft]
+    told = [each["message"] for each in events if each["involvedObject"]["name"] == lost_node_pipeline]
     assert any("doomed-1" in message for message in told), told
-    bury(installed, bereft)  # what follows asks whether anything is left
+    delete_lost_node_pipeline(installed, lost_node_pipeline)  # what follows asks whether anything is left

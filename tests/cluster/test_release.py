@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from installing import CHART, RELEASE, SYSTEM, Installed, helm, read, wait_for
-from ledger import Load
+from load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

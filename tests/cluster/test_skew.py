@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster_kit import kit
 from installing import BUILD_S, Installed, wait_for, wait_ready
-from ledger import Load
+from load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

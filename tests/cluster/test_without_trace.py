@@ -56,5 +56,5 @@ def _wait_until_empty(installed: Installed) -> None:
 
 def _about(installed: Installed, name: str) -> list[str]:
     """Everything in the namespace that is named after a pipeline."""
-    there = objects(installed.cluster, installed.namespace)
-    return [each for each in there if each.partition("/")[2].startswith(name)]
+    live = objects(installed.cluster, installed.namespace)
+    return [each for each in live if each.partition("/")[2].startswith(name)]

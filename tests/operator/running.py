@@ -99,7 +99,7 @@ class OperatorProcess:
     program: tuple[str, ...] = ("-m", "omnipipeline_operator")
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     port: int = field(default=0, init=False)
-    _said: int = field(default=0, init=False)  #: Length of the log when the process was started.
+    _log_start: int = field(default=0, init=False)  #: Length of the log when the process was started.
 
     def start(self, **more: str) -> OperatorProcess:
         with socket.socket() as probe:
@@ -107,17 +107,15 @@ class OperatorProcess:
             self.port = probe.getsockname()[1]
         environment = self.environment | {"OMNI_OPERATOR_PROBE_PORT": str(self.port)} | more
         with self.log.open("ab") as output:
-            self._said = output.tell()
+            self._log_start = output.tell()
             self.process = subprocess.Popen(
                 [sys.executable, *self.program], env=environment, stdout=output, stderr=output, cwd=REPOSITORY
             )
         return self
 
-    def looking(self) -> OperatorProcess:
+    def managing(self) -> OperatorProcess:
         """Once it has listed everything and leads."""
-        eventually(
-            lambda: b"looking after" in self.log.read_bytes()[self._said :], what="the operator looks after them"
-        )
+        eventually(lambda: b"managing" in self.log.read_bytes()[self._log_start :], what="the operator leads")
         return self
 
     def stop(self) -> int:

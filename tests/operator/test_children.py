@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnipipeline_operator.changes import observed
+from omnipipeline_operator.changes import workloads
 from omnipipeline_operator.cluster import store
 from omnipipeline_operator.desired import children, config, naming, pods, podsecurity, templates
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
-from omnipipeline_operator.errors import Refused
+from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 
@@ -33,7 +33,7 @@ def spec(**more: Any) -> PipelineConfig:
     return loading.from_resource({**resource, "spec": {"stages": STAGES, **more}}).spec
 
 
-def wanted(facts: PodFacts = FACTS, **more: Any) -> children.Children:
+def desired(facts: PodFacts = FACTS, **more: Any) -> children.Children:
     given_spec = spec(**more)
     return children.children(given_spec, planning.plan(given_spec, name="demo"), facts)
 
@@ -49,7 +49,7 @@ def variables(pod: dict[str, Any]) -> dict[str, str]:
 
 
 def test_groups_on_one_gpu_share_a_pod_that_asks_for_it_once() -> None:
-    made = wanted()
+    made = desired()
     assert [each.unit for each in made.workloads] == ["ears", "mouth", "coordinator"]
     container = pod_of(made, "ears")["containers"][0]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
@@ -61,25 +61,25 @@ def test_groups_on_one_gpu_share_a_pod_that_asks_for_it_once() -> None:
 
 
 def test_what_the_store_leaves_out_is_nothing_that_an_observer_reads() -> None:
-    for made in wanted().workloads:
+    for made in desired().workloads:
         deployment = {**made.deployment, "metadata": {**made.deployment["metadata"], "uid": "d"}}
         template = deployment["spec"]["template"]
         status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
         cut_off = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
         lost = {"phase": "Running", "conditions": cut_off}
         spec_of_pod = {**template["spec"], "nodeName": "node-7"}
-        pods_seen = [
+        observed_pods = [
             {"kind": "Pod", "metadata": {**template["metadata"], "name": "p"}, "spec": spec_of_pod, "status": each}
             for each in (status, lost)
         ]
-        seen = observed.workload(deployment, pods_seen)
-        assert seen.image and seen.control_secret and seen.gpus == (made.unit == "ears")
-        assert "node-7" in seen.pods[1].message
-        assert observed.workload(store.slimmed(deployment), map(store.slimmed, pods_seen)) == seen
+        observed = workloads.read_workload(deployment, observed_pods)
+        assert observed.image and observed.control_secret and observed.gpus == (made.unit == "ears")
+        assert "node-7" in observed.pods[1].message
+        assert workloads.read_workload(store.slimmed(deployment), map(store.slimmed, observed_pods)) == observed
 
 
 def test_every_pod_satisfies_the_restricted_standard() -> None:
-    made = wanted()
+    made = desired()
     for each in made.workloads:
         pod = pod_of(made, each.unit)
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -94,26 +94,26 @@ def test_every_pod_satisfies_the_restricted_standard() -> None:
 
 
 def test_a_pod_has_time_to_drain_after_it_left_the_endpoints() -> None:
-    made = wanted(processGroups=[{"name": "mouth", "drain": {"timeoutSeconds": 30}}])
+    made = desired(processGroups=[{"name": "mouth", "drain": {"timeoutSeconds": 30}}])
     pod = pod_of(made, "mouth")
     assert pod["terminationGracePeriodSeconds"] == 33
     assert pod["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 3}}}
 
 
 def test_a_stage_finds_its_coordinators_by_the_headless_service() -> None:
-    told = variables(pod_of(wanted(), "mouth"))
+    told = variables(pod_of(desired(), "mouth"))
     assert told["OMNI_COORDINATOR"] == "tcp://demo-peers.space.svc:5550"
     assert told["OMNI_CONTROL_KEY_FILE"] == "/etc/omnipipeline/control/key"
 
 
 def test_without_curve_no_key_is_mounted() -> None:
-    pod = pod_of(wanted(control={"security": {"mode": "None"}}), "mouth")
+    pod = pod_of(desired(control={"security": {"mode": "None"}}), "mouth")
     assert "OMNI_CONTROL_KEY_FILE" not in variables(pod)
     assert "control" not in {each["name"] for each in pod["volumes"]}
 
 
 def test_every_mount_has_its_volume() -> None:
-    made = wanted(
+    made = desired(
         code={"configMapRef": {"name": "mine"}},
         modelCache={"type": "PersistentVolumeClaim", "size": "10Gi"},
         coordinator={"http": {"apiKeySecretRef": {"name": "keys", "key": "main"}}},
@@ -126,12 +126,12 @@ def test_every_mount_has_its_volume() -> None:
 
 
 def test_the_image_of_the_spec_wins_over_the_operators() -> None:
-    assert pod_of(wanted(), "mouth")["containers"][0]["image"] == "stage:1"
-    assert pod_of(wanted(image="mine:2"), "mouth")["containers"][0]["image"] == "mine:2"
+    assert pod_of(desired(), "mouth")["containers"][0]["image"] == "stage:1"
+    assert pod_of(desired(image="mine:2"), "mouth")["containers"][0]["image"] == "mine:2"
 
 
 def test_a_lost_node_is_left_after_a_minute_and_the_authors_tolerations_stay() -> None:
-    made = wanted(processGroups=[{"name": "mouth", "placement": {"tolerations": [{"key": "gpu"}]}}])
+    made = desired(processGroups=[{"name": "mouth", "placement": {"tolerations": [{"key": "gpu"}]}}])
     tolerations = pod_of(made, "mouth")["tolerations"]
     assert [each.get("tolerationSeconds") for each in tolerations] == [60, 60, None]
 
@@ -166,27 +166,29 @@ def test_a_broken_list_of_revisions_reads_as_none() -> None:
 
 
 def test_only_what_the_spec_asks_for_is_made() -> None:
-    assert [each["kind"] for each in wanted().applied] == ["Service", "Service"]
-    rich = wanted(networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "example.org"}})
+    assert [each["kind"] for each in desired().applied] == ["Service", "Service"]
+    rich = desired(
+        networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "example.org"}}
+    )
     kinds = [each["kind"] for each in rich.applied]
     assert kinds == ["Service", "Service", "Ingress", *["NetworkPolicy"] * 2, *["PodDisruptionBudget"] * 2]
-    off = wanted(networkPolicy={"enabled": False}, disruption={"podDisruptionBudget": {"enabled": False}})
+    off = desired(networkPolicy={"enabled": False}, disruption={"podDisruptionBudget": {"enabled": False}})
     assert len(off.applied) == 2
 
 
 @pytest.mark.parametrize("patch, place", podsecurity_cases.REFUSED)
 def test_a_way_out_of_the_sandbox_is_refused_unless_the_operator_allows_it(patch: Any, place: str) -> None:
     refined = [{"name": "mouth", "podTemplate": patch}]
-    with pytest.raises(Refused) as refused:
-        wanted(processGroups=refined)
+    with pytest.raises(NotAllowed) as refused:
+        desired(processGroups=refined)
     assert refused.value.path == f"processGroups[mouth].podTemplate.{place}"
     allowing = PodFacts(owner=OWNER, image="stage:1", control_secret="s", allow_privileged=True)
-    assert wanted(allowing, processGroups=refined).workloads
+    assert desired(allowing, processGroups=refined).workloads
 
 
 @pytest.mark.parametrize("patch", podsecurity_cases.ACCEPTED)
 def test_what_the_restricted_standard_accepts_is_accepted(patch: Any) -> None:
-    assert wanted(processGroups=[{"name": "mouth", "podTemplate": patch}]).workloads
+    assert desired(processGroups=[{"name": "mouth", "podTemplate": patch}]).workloads
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,8 @@ def test_what_the_restricted_standard_accepts_is_accepted(patch: Any) -> None:
     ],
 )
 def test_a_template_that_is_none_is_refused_with_its_place(patch: Any, place: str) -> None:
-    with pytest.raises(Refused) as refused:
-        wanted(processGroups=[{"name": "mouth", "podTemplate": patch}])
+    with pytest.raises(NotAllowed) as refused:
+        desired(processGroups=[{"name": "mouth", "podTemplate": patch}])
     assert refused.value.path == f"processGroups[mouth].podTemplate.{place}"
 
 
@@ -223,14 +225,14 @@ def test_a_pod_that_says_nothing_of_its_security_is_refused_at_each_place() -> N
 
 
 def test_a_fault_of_the_coordinators_template_names_the_coordinator() -> None:
-    with pytest.raises(Refused) as refused:
-        wanted(coordinator={"podTemplate": {"spec": {"hostIPC": True}}})
+    with pytest.raises(NotAllowed) as refused:
+        desired(coordinator={"podTemplate": {"spec": {"hostIPC": True}}})
     assert refused.value.path == "coordinator.podTemplate.spec.hostIPC"
 
 
 def test_a_container_of_the_authors_gets_what_the_restricted_standard_asks_for() -> None:
     added = {"name": "more", "image": "x:1", "securityContext": {"capabilities": {"add": ["NET_BIND_SERVICE"]}}}
-    pod = pod_of(wanted(processGroups=[{"name": "mouth", "podTemplate": {"spec": {"containers": [added]}}}]), "mouth")
+    pod = pod_of(desired(processGroups=[{"name": "mouth", "podTemplate": {"spec": {"containers": [added]}}}]), "mouth")
     assert pod["containers"][1]["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]},
@@ -238,7 +240,7 @@ def test_a_container_of_the_authors_gets_what_the_restricted_standard_asks_for()
 
 
 def test_no_pod_is_best_effort_and_what_the_author_says_of_a_resource_wins() -> None:
-    made = wanted(processGroups=[{"name": "mouth", "resources": {"limits": {"memory": "128Mi"}}}])
+    made = desired(processGroups=[{"name": "mouth", "resources": {"limits": {"memory": "128Mi"}}}])
     assert pod_of(made, "ears")["containers"][0]["resources"] == {
         "requests": {"cpu": "100m", "memory": "512Mi"},  # of two process groups
         "limits": {"nvidia.com/gpu": "1"},
@@ -255,15 +257,15 @@ def test_no_pod_is_best_effort_and_what_the_author_says_of_a_resource_wins() -> 
 
 def test_an_authors_python_path_is_joined_with_the_folder_of_the_code() -> None:
     env = [{"name": "PYTHONPATH", "value": "/app"}]
-    own = variables(pod_of(wanted(env=env), "mouth"))
+    own = variables(pod_of(desired(env=env), "mouth"))
     assert own["PYTHONPATH"] == "/app"
-    joined = variables(pod_of(wanted(env=env, code={"configMapRef": {"name": "mine"}}), "mouth"))
+    joined = variables(pod_of(desired(env=env, code={"configMapRef": {"name": "mine"}}), "mouth"))
     assert joined["PYTHONPATH"] == "/etc/omnipipeline/code:/app"
 
 
 def test_the_ingress_bears_the_authors_annotations() -> None:
     annotations = {"nginx.ingress.kubernetes.io/proxy-body-size": "64m"}
-    made = wanted(expose={"ingress": {"annotations": annotations}})
+    made = desired(expose={"ingress": {"annotations": annotations}})
     [ingress] = [each for each in made.applied if each["kind"] == "Ingress"]
     assert annotations.items() <= ingress["metadata"]["annotations"].items()
 
@@ -288,7 +290,7 @@ def test_a_pod_template_is_merged_by_name(template: Any, patch: Any, merged: Any
 
 def test_our_labels_survive_the_authors_template() -> None:
     patch = {"metadata": {"labels": {"omnipipeline.dev/unit": "other", "team": "voice"}}}
-    made = wanted(processGroups=[{"name": "mouth", "podTemplate": patch}])
+    made = desired(processGroups=[{"name": "mouth", "podTemplate": patch}])
     deployment = next(each.deployment for each in made.workloads if each.unit == "mouth")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert labels["team"] == "voice"
@@ -319,7 +321,7 @@ def test_children_of_two_pipelines_never_bear_one_name(
 
 def test_the_prefetch_job_runs_python_that_compiles() -> None:
     cache = {"type": "PersistentVolumeClaim", "size": "1Gi", "prefetch": {"enabled": True}}
-    made = wanted(modelPath="some/model", modelCache=cache)
+    made = desired(modelPath="some/model", modelCache=cache)
     [job] = [each for each in made.created if each["kind"] == "Job"]
     [container] = job["spec"]["template"]["spec"]["containers"]
     script = max([*container.get("command", ()), *container.get("args", ())], key=len)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import later_operator
 import pytest
-import renderer
 from running import Audit, Kube, OperatorProcess, eventually, pipeline
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -48,13 +48,13 @@ def test_a_pipeline_becomes_ready_and_a_second_look_of_a_newer_operator_writes_n
     time.sleep(SETTLE_S)
     assert operator.stop() == 0
     audit.mark()
-    operator.start(OMNI_OPERATOR_RELIST_SECONDS="1", OMNI_OPERATOR_STAGE_IMAGE="localhost/omni-stage:newer").looking()
+    operator.start(OMNI_OPERATOR_RELIST_SECONDS="1", OMNI_OPERATOR_STAGE_IMAGE="localhost/omni-stage:newer").managing()
     time.sleep(SETTLE_S)
     assert audit.writes() == []
     assert operator.stop() == 0
-    operator.program = (str(Path(__file__).with_name("renderer.py")),)
+    operator.program = (str(Path(__file__).with_name("later_operator.py")),)
     operator.start()
-    eventually(lambda: renderer.SAID in kube.get("service", "duo")["metadata"].get("annotations", {}))
+    eventually(lambda: later_operator.SAID in kube.get("service", "duo")["metadata"].get("annotations", {}))
     time.sleep(SETTLE_S)
     assert {each[1] for each in audit.writes()} == {"services"}, "no template, and so no pod"
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == uids

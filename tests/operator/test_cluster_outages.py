@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import running
-from blackhole import Proxy
+from blackhole_proxy import Proxy
 from cluster_kit import Cluster, kit
 from running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
 from test_cluster_children import SETTLE_S
@@ -24,17 +24,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 HOLE_S = 30.0
 
 
-def through(proxy: Proxy, cluster: Cluster, told: dict[str, str], config: Path) -> dict[str, str]:
+def through(proxy: Proxy, cluster: Cluster, base: dict[str, str], config: Path) -> dict[str, str]:
     """The same environment by way of the proxy, with a token of its own: the audit log tells it from the others."""
-    view = json.loads(Path(told["KUBECONFIG"]).read_text())
+    view = json.loads(Path(base["KUBECONFIG"]).read_text())
     view["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{proxy.port}"
     view["users"][0]["user"]["token"] = running.token(cluster)
     config.write_text(json.dumps(view))
-    return told | {"KUBECONFIG": str(config)}
+    return base | {"KUBECONFIG": str(config)}
 
 
-def api_address(told: dict[str, str]) -> tuple[str, int]:
-    url = urlsplit(json.loads(Path(told["KUBECONFIG"]).read_text())["clusters"][0]["cluster"]["server"])
+def api_address(base: dict[str, str]) -> tuple[str, int]:
+    url = urlsplit(json.loads(Path(base["KUBECONFIG"]).read_text())["clusters"][0]["cluster"]["server"])
     assert url.hostname is not None
     return url.hostname, url.port or 443
 
@@ -71,12 +71,12 @@ def test_one_writes_while_the_api_server_restarts_and_while_its_holder_is_in_a_b
     kube: Kube, prepared: tuple[Cluster, Path], tmp_path: Path, election: Election, audit: Audit
 ) -> None:
     cluster, folder = prepared
-    told = running.environment(cluster, folder, namespaces=kube.namespace, lease=True)
-    with Proxy(api_address(told)).running() as first, Proxy(api_address(told)).running() as second:
+    base = running.environment(cluster, folder, namespaces=kube.namespace, lease=True)
+    with Proxy(api_address(base)).running() as first, Proxy(api_address(base)).running() as second:
         proxies = {"one": first, "other": second}
         operators = {
             name: OperatorProcess(
-                environment=through(proxy, cluster, told, tmp_path / f"{name}.config")
+                environment=through(proxy, cluster, base, tmp_path / f"{name}.config")
                 | {"OMNI_OPERATOR_POD_NAME": name},
                 log=tmp_path / f"{name}.log",
             )
@@ -137,9 +137,9 @@ def test_one_writes_while_the_api_server_restarts_and_while_its_holder_is_in_a_b
 
 def test_after_a_black_hole_the_watches_hear_again(kube: Kube, prepared: tuple[Cluster, Path], tmp_path: Path) -> None:
     cluster, folder = prepared
-    told = running.environment(cluster, folder, namespaces=kube.namespace)
-    with Proxy(api_address(told)).running() as proxy:
-        environment = through(proxy, cluster, told, tmp_path / "proxied.config")
+    base = running.environment(cluster, folder, namespaces=kube.namespace)
+    with Proxy(api_address(base)).running() as proxy:
+        environment = through(proxy, cluster, base, tmp_path / "proxied.config")
         operator = OperatorProcess(environment=environment, log=tmp_path / "operator.log")
         try:
             operator.start()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import running
 from cluster_kit import Cluster
-from dying import DIED
+from crashing_operator import CRASH_EXIT_CODE
 from running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
 from test_cluster_children import SETTLE_S
 
@@ -57,29 +57,29 @@ def test_dying_before_any_write_and_starting_again_ends_in_the_same_state(
     kube.apply(rich)
     kube.wait_ready("duo")
     time.sleep(1)
-    wanted = shape(kube)
+    desired = shape(kube)
     made = [each for each in audit.writes() if each[0] in ("patch", "create") and each[3] in (200, 201)]
     assert operator.stop() == 0
     assert len(made) > max(DEATHS)
     for limit, place in places.items():
         place.apply(rich)
         operator.environment = running.environment(*prepared, namespaces=place.namespace)
-        operator.program = (str(Path(__file__).with_name("dying.py")), str(limit))
+        operator.program = (str(Path(__file__).with_name("crashing_operator.py")), str(limit))
         operator.start()
         assert operator.process is not None
-        assert operator.process.wait(timeout=60) == DIED, f"it lived through {limit} writes"
+        assert operator.process.wait(timeout=60) == CRASH_EXIT_CODE, f"it lived through {limit} writes"
     everywhere = ",".join(place.namespace for place in places.values())
     operator.environment = running.environment(*prepared, namespaces=everywhere)
     operator.program = ("-m", "omnipipeline_operator")
     operator.start()
     for limit, place in places.items():
         place.wait_ready("duo")
-        assert shape(place) == wanted, f"after dying before write {limit + 1}"
+        assert shape(place) == desired, f"after dying before write {limit + 1}"
         assert len(place.names("secrets")) == 1
 
 
 def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: OperatorProcess) -> None:
-    dying = str(Path(__file__).with_name("dying.py"))
+    dying = str(Path(__file__).with_name("crashing_operator.py"))
     operator.start()
     kube.apply(pipeline(processGroups=[{"name": "first", "replicas": 2}]))
     kube.wait_ready("duo")
@@ -89,7 +89,7 @@ def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: Oper
         operator.program = (dying, str(limit))
         operator.start()
         assert operator.process is not None
-        assert operator.process.wait(timeout=60) == DIED
+        assert operator.process.wait(timeout=60) == CRASH_EXIT_CODE
     operator.program = ("-m", "omnipipeline_operator")
     operator.start()
     ready = kube.wait_ready("duo")
@@ -137,7 +137,7 @@ def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_s(
         other.start()
         kube.apply(pipeline())
         kube.wait_ready("duo")
-        assert "looking after" not in other.log.read_text()
+        assert "managing" not in other.log.read_text()
         one.kill()
         killed = time.time()
         kube.apply(pipeline(processGroups=[{"name": "first", "replicas": 2}]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from diary import Diary, Ready
+from pod_recorder import PodRecorder, Ready
 from running import Kube, OperatorProcess, eventually, pipeline
 from test_cluster_children import deployments
 
@@ -65,7 +65,7 @@ def test_edits_reverts_and_regroupings_in_mid_roll_never_leave_half_a_set(
     kube.apply(one)
     kube.wait_ready("duo")
     pods = uids(kube, units_of(one))
-    with Diary(kube, "duo") as diary:
+    with PodRecorder(kube, "duo") as recorder:
         kube.apply(stuck)
         for unit, revision in units_of(stuck).items():
             eventually(lambda unit=unit, revision=revision: deployments(kube)[unit].get(revision), what="a roll begins")
@@ -81,12 +81,12 @@ def test_edits_reverts_and_regroupings_in_mid_roll_never_leave_half_a_set(
         assert {unit: asked[units_of(two)[unit]] for unit, asked in deployments(kube).items() if unit in REPLICAS} == (
             REPLICAS
         )
-    states = list(diary.states())
+    states = list(recorder.states())
     assert len(states) > 10
     for state in states:
         assert is_whole(state, [units_of(one), units_of(two)]), state
-        for unit, wanted in REPLICAS.items():
-            assert sum(count for (name, _), count in state.items() if name == unit) >= wanted, state
+        for unit, desired in REPLICAS.items():
+            assert sum(count for (name, _), count in state.items() if name == unit) >= desired, state
 
 
 def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator: OperatorProcess) -> None:
@@ -94,12 +94,12 @@ def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator:
     shapes = [trio(size=1), trio(size=1, last="final"), trio(size=1, first="both", last="both"), trio(size=1)]
     kube.apply(shapes[0])
     kube.wait_ready("duo")
-    with Diary(kube, "duo") as diary:
+    with PodRecorder(kube, "duo") as recorder:
         for shape in shapes[1:]:
             kube.apply(shape)
             ready = kube.wait_ready("duo")
             asked = {unit: count for unit, counts in deployments(kube).items() if (count := sum(counts.values()))}
             assert set(asked) == {*units_of(shape), "coordinator"}
             assert {each["name"] for each in ready["status"]["units"]} == set(asked)
-    for state in diary.states():
+    for state in recorder.states():
         assert is_whole(state, [units_of(shape) for shape in shapes]), state

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cluster_kit import REPOSITORY
 from running import Audit, Kube, OperatorProcess, eventually, pipeline
-from test_cluster_troubles import wait_reason
+from test_cluster_diagnostics import wait_reason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -78,12 +78,12 @@ def test_what_a_spec_names_and_is_not_there_is_told_and_its_pods_start_when_it_a
     kube: Kube, operator: OperatorProcess
 ) -> None:
     operator.start()
-    wanted = pipeline(
+    desired = pipeline(
         code={"configMapRef": {"name": "my-code"}},
         envFrom=[{"secretRef": {"name": "hub"}}, {"secretRef": {"name": "o", "optional": True}}],
     )
-    wanted["spec"]["coordinator"]["http"] = {"apiKeySecretRef": {"name": "keys", "key": "key"}}
-    kube.apply(wanted)
+    desired["spec"]["coordinator"]["http"] = {"apiKeySecretRef": {"name": "keys", "key": "key"}}
+    kube.apply(desired)
     said = wait_reason(kube, "Ready", "ReferenceNotFound")
     assert "ConfigMap my-code (code.configMapRef)" in said["message"]
     assert "Secret keys (coordinator.http.apiKeySecretRef)" in unit(kube, "coordinator")["message"]
@@ -131,9 +131,9 @@ def test_pods_that_are_refused_are_tried_again_soon(kube: Kube, operator: Operat
 def test_what_a_kubelet_cannot_mount_is_told_in_its_words(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     volume = {"name": "data", "csi": {"driver": "nowhere.example.org"}}
-    wanted = on_bare_node()
-    wanted["spec"]["processGroups"][0]["podTemplate"] = {"spec": {"volumes": [volume]}}
-    kube.apply(wanted)
+    desired = on_bare_node()
+    desired["spec"]["processGroups"][0]["podTemplate"] = {"spec": {"volumes": [volume]}}
+    kube.apply(desired)
     [pod] = eventually(
         lambda: [each for each in pods_of(kube, "first") if any(v["name"] == "data" for v in each["spec"]["volumes"])]
     )
@@ -171,20 +171,20 @@ def test_one_crash_is_one_reason_few_writes_and_one_event_however_often_it_happe
         "finishedAt": "2026-01-01T00:00:20Z",
     }
     audit.mark()
-    seen = set()
+    observed = set()
     for number in range(4):
         message = f"first: OSError: no weights (request 0x7{number})\n---\nTraceback\nmake sure to pass a token"
         ended = {"terminated": {**crash, "message": message}}
         say(kube, name, state=ended, restartCount=number)
         eventually(lambda: unit(kube, "first").get("reason"), what="the crash is told")
-        seen.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
+        observed.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
         back_off = {"waiting": {"reason": "CrashLoopBackOff", "message": f"back-off {number}0s restarting"}}
         say(kube, name, state=back_off, lastState=ended, restartCount=number)
-        seen.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
+        observed.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
         running = {"running": {"startedAt": "2999-01-01T00:00:00Z"}}
         say(kube, name, state=running, lastState=ended, restartCount=number + 1)
-        seen.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
-    assert seen == {("CrashLoopBackOff", f"pod {name}: container stage: first: OSError: no weights (request 0x70)")}
+        observed.add((unit(kube, "first")["reason"], unit(kube, "first")["message"]))
+    assert observed == {("CrashLoopBackOff", f"pod {name}: container stage: first: OSError: no weights (request 0x70)")}
     # A condition may follow a moment after the unit.
     eventually(lambda: kube.condition("duo", "Ready")["reason"] == "CrashLoopBackOff")
     written = [what for _, what, _, _ in audit.writes()]
@@ -233,7 +233,7 @@ def test_a_pipeline_revision_has_one_image_whatever_the_chart_names_meanwhile(
 ) -> None:
     old = operator.environment["OMNI_OPERATOR_STAGE_IMAGE"]
 
-    def wanted(first: int, last: int, drain: int) -> dict[str, Any]:
+    def desired(first: int, last: int, drain: int) -> dict[str, Any]:
         made = pipeline()
         for stage, size in zip(made["spec"]["stages"], (first, last), strict=True):
             stage["factoryArgs"] = {"size": size}
@@ -246,17 +246,17 @@ def test_a_pipeline_revision_has_one_image_whatever_the_chart_names_meanwhile(
         assert found["status"]["revision"]["updateImage"] == found["status"]["revision"]["currentImage"] == image
 
     operator.start()
-    kube.apply(wanted(1, 1, 60))
+    kube.apply(desired(1, 1, 60))
     now_on(old)
     operator.stop()
     operator.start(OMNI_OPERATOR_STAGE_IMAGE=NEWER)
-    kube.apply(wanted(2, 1, 60))
+    kube.apply(desired(2, 1, 60))
     now_on(old)  # the rest runs it, and is not restarted for an edit of one unit
-    kube.apply(wanted(3, 3, 61))
+    kube.apply(desired(3, 3, 61))
     now_on(NEWER)  # nothing of before is in it
-    kube.apply(wanted(1, 3, 61))
+    kube.apply(desired(1, 3, 61))
     now_on(NEWER)  # a unit that has a Deployment of before, with the old image
-    kube.apply(wanted(2, 1, 60))
+    kube.apply(desired(2, 1, 60))
     now_on(old)  # as it was
 
 
@@ -281,8 +281,8 @@ def test_a_template_edited_by_hand_is_not_brought_back_by_a_rollback(kube: Kube,
 
 def test_what_a_deleted_pipeline_left_is_taken_up_by_its_successor(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
-    wanted = pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}})
-    kube.apply(wanted)
+    desired = pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}})
+    kube.apply(desired)
     first = kube.wait_ready("duo")["metadata"]["uid"]
     kinds = "deployments,configmaps,services,networkpolicies,poddisruptionbudgets,controllerrevisions"
     eventually(lambda: kube.names("controllerrevisions"), what="its history is recorded")
@@ -292,7 +292,7 @@ def test_what_a_deleted_pipeline_left_is_taken_up_by_its_successor(kube: Kube, o
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
     theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "owner"}}
     kube.apply(theirs)
-    kube.apply(wanted)
+    kube.apply(desired)
     second = kube.wait_ready("duo")["metadata"]["uid"]
     assert second != first
     for each in kube.all(kinds, LABELLED):

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator.changes import observed, troubles
-from omnipipeline_operator.changes.observed import Pod, Workload
-from omnipipeline_operator.changes.troubles import Trouble
+from omnipipeline_operator.changes import diagnostics, workloads
+from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_spec import crashes
 
 BEGAN, ENDED, AGAIN = "2026-01-01T00:00:00Z", "2026-01-01T00:00:20Z", "2026-01-01T00:00:30Z"
@@ -23,7 +23,7 @@ def pod(state: dict[str, Any], last: dict[str, Any] | None = None, *, unready_si
     container = {"name": "stage", "state": state, "lastState": {"terminated": last} if last else {}, **more}
     ready = {"type": "Ready", "status": "False", "reason": "ContainersNotReady", "lastTransitionTime": unready_since}
     status = {"containerStatuses": [container], "conditions": [ready]}
-    return observed.pod({"metadata": {"name": "p", "creationTimestamp": BEGAN}, "status": status})
+    return workloads.read_pod({"metadata": {"name": "p", "creationTimestamp": BEGAN}, "status": status})
 
 
 def phases(ended: dict[str, Any]) -> list[Pod]:
@@ -69,9 +69,9 @@ CONTAINERD = (
     ],
 )
 def test_a_crash_has_one_reason_and_message_in_all_its_phases(ended: dict[str, Any], reason: str, message: str) -> None:
-    seen = {(each.reason, each.message) for each in phases(ended)}
-    assert len(seen) == 1
-    [(found, said)] = seen
+    observed = {(each.reason, each.message) for each in phases(ended)}
+    assert len(observed) == 1
+    [(found, said)] = observed
     assert found == reason and message in said and said.startswith("container stage: ")
 
 
@@ -93,41 +93,49 @@ def test_a_container_that_has_been_ready_since_its_crash_is_no_crash() -> None:
 
 
 def test_a_container_that_outlives_its_crash_is_starting_again() -> None:
-    seen = pod({"running": {"startedAt": AGAIN}}, terminated())
-    again = observed.timestamp(AGAIN)
-    workload = Workload(unit="first", revision="r", name="d", uid="u", replicas=1, pods=(seen,))
+    observed = pod({"running": {"startedAt": AGAIN}}, terminated())
+    again = workloads.timestamp(AGAIN)
+    workload = Workload(unit="first", revision="r", name="d", uid="u", replicas=1, pods=(observed,))
 
-    def told(after_s: float) -> Trouble | None:
-        return troubles.of_workload(workload, startup_deadline_s=1800, now=again + after_s)
+    def told(after_s: float) -> Diagnostic | None:
+        return diagnostics.of_workload(workload, startup_deadline_s=1800, now=again + after_s)
 
     crashed = told(2 * LIFE_S)
     assert crashed is not None and crashed.reason == "CrashLoopBackOff"
-    assert told(max(observed.LEAST_LIFE_S, 2 * LIFE_S) + 1) is None
+    assert told(max(workloads.LEAST_LIFE_S, 2 * LIFE_S) + 1) is None
     late = told(1801)
     assert late is not None and late.reason == "StartupDeadlineExceeded"
 
 
 def test_a_pod_that_was_ready_long_ago_is_not_late_in_starting() -> None:
-    seen = pod({"running": {"startedAt": AGAIN}}, unready_since="2026-01-02T00:00:00Z")
-    workload = Workload(unit="first", revision="r", name="d", uid="u", replicas=1, pods=(seen,))
-    assert troubles.of_workload(workload, startup_deadline_s=60, now=observed.timestamp("2026-01-03T00:00:00Z")) is None
+    observed = pod({"running": {"startedAt": AGAIN}}, unready_since="2026-01-02T00:00:00Z")
+    workload = Workload(unit="first", revision="r", name="d", uid="u", replicas=1, pods=(observed,))
+    assert (
+        diagnostics.of_workload(workload, startup_deadline_s=60, now=workloads.timestamp("2026-01-03T00:00:00Z"))
+        is None
+    )
 
 
 def test_the_same_trouble_with_other_numbers_keeps_its_words() -> None:
-    def trouble(message: str, reason: str = "CrashLoopBackOff") -> Trouble:
-        return Trouble(unit="first", reason=reason, message=message)
+    def diagnostic(message: str, reason: str = "CrashLoopBackOff") -> Diagnostic:
+        return Diagnostic(unit="first", reason=reason, message=message)
 
     before = "401 for Request ID 1-67ab-9f at 0x7f10"
-    again = trouble("401 for Request ID 1-99cd-1a at 0x7abc")
-    assert troubles.steady(again, "CrashLoopBackOff", before).message == before
-    assert troubles.steady(again, "OOMKilled", before) == again
-    assert troubles.steady(trouble("403 denied"), "CrashLoopBackOff", "401 denied").message == "403 denied"
-    hung = trouble("no progress for 61 s", "StartupDeadlineExceeded")
-    assert troubles.steady(hung, "StartupDeadlineExceeded", "no progress for 60 s").message == "no progress for 60 s"
-    nodes = trouble("0/4 nodes", "Unschedulable")
-    assert troubles.steady(nodes, "Unschedulable", "0/3 nodes") == nodes, "how many is what one wants to know"
-    vague = trouble('pod p: container c: Back-off pulling image "x"', "ImagePullBackOff")
-    assert troubles.steady(vague, "ImagePullBackOff", "pod p: container c: not found").message.endswith("not found")
+    again = diagnostic("401 for Request ID 1-99cd-1a at 0x7abc")
+    assert diagnostics.stabilized(again, "CrashLoopBackOff", before).message == before
+    assert diagnostics.stabilized(again, "OOMKilled", before) == again
+    assert diagnostics.stabilized(diagnostic("403 denied"), "CrashLoopBackOff", "401 denied").message == "403 denied"
+    hung = diagnostic("no progress for 61 s", "StartupDeadlineExceeded")
+    assert (
+        diagnostics.stabilized(hung, "StartupDeadlineExceeded", "no progress for 60 s").message
+        == "no progress for 60 s"
+    )
+    nodes = diagnostic("0/4 nodes", "Unschedulable")
+    assert diagnostics.stabilized(nodes, "Unschedulable", "0/3 nodes") == nodes, "how many is what one wants to know"
+    vague = diagnostic('pod p: container c: Back-off pulling image "x"', "ImagePullBackOff")
+    assert diagnostics.stabilized(vague, "ImagePullBackOff", "pod p: container c: not found").message.endswith(
+        "not found"
+    )
 
 
 def test_a_refusal_names_no_attempt() -> None:
@@ -135,7 +143,7 @@ def test_a_refusal_names_no_attempt() -> None:
     said = set()
     for attempt in ("a1", "b2"):
         workload = Workload(unit="f", revision="r", name="duo", uid="u", replicas=1, refused=refused.format(attempt))
-        said.add(troubles.of_workload(workload, startup_deadline_s=60, now=0.0))
+        said.add(diagnostics.of_workload(workload, startup_deadline_s=60, now=0.0))
     assert said == {
-        Trouble(unit="f", reason="QuotaExceeded", message="duo: pods of it are forbidden: exceeded quota: few")
+        Diagnostic(unit="f", reason="QuotaExceeded", message="duo: pods of it are forbidden: exceeded quota: few")
     }

@@ -18,15 +18,15 @@ class OneLease:
     """What the API server keeps of one Lease; obeys the part of `Client` that `Lease` uses."""
 
     def __init__(self) -> None:
-        self.there: dict[str, Any] | None = None
+        self.live: dict[str, Any] | None = None
         self.version = 0
         self.asked: list[str] = []
 
     async def get(self, kind: Any, namespace: str, name: str) -> dict[str, Any]:
         self.asked.append("get")
-        if self.there is None:
+        if self.live is None:
             raise errors.NotFound("get", 404, "not found")
-        return self.there
+        return self.live
 
     async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self.asked.append("create")
@@ -34,16 +34,16 @@ class OneLease:
 
     async def replace(self, manifest: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         self.asked.append("replace")
-        if self.there is None:
+        if self.live is None:
             raise errors.NotFound("replace", 404, "not found")
-        if manifest["metadata"]["resourceVersion"] != self.there["metadata"]["resourceVersion"]:
+        if manifest["metadata"]["resourceVersion"] != self.live["metadata"]["resourceVersion"]:
             raise errors.Conflict("replace", 409, "the object has been modified")
         return self.write(manifest)
 
     def write(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self.version += 1
-        self.there = {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": str(self.version)}}
-        return self.there
+        self.live = {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": str(self.version)}}
+        return self.live
 
     async def renewed(self, times: int) -> None:
         async with asyncio.timeout(30):
@@ -74,10 +74,10 @@ async def test_a_renewal_is_one_write_and_no_read() -> None:
 
 async def test_a_lease_that_somebody_has_marked_or_removed_is_still_ours() -> None:
     server, lease, keeping = await held()
-    assert server.there is not None
-    server.write({**server.there, "metadata": {**server.there["metadata"], "labels": {"theirs": "1"}}})
+    assert server.live is not None
+    server.write({**server.live, "metadata": {**server.live["metadata"], "labels": {"theirs": "1"}}})
     await server.renewed(2)
-    server.there = None
+    server.live = None
     await server.renewed(2)
     assert not keeping.done() and lease.held
     await ended(keeping)
@@ -85,9 +85,9 @@ async def test_a_lease_that_somebody_has_marked_or_removed_is_still_ours() -> No
 
 async def test_a_lease_that_somebody_else_has_taken_ends_its_holder() -> None:
     server, lease, keeping = await held()
-    assert server.there is not None
-    server.write({**server.there, "spec": {**server.there["spec"], "holderIdentity": "somebody else"}})
+    assert server.live is not None
+    server.write({**server.live, "spec": {**server.live["spec"], "holderIdentity": "somebody else"}})
     with pytest.raises(LeaseLost):
         await asyncio.wait_for(keeping, 30)
     assert not lease.held
-    assert server.there["spec"]["holderIdentity"] == "somebody else"
+    assert server.live["spec"]["holderIdentity"] == "somebody else"

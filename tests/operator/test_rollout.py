@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import Held, World, goal, running
+from rollout_simulation import RolloutSimulation, SimulatedDeployment, goal, running
 
 from omnipipeline_operator.changes import rollout
 from omnipipeline_operator.changes.rollout import Goal
@@ -15,12 +15,12 @@ UNITS = ("a", "b", "c")
 OLD = {"a": "a1", "b": "b1", "c": "c1"}
 
 
-def spec_of(world: World, unit: str) -> dict[str, int]:
+def spec_of(world: RolloutSimulation, unit: str) -> dict[str, int]:
     return {rev: held.replicas for (name, rev), held in world.held.items() if name == unit}
 
 
 def test_a_new_pipeline_gets_all_its_replicas_at_once() -> None:
-    world = World()
+    world = RolloutSimulation()
     world.act(goal({"a": "a1", "b": "b1"}, {"a": 3, "b": 1}))
     assert {key: held.replicas for key, held in world.held.items()} == {
         ("a", "a1"): 3,
@@ -31,27 +31,27 @@ def test_a_new_pipeline_gets_all_its_replicas_at_once() -> None:
 
 def test_old_pods_stay_until_new_ones_are_ready_and_then_go_one_for_one() -> None:
     world = running({"a": "a1", "b": "b1"}, {"a": 2, "b": 1})
-    wanted = goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1})
-    world.act(wanted)
+    desired = goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1})
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 2, "a2": 1}
     world.start(("a", "a2"))
-    world.act(wanted)
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 1, "a2": 2}
     world.start(("a", "a2"))
-    world.act(wanted)
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 0, "a2": 2}
     assert spec_of(world, "b") == {"b1": 1}
 
 
 def test_no_old_pod_goes_before_every_changing_unit_has_its_share_of_new_ones() -> None:
     world = running(OLD, {"a": 2, "b": 1, "c": 1})
-    wanted = goal({"a": "a2", "b": "b2", "c": "c1"}, {"a": 2, "b": 1, "c": 1})
-    world.act(wanted)
+    desired = goal({"a": "a2", "b": "b2", "c": "c1"}, {"a": 2, "b": 1, "c": 1})
+    world.act(desired)
     world.start(("a", "a2"))
-    world.act(wanted)
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 2, "a2": 1}
     world.start(("b", "b2"))
-    world.act(wanted)
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 1, "a2": 2}
     assert spec_of(world, "b") == {"b1": 1, "b2": 1}
 
@@ -66,7 +66,7 @@ def test_a_revision_that_is_never_ready_leaves_the_old_one_whole_and_scalable() 
 
 
 def test_what_never_served_makes_way_at_once_for_its_correction() -> None:
-    world = World(broken={("a", "a1")})
+    world = RolloutSimulation(broken={("a", "a1")})
     world.act(goal({"a": "a1"}, {"a": 1}))
     world.act(goal({"a": "a2"}, {"a": 1}))
     assert spec_of(world, "a") == {"a1": 0, "a2": 1}
@@ -86,26 +86,26 @@ def test_going_back_in_mid_roll_keeps_the_pods_that_are_still_there() -> None:
 
 def test_regrouped_units_go_only_when_all_new_ones_are_ready() -> None:
     world = running({"a": "a1", "b": "b1"}, {"a": 1, "b": 1})
-    wanted = goal({"ab": "x1"}, {"ab": 2})
-    world.act(wanted)
+    desired = goal({"ab": "x1"}, {"ab": 2})
+    world.act(desired)
     world.start(("ab", "x1"))
-    world.act(wanted)
+    world.act(desired)
     assert (spec_of(world, "a"), spec_of(world, "b"), spec_of(world, "ab")) == ({"a1": 1}, {"b1": 1}, {"x1": 2})
     world.start(("ab", "x1"))
-    world.act(wanted)
+    world.act(desired)
     assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 0}, {"b1": 0})
 
 
 def test_recreate_starts_nothing_before_the_last_old_pod_has_gone() -> None:
     world = running({"a": "a1", "b": "b1"}, {"a": 2, "b": 1})
-    wanted = goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1}, strategy="Recreate")
-    world.act(wanted)
+    desired = goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1}, strategy="Recreate")
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 0, "a2": 0}
     world.finish(("a", "a1"))
-    world.act(wanted)
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 0, "a2": 0}
     world.finish(("a", "a1"))
-    world.act(wanted)
+    world.act(desired)
     assert spec_of(world, "a") == {"a1": 0, "a2": 2}
     assert spec_of(world, "b") == {"b1": 1}
 
@@ -144,28 +144,28 @@ def test_suspending_in_mid_roll_takes_old_and_new_and_what_was_never_there_begin
 
 def test_of_several_old_revisions_the_one_that_served_last_stays_longest() -> None:
     world = running({"a": "a1"}, {"a": 2})
-    world.held["a", "a2"] = Held(replicas=2, ready=2, born=world.time + 1)  # complete, and never served
-    world.held["a", "a3"] = Held(replicas=1, ready=1, born=world.time + 2)
+    world.held["a", "a2"] = SimulatedDeployment(replicas=2, ready=2, born=world.time + 1)  # complete, and never served
+    world.held["a", "a3"] = SimulatedDeployment(replicas=1, ready=1, born=world.time + 2)
     world.act(goal({"a": "a3"}, {"a": 2}))
     assert spec_of(world, "a") == {"a1": 1, "a2": 0, "a3": 2}
 
 
 def test_old_deployments_beyond_the_history_go_oldest_first() -> None:
-    world = World(serving={"a": "a9"})
+    world = RolloutSimulation(serving={"a": "a9"})
     for age in range(5):
-        world.held["a", f"a{age}"] = Held(born=age)
-    world.held["a", "a9"] = Held(replicas=1, ready=1, born=9)
+        world.held["a", f"a{age}"] = SimulatedDeployment(born=age)
+    world.held["a", "a9"] = SimulatedDeployment(replicas=1, ready=1, born=9)
     made = world.act(goal({"a": "a9"}, {"a": 1}, history=2))
     assert sorted(each.revision for each in made.retired) == ["a0", "a1", "a2"]
 
 
 def test_the_coordinator_rolls_beside_the_old_one() -> None:
     world = running({"a": "a1"}, {"a": 1})
-    wanted = Goal(units=goal({"a": "a1"}, {"a": 1}).units, coordinator=rollout.Wanted(revision="c2", replicas=1))
-    world.act(wanted)
+    desired = Goal(units=goal({"a": "a1"}, {"a": 1}).units, coordinator=rollout.DesiredUnit(revision="c2", replicas=1))
+    world.act(desired)
     assert spec_of(world, COORDINATOR) == {"c": 1, "c2": 1}
     world.start((COORDINATOR, "c2"))
-    world.act(wanted)
+    world.act(desired)
     assert spec_of(world, COORDINATOR) == {"c": 0, "c2": 1}
 
 
@@ -177,9 +177,9 @@ def test_a_pipeline_revision_stays_in_the_list_while_all_its_units_have_pods() -
 
     world = running({"a": "a1", "b": "b1"}, {"a": 1, "b": 1})
     first, second, third = entry("1", a="a1", b="b1"), entry("2", a="a2", b="b1"), entry("3", a="a3", b="b1")
-    world.held["a", "a2"] = Held()
-    assert rollout.entries(third, (first, second), world.seen()) == (first, third)
-    assert rollout.entries(first, (first, second, third), world.seen()) == (first,)
+    world.held["a", "a2"] = SimulatedDeployment()
+    assert rollout.entries(third, (first, second), world.observed()) == (first, third)
+    assert rollout.entries(first, (first, second, third), world.observed()) == (first,)
 
 
 # --- anything ---------------------------------------------------------------------------------------------------
@@ -189,10 +189,14 @@ revisions = st.fixed_dictionaries({unit: st.integers(1, 3).map(lambda n, u=unit:
 keys = st.tuples(st.sampled_from(UNITS), st.integers(1, 3)).map(lambda pair: (pair[0], f"{pair[0]}{pair[1]}"))
 happenings = st.lists(st.tuples(st.sampled_from(["start", "finish", "act"]), keys), max_size=60)
 held = st.builds(
-    Held, replicas=st.integers(0, 4), starting=st.integers(0, 3), ready=st.integers(0, 3), leaving=st.integers(0, 2)
+    SimulatedDeployment,
+    replicas=st.integers(0, 4),
+    starting=st.integers(0, 3),
+    ready=st.integers(0, 3),
+    leaving=st.integers(0, 2),
 )
 worlds = st.builds(
-    World,
+    RolloutSimulation,
     held=st.dictionaries(keys, held, max_size=9),
     serving=st.one_of(st.just({}), revisions),
 )
@@ -201,13 +205,13 @@ worlds = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(worlds, revisions, counts, st.integers(1, 3), st.sampled_from(["Coherent", "Recreate"]))
 def test_from_any_state_the_goal_is_reached_and_then_nothing_changes(
-    world: World, wanted: dict[str, str], replicas: dict[str, int], surge: int, strategy: str
+    world: RolloutSimulation, desired: dict[str, str], replicas: dict[str, int], surge: int, strategy: str
 ) -> None:
     world.settle()
-    asked = goal(wanted, replicas, max_surge=surge, strategy=strategy)
+    asked = goal(desired, replicas, max_surge=surge, strategy=strategy)
     world.run(asked)
     for unit in UNITS:
-        assert {rev: n for rev, n in spec_of(world, unit).items() if n} == {wanted[unit]: replicas[unit]}
+        assert {rev: n for rev, n in spec_of(world, unit).items() if n} == {desired[unit]: replicas[unit]}
     before = {key: each.replicas for key, each in world.held.items()}
     again = world.act(asked)
     assert dict(again.replicas) == before
@@ -218,14 +222,14 @@ def test_from_any_state_the_goal_is_reached_and_then_nothing_changes(
 @given(counts, revisions, st.integers(1, 3), happenings, st.sets(keys))
 def test_a_roll_is_never_below_capacity_and_never_above_its_surge(
     replicas: dict[str, int],
-    wanted: dict[str, str],
+    desired: dict[str, str],
     surge: int,
     events: list[tuple[str, tuple[str, str]]],
     broken: set[tuple[str, str]],
 ) -> None:
     world = running(OLD, replicas)
     world.broken = broken - set(OLD.items())
-    asked = goal(wanted, replicas, max_surge=surge)
+    asked = goal(desired, replicas, max_surge=surge)
     for what, key in events:
         if what == "act":
             world.act(asked)
@@ -234,7 +238,7 @@ def test_a_roll_is_never_below_capacity_and_never_above_its_surge(
         for unit in UNITS:
             assert world.ready(unit) >= replicas[unit]
             assert world.asked(unit) <= replicas[unit] + surge
-        complete = [min(world.ready(unit, one[unit]) for unit in UNITS) for one in (OLD, wanted)]
+        complete = [min(world.ready(unit, one[unit]) for unit in UNITS) for one in (OLD, desired)]
         assert max(complete) >= 1, "no revision has a complete set"
 
 

@@ -40,9 +40,9 @@ def test_a_delay_goes_from_an_edit_to_the_end_of_the_first_write_of_that_pipelin
     ]
     with log.open("a") as file:
         file.write("\n".join(lines) + '\n{"verb": "a line that is still being wri')
-    seen = audit.new()
-    assert len(seen) == len(lines)
-    assert operator_size.delays(seen) == [5.0]
+    observed = audit.new()
+    assert len(observed) == len(lines)
+    assert operator_size.delays(observed) == [5.0]
     assert audit.new() == []
 
 

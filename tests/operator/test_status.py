@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_operator.changes import conditions, observed, rollout, status, troubles
-from omnipipeline_operator.changes.observed import Pod, Workload
-from omnipipeline_operator.changes.rollout import Goal, Wanted
+from omnipipeline_operator.changes import conditions, diagnostics, rollout, status, workloads
+from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
 from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
+from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.plan import PipelinePlan
@@ -57,19 +57,19 @@ def coordinator(*pods: Pod) -> Workload:
     return workload(COORDINATOR, PLAN.coordinator.revision, *pods)
 
 
-def facts(*seen: Workload, **more: Any) -> Facts:
+def facts(*observed: Workload, **more: Any) -> Facts:
     goal_more = {name: more.pop(name) for name in ("suspended", "paused", "strategy") if name in more}
     goal = Goal(
-        units={unit.name: Wanted(revision=unit.revision, replicas=1) for unit in PLAN.units},
-        coordinator=Wanted(revision=PLAN.coordinator.revision, replicas=1),
+        units={unit.name: DesiredUnit(revision=unit.revision, replicas=1) for unit in PLAN.units},
+        coordinator=DesiredUnit(revision=PLAN.coordinator.revision, replicas=1),
         **goal_more,
     )
     return Facts(
         plan=PLAN,
         goal=goal,
-        decision=rollout.decide(goal, seen, {}),
-        seen=seen,
-        entries=rollout.entries(PLAN.current, [OLD.current], seen),
+        decision=rollout.decide(goal, observed, {}),
+        observed=observed,
+        entries=rollout.entries(PLAN.current, [OLD.current], observed),
         exposure=Exposure(url="http://duo.space.svc:8000"),
         **more,
     )
@@ -125,8 +125,8 @@ def test_with_only_the_old_revision_ready_requests_are_answered_but_it_is_not_re
 
 def test_halves_of_two_revisions_make_no_whole() -> None:
     new, old = all_of(PLAN), all_of(OLD)
-    seen = (workload("first", new[0].revision, READY), workload("last", old[1].revision, READY), coordinator(READY))
-    assert said(facts(*seen))["Available"][0] == "False"
+    observed = (workload("first", new[0].revision, READY), workload("last", old[1].revision, READY), coordinator(READY))
+    assert said(facts(*observed))["Available"][0] == "False"
 
 
 def test_a_new_revision_is_not_ready_while_old_pods_still_take_requests() -> None:
@@ -157,14 +157,14 @@ def test_a_pod_that_loads_for_too_long_is_told() -> None:
 
 def test_a_roll_without_room_says_so_and_recreate_does_not_complain() -> None:
     unplaced = pod("new", reason="Unschedulable", message="0/3 nodes: Insufficient nvidia.com/gpu", unschedulable=True)
-    seen = (*all_of(PLAN, unplaced), *all_of(OLD, READY), coordinator(READY))
-    assert said(facts(*seen))["Progressing"] == ("False", "InsufficientCapacity")
-    assert said(facts(*seen, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
+    observed = (*all_of(PLAN, unplaced), *all_of(OLD, READY), coordinator(READY))
+    assert said(facts(*observed))["Progressing"] == ("False", "InsufficientCapacity")
+    assert said(facts(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
 
 
 def test_no_progress_for_too_long_is_told_and_the_old_revision_goes_on() -> None:
-    seen = (*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
-    found = said(facts(*seen, progress_deadline_s=15.0))
+    observed = (*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
+    found = said(facts(*observed, progress_deadline_s=15.0))
     assert found["Progressing"] == ("False", "ProgressDeadlineExceeded")
     assert found["Available"] == ("True", "Serving")
 
@@ -230,8 +230,8 @@ def test_a_crash_is_told_by_the_last_line_that_the_container_said() -> None:
             ],
         },
     }
-    seen = observed.pod(manifest)
-    assert (seen.reason, seen.message, seen.restarts) == (
+    observed = workloads.read_pod(manifest)
+    assert (observed.reason, observed.message, observed.restarts) == (
         "CrashLoopBackOff",
         "container stage: ValueError: no weights",
         3,
@@ -242,16 +242,16 @@ def test_a_container_that_was_killed_for_memory_says_so_while_it_waits_to_be_sta
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}}
     ended = {"lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137, "message": "loading"}}}
     container = {"name": "stage", **waiting, **ended}
-    seen = observed.pod({"metadata": {"name": "p"}, "status": {"containerStatuses": [container]}})
-    assert seen.reason == "OOMKilled" and "resources.limits.memory" in seen.message
+    observed = workloads.read_pod({"metadata": {"name": "p"}, "status": {"containerStatuses": [container]}})
+    assert observed.reason == "OOMKilled" and "resources.limits.memory" in observed.message
 
 
 def test_a_pod_whose_node_has_gone_silent_says_which() -> None:
     conditions = [{"type": "ContainersReady", "status": "True"}, {"type": "Ready", "status": "False"}]
     manifest = {"metadata": {"name": "p"}, "spec": {"nodeName": "n7"}, "status": {"conditions": conditions}}
-    assert (observed.pod(manifest).reason, "n7" in observed.pod(manifest).message) == ("NodeLost", True)
+    assert (workloads.read_pod(manifest).reason, "n7" in workloads.read_pod(manifest).message) == ("NodeLost", True)
     conditions[1] |= {"reason": "ReadinessGatesNotReady"}
-    assert observed.pod(manifest).reason is None
+    assert workloads.read_pod(manifest).reason is None
 
 
 def test_units_that_wait_for_their_model_say_what_of_it() -> None:
@@ -259,7 +259,7 @@ def test_units_that_wait_for_their_model_say_what_of_it() -> None:
     broken = pod("f0", over=True, reason="Error", message="container prefetch: no such model")
 
     def told(*pods: Pod, gave_up: bool = False) -> tuple[str, str]:
-        fetching = troubles.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)
+        fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)
         _, found = status.summarise(facts(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
         [ready] = [each for each in found if each.type == "Ready"]
         return ready.reason, ready.message

@@ -71,7 +71,7 @@ def test_what_was_not_found_is_gone_for_good() -> None:
 
 
 def test_deletions_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_of, "GONE_KEPT", 3)
+    monkeypatch.setattr(store_of, "MAX_DELETIONS", 3)
     store = Store()
     for number in range(10):
         store.put(service(5, uid=f"s{number}"))
@@ -91,11 +91,11 @@ def test_a_child_that_is_relabelled_concerns_the_pipeline_that_lost_it_too() -> 
     """A watch by label tells of no deletion: the child still bears the label, with another value."""
     store, other = Store(), ("space", "other")
     store.put(service(5))
-    before = store.stirred(KEY)
+    before = store.changes(KEY)
     relabelled = service(6)
     relabelled["metadata"]["labels"] = {"omnipipeline.dev/pipeline": "other"}
     assert store.put(relabelled) == {KEY, other}
-    assert store.stirred(KEY) > before
+    assert store.changes(KEY) > before
     assert store.child(KEY, SERVICE, "demo") is None
     assert store.drop(service(7)) == {KEY, other}, "the deletion bears the label of before"
 
@@ -127,7 +127,7 @@ def test_the_echo_of_our_own_write_wakes_nobody() -> None:
 
 def test_changes_of_children_and_of_the_spec_are_counted_and_those_of_the_status_are_not() -> None:
     store = Store()
-    seen = [store.stirred(KEY)]
+    observed = [store.changes(KEY)]
     for manifest in (
         pipeline(3),
         pipeline(4, status={"ready": True}),
@@ -137,18 +137,18 @@ def test_changes_of_children_and_of_the_spec_are_counted_and_those_of_the_status
         service(7),
     ):
         store.put(manifest)
-        seen.append(store.stirred(KEY))
-    assert seen == [0, 1, 1, 2, 3, 3, 4]
+        observed.append(store.changes(KEY))
+    assert observed == [0, 1, 1, 2, 3, 3, 4]
 
 
 def test_an_edit_that_came_in_with_the_answer_to_a_write_of_ours_is_counted() -> None:
     """Its event finds the store ahead of it: without the count nobody would look."""
     store = Store()
     store.put(pipeline(3))
-    before = store.stirred(KEY)
+    before = store.changes(KEY)
     store.put(pipeline(9, generation=2, status={"observedGeneration": 1}))
     assert store.put(pipeline(8, generation=2)) == set()
-    assert store.stirred(KEY) > before
+    assert store.changes(KEY) > before
 
 
 def test_what_nobody_reads_is_not_kept() -> None:
@@ -209,14 +209,14 @@ def test_a_pipeline_is_known_by_its_own_name() -> None:
 
 
 def test_a_child_is_as_wanted_whatever_others_added_to_it() -> None:
-    wanted = {"metadata": {"labels": {"a": "1"}}, "spec": {"ports": [{"port": 80}], "type": "ClusterIP"}}
-    there = {
+    desired = {"metadata": {"labels": {"a": "1"}}, "spec": {"ports": [{"port": 80}], "type": "ClusterIP"}}
+    live = {
         "metadata": {"labels": {"a": "1", "theirs": "x"}, "uid": "u"},
         "spec": {"ports": [{"port": 80, "nodePort": 30000}], "type": "ClusterIP", "clusterIP": "10.0.0.1"},
     }
-    assert comparing.is_as_wanted(wanted, there)
+    assert comparing.matches(desired, live)
     for path, value in (("ports", [{"port": 81}]), ("ports", [{"port": 80}, {"port": 81}]), ("type", "NodePort")):
-        assert not comparing.is_as_wanted(wanted, {**there, "spec": {**there["spec"], path: value}})  # type: ignore[dict-item]
+        assert not comparing.matches(desired, {**live, "spec": {**live["spec"], path: value}})  # type: ignore[dict-item]
 
 
 def test_the_stamp_changes_with_anything_that_is_wanted() -> None:
@@ -235,4 +235,4 @@ def test_an_object_is_ours_by_uid_and_not_by_name() -> None:
     before["metadata"]["ownerReferences"] = [{**OWNER.reference(), "uid": "an earlier one"}]
     assert not comparing.is_ours(before, OWNER)
     assert comparing.belongs_to_predecessor(before, OWNER)
-    assert comparing.holder(service(1), OWNER) == "nobody we know: it has no owner"
+    assert comparing.foreign_owner(service(1), OWNER) == "nobody we know: it has no owner"

@@ -23,18 +23,18 @@ def stamped(manifest: Manifest) -> Manifest:
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
-def is_as_wanted(wanted: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+def matches(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
     """Whether all that we want is in what is there; what others or the API server added does not matter."""
-    return _covers(there, wanted)
+    return _covers(live, desired)
 
 
-def is_ours(there: Mapping[str, Any], owner: Owner) -> bool:
-    return holder(there, owner) is None
+def is_ours(live: Mapping[str, Any], owner: Owner) -> bool:
+    return foreign_owner(live, owner) is None
 
 
-def holder(there: Mapping[str, Any], owner: Owner) -> str | None:
+def foreign_owner(live: Mapping[str, Any], owner: Owner) -> str | None:
     """Whose an object is, for people; None: ours."""
-    references = there["metadata"].get("ownerReferences", ())
+    references = live["metadata"].get("ownerReferences", ())
     if any(reference.get("uid") == owner.uid for reference in references):
         return None
     for reference in references:
@@ -43,11 +43,11 @@ def holder(there: Mapping[str, Any], owner: Owner) -> str | None:
     return "nobody we know: it has no owner"
 
 
-def belongs_to_predecessor(there: Mapping[str, Any], owner: Owner) -> bool:
+def belongs_to_predecessor(live: Mapping[str, Any], owner: Owner) -> bool:
     """Of an OmniPipeline of the same name and another uid: the garbage collector is about to remove it."""
     return any(
         reference.get("kind") == "OmniPipeline" and reference.get("name") == owner.name
-        for reference in there["metadata"].get("ownerReferences", ())
+        for reference in live["metadata"].get("ownerReferences", ())
     )
 
 
@@ -55,12 +55,12 @@ def belongs_to_predecessor(there: Mapping[str, Any], owner: Owner) -> bool:
 OWN_LABELS: Final = frozenset(naming.labels("pipeline", "unit", "revision"))
 
 
-def is_orphan(there: Mapping[str, Any], owner: Owner) -> bool:
+def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
     """Whether an object without any owner was made for a pipeline of this name: all marks of ours say so.
 
     Its name, all our labels, and what only this operator writes: a stamp, a selector, an immutable plan.
     """
-    metadata = there["metadata"]
+    metadata = live["metadata"]
     if metadata.get("ownerReferences") or "deletionTimestamp" in metadata:
         return False
     labels, name, pipeline = metadata.get("labels", {}), str(metadata["name"]), owner.name
@@ -68,14 +68,14 @@ def is_orphan(there: Mapping[str, Any], owner: Owner) -> bool:
     if not _covers(labels, naming.labels(pipeline, unit, revision)):
         return False
     stamped = naming.APPLIED in metadata.get("annotations", {})
-    match there["kind"]:
+    match live["kind"]:
         case "Deployment" if unit and revision:
-            selector: Mapping[str, str] = there["spec"]["selector"].get("matchLabels", {})
+            selector: Mapping[str, str] = live["spec"]["selector"].get("matchLabels", {})
             return selector == naming.selector(pipeline, unit, revision) and name == naming.unit(
                 pipeline, unit, revision
             )
         case "ConfigMap" if unit and revision:
-            return bool(there.get("immutable")) and name == naming.plan(pipeline, unit, revision)
+            return bool(live.get("immutable")) and name == naming.plan(pipeline, unit, revision)
         case "ConfigMap":
             return stamped and name == naming.revisions(pipeline)
         case "Service":
@@ -91,10 +91,10 @@ def is_orphan(there: Mapping[str, Any], owner: Owner) -> bool:
     return False
 
 
-def _covers(there: Any, wanted: Any) -> bool:
-    if isinstance(wanted, Mapping):
-        return isinstance(there, Mapping) and all(_covers(there.get(key), value) for key, value in wanted.items())
-    if isinstance(wanted, list | tuple):
-        same_length = isinstance(there, list) and len(there) == len(wanted)
-        return same_length and all(_covers(one, other) for one, other in zip(there, wanted, strict=True))
-    return bool(there == wanted)
+def _covers(live: Any, desired: Any) -> bool:
+    if isinstance(desired, Mapping):
+        return isinstance(live, Mapping) and all(_covers(live.get(key), value) for key, value in desired.items())
+    if isinstance(desired, list | tuple):
+        same_length = isinstance(live, list) and len(live) == len(desired)
+        return same_length and all(_covers(one, other) for one, other in zip(live, desired, strict=True))
+    return bool(live == desired)

@@ -13,9 +13,9 @@ import msgspec
 
 MAX_MESSAGE: Final = 8192  # of the CRD's 32768: an Event and a terminal have to hold it too
 #: The definition's default: no operator has looked at this pipeline.
-UNSEEN: Final = "NoOperatorYet"
+NOT_RECONCILED: Final = "NoOperatorYet"
 #: Changes of these are told as Events; the others follow from them.
-TOLD: Final = ("Accepted", "Available", "Ready", "Progressing", "Suspended")
+WITH_EVENTS: Final = ("Accepted", "Available", "Ready", "Progressing", "Suspended")
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,13 +34,13 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     warning: bool
 
 
-def seen(status: Mapping[str, Any]) -> Mapping[str, Any]:
+def reported(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """A status that an operator has written; what the definition gives to a pipeline that none has seen is none."""
     conditions = status.get("conditions", ())
-    return {} if conditions and all(each.get("reason") == UNSEEN for each in conditions) else status
+    return {} if conditions and all(each.get("reason") == NOT_RECONCILED for each in conditions) else status
 
 
-def say(type: str, holds: bool | None, reason: str, message: str = "") -> Condition:
+def condition(type: str, holds: bool | None, reason: str, message: str = "") -> Condition:
     """A condition; None: unknown."""
     status = "Unknown" if holds is None else str(holds)
     return Condition(type=type, status=status, reason=reason, message=message[:MAX_MESSAGE])
@@ -70,7 +70,9 @@ def transitions(conditions: Sequence[Condition], before: Sequence[Mapping[str, A
     found = []
     for each in conditions:
         was = known.get(each.type)
-        if each.type not in TOLD or (was is not None and (was["status"], was["reason"]) == (each.status, each.reason)):
+        if each.type not in WITH_EVENTS or (
+            was is not None and (was["status"], was["reason"]) == (each.status, each.reason)
+        ):
             continue
         bad = is_bad(each)
         if was is None and not (bad and each.type in ("Accepted", "Progressing")):

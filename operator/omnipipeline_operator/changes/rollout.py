@@ -19,14 +19,14 @@ from typing import Literal
 
 import msgspec
 
-from omnipipeline_operator.changes.observed import Workload
+from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec.plan import PipelineRevision
 
 Key = tuple[str, str]  # unit, its revision
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class DesiredUnit(msgspec.Struct, frozen=True, kw_only=True):
     """What the spec asks of one unit."""
 
     revision: str
@@ -36,8 +36,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """What the spec asks for."""
 
-    units: Mapping[str, Wanted]  #: Without the coordinator.
-    coordinator: Wanted
+    units: Mapping[str, DesiredUnit]  #: Without the coordinator.
+    coordinator: DesiredUnit
     strategy: Literal["Coherent", "Recreate"] = "Coherent"
     max_surge: int = 1
     paused: bool = False
@@ -54,27 +54,27 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     complete: Fraction  #: Share of the new revision that is ready; 1 when nothing changes.
 
 
-def decide(goal: Goal, seen: Sequence[Workload], serving: Mapping[str, str]) -> Decision:
+def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str]) -> Decision:
     """The next replicas of everything.
 
     seen:    all Deployments of the pipeline, the coordinator's too.
     serving: unit -> unit revision of the pipeline revision that served last; empty when none ever did.
     """
-    of_units = [each for each in seen if each.unit != COORDINATOR]
-    of_coordinator = [each for each in seen if each.unit == COORDINATOR]
-    wanted = {COORDINATOR: goal.coordinator}
+    of_units = [each for each in observed if each.unit != COORDINATOR]
+    of_coordinator = [each for each in observed if each.unit == COORDINATOR]
+    desired = {COORDINATOR: goal.coordinator}
     if goal.suspended:
-        replicas = {(each.unit, each.revision): 0 for each in seen}
-        replicas |= {(unit, each.revision): 0 for unit, each in {**goal.units, **wanted}.items()}
+        replicas = {(each.unit, each.revision): 0 for each in observed}
+        replicas |= {(unit, each.revision): 0 for unit, each in {**goal.units, **desired}.items()}
         complete = Fraction(1)
     else:
         before = {each.unit: each.revision for each in of_coordinator if each.ready}
-        replicas = _coherent(wanted, of_coordinator, before, surge=1).replicas
+        replicas = _coherent(desired, of_coordinator, before, surge=1).replicas
         step = _step(goal, of_units, serving)
         replicas |= step.replicas
         complete = step.complete
-    current = {(unit, each.revision) for unit, each in {**goal.units, **wanted}.items()}
-    lingering = [each for each in seen if (each.unit, each.revision) not in current]
+    current = {(unit, each.revision) for unit, each in {**goal.units, **desired}.items()}
+    lingering = [each for each in observed if (each.unit, each.revision) not in current]
     return Decision(
         replicas=replicas,
         retired=_retired(lingering, goal.history),
@@ -84,10 +84,10 @@ def decide(goal: Goal, seen: Sequence[Workload], serving: Mapping[str, str]) -> 
 
 
 def entries(
-    goal: PipelineRevision, known: Sequence[PipelineRevision], seen: Sequence[Workload]
+    goal: PipelineRevision, known: Sequence[PipelineRevision], observed: Sequence[Workload]
 ) -> tuple[PipelineRevision, ...]:
     """The pipeline revisions that may be served, the goal's last; of the others those that still have their pods."""
-    alive = {(each.unit, each.revision) for each in seen if each.replicas or each.present}
+    alive = {(each.unit, each.revision) for each in observed if each.replicas or each.present}
     kept = [one for one in known if one.revision != goal.revision and alive.issuperset(one.units.items())]
     return (*kept, goal)
 
@@ -97,59 +97,59 @@ class _Step(msgspec.Struct, frozen=True, kw_only=True):
     complete: Fraction
 
 
-def _step(goal: Goal, seen: Sequence[Workload], serving: Mapping[str, str]) -> _Step:
-    if goal.paused and any(_old(goal.units, seen)):
-        return _held(goal.units, seen)
+def _step(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str]) -> _Step:
+    if goal.paused and any(_old(goal.units, observed)):
+        return _held(goal.units, observed)
     if goal.strategy == "Recreate":
-        return _recreate(goal.units, seen)
-    return _coherent(goal.units, seen, serving, surge=goal.max_surge)
+        return _recreate(goal.units, observed)
+    return _coherent(goal.units, observed, serving, surge=goal.max_surge)
 
 
-def _old(wanted: Mapping[str, Wanted], seen: Iterable[Workload]) -> list[Workload]:
+def _old(desired: Mapping[str, DesiredUnit], observed: Iterable[Workload]) -> list[Workload]:
     """Deployments of other revisions that are still asked for pods."""
-    return [each for each in seen if each.replicas and _revision(wanted, each.unit) != each.revision]
+    return [each for each in observed if each.replicas and _revision(desired, each.unit) != each.revision]
 
 
-def _revision(wanted: Mapping[str, Wanted], unit: str) -> str | None:
-    return wanted[unit].revision if unit in wanted else None
+def _revision(desired: Mapping[str, DesiredUnit], unit: str) -> str | None:
+    return desired[unit].revision if unit in desired else None
 
 
-def _held(wanted: Mapping[str, Wanted], seen: Sequence[Workload]) -> _Step:
+def _held(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
     """Where the roll is, it stays; a unit that does not take part may still be scaled."""
-    rolling = {each.unit for each in _old(wanted, seen)}
-    replicas = {(each.unit, each.revision): each.replicas for each in seen}
-    for unit, one in wanted.items():
+    rolling = {each.unit for each in _old(desired, observed)}
+    replicas = {(each.unit, each.revision): each.replicas for each in observed}
+    for unit, one in desired.items():
         if unit not in rolling and (unit, one.revision) in replicas:
             replicas[unit, one.revision] = one.replicas
-    return _Step(replicas=replicas, complete=_completeness(wanted, rolling, seen))
+    return _Step(replicas=replicas, complete=_completeness(desired, rolling, observed))
 
 
-def _recreate(wanted: Mapping[str, Wanted], seen: Sequence[Workload]) -> _Step:
+def _recreate(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
     """Nothing new before the last old pod, those that drain included, has let go of its GPU."""
-    leaving = [each for each in seen if each.present and _revision(wanted, each.unit) != each.revision]
-    leaving += _old(wanted, seen)
-    replicas = {(each.unit, each.revision): 0 for each in seen}
-    existing = {(each.unit, each.revision): each for each in seen}
+    leaving = [each for each in observed if each.present and _revision(desired, each.unit) != each.revision]
+    leaving += _old(desired, observed)
+    replicas = {(each.unit, each.revision): 0 for each in observed}
+    existing = {(each.unit, each.revision): each for each in observed}
     left = {each.unit for each in leaving}
-    removed = left - set(wanted)
-    for unit, one in wanted.items():
+    removed = left - set(desired)
+    for unit, one in desired.items():
         here = existing.get((unit, one.revision))
         # A unit of its own revision has let go of nothing; one that is new waits for those that were regrouped.
         waits = unit in left or (bool(removed) and (here is None or not here.replicas))
         replicas[unit, one.revision] = 0 if waits else one.replicas
-    return _Step(replicas=replicas, complete=_completeness(wanted, left & set(wanted), seen))
+    return _Step(replicas=replicas, complete=_completeness(desired, left & set(desired), observed))
 
 
 def _coherent(
-    wanted: Mapping[str, Wanted], seen: Sequence[Workload], serving: Mapping[str, str], *, surge: int
+    desired: Mapping[str, DesiredUnit], observed: Sequence[Workload], serving: Mapping[str, str], *, surge: int
 ) -> _Step:
-    old = _old(wanted, seen)
-    changing = {unit for unit, one in wanted.items() if serving.get(unit) != one.revision}
-    changing |= {each.unit for each in old if each.unit in wanted}
-    complete = _completeness(wanted, changing, seen) if old else Fraction(1)
-    existing = {(each.unit, each.revision): each.replicas for each in seen}
+    old = _old(desired, observed)
+    changing = {unit for unit, one in desired.items() if serving.get(unit) != one.revision}
+    changing |= {each.unit for each in old if each.unit in desired}
+    complete = _completeness(desired, changing, observed) if old else Fraction(1)
+    existing = {(each.unit, each.revision): each.replicas for each in observed}
     replicas = dict.fromkeys(existing, 0)
-    for unit, one in wanted.items():
+    for unit, one in desired.items():
         stays = ceil(one.replicas * (1 - complete))
         room = one.replicas + surge - existing.get((unit, one.revision), 0)
         kept = _keep([each for each in old if each.unit == unit], serving, stays, room if complete == 0 else 0)
@@ -157,15 +157,17 @@ def _coherent(
         made = existing.get((unit, one.revision), 0)
         replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - sum(kept.values())))
     for each in old:
-        if each.unit not in wanted and complete < 1:  # regrouped away: there is no share to take, it stays whole
+        if each.unit not in desired and complete < 1:  # regrouped away: there is no share to take, it stays whole
             was_serving = serving.get(each.unit) == each.revision
             replicas[each.unit, each.revision] = each.replicas if was_serving else min(each.replicas, each.ready)
     return _Step(replicas=replicas, complete=complete)
 
 
-def _completeness(wanted: Mapping[str, Wanted], changing: Iterable[str], seen: Sequence[Workload]) -> Fraction:
-    ready = {(each.unit, each.revision): each.ready for each in seen}
-    shares = (Fraction(ready.get((unit, wanted[unit].revision), 0), wanted[unit].replicas) for unit in changing)
+def _completeness(
+    desired: Mapping[str, DesiredUnit], changing: Iterable[str], observed: Sequence[Workload]
+) -> Fraction:
+    ready = {(each.unit, each.revision): each.ready for each in observed}
+    shares = (Fraction(ready.get((unit, desired[unit].revision), 0), desired[unit].replicas) for unit in changing)
     return min((min(share, Fraction(1)) for share in shares), default=Fraction(1))
 
 
@@ -180,9 +182,9 @@ def _keep(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room:
         serves = serving.get(each.unit) == each.revision
         offered = each.replicas if serves else min(each.replicas, each.ready)
         kept[each.unit, each.revision] = min(offered, stays - sum(kept.values()))
-    lacking = min(stays, room) - sum(kept.values())
-    if ordered and lacking > 0 and serving.get(ordered[0].unit) == ordered[0].revision:
-        kept[ordered[0].unit, ordered[0].revision] += lacking
+    missing = min(stays, room) - sum(kept.values())
+    if ordered and missing > 0 and serving.get(ordered[0].unit) == ordered[0].revision:
+        kept[ordered[0].unit, ordered[0].revision] += missing
     return kept
 
 

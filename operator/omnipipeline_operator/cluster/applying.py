@@ -32,12 +32,13 @@ _HEAD: Final = ("labels", "ownerReferences")
 class NameTaken(errors.OperatorError):
     """A name of ours is borne by an object that is not ours."""
 
-    def __init__(self, kind: str, name: str, holder: str, *, passing: bool) -> None:
+    def __init__(self, kind: str, name: str, foreign_owner: str, *, temporary: bool) -> None:
         self.kind = kind
         self.name = name
-        self.holder = holder
-        self.passing = passing  #: Its owner is an earlier pipeline of this name, which garbage collection is removing.
-        super().__init__(f"{kind} {name} exists and belongs to {holder}")
+        self.foreign_owner = foreign_owner
+        #: Whether its owner is an earlier pipeline of this name, which garbage collection is removing.
+        self.temporary = temporary
+        super().__init__(f"{kind} {name} exists and belongs to {foreign_owner}")
 
 
 class Applier:
@@ -63,38 +64,38 @@ class Applier:
 
     async def _made(self, manifest: Manifest, making: Awaitable[Manifest]) -> Manifest:
         try:
-            return self._seen(await making)
+            return self._remember(await making)
         except errors.Conflict:
-            there = await self._client.get(kinds.of(manifest), self._owner.namespace, manifest["metadata"]["name"])
-        holder = comparing.holder(there, self._owner)
-        if holder is not None:
+            live = await self._client.get(kinds.of(manifest), self._owner.namespace, manifest["metadata"]["name"])
+        foreign_owner = comparing.foreign_owner(live, self._owner)
+        if foreign_owner is not None:
             raise NameTaken(
                 manifest["kind"],
                 manifest["metadata"]["name"],
-                holder,
-                passing=comparing.belongs_to_predecessor(there, self._owner)
-                or "deletionTimestamp" in there["metadata"],
+                foreign_owner,
+                temporary=comparing.belongs_to_predecessor(live, self._owner)
+                or "deletionTimestamp" in live["metadata"],
             )
-        return await self.adopt_back(manifest, there)
+        return await self.restore_owner(manifest, live)
 
-    async def adopt_back(self, manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
+    async def restore_owner(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
         """Restore labels and owner of a child of ours, whatever else is in it; a Deployment keeps its replicas."""
-        body = _head(manifest, there)
+        body = _head(manifest, live)
         body["metadata"] |= {key: value for key, value in manifest["metadata"].items() if key in _HEAD}
-        if "replicas" in there.get("spec", {}):  # SCALER's too: left out, they would become the default, 1
-            body["spec"] = {"replicas": there["spec"]["replicas"]}
-        return self._seen(await self._client.apply(body, manager=SCALER))
+        if "replicas" in live.get("spec", {}):  # SCALER's too: left out, they would become the default, 1
+            body["spec"] = {"replicas": live["spec"]["replicas"]}
+        return self._remember(await self._client.apply(body, manager=SCALER))
 
-    async def keep(self, manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
+    async def keep(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
         """Make a known child what it should be; fields that we no longer want go."""
-        same = _with_metadata(manifest, uid=there["metadata"]["uid"])
-        return self._seen(await self._client.apply(same, manager=MANAGER))
+        same = _with_metadata(manifest, uid=live["metadata"]["uid"])
+        return self._remember(await self._client.apply(same, manager=MANAGER))
 
-    async def scale(self, manifest: Manifest, there: Mapping[str, Any], replicas: int) -> Manifest:
+    async def scale(self, manifest: Manifest, live: Mapping[str, Any], replicas: int) -> Manifest:
         """Set the replicas of a known Deployment, and its labels and owner, nothing else."""
-        body = _head(manifest, there)
+        body = _head(manifest, live)
         body["metadata"] |= {key: manifest["metadata"][key] for key in _HEAD}
-        return self._seen(await self._client.apply({**body, "spec": {"replicas": replicas}}, manager=SCALER))
+        return self._remember(await self._client.apply({**body, "spec": {"replicas": replicas}}, manager=SCALER))
 
     async def create_secret(self, manifest: Manifest) -> None:
         """A Secret under a name that only this pipeline can know; one that is there is ours, made before a restart."""
@@ -103,7 +104,7 @@ class Applier:
         except errors.Conflict:
             return
 
-    async def lacks_secret(self, manifest: Manifest) -> bool:
+    async def secret_is_missing(self, manifest: Manifest) -> bool:
         """Whether a Secret is gone, asked by a dry run of making it: the operator may not read any."""
         try:
             await self._client.create(manifest, dry_run=True)
@@ -122,27 +123,27 @@ class Applier:
     async def _annotate(self, kind: Kind, name: str, annotations: Mapping[str, str]) -> None:
         try:
             patch = {"metadata": {"annotations": dict(annotations)}}
-            self._seen(await self._client.merge(kind, self._owner.namespace, name, patch))
+            self._remember(await self._client.merge(kind, self._owner.namespace, name, patch))
         except errors.NotFound:
             return
 
-    async def has_template(self, manifest: Manifest, there: Mapping[str, Any]) -> bool:
+    async def has_template(self, manifest: Manifest, live: Mapping[str, Any]) -> bool:
         """Whether a known Deployment has the template that ``manifest`` has; the store keeps a part of it only."""
         try:
-            live = await self._client.get(DEPLOYMENT, self._owner.namespace, there["metadata"]["name"])
+            current = await self._client.get(DEPLOYMENT, self._owner.namespace, live["metadata"]["name"])
         except errors.NotFound:
             return True  # its deletion is on the way to us
-        return comparing.is_as_wanted(manifest["spec"]["template"], live["spec"]["template"])
+        return comparing.matches(manifest["spec"]["template"], current["spec"]["template"])
 
-    async def delete(self, there: Mapping[str, Any]) -> None:
+    async def delete(self, live: Mapping[str, Any]) -> None:
         """Delete this very child, and forget it: who looks again does not find it.
 
         No watch may tell of it: one that begins after the deletion knows nothing of the object.
         """
-        metadata = there["metadata"]
-        await self._client.delete(kinds.of(there), metadata["namespace"], metadata["name"], uid=metadata["uid"])
+        metadata = live["metadata"]
+        await self._client.delete(kinds.of(live), metadata["namespace"], metadata["name"], uid=metadata["uid"])
         gone = {key: value for key, value in metadata.items() if key != "resourceVersion"}
-        self._store.drop({**there, "metadata": gone})
+        self._store.drop({**live, "metadata": gone})
 
     async def write_status(self, status: Manifest) -> None:
         """The whole status, owned by us alone."""
@@ -153,9 +154,9 @@ class Applier:
             "metadata": {"name": owner.name, "namespace": owner.namespace, "uid": owner.uid},
             "status": status,
         }
-        self._seen(await self._client.apply(body, manager=MANAGER, subresource="status"))
+        self._remember(await self._client.apply(body, manager=MANAGER, subresource="status"))
 
-    def _seen(self, manifest: Manifest) -> Manifest:
+    def _remember(self, manifest: Manifest) -> Manifest:
         self._store.put(manifest)
         return manifest
 
@@ -164,10 +165,10 @@ def _with_metadata(manifest: Manifest, **more: str) -> Manifest:
     return {**manifest, "metadata": {**manifest["metadata"], **more}}
 
 
-def _head(manifest: Manifest, there: Mapping[str, Any]) -> Manifest:
+def _head(manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
     metadata = {"name": manifest["metadata"]["name"], "namespace": manifest["metadata"]["namespace"]}
     return {
         "apiVersion": manifest["apiVersion"],
         "kind": manifest["kind"],
-        "metadata": {**metadata, "uid": there["metadata"]["uid"]},
+        "metadata": {**metadata, "uid": live["metadata"]["uid"]},
     }

@@ -36,7 +36,7 @@ MERGE: Final = "application/merge-patch+json"
 JSON: Final = "application/json"
 
 
-class Writes(Protocol):
+class WriteLimiter(Protocol):
     """Asked before every write; a bucket in production, a counter in tests."""
 
     async def take(self) -> None: ...
@@ -48,13 +48,13 @@ class Client:
     counted: told of every request: verb, resource, HTTP status (0: no answer).
     """
 
-    def __init__(self, api: Any, writes: Writes, counted: Counted) -> None:
+    def __init__(self, api: Any, writes: WriteLimiter, counted: Counted) -> None:
         self._api = api
         self._writes = writes
         self._counted = counted
 
     @classmethod
-    async def connect(cls, writes: Writes, counted: Counted = lambda verb, resource, code: None) -> Client:
+    async def connect(cls, writes: WriteLimiter, counted: Counted = lambda verb, resource, code: None) -> Client:
         """With the pod's service account, or with KUBECONFIG."""
         if "KUBECONFIG" not in os.environ and os.path.exists(TOKEN_FILE):
             kubernetes_config.load_incluster_config()  # type: ignore[no-untyped-call]

@@ -35,9 +35,9 @@ class Lease:
 
     def __init__(self, client: Client, settings: LeaseSettings) -> None:
         self._client = client
-        self._told = settings
-        self._seen: tuple[Any, ...] | None = None  #: What the Lease said when it last changed…
-        self._seen_at = 0.0  #: …and when that was, by our own clock.
+        self._settings = settings
+        self._last_observed: tuple[Any, ...] | None = None  #: What the Lease said when it last changed…
+        self._last_observed_at = 0.0  #: …and when that was, by our own clock.
         self._held: Manifest | None = None
 
     @property
@@ -48,15 +48,17 @@ class Lease:
         """Return when this process is the one that writes."""
         while True:
             try:
-                async with asyncio.timeout(self._told.renew_deadline_s / 2):
+                async with asyncio.timeout(self._settings.renew_deadline_s / 2):
                     taken = await self._try()
             except (errors.ClusterError, TimeoutError) as error:
                 taken = False
                 log.warning("lease: %s", str(error) or "no answer")
             if taken:
-                log.info("holding lease %s/%s as %s", self._told.namespace, self._told.name, self._told.identity)
+                log.info(
+                    "holding lease %s/%s as %s", self._settings.namespace, self._settings.name, self._settings.identity
+                )
                 return
-            await asyncio.sleep(self._told.retry_s * random.uniform(0.8, 1.2))
+            await asyncio.sleep(self._settings.retry_s * random.uniform(0.8, 1.2))
 
     async def keep(self) -> None:
         """Renew for ever.
@@ -65,11 +67,11 @@ class Lease:
         """
         renewed_at = _now()
         while True:
-            deadline = renewed_at + self._told.renew_deadline_s
-            await asyncio.sleep(max(0.0, min(self._told.retry_s, deadline - _now())))
+            deadline = renewed_at + self._settings.renew_deadline_s
+            await asyncio.sleep(max(0.0, min(self._settings.retry_s, deadline - _now())))
             if _now() >= deadline:
                 self._held = None  # not ours to release any more
-                raise LeaseLost(f"lease not renewed within {self._told.renew_deadline_s:g} s")
+                raise LeaseLost(f"lease not renewed within {self._settings.renew_deadline_s:g} s")
             began = _now()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -89,7 +91,7 @@ class Lease:
         held, self._held = self._held, None
         free = {**held, "spec": {**held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}}
         try:
-            await self._client.replace(free, timeout_s=self._told.retry_s)
+            await self._client.replace(free, timeout_s=self._settings.retry_s)
         except errors.ClusterError as error:
             log.warning("lease not released: %s", error)
 
@@ -99,53 +101,55 @@ class Lease:
             return await self._try()
         try:
             renewed = self._manifest(self._held)
-            self._held = await self._client.replace(renewed, timeout_s=self._told.renew_deadline_s / 2)
+            self._held = await self._client.replace(renewed, timeout_s=self._settings.renew_deadline_s / 2)
         except (errors.Conflict, errors.NotFound):
             return await self._try()
         return True
 
     async def _try(self) -> bool:
         """One round: make it, take it or renew it; False: it is somebody else's."""
-        told = self._told
-        timeout_s = told.renew_deadline_s / 2
+        settings = self._settings
+        timeout_s = settings.renew_deadline_s / 2
         try:
-            there = await self._client.get(LEASE, told.namespace, told.name)
+            live = await self._client.get(LEASE, settings.namespace, settings.name)
         except errors.NotFound:
             self._held = await self._client.create(self._manifest(None))
             return True
-        spec = there.get("spec", {})
-        mine = spec.get("holderIdentity") == told.identity
+        spec = live.get("spec", {})
+        mine = spec.get("holderIdentity") == settings.identity
         if self._held is not None and not mine:
             return False
-        if not mine and not self._expired(there):
+        if not mine and not self._expired(live):
             return False
         try:
-            self._held = await self._client.replace(self._manifest(there), timeout_s=timeout_s)
+            self._held = await self._client.replace(self._manifest(live), timeout_s=timeout_s)
         except errors.Conflict:
             return False if self._held is None else await self._try()
         return True
 
-    def _expired(self, there: Manifest) -> bool:
-        spec = there.get("spec", {})
+    def _expired(self, live: Manifest) -> bool:
+        spec = live.get("spec", {})
         if not spec.get("holderIdentity"):
             return True
-        said = (spec.get("holderIdentity"), spec.get("renewTime"), there["metadata"].get("resourceVersion"))
-        if said != self._seen:
-            self._seen, self._seen_at = said, _now()
-        return _now() - self._seen_at > float(spec.get("leaseDurationSeconds") or self._told.duration_s)
+        observed = (spec.get("holderIdentity"), spec.get("renewTime"), live["metadata"].get("resourceVersion"))
+        if observed != self._last_observed:
+            self._last_observed, self._last_observed_at = observed, _now()
+        return _now() - self._last_observed_at > float(spec.get("leaseDurationSeconds") or self._settings.duration_s)
 
-    def _manifest(self, there: Manifest | None) -> Manifest:
-        told, now = self._told, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        before = (there or {}).get("spec", {})
-        mine = before.get("holderIdentity") == told.identity
+    def _manifest(self, live: Manifest | None) -> Manifest:
+        settings, now = self._settings, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        before = (live or {}).get("spec", {})
+        mine = before.get("holderIdentity") == settings.identity
         # What others wrote on it stays: it may be part of a helm release.
-        metadata: Manifest = {"name": told.name, "namespace": told.namespace} if there is None else there["metadata"]
+        metadata: Manifest = (
+            {"name": settings.name, "namespace": settings.namespace} if live is None else live["metadata"]
+        )
         spec = {
-            "holderIdentity": told.identity,
-            "leaseDurationSeconds": int(told.duration_s),
+            "holderIdentity": settings.identity,
+            "leaseDurationSeconds": int(settings.duration_s),
             "renewTime": now,
             "acquireTime": before["acquireTime"] if mine and "acquireTime" in before else now,
-            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (0 if mine or there is None else 1),
+            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (0 if mine or live is None else 1),
         }
         return {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": metadata, "spec": spec}
 

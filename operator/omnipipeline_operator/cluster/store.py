@@ -4,7 +4,7 @@ Here: plain dicts, fed by watches, by lists and by the answers to our own writes
 what we have just done. Not here: watching (`handlers.watching`), any decision. Called by the handlers.
 
 Objects are kept without what nothing here reads (`slimmed`). The echo of a write of
-ours brings nothing new and wakes nobody; whoever wrote looks once more because `stirred` tells him of it.
+ours brings nothing new and wakes nobody; whoever wrote looks once more because `changes` tells him of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key = tuple[str, str]  # namespace, name of the pipeline
 Address = tuple[str, str, str]  # kind, namespace, name
 
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
-GONE_KEPT: Final = 1000  # deletions; a page of a list, or the answer to a write, is not older than the last few
+MAX_DELETIONS: Final = 1000  # deletions; a page of a list, or the answer to a write, is not older than the last few
 
 
 class Store:
@@ -31,8 +31,8 @@ class Store:
         self._objects: dict[Address, Manifest] = {}
         #: Addresses of the children of each pipeline. Every address in here is in ``_objects``.
         self._children: dict[Key, set[Address]] = {}
-        self._stirred: dict[Key, int] = {}
-        self._gone: dict[str, float] = {}  #: uid -> version in which an object was deleted, or lost our label.
+        self._changes: dict[Key, int] = {}
+        self._deletions: dict[str, float] = {}  #: uid -> version in which an object was deleted, or lost our label.
 
     def put(self, manifest: Mapping[str, Any]) -> set[Key]:
         """Remember an object, unless it or something newer is known; the pipelines that have to be looked at now.
@@ -41,7 +41,7 @@ class Store:
         label was edited concerns two pipelines: the one that it is labelled with now, and the one that lost it.
         """
         address, key = address_of(manifest), _pipeline_of(manifest)
-        if _version(manifest) <= self._gone.get(_uid(manifest), -1):
+        if _version(manifest) <= self._deletions.get(_uid(manifest), -1):
             return set()
         known = self._objects.get(address)
         if known is not None and _version(known) >= _version(manifest) and _uid(known) == _uid(manifest):
@@ -54,12 +54,12 @@ class Store:
         concerned = _concerned(manifest, known)
         if manifest["kind"] != PIPELINE.name or known is None or _asks_for(known) != _asks_for(manifest):
             for each in concerned:
-                self._stirred[each] = self._stirred.get(each, 0) + 1
+                self._changes[each] = self._changes.get(each, 0) + 1
         return concerned
 
-    def stirred(self, key: Key) -> int:
+    def changes(self, key: Key) -> int:
         """A number that grows with each change of a pipeline's spec or children, but not of its status."""
-        return self._stirred.get(key, 0)
+        return self._changes.get(key, 0)
 
     def drop(self, manifest: Mapping[str, Any]) -> set[Key]:
         """Forget an object that is gone, unless its successor is known already, or that it is back (with our label).
@@ -67,16 +67,16 @@ class Store:
         Without a version it is gone for good: its uid never comes again.
         """
         address, version = address_of(manifest), _version(manifest) or math.inf
-        self._gone.pop(_uid(manifest), None)
-        self._gone[_uid(manifest)] = version
-        if len(self._gone) > GONE_KEPT:
-            del self._gone[next(iter(self._gone))]
+        self._deletions.pop(_uid(manifest), None)
+        self._deletions[_uid(manifest)] = version
+        if len(self._deletions) > MAX_DELETIONS:
+            del self._deletions[next(iter(self._deletions))]
         known = self._objects.get(address)
         if known is not None and _uid(known) == _uid(manifest) and _version(known) <= version:
             self._forget(address, known)
             del self._objects[address]
             if manifest["kind"] == PIPELINE.name:
-                self._stirred.pop(address[1:], None)
+                self._changes.pop(address[1:], None)
         return _concerned(manifest, known)
 
     def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[Key]:

@@ -19,7 +19,7 @@ from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.plan import PipelinePlan, PipelineRevision
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class DesiredWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """One unit revision: written once."""
 
     unit: str
@@ -32,7 +32,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 class Children(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a plan wants."""
 
-    workloads: tuple[Workload, ...]  #: Units in spec order, the coordinator last.
+    workloads: tuple[DesiredWorkload, ...]  #: Units in spec order, the coordinator last.
     applied: tuple[Manifest, ...]  #: Kept as they are here; what is no longer among them is deleted.
     created: tuple[Manifest, ...]  #: Made once and left alone: a claim, a Job.
 
@@ -46,7 +46,7 @@ def children(
     """
     owner = facts.owner
     workloads = [
-        Workload(
+        DesiredWorkload(
             unit=unit.name,
             revision=unit.revision,
             replicas=plan.replicas[unit.name],
@@ -56,7 +56,7 @@ def children(
         for unit in plan.units
     ]
     workloads.append(
-        Workload(
+        DesiredWorkload(
             unit=naming.COORDINATOR,
             revision=plan.coordinator.revision,
             replicas=1,
@@ -84,13 +84,13 @@ def manifests(
     spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts, *, key: bytes, entries: Sequence[PipelineRevision] = ()
 ) -> list[Manifest]:
     """Every object of a new pipeline in the order it may be applied by hand, replicas and Secret included."""
-    wanted = children(spec, plan, facts)
+    desired = children(spec, plan, facts)
     listed = config.revisions(
         entries or [plan.current], facts.owner, image=facts.image, control_secret=facts.control_secret
     )
     deployments = [
-        {**one.deployment, "spec": {"replicas": one.replicas, **one.deployment["spec"]}} for one in wanted.workloads
+        {**one.deployment, "spec": {"replicas": one.replicas, **one.deployment["spec"]}} for one in desired.workloads
     ]
     secret = config.secret(facts.control_secret, facts.owner, key)
-    plans = [one.plan for one in wanted.workloads]
-    return [secret, listed, *plans, *wanted.created, *wanted.applied, *deployments]
+    plans = [one.plan for one in desired.workloads]
+    return [secret, listed, *plans, *desired.created, *desired.applied, *deployments]

@@ -31,11 +31,11 @@ SECRET_PIN: Final = "omnipipeline.dev/control-secret"
 #: There too: made anew when the Secret was lost; part of every unit's revision, so that all of them roll.
 REKEYED_PIN: Final = "omnipipeline.dev/rekeyed"
 #: On a Deployment whose pods are refused: when they were tried again last.
-TRIED: Final = "omnipipeline.dev/tried"
+RETRIED_AT: Final = "omnipipeline.dev/tried"
 #: On every mutable child: hash of what was applied, so that a field that is no longer wanted is noticed.
 APPLIED: Final = "omnipipeline.dev/applied"
 #: On the coordinator's pods: a change makes the kubelet write the mounted file at once (0.7 s, else up to 64 s).
-SEEN_REVISIONS: Final = "omnipipeline.dev/revisions"
+REVISIONS_DIGEST: Final = "omnipipeline.dev/revisions"
 MAX_NAME: Final = 63  # a Deployment's name becomes a label and the start of a host name
 
 

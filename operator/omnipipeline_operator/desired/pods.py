@@ -262,7 +262,7 @@ def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> 
 
 def _mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Manifest]:
     names = {variable["name"] for variable in environment}
-    wanted = {
+    mounts = {
         "plan": ("plan", PLAN_DIR, True),
         "control": ("control", CONTROL_DIR, True) if "OMNI_CONTROL_KEY_FILE" in names else None,
         "api-key": ("api-key", API_KEY_DIR, True) if "OMNI_API_KEY_FILE" in names else None,
@@ -272,7 +272,7 @@ def _mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Ma
         "profiles": ("profiles", PROFILES_DIR, False),
         "models": ("models", MODELS_DIR, False) if "modelCache" in settings else None,
     }
-    return [_mount(name, path, read_only=read_only) for name, path, read_only in filter(None, wanted.values())]
+    return [_mount(name, path, read_only=read_only) for name, path, read_only in filter(None, mounts.values())]
 
 
 def _volumes(plan: UnitPlan | CoordinatorPlan, unit: str, facts: PodFacts, shared_memory: str | None) -> list[Manifest]:

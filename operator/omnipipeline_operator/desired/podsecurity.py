@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
-from omnipipeline_operator.errors import Refused
+from omnipipeline_operator.errors import NotAllowed
 
 Violation: TypeAlias = tuple[str, str]  #: (place inside the pod template, what is wrong with it)
 
@@ -56,7 +56,7 @@ def refuse(template: Mapping[str, Any], path: str, *, generated: str) -> None:
     Raises:    Refused: the first place is named.
     """
     for place, why in violations(template, generated=generated):
-        raise Refused(f"{path}.{place}", f"{why}; this operator does not allow it (allowPrivileged)")
+        raise NotAllowed(f"{path}.{place}", f"{why}; this operator does not allow it (allowPrivileged)")
 
 
 def violations(template: Mapping[str, Any], *, generated: str) -> Iterator[Violation]:

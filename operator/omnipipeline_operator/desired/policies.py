@@ -17,18 +17,18 @@ from omnipipeline_spec.plan import PipelinePlan
 
 def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> list[Manifest]:
     """Closed but for the pipeline's own pods, HTTP, and whoever reads metrics. (Kubelets' probes always get in.)"""
-    wanted = spec.network_policy
-    if wanted is None or not wanted.enabled:
+    settings = spec.network_policy
+    if settings is None or not settings.enabled:
         return []
-    return [_pods(wanted.extra_egress, owner, scrapers), _http(spec, wanted.ingress_from, owner)]
+    return [_pods(settings.extra_egress, owner, scrapers), _http(spec, settings.ingress_from, owner)]
 
 
 def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner) -> list[Manifest]:
     """One per unit, over all its revisions; a pod that is still loading blocks no drain."""
-    wanted = spec.disruption.pod_disruption_budget
-    if wanted is None or not wanted.enabled:
+    settings = spec.disruption.pod_disruption_budget
+    if settings is None or not settings.enabled:
         return []
-    return [_budget(unit.name, owner, wanted.max_unavailable) for unit in plan.units]
+    return [_budget(unit.name, owner, settings.max_unavailable) for unit in plan.units]
 
 
 def _pods(extra_egress: Sequence[Any], owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> Manifest:

@@ -13,18 +13,18 @@ from omnipipeline_spec.pipeline import PipelineConfig
 
 def http(spec: PipelineConfig, owner: Owner) -> Manifest:
     """Clients' way in: all ready coordinators, whatever their revision."""
-    wanted = spec.expose.service
+    settings = spec.expose.service
     manifest = naming.child(
         "v1",
         "Service",
         naming.service(owner.name),
         owner,
         of=naming.labels(owner.name, naming.COORDINATOR),
-        annotations=wanted.annotations,
+        annotations=settings.annotations,
     )
     port = {"name": "http", "port": port_of(spec), "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
     selector = naming.selector(owner.name, naming.COORDINATOR)
-    return {**manifest, "spec": {"type": wanted.type, "selector": selector, "ports": [port]}}
+    return {**manifest, "spec": {"type": settings.type, "selector": selector, "ports": [port]}}
 
 
 def port_of(spec: PipelineConfig) -> int:
@@ -51,22 +51,24 @@ def peers(owner: Owner) -> Manifest:
 
 def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
     """The way in from outside, when the spec asks for one."""
-    wanted = spec.expose.ingress
-    if wanted is None:
+    settings = spec.expose.ingress
+    if settings is None:
         return None
     labels = naming.labels(owner.name, naming.COORDINATOR)
     manifest = naming.child(
-        "networking.k8s.io/v1", "Ingress", owner.name, owner, of=labels, annotations=wanted.annotations
+        "networking.k8s.io/v1", "Ingress", owner.name, owner, of=labels, annotations=settings.annotations
     )
     backend = {"service": {"name": naming.service(owner.name), "port": {"name": "http"}}}
     rule: Manifest = {"http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
-    if wanted.host:
-        rule["host"] = wanted.host
+    if settings.host:
+        rule["host"] = settings.host
     ingress: Manifest = {"rules": [rule]}
-    if wanted.class_name:
-        ingress["ingressClassName"] = wanted.class_name
-    if wanted.tls_secret_name:
-        ingress["tls"] = [{"secretName": wanted.tls_secret_name, **({"hosts": [wanted.host]} if wanted.host else {})}]
+    if settings.class_name:
+        ingress["ingressClassName"] = settings.class_name
+    if settings.tls_secret_name:
+        ingress["tls"] = [
+            {"secretName": settings.tls_secret_name, **({"hosts": [settings.host]} if settings.host else {})}
+        ]
     return {**manifest, "spec": ingress}
 
 

@@ -42,13 +42,13 @@ def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest
     manifest = naming.child("v1", "PersistentVolumeClaim", naming.claim(owner.name), owner, of=labels)
     del manifest["metadata"]["ownerReferences"]
     many = sum(plan.replicas.values()) > 1
-    wanted: Manifest = {
+    claim_spec: Manifest = {
         "accessModes": ["ReadWriteMany" if many else "ReadWriteOnce"],
         "resources": {"requests": {"storage": cache.size}},
     }
     if cache.storage_class_name:
-        wanted["storageClassName"] = cache.storage_class_name
-    return {**manifest, "spec": wanted}
+        claim_spec["storageClassName"] = cache.storage_class_name
+    return {**manifest, "spec": claim_spec}
 
 
 def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from omnipipeline_operator.errors import Refused
+from omnipipeline_operator.errors import NotAllowed
 
 #: Lists whose items have a key; the others are replaced as a whole, as a JSON merge patch does.
 _KEYS: Final = {
@@ -49,28 +49,28 @@ def check_form(template: Mapping[str, Any], path: str, *, generated: str) -> Non
     metadata, spec = template.get("metadata"), template.get("spec")
     for place, given in (("metadata", metadata), ("spec", spec)):
         if not isinstance(given, Mapping):
-            raise Refused(f"{path}.{place}", "must be a map")
+            raise NotAllowed(f"{path}.{place}", "must be a map")
     assert isinstance(metadata, Mapping) and isinstance(spec, Mapping)
     for field in ("labels", "annotations"):
         if not isinstance(metadata.get(field, {}), Mapping):
-            raise Refused(f"{path}.metadata.{field}", "must be a map")
+            raise NotAllowed(f"{path}.metadata.{field}", "must be a map")
     for kind in ("initContainers", "containers"):
         _check_containers(spec.get(kind, []), f"{path}.spec.{kind}")
     if generated not in [container["name"] for container in spec.get("containers", [])]:
-        raise Refused(f"{path}.spec.containers", f"removes the container {generated!r}, which runs the pipeline")
+        raise NotAllowed(f"{path}.spec.containers", f"removes the container {generated!r}, which runs the pipeline")
 
 
 def _check_containers(containers: Any, path: str) -> None:
     if not isinstance(containers, list):
-        raise Refused(path, "must be a list")
+        raise NotAllowed(path, "must be a list")
     for index, container in enumerate(containers):
         if not isinstance(container, Mapping) or not isinstance(container.get("name"), str):
-            raise Refused(f"{path}[{index}]", "must be a map with a name")
+            raise NotAllowed(f"{path}[{index}]", "must be a map with a name")
         resources = container.get("resources", {})
         if not isinstance(resources, Mapping) or not isinstance(resources.get("limits", {}), Mapping):
-            raise Refused(f"{path}[{container['name']}].resources", "must be a map of maps")
+            raise NotAllowed(f"{path}[{container['name']}].resources", "must be a map of maps")
         if not isinstance(container.get("securityContext", {}), Mapping):
-            raise Refused(f"{path}[{container['name']}].securityContext", "must be a map")
+            raise NotAllowed(f"{path}[{container['name']}].securityContext", "must be a map")
 
 
 def _all_keyed(items: Any, key: str) -> bool:

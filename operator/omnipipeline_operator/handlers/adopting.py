@@ -17,44 +17,48 @@ from omnipipeline_operator.cluster.applying import SCALER, Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.kinds import CONTROLLER_REVISION
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.handlers.looking import Look
+from omnipipeline_operator.handlers.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
 
-async def adopt(client: Client, look: Look, applier: Applier, still_there: Callable[[], Awaitable[None]]) -> None:
+async def adopt(
+    client: Client, snapshot: Snapshot, applier: Applier, ensure_exists: Callable[[], Awaitable[None]]
+) -> None:
     """Give orphans of this pipeline their owner.
 
     still_there: raises when the resource is gone. A resource that is being deleted with ``--cascade=orphan`` lets go
     of its children first: given back to it they would be deleted with it.
     """
-    orphans = look.orphans()
+    orphans = snapshot.orphans()
     if not orphans:
         return
-    await still_there()
-    for there in orphans:
-        metadata = there["metadata"]
+    await ensure_exists()
+    for live in orphans:
+        metadata = live["metadata"]
         labels = {key: value for key, value in metadata["labels"].items() if key in comparing.OWN_LABELS}
-        head = naming.child(there["apiVersion"], there["kind"], metadata["name"], look.owner, of=labels)
+        head = naming.child(live["apiVersion"], live["kind"], metadata["name"], snapshot.owner, of=labels)
         try:
-            await applier.adopt_back(head, there)
+            await applier.restore_owner(head, live)
         except (errors.NotFound, errors.Conflict, errors.Invalid):
             continue  # gone, or another one by now
-        log.info("%s/%s: %s %s is taken up", look.owner.namespace, look.owner.name, there["kind"], metadata["name"])
-    await _adopt_history(client, look)
+        log.info(
+            "%s/%s: %s %s is taken up", snapshot.owner.namespace, snapshot.owner.name, live["kind"], metadata["name"]
+        )
+    await _adopt_history(client, snapshot)
 
 
-async def _adopt_history(client: Client, look: Look) -> None:
+async def _adopt_history(client: Client, snapshot: Snapshot) -> None:
     """Entries are not watched; where there are orphans, they are looked for, too."""
-    owner, labels = look.owner, naming.labels(look.owner.name)
+    owner, labels = snapshot.owner, naming.labels(snapshot.owner.name)
     try:
         found = client.listed(CONTROLLER_REVISION, owner.namespace, f"{naming.PIPELINE_LABEL}={owner.name}")
-        for there in [one async for one in found]:
-            metadata = there["metadata"]
+        for live in [one async for one in found]:
+            metadata = live["metadata"]
             if metadata.get("ownerReferences") or not labels.items() <= metadata["labels"].items():
                 continue
             head = {"name": metadata["name"], "namespace": owner.namespace, "uid": metadata["uid"]}
-            body: dict[str, Any] = {"apiVersion": there["apiVersion"], "kind": there["kind"]}
+            body: dict[str, Any] = {"apiVersion": live["apiVersion"], "kind": live["kind"]}
             body["metadata"] = head | {"ownerReferences": [owner.reference()]}
             await client.apply(body, manager=SCALER)
     except (errors.NotFound, errors.Conflict, errors.Invalid, errors.Forbidden) as error:

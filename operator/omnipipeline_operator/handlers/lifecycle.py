@@ -18,15 +18,15 @@ from typing import Any, Final, cast
 import kopf
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.cluster.client import Client, Writes
-from omnipipeline_operator.cluster.desks import Desks
+from omnipipeline_operator.cluster.client import Client, WriteLimiter
 from omnipipeline_operator.cluster.lease import Lease
+from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.handlers import probes
 from omnipipeline_operator.handlers.metrics import Metrics, PipelineMetrics
-from omnipipeline_operator.handlers.queueing import Queue
 from omnipipeline_operator.handlers.reconciling import Reconciler
 from omnipipeline_operator.handlers.watching import Watcher
+from omnipipeline_operator.handlers.work_queue import WorkQueue
 from omnipipeline_operator.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -42,15 +42,15 @@ class Stopped(errors.OperatorError):
 class Operator:
     """One operator process."""
 
-    def __init__(self, settings: Settings, client: Client, desks: Desks, metrics: Metrics) -> None:
-        self._told = settings
+    def __init__(self, settings: Settings, client: Client, status_client: StatusClient, metrics: Metrics) -> None:
+        self._settings = settings
         self._client = client
         self._store = Store()
-        self._queue = Queue()
+        self._queue = WorkQueue()
         self._watcher = Watcher(self._store, self._queue)
         self._lease = Lease(client, settings.lease)
         self._metrics = metrics
-        self._reconciler = Reconciler(client, self._store, desks, settings, clock=time.time)
+        self._reconciler = Reconciler(client, self._store, status_client, settings, clock=time.time)
         self._listed_at: float | None = None  #: Monotonic time of the last complete list…
         self._listed_from = -math.inf  #: …and when it began: nothing that was so then is unknown.
         self._relist_now = asyncio.Event()
@@ -63,7 +63,7 @@ class Operator:
         Raises: an exception group with what ended one of the parts: LeaseLost, a fault.
         """
         live, ready = self._why_not_live, self._why_not_ready
-        async with probes.serving(self._told.probe_port, live=live, ready=ready, registry=self._metrics.registry):
+        async with probes.serving(self._settings.probe_port, live=live, ready=ready, registry=self._metrics.registry):
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watch())
@@ -81,30 +81,30 @@ class Operator:
         It asks once which kinds there are, and an API server that has just begun refuses some of the answers: it would
         never watch those.
         """
-        told = asyncio.Event()
+        stop = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(signal_number, told.set)
-        while self._listed_at is None and not told.is_set():
+            asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
+        while self._listed_at is None and not stop.is_set():
             await asyncio.sleep(0.05)
-        if told.is_set():
+        if stop.is_set():
             raise Stopped("told to stop")
         await kopf.operator(
             registry=self._watcher.registry(),
             standalone=True,
             # Of peering, which is off. Unset, kopf asks for its user's name, and a uid of OpenShift's choice has none.
-            identity=cast(Any, self._told.lease.identity),
-            clusterwide=not self._told.namespaces,
-            namespaces=self._told.namespaces,
-            stop_flag=told,
+            identity=cast(Any, self._settings.lease.identity),
+            clusterwide=not self._settings.namespaces,
+            namespaces=self._settings.namespaces,
+            stop_flag=stop,
         )
         raise Stopped("told to stop")
 
     async def _relist_for_ever(self) -> None:
         while True:
-            wait, began = self._told.relist_s, time.monotonic()
+            wait, began = self._settings.relist_s, time.monotonic()
             try:
-                spread_s = self._told.relist_s / 5 if self._leads else 0.0  # at once by one who takes over
-                await self._watcher.relist(self._client, self._told.namespaces, spread_s=spread_s)
+                spread_s = self._settings.relist_s / 5 if self._leads else 0.0  # at once by one who takes over
+                await self._watcher.relist(self._client, self._settings.namespaces, spread_s=spread_s)
                 self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("complete").inc()
             except errors.ClusterError as error:
@@ -119,30 +119,30 @@ class Operator:
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         """Write, once everything is known and nobody else writes."""
         known_from = -math.inf
-        if self._told.lease.enabled:
+        if self._settings.lease.enabled:
             await self._lease.acquire()
             group.create_task(self._lease.keep())
             # A standby's watches may have broken off unseen: it would carry out a spec of yesterday. A list that began
             # while the last holder had the lease to lose is new enough.
-            known_from = time.monotonic() - self._told.lease.duration_s
+            known_from = time.monotonic() - self._settings.lease.duration_s
             if self._listed_from < known_from:
                 self._relist_now.set()
         while self._listed_at is None or self._listed_from < known_from:
             await asyncio.sleep(0.05)
         self._leads = True
-        log.info("looking after %d pipelines", sum(1 for _ in self._store.pipelines()))
-        for _ in range(self._told.workers):
+        log.info("managing %d pipelines", sum(1 for _ in self._store.pipelines()))
+        for _ in range(self._settings.workers):
             group.create_task(self._work())
 
     async def _work(self) -> None:
         while True:
             key = await self._queue.take()
-            with self._metrics.looks.time():
-                await self._look(key)
+            with self._metrics.reconciles.time():
+                await self._reconcile(key)
 
-    async def _look(self, key: tuple[str, str]) -> None:
+    async def _reconcile(self, key: tuple[str, str]) -> None:
         """The outermost boundary: whatever a pipeline does to us, the others are looked after."""
-        name, stirred = "/".join(key), self._store.stirred(key)
+        name, changes = "/".join(key), self._store.changes(key)
         try:
             again_s = await self._reconciler.reconcile(key)
         except errors.ClusterError as error:
@@ -156,7 +156,7 @@ class Operator:
         else:
             # What it has written, and any edit that came in with an answer, is seen by one more look: no watch will
             # tell of it, for it is known already.
-            self._queue.done(key, again_s=again_s, stirred=self._store.stirred(key) != stirred)
+            self._queue.done(key, again_s=again_s, changed=self._store.changes(key) != changes)
 
     # --- health -------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Operator:
         return None if self._listed_at is not None else "nothing has been listed yet"
 
     def _why_not_live(self) -> str | None:
-        patience = 2 * self._told.relist_s + STUCK_S
+        patience = 2 * self._settings.relist_s + STUCK_S
         if self._listed_at is not None and time.monotonic() - self._listed_at > patience:
             return f"no complete list for {patience:g} s"
         if self._leads and self._queue.oldest_wait_s() > STUCK_S:
@@ -186,10 +186,10 @@ class Operator:
         return [each for each in found if each is not None]
 
 
-async def run(settings: Settings, writes: Writes) -> None:
+async def run(settings: Settings, writes: WriteLimiter) -> None:
     """Run one operator until SIGTERM. ``writes``: what every write passes."""
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
         client = await stack.enter_async_context(await Client.connect(writes, metrics.counted))
-        desks = await stack.enter_async_context(Desks())
-        await Operator(settings, client, desks, metrics).run()
+        status_client = await stack.enter_async_context(StatusClient())
+        await Operator(settings, client, status_client, metrics).run()

@@ -18,7 +18,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.looks = Histogram(
+        self.reconciles = Histogram(
             "omnipipeline_operator_reconcile_seconds",
             "Time of one look at a pipeline",
             registry=self.registry,
@@ -66,7 +66,7 @@ class PipelineMetrics(Collector):
             "1 for each condition of a pipeline, with its status and reason",
             labels=[*where, "condition", "status", "reason"],
         )
-        troubles = GaugeMetricFamily(
+        diagnostics = GaugeMetricFamily(
             "omnipipeline_unit_trouble",
             "1 for a unit that is not ready for a reason",
             labels=[*where, "unit", "reason"],
@@ -82,7 +82,7 @@ class PipelineMetrics(Collector):
                 conditions.add_metric([*named, *said], 1)
             for unit in status.get("units", ()):
                 if "reason" in unit:
-                    troubles.add_metric([*named, unit["name"], unit["reason"]], 1)
+                    diagnostics.add_metric([*named, unit["name"], unit["reason"]], 1)
                 for state, field in (("wanted", "replicas"), ("updated", "updated"), ("ready", "ready")):
                     pods.add_metric([*named, unit["name"], state], unit.get(field, 0))
-        yield from (conditions, troubles, pods)
+        yield from (conditions, diagnostics, pods)

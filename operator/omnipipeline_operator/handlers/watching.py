@@ -18,7 +18,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.kinds import PIPELINE, WATCHED, Kind
 from omnipipeline_operator.cluster.store import Store, address_of
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.handlers.queueing import Key, Queue
+from omnipipeline_operator.handlers.work_queue import Key, WorkQueue
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ WORKER_S: Final = 0.5  # kopf's task of an object holds its last event, whole, f
 class Watcher:
     """What comes in."""
 
-    def __init__(self, store: Store, queue: Queue) -> None:
+    def __init__(self, store: Store, queue: WorkQueue) -> None:
         self._store = store
         self._queue = queue
         self.events = 0
@@ -45,7 +45,7 @@ class Watcher:
             kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.plural)(self._handler(kind))
         return registry
 
-    def heard(self, kind: Kind, event: str | None, manifest: Mapping[str, Any]) -> None:
+    def on_event(self, kind: Kind, event: str | None, manifest: Mapping[str, Any]) -> None:
         """Something has changed. ``event``: ADDED, MODIFIED, DELETED; None: it is there."""
         self.events += 1
         manifest = {**manifest, "kind": kind.name, "apiVersion": kind.api_version}
@@ -74,7 +74,7 @@ class Watcher:
 
     def _handler(self, kind: Kind) -> Any:
         async def handle(event: Mapping[str, Any], **_: Any) -> None:
-            self.heard(kind, event["type"], event["object"])
+            self.on_event(kind, event["type"], event["object"])
 
         return handle
 
@@ -113,5 +113,5 @@ async def _configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.watching.label_selectors[kind.group, kind.version, kind.plural] = naming.PIPELINE_LABEL
 
 
-async def _login(**told: Any) -> kopf.ConnectionInfo | None:
-    return kopf.login_with_service_account(**told) or kopf.login_with_kubeconfig(**told)
+async def _login(**context: Any) -> kopf.ConnectionInfo | None:
+    return kopf.login_with_service_account(**context) or kopf.login_with_kubeconfig(**context)

@@ -16,7 +16,7 @@ from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest
 
 POLL_S: Final = 1.0
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def restart(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
@@ -40,7 +40,7 @@ def chosen(
     ]
 
 
-def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: float, say: Say) -> bool:
+def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: float, report: Report) -> bool:
     """Evict ``pods`` one after another, each when the one before is gone and its unit is complete again.
 
     A pod finishes what is bound to it before it ends. False: not within ``timeout_s``.
@@ -48,7 +48,7 @@ def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: f
     deadline = time.monotonic() + timeout_s
     for pod in pods:
         refused = ""
-        while not _evicted(kubectl, pod, say, refused):
+        while not _evicted(kubectl, pod, report, refused):
             refused = "said"
             if time.monotonic() > deadline:
                 return False
@@ -57,18 +57,18 @@ def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: f
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
-        say(f"{pod['metadata']['name']} has left")
+        report(f"{pod['metadata']['name']} has left")
     return True
 
 
-def _evicted(kubectl: Kubectl, pod: Manifest, say: Say, refused: str) -> bool:
+def _evicted(kubectl: Kubectl, pod: Manifest, report: Report, refused: str) -> bool:
     try:
         kubectl.evict(pod)
     except KubectlError as error:
         if "TooManyRequests" not in str(error) and "disruption budget" not in str(error):
             raise
         if not refused:
-            say(f"{pod['metadata']['name']} waits: {first_line(error)}")
+            report(f"{pod['metadata']['name']} waits: {first_line(error)}")
         return False
     return True
 

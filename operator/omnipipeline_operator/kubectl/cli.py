@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.errors import Refused
+from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kubectl import acting, offline, picture, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError, Manifest
@@ -51,7 +51,7 @@ def main(context: click.Context, namespace: str | None, kube_context: str | None
 @click.pass_obj
 def status(kubectl: Kubectl, name: str) -> None:
     """A pipeline as a tree: conditions, units, pods, and why something is not ready. Exit code 1: not Ready."""
-    with told_plainly():
+    with errors_as_messages():
         pipeline = kubectl.pipeline(name)
         pods = kubectl.listed("pods", naming.selector(name))
     _console().print(tree.tree(pipeline, pods, _stages(pipeline)))
@@ -72,7 +72,7 @@ def logs(
     kubectl: Kubectl, name: str, stage: str | None, follow: bool, previous: bool, tail: int, since: str | None
 ) -> None:
     """Logs of the pods that run a stage, of every replica, each line with its pod."""
-    with told_plainly():
+    with errors_as_messages():
         unit = None if stage is None else _unit_of(kubectl.pipeline(name), stage)
     selector = ",".join(f"{label}={value}" for label, value in naming.selector(name, unit).items())
     arguments = ["logs", f"--selector={selector}", "--prefix", f"--tail={tail}", "--max-log-requests=50"]
@@ -84,7 +84,7 @@ def logs(
 @file_options
 def plan(file: str, overrides: tuple[str, ...]) -> None:
     """What a file would become: pods, processes, GPUs, edges. No cluster is asked."""
-    with told_plainly():
+    with errors_as_messages():
         _, planned = offline.read(file, overrides)
     _console().print(picture.plan(planned))
 
@@ -93,7 +93,7 @@ def plan(file: str, overrides: tuple[str, ...]) -> None:
 @file_options
 def validate(file: str, overrides: tuple[str, ...]) -> None:
     """Every fault of a file with its place. No cluster is asked. Exit code 1 when there is one."""
-    with told_plainly():
+    with errors_as_messages():
         _, planned = offline.read(file, overrides)
     click.echo(f"{file}: {planned.pipeline} is sound (revision {planned.current.revision})")
 
@@ -108,7 +108,7 @@ def manifests(kubectl: Kubectl, file: str, overrides: tuple[str, ...], image: st
 
     The same file gives the same text. With --with-key it runs without an operator: pipe it into kubectl apply -f -.
     """
-    with told_plainly():
+    with errors_as_messages():
         loaded, planned = offline.read(file, overrides)
         namespace = kubectl.namespace or str(loaded.metadata.get("namespace") or "default")
         key = secrets.token_bytes(32) if with_key else None
@@ -123,7 +123,7 @@ def manifests(kubectl: Kubectl, file: str, overrides: tuple[str, ...], image: st
 @click.pass_obj
 def restart(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
     """Replace every pod of a pipeline, new beside old: no request is lost."""
-    with told_plainly():
+    with errors_as_messages():
         stamp = acting.restart(kubectl, name)
     click.echo(f"{name} restarts (restartedAt {stamp})")
     if wait:
@@ -146,14 +146,14 @@ def drain(
     """
     if not pods and stage is None and node is None:
         raise click.UsageError("name pods, or --stage, or --node")
-    with told_plainly():
+    with errors_as_messages():
         units = None if stage is None else [_unit_of(kubectl.pipeline(name), stage)]
-        there = kubectl.listed("pods", naming.selector(name))
-        leaving = acting.chosen(there, names=pods, units=units, node=node)
+        pods_of_pipeline = kubectl.listed("pods", naming.selector(name))
+        leaving = acting.chosen(pods_of_pipeline, names=pods, units=units, node=node)
         missing = set(pods) - {pod["metadata"]["name"] for pod in leaving}
         if missing:
             raise KubectlError(f"{name} has no such pod (any more): {', '.join(sorted(missing))}")
-        done = acting.drain(kubectl, name, leaving, timeout_s=timeout, say=click.echo)
+        done = acting.drain(kubectl, name, leaving, timeout_s=timeout, report=click.echo)
     if not done:
         click.echo(f"not drained within {timeout:g} s", err=True)
     sys.exit(0 if done else 1)
@@ -168,7 +168,7 @@ def history(kubectl: Kubectl, name: str, number: int | None) -> None:
 
     As many as rollout.revisionHistoryLimit says, and the newest.
     """
-    with told_plainly():
+    with errors_as_messages():
         found = past.entries(kubectl, name)
         if number is not None:
             click.echo(yaml.safe_dump(past.chosen(found, number).spec, sort_keys=False), nl=False)
@@ -193,7 +193,7 @@ def undo(kubectl: Kubectl, name: str, number: int | None, wait: bool, timeout: s
 
     What was scaled, suspended or paused since then stays so. A file that is applied again wins over it.
     """
-    with told_plainly():
+    with errors_as_messages():
         entry = past.chosen(past.entries(kubectl, name), number)
         past.undo(kubectl, name, entry)
     click.echo(f"{name} goes back to {entry.number} (revision {entry.revision})")
@@ -202,7 +202,7 @@ def undo(kubectl: Kubectl, name: str, number: int | None, wait: bool, timeout: s
 
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def errors_as_messages() -> Iterator[None]:
     """A fault of the user's, or kubectl's refusal, ends the command with its message alone."""
     try:
         yield
@@ -211,7 +211,7 @@ def told_plainly() -> Iterator[None]:
         for fault in invalid.faults:
             console.print(picture.fault(fault, invalid.source or "the pipeline"))
         sys.exit(1)
-    except (SpecError, Refused, KubectlError) as error:
+    except (SpecError, NotAllowed, KubectlError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
 

@@ -75,12 +75,12 @@ def _condition(condition: Manifest) -> Text:
 
 
 def _unit(unit: Manifest, stages: Sequence[str]) -> Text:
-    ready, wanted = unit.get("ready", 0), unit.get("replicas", 0)
-    style = "green" if ready >= wanted else "red"
-    line = Text.assemble((f"{unit['name']}  {ready}/{wanted} ready", style))
+    ready, desired = unit.get("ready", 0), unit.get("replicas", 0)
+    style = "green" if ready >= desired else "red"
+    line = Text.assemble((f"{unit['name']}  {ready}/{desired} ready", style))
     if unit["name"] != naming.COORDINATOR:
         line.append(f", {unit.get('registered', 0)} registered")
-    if unit.get("updated", wanted) < wanted:
+    if unit.get("updated", desired) < desired:
         line.append(f", {unit.get('updated', 0)} of revision {unit.get('revision')}", style="yellow")
     if stages:
         line.append(f"  [{', '.join(stages)}]", style="dim")

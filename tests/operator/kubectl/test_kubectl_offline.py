@@ -31,13 +31,13 @@ def test_manifests_for_review_hold_no_key_and_no_owner() -> None:
 
 def test_manifests_with_a_key_hold_everything_that_the_pods_mount() -> None:
     made = list(yaml.safe_load_all(run("manifests", "-f", HELLO, "--image", "stage:1", "--with-key").output))
-    there = {(each["kind"], each["metadata"]["name"]) for each in made}
+    live = {(each["kind"], each["metadata"]["name"]) for each in made}
     for deployment in (each for each in made if each["kind"] == "Deployment"):
         for volume in deployment["spec"]["template"]["spec"]["volumes"]:
             if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in there
+                assert ("ConfigMap", volume["configMap"]["name"]) in live
             if "secret" in volume:
-                assert ("Secret", volume["secret"]["secretName"]) in there
+                assert ("Secret", volume["secret"]["secretName"]) in live
 
 
 def test_a_namespace_is_taken_from_the_command_line_before_the_file(tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from omnipipeline_operator.changes.observed import Pod, Workload
-from omnipipeline_operator.changes.rollout import Decision, Goal, Wanted, decide
+from omnipipeline_operator.changes.rollout import Decision, DesiredUnit, Goal, decide
+from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_operator.desired.naming import COORDINATOR
 
 Key = tuple[str, str]
 
 
 @dataclass
-class Held:
+class SimulatedDeployment:
     """One Deployment: what its spec asks for, and its pods by state."""
 
     replicas: int = 0
@@ -31,33 +31,33 @@ class Held:
 
 
 @dataclass
-class World:
+class RolloutSimulation:
     """All Deployments of a pipeline. ``broken``: revisions whose pods never become ready."""
 
-    held: dict[Key, Held] = field(default_factory=dict)
+    held: dict[Key, SimulatedDeployment] = field(default_factory=dict)
     broken: set[Key] = field(default_factory=set)
     serving: dict[str, str] = field(default_factory=dict)
     time: int = 0
 
-    def seen(self) -> list[Workload]:
+    def observed(self) -> list[Workload]:
         return [_workload(key, held) for key, held in self.held.items()]
 
     def act(self, goal: Goal) -> Decision:
         """One reconcile: decide, and do it."""
-        made = decide(goal, self.seen(), self.serving)
+        made = decide(goal, self.observed(), self.serving)
         self.time += 1
         for key, replicas in made.replicas.items():
-            held = self.held.setdefault(key, Held(born=self.time))
+            held = self.held.setdefault(key, SimulatedDeployment(born=self.time))
             held.replicas = replicas
         for each in made.retired:
             del self.held[each.unit, each.revision]
         self.settle()
-        wanted = {unit: one.revision for unit, one in goal.units.items()}
+        desired = {unit: one.revision for unit, one in goal.units.items()}
         if not made.rolling and all(
             self.ready(unit, rev) >= one.replicas
-            for (unit, rev), one in zip(wanted.items(), goal.units.values(), strict=True)
+            for (unit, rev), one in zip(desired.items(), goal.units.values(), strict=True)
         ):
-            self.serving = wanted
+            self.serving = desired
         return made
 
     def settle(self) -> None:
@@ -97,7 +97,7 @@ class World:
     def asked(self, unit: str) -> int:
         return sum(held.replicas for (name, _), held in self.held.items() if name == unit)
 
-    def everything_happens(self) -> None:
+    def settle_everything(self) -> None:
         """All that can start has started, all that drains has gone."""
         for key, held in self.held.items():
             while held.starting and key not in self.broken:
@@ -109,25 +109,25 @@ class World:
         for step in range(steps):
             before = {key: (h.replicas, h.starting, h.ready, h.leaving) for key, h in self.held.items()}
             self.act(goal)
-            self.everything_happens()
+            self.settle_everything()
             if before == {key: (h.replicas, h.starting, h.ready, h.leaving) for key, h in self.held.items()}:
                 return step
         raise AssertionError(f"no end after {steps} steps: {self.held}")
 
 
-def running(revisions: Mapping[str, str], replicas: Mapping[str, int]) -> World:
+def running(revisions: Mapping[str, str], replicas: Mapping[str, int]) -> RolloutSimulation:
     """A pipeline that is up and has served."""
-    held = {(u, r): Held(replicas=replicas[u], ready=replicas[u]) for u, r in revisions.items()}
-    held[COORDINATOR, "c"] = Held(replicas=1, ready=1)
-    return World(held=held, serving=dict(revisions))
+    held = {(u, r): SimulatedDeployment(replicas=replicas[u], ready=replicas[u]) for u, r in revisions.items()}
+    held[COORDINATOR, "c"] = SimulatedDeployment(replicas=1, ready=1)
+    return RolloutSimulation(held=held, serving=dict(revisions))
 
 
 def goal(revisions: Mapping[str, str], replicas: Mapping[str, int], **more: object) -> Goal:
-    units = {unit: Wanted(revision=rev, replicas=replicas[unit]) for unit, rev in revisions.items()}
-    return Goal(units=units, coordinator=Wanted(revision="c", replicas=1), **more)  # type: ignore[arg-type]
+    units = {unit: DesiredUnit(revision=rev, replicas=replicas[unit]) for unit, rev in revisions.items()}
+    return Goal(units=units, coordinator=DesiredUnit(revision="c", replicas=1), **more)  # type: ignore[arg-type]
 
 
-def _workload(key: Key, held: Held) -> Workload:
+def _workload(key: Key, held: SimulatedDeployment) -> Workload:
     unit, revision = key
     pods = [Pod(name=f"{unit}-{revision}-{i}", ready=i < held.ready) for i in range(held.ready + held.starting)]
     pods += [Pod(name=f"{unit}-{revision}-l{i}", ready=True, terminating=True) for i in range(held.leaving)]

@@ -17,7 +17,7 @@ from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.plan import PipelinePlan
 
 
-class Plans:
+class PlanCache:
     """By pipeline; each with the uid, generation and occasion that it was made for."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Plans:
     def of(self, resource: Mapping[str, Any], rekeyed: str | None) -> tuple[PipelineConfig, PipelinePlan]:
         """The spec as it is carried out, and its plan.
 
-        rekeyed: added to every unit's revision; see `looking.rekeyed`.
+        rekeyed: added to every unit's revision; see `snapshots.rekeyed`.
         Raises:  SpecError.
         """
         metadata = resource["metadata"]

@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from omnipipeline_operator.handlers.queueing import (
+from omnipipeline_operator.handlers.work_queue import (
     CHANGED_RETRY_S,
+    COOL_DOWN_S,
     FIRST_RETRY_S,
-    LAST_RETRY_S,
-    LAST_STIR_S,
-    REST_S,
-    RESTING,
+    MAX_CHANGED_DELAY_S,
+    MAX_COOL_DOWNS,
+    MAX_RETRY_S,
     STREAK,
-    Queue,
+    WorkQueue,
 )
 
 A, B = ("space", "a"), ("space", "b")
@@ -36,11 +36,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def given(clock: Clock) -> Queue:
-    return Queue(jitter=lambda: 0.0, clock=clock)
+def given(clock: Clock) -> WorkQueue:
+    return WorkQueue(jitter=lambda: 0.0, clock=clock)
 
 
-async def is_idle(given: Queue) -> bool:
+async def is_idle(given: WorkQueue) -> bool:
     taking = asyncio.ensure_future(given.take())
     for _ in range(5):
         await asyncio.sleep(0)
@@ -49,7 +49,7 @@ async def is_idle(given: Queue) -> bool:
     return idle
 
 
-async def test_many_events_are_one_look(given: Queue) -> None:
+async def test_many_events_are_one_look(given: WorkQueue) -> None:
     for _ in range(10):
         given.add(A)
     assert await given.take() == A
@@ -57,17 +57,19 @@ async def test_many_events_are_one_look(given: Queue) -> None:
     assert await is_idle(given)
 
 
-async def test_a_pipeline_is_never_looked_at_twice_at_a_time_and_no_event_is_lost(given: Queue, clock: Clock) -> None:
+async def test_a_pipeline_is_never_looked_at_twice_at_a_time_and_no_event_is_lost(
+    given: WorkQueue, clock: Clock
+) -> None:
     given.add(A)
     assert await given.take() == A
     given.add(A)
     assert await is_idle(given)
     given.done(A)
-    clock.now_s += REST_S
+    clock.now_s += COOL_DOWN_S
     assert await given.take() == A
 
 
-async def test_a_failing_pipeline_waits_longer_each_time_and_holds_up_nobody(given: Queue, clock: Clock) -> None:
+async def test_a_failing_pipeline_waits_longer_each_time_and_holds_up_nobody(given: WorkQueue, clock: Clock) -> None:
     waits = []
     given.add(A)
     for _ in range(12):
@@ -77,14 +79,14 @@ async def test_a_failing_pipeline_waits_longer_each_time_and_holds_up_nobody(giv
         assert await is_idle(given)
         clock.now_s += 0.002
     assert waits[:3] == [FIRST_RETRY_S, FIRST_RETRY_S * 2, FIRST_RETRY_S * 4]
-    assert waits[-1] == LAST_RETRY_S
+    assert waits[-1] == MAX_RETRY_S
     await given.take()
     given.failed(A)
     given.add(B)
     assert await given.take() == B
 
 
-async def test_success_makes_the_next_failure_a_first_one(given: Queue, clock: Clock) -> None:
+async def test_success_makes_the_next_failure_a_first_one(given: WorkQueue, clock: Clock) -> None:
     for _ in range(5):
         given.add(A)
         await given.take()
@@ -92,13 +94,13 @@ async def test_success_makes_the_next_failure_a_first_one(given: Queue, clock: C
     given.add(A)
     await given.take()
     given.done(A)
-    clock.now_s += REST_S
+    clock.now_s += COOL_DOWN_S
     given.add(A)
     await given.take()
     assert given.failed(A) == FIRST_RETRY_S
 
 
-async def test_a_change_during_a_failing_look_is_looked_at_soon_but_not_at_once(given: Queue) -> None:
+async def test_a_change_during_a_failing_look_is_looked_at_soon_but_not_at_once(given: WorkQueue) -> None:
     for _ in range(9):
         given.add(A)
         await given.take()
@@ -110,7 +112,7 @@ async def test_a_change_during_a_failing_look_is_looked_at_soon_but_not_at_once(
     assert await is_idle(given)
 
 
-async def test_the_api_servers_retry_after_is_kept(given: Queue, clock: Clock) -> None:
+async def test_the_api_servers_retry_after_is_kept(given: WorkQueue, clock: Clock) -> None:
     given.add(A)
     await given.take()
     assert given.failed(A, least_s=30.0) == 30.0
@@ -120,23 +122,23 @@ async def test_the_api_servers_retry_after_is_kept(given: Queue, clock: Clock) -
     assert await given.take() == A
 
 
-async def test_a_later_look_does_not_put_off_an_earlier_one(given: Queue, clock: Clock) -> None:
+async def test_a_later_look_does_not_put_off_an_earlier_one(given: WorkQueue, clock: Clock) -> None:
     given.add(A)
     given.add(A, 100.0)
     assert await given.take() == A
     given.done(A, again_s=100.0)
     given.add(A)
-    clock.now_s += REST_S
+    clock.now_s += COOL_DOWN_S
     assert await given.take() == A
 
 
-async def test_what_was_asked_for_goes_before_what_only_happened(given: Queue) -> None:
+async def test_what_was_asked_for_goes_before_what_only_happened(given: WorkQueue) -> None:
     given.add(A)
     given.add(B, first=True)
     assert [await given.take(), await given.take()] == [B, A]
 
 
-async def test_an_edit_during_a_look_goes_first_after_it(given: Queue) -> None:
+async def test_an_edit_during_a_look_goes_first_after_it(given: WorkQueue) -> None:
     given.add(A)
     assert await given.take() == A
     given.add(B)
@@ -145,7 +147,7 @@ async def test_an_edit_during_a_look_goes_first_after_it(given: Queue) -> None:
     assert await given.take() == A
 
 
-async def test_a_stream_of_edits_does_not_starve_the_others(given: Queue) -> None:
+async def test_a_stream_of_edits_does_not_starve_the_others(given: WorkQueue) -> None:
     given.add(A)
     taken = []
     for number in range(STREAK + 1):
@@ -154,7 +156,7 @@ async def test_a_stream_of_edits_does_not_starve_the_others(given: Queue) -> Non
     assert taken.index(A) == STREAK
 
 
-async def test_an_edit_does_not_cut_short_the_patience_after_a_failure(given: Queue) -> None:
+async def test_an_edit_does_not_cut_short_the_patience_after_a_failure(given: WorkQueue) -> None:
     given.add(A, first=True)
     assert await given.take() == A
     given.add(A, first=True)
@@ -164,7 +166,7 @@ async def test_an_edit_does_not_cut_short_the_patience_after_a_failure(given: Qu
     assert await given.take() == B
 
 
-async def test_news_lets_a_pipeline_rest_for_a_moment_but_an_edit_does_not(given: Queue, clock: Clock) -> None:
+async def test_news_lets_a_pipeline_rest_for_a_moment_but_an_edit_does_not(given: WorkQueue, clock: Clock) -> None:
     given.add(A)
     await given.take()
     given.done(A)
@@ -174,31 +176,33 @@ async def test_news_lets_a_pipeline_rest_for_a_moment_but_an_edit_does_not(given
     assert await given.take() == A
     given.done(A)
     given.add(A)
-    clock.now_s += REST_S
+    clock.now_s += COOL_DOWN_S
     assert await given.take() == A
 
 
-async def test_a_look_that_changed_something_is_repeated_ever_later_until_one_changes_nothing(given: Queue) -> None:
+async def test_a_look_that_changed_something_is_repeated_ever_later_until_one_changes_nothing(given: WorkQueue) -> None:
     given.add(A)
     waits: list[float] = []
     for _ in range(9):
         assert await given.take() == A
-        given.done(A, again_s=1000.0, stirred=True)
+        given.done(A, again_s=1000.0, changed=True)
         waits.append(given.next_in_s() or 0.0)
         given.add(A, first=True)  # an edit need not wait for that
-    assert waits == sorted(waits) and waits[:2] == pytest.approx([REST_S, 2 * REST_S])
-    assert waits[-1] == pytest.approx(LAST_STIR_S)
+    assert waits == sorted(waits) and waits[:2] == pytest.approx([COOL_DOWN_S, 2 * COOL_DOWN_S])
+    assert waits[-1] == pytest.approx(MAX_CHANGED_DELAY_S)
     assert await given.take() == A
     given.done(A)
     assert await is_idle(given) and len(given) == 0
 
 
-async def test_pipelines_that_have_rested_leave_nothing_behind(given: Queue, clock: Clock) -> None:
-    for number in range(3 * RESTING):
+async def test_pipelines_that_have_rested_leave_nothing_behind(given: WorkQueue, clock: Clock) -> None:
+    for number in range(3 * MAX_COOL_DOWNS):
         key = ("space", f"p{number}")
         given.add(key)
         assert await given.take() == key
         given.done(key)
-        clock.now_s += REST_S / 10
-    kept = [name for name, value in vars(given).items() if isinstance(value, dict | list) and len(value) > RESTING]
+        clock.now_s += COOL_DOWN_S / 10
+    kept = [
+        name for name, value in vars(given).items() if isinstance(value, dict | list) and len(value) > MAX_COOL_DOWNS
+    ]
     assert kept == []

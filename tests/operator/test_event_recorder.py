@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.changes.conditions import Transition, say
+from omnipipeline_operator.changes.conditions import Transition, condition
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.handlers import reporting
-from omnipipeline_operator.handlers.reporting import Reporter
+from omnipipeline_operator.handlers import event_recorder
+from omnipipeline_operator.handlers.event_recorder import EventRecorder
 
 OWNER = Owner(namespace="n", name="p", uid="u")
-DOWN = Transition(condition=say("Ready", False, "CrashLoopBackOff", "no weights"), warning=True)
-UP = Transition(condition=say("Ready", True, "Serving", "all well"), warning=False)
+DOWN = Transition(condition=condition("Ready", False, "CrashLoopBackOff", "no weights"), warning=True)
+UP = Transition(condition=condition("Ready", True, "Serving", "all well"), warning=False)
 
 
 class Posted:
@@ -44,35 +44,35 @@ class Clock:
 
 async def test_what_changes_to_and_fro_is_a_few_events_of_which_the_last_counts() -> None:
     posted, clock = Posted(), Clock()
-    reporter = Reporter(cast(Client, posted), name="operator", clock=clock)
+    reporter = EventRecorder(cast(Client, posted), name="operator", clock=clock)
     for _ in range(40):  # of a pod that crashes whenever it was ready for a moment: eleven minutes
         for transition in (DOWN, UP):
             clock.now += 8.25
             await reporter.report(OWNER, [transition])
     reasons = sorted(each["reason"] for each in posted.events.values())
-    assert reasons == ["CrashLoopBackOff"] * reporting.APART + ["Serving"] * reporting.APART
+    assert reasons == ["CrashLoopBackOff"] * event_recorder.APART + ["Serving"] * event_recorder.APART
     counts = [each["series"]["count"] for each in posted.events.values() if "series" in each]
     assert len(counts) == 2 and all(30 < count <= 38 for count in counts)
-    assert posted.writes <= 2 * reporting.APART + 2 * (660 / reporting.PATCH_S)
+    assert posted.writes <= 2 * event_recorder.APART + 2 * (660 / event_recorder.PATCH_S)
 
 
 async def test_the_same_after_a_while_is_a_new_event_and_so_is_one_whose_event_has_expired() -> None:
     posted, clock = Posted(), Clock()
-    reporter = Reporter(cast(Client, posted), name="operator", clock=clock)
+    reporter = EventRecorder(cast(Client, posted), name="operator", clock=clock)
     await reporter.report(OWNER, [DOWN])
-    clock.now += reporting.SERIES_S + 1
+    clock.now += event_recorder.SERIES_S + 1
     await reporter.report(OWNER, [DOWN])
     assert len(posted.events) == 2
-    for _ in range(reporting.APART):
+    for _ in range(event_recorder.APART):
         await reporter.report(OWNER, [DOWN])
     posted.events.clear()
-    clock.now += reporting.PATCH_S + 1
+    clock.now += event_recorder.PATCH_S + 1
     await reporter.report(OWNER, [DOWN])
     assert len(posted.events) == 1
 
 
 async def test_what_is_remembered_is_bounded() -> None:
-    reporter = Reporter(cast(Client, Posted()), name="operator")
-    for number in range(reporting.REMEMBERED + 5):
+    reporter = EventRecorder(cast(Client, Posted()), name="operator")
+    for number in range(event_recorder.REMEMBERED + 5):
         await reporter.report(Owner(namespace="n", name="p", uid=f"u{number}"), [DOWN])
-    assert len(reporter._series) == reporting.REMEMBERED
+    assert len(reporter._series) == event_recorder.REMEMBERED

@@ -18,15 +18,15 @@ from typing import Final
 Key = tuple[str, str]
 
 FIRST_RETRY_S: Final = 0.2
-LAST_RETRY_S: Final = 60.0
-REST_S: Final = 0.1  # between two looks at one pipeline, edits apart: news comes in bursts, and somebody may undo us
-RESTING: Final = 1000  # of so many that rest or did rest, those that did are forgotten
-LAST_STIR_S: Final = 5.0
+MAX_RETRY_S: Final = 60.0
+COOL_DOWN_S: Final = 0.1  # between two reconciles of one pipeline, edits apart: watch events come in bursts
+MAX_COOL_DOWNS: Final = 1000  # above this size, expired cool-downs are pruned
+MAX_CHANGED_DELAY_S: Final = 5.0
 STREAK: Final = 8  # so many looks of the first lane in a row, then one of the second: neither may starve
 CHANGED_RETRY_S: Final = 1.0  # not at once: the change may be what the failing look itself has written
 
 
-class Queue:
+class WorkQueue:
     """Keys that wait. A key that is added while it is looked at is looked at again afterwards."""
 
     def __init__(
@@ -40,8 +40,8 @@ class Queue:
         self._streak = 0  #: Looks of the first lane since the last one of the second.
         self._taken: dict[Key, bool] = {}  #: Being looked at -> added again meanwhile.
         self._failures: dict[Key, int] = {}
-        self._rests_until: dict[Key, float] = {}
-        self._stirs: dict[Key, int] = {}  #: Looks in a row during which something has changed.
+        self._cool_down_until: dict[Key, float] = {}
+        self._changed_in_a_row: dict[Key, int] = {}  #: Looks in a row during which something has changed.
         self._wake = asyncio.Event()
 
     def add(self, key: Key, after_s: float = 0.0, *, first: bool = False) -> None:
@@ -53,7 +53,7 @@ class Queue:
             return
         at = self._now() + after_s
         if not first:
-            at = max(at, self._rests_until.get(key, 0.0))
+            at = max(at, self._cool_down_until.get(key, 0.0))
         if key not in self._due or at < self._due[key]:
             self._due[key] = at
             heapq.heappush(self._heap, (at, key))
@@ -77,19 +77,19 @@ class Queue:
             except TimeoutError:
                 continue
 
-    def done(self, key: Key, *, again_s: float | None = None, stirred: bool = False) -> None:
+    def done(self, key: Key, *, again_s: float | None = None, changed: bool = False) -> None:
         """The look went well: the next failure waits as briefly as a first one.
 
         stirred: something has changed during the look, perhaps by it: look once more, each time later. Somebody may
         undo for ever what we do.
         """
         self._failures.pop(key, None)
-        self._rest(key)
-        if stirred:
-            count = self._stirs[key] = self._stirs.get(key, 0) + 1
-            again_s = min(REST_S * 2.0 ** (count - 1), LAST_STIR_S, again_s or math.inf)
+        self._start_cool_down(key)
+        if changed:
+            count = self._changed_in_a_row[key] = self._changed_in_a_row.get(key, 0) + 1
+            again_s = min(COOL_DOWN_S * 2.0 ** (count - 1), MAX_CHANGED_DELAY_S, again_s or math.inf)
         else:
-            self._stirs.pop(key, None)
+            self._changed_in_a_row.pop(key, None)
         if self._taken.pop(key):
             self.add(key, first=key in self._first)
         elif again_s is not None:
@@ -99,7 +99,7 @@ class Queue:
         """The look did not go well: look again later, each time later. Returns when."""
         count = self._failures.get(key, 0)
         self._failures[key] = count + 1
-        wait: float = min(FIRST_RETRY_S * 2.0**count, LAST_RETRY_S) * (1 + 0.2 * self._jitter())
+        wait: float = min(FIRST_RETRY_S * 2.0**count, MAX_RETRY_S) * (1 + 0.2 * self._jitter())
         if self._taken.pop(key):  # something has changed meanwhile: perhaps the cure
             wait = min(wait, CHANGED_RETRY_S)
         self.add(key, max(wait, least_s))
@@ -112,11 +112,11 @@ class Queue:
     def __len__(self) -> int:
         return len(self._due) + len(self._taken)
 
-    def _rest(self, key: Key) -> None:
+    def _start_cool_down(self, key: Key) -> None:
         now = self._now()
-        if len(self._rests_until) >= RESTING:
-            self._rests_until = {each: until for each, until in self._rests_until.items() if until > now}
-        self._rests_until[key] = now + REST_S
+        if len(self._cool_down_until) >= MAX_COOL_DOWNS:
+            self._cool_down_until = {each: until for each, until in self._cool_down_until.items() if until > now}
+        self._cool_down_until[key] = now + COOL_DOWN_S
 
     def _next(self) -> Key | None:
         """The key whose turn it is; None: nothing is due."""

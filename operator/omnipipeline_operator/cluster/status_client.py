@@ -23,7 +23,7 @@ SHORT_S: Final = 0.1  # for an address that was asked before and has never answe
 REMEMBERED: Final = 2000  # addresses; of more, those go that were asked longest ago
 
 
-class Instance(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One registered instance of a process group."""
 
     unit: str
@@ -50,11 +50,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
         return self.bound + self.waiting + self.running
 
 
-class Desk(msgspec.Struct, frozen=True, kw_only=True):
+class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One coordinator's view."""
 
     revisions: tuple[str, ...] = ()
-    instances: tuple[Instance, ...] = ()
+    instances: tuple[InstanceStatus, ...] = ()
 
     def registered(self) -> dict[tuple[str, str], int]:
         """(unit, revision) -> pods that requests can be bound to."""
@@ -72,14 +72,14 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class Desks:
+class StatusClient:
     """Asks coordinators."""
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession()
         self._answers: dict[str, bool] = {}  #: Whether an address that was asked has ever answered.
 
-    async def __aenter__(self) -> Desks:
+    async def __aenter__(self) -> StatusClient:
         return self
 
     async def __aexit__(
@@ -87,19 +87,19 @@ class Desks:
     ) -> None:
         await self._session.close()
 
-    async def ask(self, addresses: Iterable[str]) -> list[Desk]:
+    async def ask(self, addresses: Iterable[str]) -> list[CoordinatorStatus]:
         """The views of all coordinators that answer."""
         answers = await asyncio.gather(*(self._one(address) for address in addresses))
         return [each for each in answers if each is not None]
 
-    async def _one(self, address: str) -> Desk | None:
-        desk = await self._ask(address, TIMEOUT_S if self._answers.get(address, True) else SHORT_S)
-        self._answers[address] = self._answers.pop(address, False) or desk is not None
+    async def _one(self, address: str) -> CoordinatorStatus | None:
+        status = await self._ask(address, TIMEOUT_S if self._answers.get(address, True) else SHORT_S)
+        self._answers[address] = self._answers.pop(address, False) or status is not None
         if len(self._answers) > REMEMBERED:
             del self._answers[next(iter(self._answers))]
-        return desk
+        return status
 
-    async def _ask(self, address: str, timeout_s: float) -> Desk | None:
+    async def _ask(self, address: str, timeout_s: float) -> CoordinatorStatus | None:
         host = f"[{address}]" if ":" in address else address
         try:
             async with (
@@ -107,6 +107,6 @@ class Desks:
                 self._session.get(f"http://{host}:{PROBE_PORT}/status") as answer,
             ):
                 answer.raise_for_status()
-                return msgspec.json.decode(await answer.read(), type=Desk)
+                return msgspec.json.decode(await answer.read(), type=CoordinatorStatus)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
             return None

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from omnipipeline_operator.cluster import desks as desks_of
-from omnipipeline_operator.cluster.desks import Desk, Desks
+from omnipipeline_operator.cluster import status_client
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 
 INSTANCES = [
     {"unit": "u", "revision": "r", "endpoint": "tcp://10.0.0.1:5", "ready": True, "bound": 2, "waiting": 1},
@@ -19,11 +19,11 @@ INSTANCES = [
 ]
 
 
-def nobody_answers(asked: Desks, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def nobody_answers(asked: StatusClient, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """From now on; the list gets how long each was waited for."""
     patience: list[float] = []
 
-    async def never(_: str, timeout_s: float) -> Desk | None:
+    async def never(_: str, timeout_s: float) -> CoordinatorStatus | None:
         patience.append(timeout_s)
         return None
 
@@ -52,42 +52,42 @@ async def port() -> AsyncIterator[int]:
 async def test_what_a_coordinator_says_and_one_that_nobody_answers_for(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desks_of, "PROBE_PORT", port)
-    async with Desks() as asked:
+    monkeypatch.setattr(status_client, "PROBE_PORT", port)
+    async with StatusClient() as asked:
         found = await asked.ask(["127.0.0.1", "127.0.0.2"])
-    [desk] = found
-    assert desk.revisions == ("a", "b")
-    assert desk.registered() == {("u", "r"): 1}, "two processes of one pod; the other drains"
-    assert desk.loads() == {"10.0.0.1": 7, "::2": 0}
+    [status] = found
+    assert status.revisions == ("a", "b")
+    assert status.registered() == {("u", "r"): 1}, "two processes of one pod; the other drains"
+    assert status.loads() == {"10.0.0.1": 7, "::2": 0}
 
 
 async def test_who_has_never_answered_is_waited_for_briefly_and_who_has_is_not(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.3", port), backlog=0) as silent:  # accepts, and never says a word
-        monkeypatch.setattr(desks_of, "PROBE_PORT", port)
-        async with Desks() as asked:
+        monkeypatch.setattr(status_client, "PROBE_PORT", port)
+        async with StatusClient() as asked:
             waits = []
             for _ in range(2):
                 began = time.monotonic()
                 assert await asked.ask([silent.getsockname()[0]]) == []
                 waits.append(time.monotonic() - began)
-            assert waits[0] >= desks_of.TIMEOUT_S
-            assert desks_of.SHORT_S <= waits[1] < desks_of.TIMEOUT_S
+            assert waits[0] >= status_client.TIMEOUT_S
+            assert status_client.SHORT_S <= waits[1] < status_client.TIMEOUT_S
             assert await asked.ask(["127.0.0.1"])
             patience = nobody_answers(asked, monkeypatch)
             await asked.ask(["127.0.0.1"])
-            assert patience == [desks_of.TIMEOUT_S]
+            assert patience == [status_client.TIMEOUT_S]
 
 
 async def test_addresses_of_long_ago_are_forgotten(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desks_of, "PROBE_PORT", port)
-    monkeypatch.setattr(desks_of, "REMEMBERED", 3)
-    async with Desks() as asked:
+    monkeypatch.setattr(status_client, "PROBE_PORT", port)
+    monkeypatch.setattr(status_client, "REMEMBERED", 3)
+    async with StatusClient() as asked:
         await asked.ask(["127.0.0.2"])  # refused
         for number in range(10, 13):
             await asked.ask([f"127.0.0.{number}"])
         patience = nobody_answers(asked, monkeypatch)
         await asked.ask(["127.0.0.2"])
         await asked.ask(["127.0.0.12"])
-        assert patience == [desks_of.TIMEOUT_S, desks_of.SHORT_S]
+        assert patience == [status_client.TIMEOUT_S, status_client.SHORT_S]

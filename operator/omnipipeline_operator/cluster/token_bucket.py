@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Bucket:
+class TokenBucket:
     """``rate`` writes a second on average, ``burst`` at once."""
 
     def __init__(self, rate: float, burst: int) -> None:

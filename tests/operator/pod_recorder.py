@@ -19,7 +19,7 @@ REVISION = "omnipipeline.dev/revision"
 Ready = Mapping[tuple[str, str], int]  # (unit, revision) -> pods that work and are not leaving
 
 
-class Diary:
+class PodRecorder:
     """Records from ``with`` on."""
 
     def __init__(self, kube: Kube, pipeline: str) -> None:
@@ -27,7 +27,7 @@ class Diary:
         self._selector = f"omnipipeline.dev/pipeline={pipeline}"
         self._events: list[dict[str, Any]] = []  #: In the API server's order; the thread appends.
 
-    def __enter__(self) -> Diary:
+    def __enter__(self) -> PodRecorder:
         self._watch = subprocess.Popen(
             [
                 *("kubectl", "-n", self._kube.namespace, "get", "pods", "-l", self._selector),

@@ -16,24 +16,26 @@ from omnipipeline_operator.cluster.applying import MANAGER
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.kinds import CONFIG_MAP, CONTROLLER_REVISION
 from omnipipeline_operator.desired import history, naming
-from omnipipeline_operator.handlers.looking import Look
+from omnipipeline_operator.handlers.snapshots import Snapshot
 from omnipipeline_spec.plan import PipelinePlan
 
 log = logging.getLogger(__name__)
 
 
-async def record(client: Client, look: Look, resource: Mapping[str, Any], plan: PipelinePlan, limit: int) -> None:
+async def record(
+    client: Client, snapshot: Snapshot, resource: Mapping[str, Any], plan: PipelinePlan, limit: int
+) -> None:
     """Keep the spec of what serves; a revision that serves again becomes the newest entry.
 
     limit:  entries beside the newest.
     Raises: errors.ClusterError: later, perhaps.
     """
-    listed, owner = look.revisions(), look.owner
+    listed, owner = snapshot.revisions(), snapshot.owner
     named = history.name(owner.name, plan)
     if listed is None or listed["metadata"].get("annotations", {}).get(history.RECORDED) == named:
         return
     try:
-        await _put(client, look, resource, plan)
+        await _put(client, snapshot, resource, plan)
         selector = f"{naming.PIPELINE_LABEL}={owner.name}"
         kept = [one async for one in client.listed(CONTROLLER_REVISION, owner.namespace, selector)]
         for one in history.beyond([one for one in kept if comparing.is_ours(one, owner)], limit):
@@ -46,20 +48,20 @@ async def record(client: Client, look: Look, resource: Mapping[str, Any], plan: 
     await client.merge(CONFIG_MAP, owner.namespace, listed["metadata"]["name"], patch)
 
 
-async def _put(client: Client, look: Look, resource: Mapping[str, Any], plan: PipelinePlan) -> None:
-    manifest, owner = history.entry(resource, plan, look.owner), look.owner
+async def _put(client: Client, snapshot: Snapshot, resource: Mapping[str, Any], plan: PipelinePlan) -> None:
+    manifest, owner = history.entry(resource, plan, snapshot.owner), snapshot.owner
     named = manifest["metadata"]["name"]
     try:
         await _made(client, manifest)
     except errors.Conflict as taken:
-        there = await client.get(CONTROLLER_REVISION, owner.namespace, named)
-        if comparing.belongs_to_predecessor(there, owner) and not comparing.is_ours(there, owner):
+        live = await client.get(CONTROLLER_REVISION, owner.namespace, named)
+        if comparing.belongs_to_predecessor(live, owner) and not comparing.is_ours(live, owner):
             raise taken  # the garbage collector is about to remove it
-        if not comparing.is_ours(there, owner):
+        if not comparing.is_ours(live, owner):
             log.warning("%s/%s: ControllerRevision %s is somebody else's", owner.namespace, owner.name, named)
             return
         # Made anew: earlier operators made it by POST, and a patch of such a one is refused (see `_made`).
-        await client.delete(CONTROLLER_REVISION, owner.namespace, named, uid=there["metadata"]["uid"])
+        await client.delete(CONTROLLER_REVISION, owner.namespace, named, uid=live["metadata"]["uid"])
         await _made(client, manifest)
 
 

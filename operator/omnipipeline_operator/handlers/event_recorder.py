@@ -38,7 +38,7 @@ class _Series(msgspec.Struct):
     written_at: float
 
 
-class Reporter:
+class EventRecorder:
     """Posts Events; what changes to and fro is one Event that counts."""
 
     def __init__(self, client: Client, *, name: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""An operator that dies without a word before its n-th write: ``python dying.py N``."""
+"""An operator that dies without a word before its n-th write: ``python crashing_operator.py N``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 from omnipipeline_operator import cli, settings
 
-DIED = 7
+CRASH_EXIT_CODE = 7
 
 
-class Numbered:
+class CrashAfterWrites:
     """Lets ``limit`` writes pass."""
 
     def __init__(self, limit: int) -> None:
@@ -20,12 +20,12 @@ class Numbered:
 
     async def take(self) -> None:
         if self._left == 0:
-            os._exit(DIED)
+            os._exit(CRASH_EXIT_CODE)
         self._left -= 1
 
 
 async def main() -> int:
-    return await cli.serve(settings.read(os.environ, hostname=socket.gethostname()), Numbered(int(sys.argv[1])))
+    return await cli.serve(settings.read(os.environ, hostname=socket.gethostname()), CrashAfterWrites(int(sys.argv[1])))
 
 
 if __name__ == "__main__":

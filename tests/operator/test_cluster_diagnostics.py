@@ -131,8 +131,8 @@ def test_the_plan_is_the_same_through_kubectl_and_offline(kube: Kube, operator: 
     kube.wait_ready("duo")
     plan = planning.plan(loading.from_resource(golden).spec, name="duo")
     assert kube.get("omnipipeline", "duo")["status"]["revision"]["update"] == plan.current.revision
-    wanted = {unit.name: unit.revision for unit in plan.units} | {"coordinator": plan.coordinator.revision}
-    assert {unit: next(iter(revisions)) for unit, revisions in deployments(kube).items()} == wanted
+    desired = {unit.name: unit.revision for unit in plan.units} | {"coordinator": plan.coordinator.revision}
+    assert {unit: next(iter(revisions)) for unit, revisions in deployments(kube).items()} == desired
 
 
 def test_events_tell_of_transitions_only_and_conditions_of_their_generation(
@@ -148,10 +148,10 @@ def test_events_tell_of_transitions_only_and_conditions_of_their_generation(
     third = eventually(
         lambda: kube.condition("duo", "CoordinatorReady")["reason"] == "Suspended" and kube.get("omnipipeline", "duo")
     )
-    for seen in (first, second, third):
-        assert len(seen["status"]["conditions"]) == 9
-        for condition in seen["status"]["conditions"]:
-            assert condition["observedGeneration"] == seen["metadata"]["generation"]
+    for observed in (first, second, third):
+        assert len(observed["status"]["conditions"]) == 9
+        for condition in observed["status"]["conditions"]:
+            assert condition["observedGeneration"] == observed["metadata"]["generation"]
             assert re.fullmatch("([A-Z][a-z]+)+", condition["reason"]), condition
     kube.apply(pipeline())
     kube.wait_ready("duo")

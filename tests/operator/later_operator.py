@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from omnipipeline_operator import cli, settings
-from omnipipeline_operator.cluster.bucket import Bucket
+from omnipipeline_operator.cluster.token_bucket import TokenBucket
 from omnipipeline_operator.desired import pods, services
 
 SAID = "omnipipeline.dev/later"
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 async def _serve() -> int:
-    return await cli.serve(settings.read(os.environ, hostname=socket.gethostname()), Bucket(rate=100, burst=100))
+    return await cli.serve(settings.read(os.environ, hostname=socket.gethostname()), TokenBucket(rate=100, burst=100))
 
 
 if __name__ == "__main__":

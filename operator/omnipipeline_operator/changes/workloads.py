@@ -95,7 +95,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(pod for pod in self.pods if not pod.over)
 
 
-def workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]]) -> Workload:
+def read_workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]]) -> Workload:
     """A Deployment as the API server gives it, with the pods that bear its labels."""
     metadata, spec, refusal = deployment["metadata"], deployment["spec"], _refusal(deployment)
     annotations = metadata.get("annotations", {})
@@ -109,24 +109,24 @@ def workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]
         uid=metadata["uid"],
         replicas=spec.get("replicas", 1),
         created_at=timestamp(metadata.get("creationTimestamp")),
-        pods=tuple(pod(one) for one in own_pods),
+        pods=tuple(read_pod(one) for one in own_pods),
         gpus=pods.gpus(deployment),
         image=annotations.get(naming.IMAGE_PIN) or template["spec"]["containers"][0].get("image", ""),
         control_secret=secrets[0] if secrets else None,
         drifted=annotations.get(TEMPLATE_REVISION, "1") != "1",
         refused=None if refusal is None else str(refusal.get("message") or refusal.get("reason") or "pods are refused"),
         refused_since=timestamp((refusal or {}).get("lastTransitionTime")),
-        tried_at=float(annotations.get(naming.TRIED) or 0),
+        tried_at=float(annotations.get(naming.RETRIED_AT) or 0),
     )
 
 
-def pod(manifest: Mapping[str, Any]) -> Pod:
+def read_pod(manifest: Mapping[str, Any]) -> Pod:
     """A pod as the API server gives it."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     ready = conditions.get("Ready", {}).get("status") == "True"
     started_at = _started_at(manifest)
-    trouble = None if ready or _has_succeeded(manifest) else _trouble(manifest, conditions)
+    diagnostic = None if ready or _has_succeeded(manifest) else _pod_diagnostic(manifest, conditions)
     return Pod(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
@@ -136,12 +136,12 @@ def pod(manifest: Mapping[str, Any]) -> Pod:
         over=status.get("phase") in OVER,
         created_at=timestamp(metadata.get("creationTimestamp")),
         ready_since=timestamp(conditions["Ready"].get("lastTransitionTime")) if ready else None,
-        reason=None if trouble is None else trouble.reason,
-        message="" if trouble is None else trouble.message,
-        reason_until=None if trouble is None else trouble.until,
+        reason=None if diagnostic is None else diagnostic.reason,
+        message="" if diagnostic is None else diagnostic.message,
+        reason_until=None if diagnostic is None else diagnostic.until,
         started_at=started_at,
         was_ready=bool(started_at) and timestamp(conditions.get("Ready", {}).get("lastTransitionTime")) > started_at,
-        unschedulable=trouble is not None and trouble.reason == "Unschedulable",
+        unschedulable=diagnostic is not None and diagnostic.reason == "Unschedulable",
         waits_for_volumes=_waits_for_volumes(manifest),
         started=ready or _has_started(manifest),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
@@ -199,50 +199,56 @@ _UNPULLED: Final = ("ErrImagePull", "ImagePullBackOff")
 LEAST_LIFE_S: Final = 60.0  # of a container that was started again: before that its last end is the news
 
 
-class _Trouble(msgspec.Struct, frozen=True, kw_only=True):
+class _PodDiagnostic(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     message: str
     until: float | None = None  #: Nothing is wrong any more after this time, unless something new is seen.
 
 
-def _trouble(manifest: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> _Trouble | None:
+def _pod_diagnostic(manifest: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> _PodDiagnostic | None:
     """The first thing that keeps a pod from being ready."""
     status = manifest.get("status", {})
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
-        return _Trouble(reason="Unschedulable", message=str(scheduled.get("message", "")))
+        return _PodDiagnostic(reason="Unschedulable", message=str(scheduled.get("message", "")))
     unready_since = timestamp(conditions.get("Ready", {}).get("lastTransitionTime"))
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        found = _container_trouble(container, unready_since)
+        found = _container_diagnostic(container, unready_since)
         if found is not None:
             return msgspec.structs.replace(found, message=f"container {container['name']}: {found.message}")
-    if _is_cut_off(conditions):
+    if _is_node_lost(conditions):
         node = manifest.get("spec", {}).get("nodeName")
-        return _Trouble(reason="NodeLost", message=f"node {node} does not answer; another pod takes over soon")
+        return _PodDiagnostic(reason="NodeLost", message=f"node {node} does not answer; another pod takes over soon")
     if status.get("phase") == "Failed":
         message = str(status.get("message") or "the pod has failed")
-        return _Trouble(reason=str(status.get("reason") or "Failed"), message=message)
+        return _PodDiagnostic(reason=str(status.get("reason") or "Failed"), message=message)
     return None
 
 
-def _is_cut_off(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
+def _is_node_lost(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
     """The node controller takes the readiness away and gives no reason; what the kubelet said last stands beside it."""
     ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
-def _container_trouble(container: Mapping[str, Any], unready_since: float) -> _Trouble | None:
+def _container_diagnostic(container: Mapping[str, Any], unready_since: float) -> _PodDiagnostic | None:
     """What a container's states mean; a crash has one reason, whether it waits, has just ended or runs again."""
     state, last = container.get("state", {}), container.get("lastState", {}).get("terminated")
     waiting, running = state.get("waiting", {}), state.get("running")
-    reason, told = waiting.get("reason"), str(waiting.get("message") or "")
+    reason, message = waiting.get("reason"), str(waiting.get("message") or "")
     if reason in _UNPULLED:
-        return _Trouble(reason="ImagePullBackOff", message=told.rpartition(f"{_UNPULLED[0]}: ")[2] or str(reason))
+        return _PodDiagnostic(
+            reason="ImagePullBackOff", message=message.rpartition(f"{_UNPULLED[0]}: ")[2] or str(reason)
+        )
     if reason and reason not in _PASSING:
-        return _Trouble(reason=str(reason), message=told or str(reason))
+        return _PodDiagnostic(reason=str(reason), message=message or str(reason))
     ended = state.get("terminated") or last
     if not ended:
-        return _Trouble(reason=_UNSTARTABLE[0], message=crashes.cause(told)) if reason == "RunContainerError" else None
+        return (
+            _PodDiagnostic(reason=_UNSTARTABLE[0], message=crashes.cause(message))
+            if reason == "RunContainerError"
+            else None
+        )
     if running is None:
         return _crash(ended)
     started = timestamp(running.get("startedAt"))
@@ -252,12 +258,12 @@ def _container_trouble(container: Mapping[str, Any], unready_since: float) -> _T
     return msgspec.structs.replace(_crash(ended), until=started + max(LEAST_LIFE_S, 2 * life))
 
 
-def _crash(ended: Mapping[str, Any]) -> _Trouble:
+def _crash(ended: Mapping[str, Any]) -> _PodDiagnostic:
     word, code, cause = ended.get("reason"), ended.get("exitCode"), crashes.cause(str(ended.get("message") or ""))
     if word == "OOMKilled":
-        return _Trouble(reason=word, message=_TOO_LITTLE_MEMORY)
+        return _PodDiagnostic(reason=word, message=_TOO_LITTLE_MEMORY)
     if word in _UNSTARTABLE:
-        return _Trouble(reason=_UNSTARTABLE[0], message=cause or "cannot be started")
+        return _PodDiagnostic(reason=_UNSTARTABLE[0], message=cause or "cannot be started")
     if code == crashes.EXIT_HUNG and cause:
-        return _Trouble(reason="StartupDeadlineExceeded", message=cause)
-    return _Trouble(reason="CrashLoopBackOff", message=cause or f"ended with exit code {code} and said nothing")
+        return _PodDiagnostic(reason="StartupDeadlineExceeded", message=cause)
+    return _PodDiagnostic(reason="CrashLoopBackOff", message=cause or f"ended with exit code {code} and said nothing")

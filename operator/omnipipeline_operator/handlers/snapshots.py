@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator.changes import comparing, observed, troubles
-from omnipipeline_operator.changes.observed import Workload
-from omnipipeline_operator.changes.troubles import Trouble
+from omnipipeline_operator.changes import comparing, diagnostics, workloads
+from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.kinds import Kind
 from omnipipeline_operator.cluster.store import Key, Store
@@ -25,7 +25,7 @@ HANGS_AFTER_S: Final = 5.0
 JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 
 
-class Look:
+class Snapshot:
     """What is there of one pipeline, read when it is asked for: a write's answer is seen at once."""
 
     def __init__(self, store: Store, key: Key, owner: Owner) -> None:
@@ -35,8 +35,8 @@ class Look:
 
     def child(self, kind: Kind, name: str) -> Manifest | None:
         """One child of ours by name."""
-        there = self._store.child(self._key, kind, name)
-        return there if there is not None and self._is_ours(there) else None
+        live = self._store.child(self._key, kind, name)
+        return live if live is not None and self._is_ours(live) else None
 
     def children(self, kind: Kind) -> list[Manifest]:
         return [each for each in self._store.children(self._key, kind) if self._is_ours(each)]
@@ -60,13 +60,13 @@ class Look:
         for deployment in self.children(kinds.DEPLOYMENT):
             labels = deployment["spec"]["selector"]["matchLabels"]
             of = (labels.get(naming.UNIT_LABEL, ""), labels.get(naming.REVISION_LABEL, ""))
-            found.append(observed.workload(deployment, by_revision.get(of, ())))
+            found.append(workloads.read_workload(deployment, by_revision.get(of, ())))
         return found
 
     def orphans(self) -> list[Manifest]:
         """Children of an earlier resource of this name, which left them without an owner."""
-        there = (each for kind in kinds.WATCHED for each in self._store.children(self._key, kind))
-        return [each for each in there if comparing.is_orphan(each, self.owner)]
+        live = (each for kind in kinds.WATCHED for each in self._store.children(self._key, kind))
+        return [each for each in live if comparing.is_orphan(each, self.owner)]
 
     def addresses(self) -> set[tuple[str, str, str]]:
         """(unit, revision, address) of all pods that bear the labels of a unit."""
@@ -82,8 +82,8 @@ class Look:
     def entries(self) -> tuple[PipelineRevision, ...]:
         return config.read_revisions(self.revisions())
 
-    def _is_ours(self, there: Mapping[str, Any]) -> bool:
-        return comparing.is_ours(there, self.owner) and "deletionTimestamp" not in there["metadata"]
+    def _is_ours(self, live: Mapping[str, Any]) -> bool:
+        return comparing.is_ours(live, self.owner) and "deletionTimestamp" not in live["metadata"]
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +98,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pins(
-    look: Look,
-    seen: Sequence[Workload],
+    snapshot: Snapshot,
+    observed: Sequence[Workload],
     *,
     update: PipelineRevision,
     coordinator: str,
@@ -111,22 +111,22 @@ def pins(
 
     update: the wanted revision. coordinator: its coordinator's. image: that the spec names.
     """
-    there = look.revisions()
-    annotations = there["metadata"].get("annotations", {}) if there else {}
-    secrets = [each.control_secret for each in seen if each.control_secret]
+    live = snapshot.revisions()
+    annotations = live["metadata"].get("annotations", {}) if live else {}
+    secrets = [each.control_secret for each in observed if each.control_secret]
     secret = annotations.get(naming.SECRET_PIN) or (secrets[0] if secrets else None)
-    wanted = {**update.units, naming.COORDINATOR: coordinator}
-    own = [each for each in seen if wanted.get(each.unit) == each.revision]
-    images = config.read_images(there)
+    desired = {**update.units, naming.COORDINATOR: coordinator}
+    own = [each for each in observed if desired.get(each.unit) == each.revision]
+    images = config.read_images(live)
     chosen = image or pinned_image(own, images.get(update.revision), of_the_day)
     busy = [each for each in own if not each.idle]
     return Pins(
         image=chosen,
         images=images,
-        control_secret=secret or naming.control_secret(look.owner.name, random_id),
+        control_secret=secret or naming.control_secret(snapshot.owner.name, random_id),
         rekeyed=annotations.get(naming.REKEYED_PIN),
         is_new=secret not in secrets,
-        is_mixed=image is None and len({each.image for each in busy if each.started}) > 1 and len(busy) < len(wanted),
+        is_mixed=image is None and len({each.image for each in busy if each.started}) > 1 and len(busy) < len(desired),
     )
 
 
@@ -147,38 +147,38 @@ def pinned_image(own: Sequence[Workload], remembered: str | None, of_the_day: st
     return remembered or (made[-1].image if made else of_the_day)
 
 
-def rekeyed(look: Look) -> str | None:
+def rekeyed(snapshot: Snapshot) -> str | None:
     """What is added to every unit's revision since a Secret was lost."""
-    there = look.revisions()
-    pinned = there["metadata"].get("annotations", {}).get(naming.REKEYED_PIN) if there else None
+    live = snapshot.revisions()
+    pinned = live["metadata"].get("annotations", {}).get(naming.REKEYED_PIN) if live else None
     return None if pinned is None else str(pinned)
 
 
-def fetching(look: Look, created: Sequence[Manifest], model: str) -> Trouble | None:
+def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Diagnostic | None:
     """Why units wait for the Job that fetches their model; None: there is none, or it is done."""
-    for wanted in created:
-        if wanted["kind"] != kinds.JOB.name:
+    for desired in created:
+        if desired["kind"] != kinds.JOB.name:
             continue
-        name = wanted["metadata"]["name"]
-        status = (look.child(kinds.JOB, name) or {}).get("status", {})
+        name = desired["metadata"]["name"]
+        status = (snapshot.child(kinds.JOB, name) or {}).get("status", {})
         if status.get("succeeded"):
             return None
-        own = [each for each in look.pods() if each["metadata"]["labels"].get(JOB_NAME) == name]
+        own = [each for each in snapshot.pods() if each["metadata"]["labels"].get(JOB_NAME) == name]
         ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
-        return troubles.of_prefetch(name, model, map(observed.pod, own), gave_up="Failed" in ended)
+        return diagnostics.of_prefetch(name, model, map(workloads.read_pod, own), gave_up="Failed" in ended)
     return None
 
 
-def shared_claim(look: Look, created: Sequence[Manifest], pods: int) -> str | None:
+def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int) -> str | None:
     """What to know of the model cache's claim, which is made once: that several pods cannot share it, or that it waits.
 
     pods: how many are to mount it.
     """
-    there = next((look.claim(one["metadata"]["name"]) for one in created if one["kind"] == kinds.CLAIM.name), None)
-    if there is None:
+    live = next((snapshot.claim(one["metadata"]["name"]) for one in created if one["kind"] == kinds.CLAIM.name), None)
+    if live is None:
         return None
-    named, modes = f"claim {there['metadata']['name']}", there["spec"].get("accessModes", [])
-    if there.get("status", {}).get("phase") == "Pending":
+    named, modes = f"claim {live['metadata']['name']}", live["spec"].get("accessModes", [])
+    if live.get("status", {}).get("phase") == "Pending":
         return f"{named} ({', '.join(modes)}) has no volume yet"
     if pods > 1 and not {"ReadWriteMany", "ReadOnlyMany"}.intersection(modes):
         cure = "delete it to have another one made, or name one of your own"
@@ -186,6 +186,8 @@ def shared_claim(look: Look, created: Sequence[Manifest], pods: int) -> str | No
     return None
 
 
-def hangs(seen: Sequence[Workload], now: float) -> bool:
+def hangs(observed: Sequence[Workload], now: float) -> bool:
     """Whether a pod has been about to start for suspiciously long: what it mounts may not be there."""
-    return any(pod.waits_for_volumes and now - pod.created_at > HANGS_AFTER_S for each in seen for pod in each.present)
+    return any(
+        pod.waits_for_volumes and now - pod.created_at > HANGS_AFTER_S for each in observed for pod in each.present
+    )

@@ -1,7 +1,7 @@
 """What keeps a unit from being ready: the worst of its pods, its container and why.
 
-Here: choosing one trouble of many, in the words of kubectl. Not here: reading pods (`observed`), conditions (`status`).
-Pure.
+Here: choosing one diagnostic of many, in the words of kubectl. Not here: reading pods (`workloads`), conditions
+(`status`). Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from omnipipeline_operator.changes.observed import Pod, Workload
+from omnipipeline_operator.changes.workloads import Pod, Workload
 
 #: Worst first: what nobody but a person can cure stands before what may pass.
 _SEVERITY: Final = (
@@ -36,7 +36,7 @@ _SEVERITY: Final = (
 )
 
 
-class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
     """One reason why something is not ready."""
 
     unit: str  #: Empty: it is no unit's, as the prefetch of the model.
@@ -44,7 +44,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"unit {self.unit}: {self.message}" if self.unit else self.message
 
     @property
@@ -52,13 +52,13 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
         return _SEVERITY.index(self.reason) if self.reason in _SEVERITY else len(_SEVERITY)
 
 
-def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) -> Trouble | None:
+def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) -> Diagnostic | None:
     """The worst that is wrong with one unit revision; None: nothing is, or it is only starting."""
     found = [_of_pod(workload.unit, pod, startup_deadline_s, now) for pod in workload.pods if not pod.terminating]
     if workload.refused is not None:
         reason = _refusal(workload.refused)
         refused = _ATTEMPT.sub("pods of it are forbidden: ", workload.refused)
-        found.append(Trouble(unit=workload.unit, reason=reason, message=f"{workload.name}: {refused}"))
+        found.append(Diagnostic(unit=workload.unit, reason=reason, message=f"{workload.name}: {refused}"))
     return worst(each for each in found if each is not None)
 
 
@@ -66,7 +66,7 @@ def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) ->
 _ATTEMPT: Final = re.compile(r'^pods "[^"]*" is forbidden: ')
 
 
-def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> Trouble:
+def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> Diagnostic:
     """Why units still wait for the Job that fetches their model.
 
     pods:    the Job's; a failed one stays, so that its last words can be read.
@@ -77,27 +77,27 @@ def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> 
     if gave_up or failed:
         why = failed[-1].message if failed else "has failed"
         then = "delete the Job to try again" if gave_up else "it tries again"
-        return Trouble(unit="", reason="PrefetchFailed", message=f"Job {job}: {why}; {then}")
+        return Diagnostic(unit="", reason="PrefetchFailed", message=f"Job {job}: {why}; {then}")
     for each in in_order:
-        return Trouble(unit="", reason=str(each.reason), message=f"pod {each.name}: {each.message}")
-    return Trouble(unit="", reason="Prefetching", message=f"Job {job} fetches {model}")
+        return Diagnostic(unit="", reason=str(each.reason), message=f"pod {each.name}: {each.message}")
+    return Diagnostic(unit="", reason="Prefetching", message=f"Job {job} fetches {model}")
 
 
-def worst(troubles: Iterable[Trouble]) -> Trouble | None:
+def worst(diagnostics: Iterable[Diagnostic]) -> Diagnostic | None:
     """The one to tell people of."""
-    return min(troubles, key=lambda each: (each.rank, each.message), default=None)
+    return min(diagnostics, key=lambda each: (each.rank, each.message), default=None)
 
 
-def steady(trouble: Trouble, reason: str | None, message: str | None) -> Trouble:
+def stabilized(diagnostic: Diagnostic, reason: str | None, message: str | None) -> Diagnostic:
     """``trouble`` in the words in which it was told before, where it is the same crash or refusal again.
 
     Request ids, addresses and process ids differ each time; each difference would be a write.
     """
-    if trouble.reason != reason or message is None or trouble.reason not in _REPEATED:
-        return trouble
-    vague = _WAITS in trouble.message
-    same = _NUMBERS.sub("#", trouble.message) == _NUMBERS.sub("#", message)
-    return msgspec.structs.replace(trouble, message=message) if same or vague else trouble
+    if diagnostic.reason != reason or message is None or diagnostic.reason not in _REPEATED:
+        return diagnostic
+    vague = _WAITS in diagnostic.message
+    same = _NUMBERS.sub("#", diagnostic.message) == _NUMBERS.sub("#", message)
+    return msgspec.structs.replace(diagnostic, message=message) if same or vague else diagnostic
 
 
 #: What is told anew with every attempt.
@@ -120,14 +120,14 @@ _NUMBERS: Final = re.compile(
 _WAITS: Final = "Back-off pulling image"  # of older kubelets: that it waits, without a word why
 
 
-def _of_pod(unit: str, pod: Pod, startup_deadline_s: float, now: float) -> Trouble | None:
+def _of_pod(unit: str, pod: Pod, startup_deadline_s: float, now: float) -> Diagnostic | None:
     if pod.ready or pod.over:
         return None
     if pod.reason is not None and (pod.reason_until is None or now < pod.reason_until):
-        return Trouble(unit=unit, reason=pod.reason, message=f"pod {pod.name}: {pod.message}")
+        return Diagnostic(unit=unit, reason=pod.reason, message=f"pod {pod.name}: {pod.message}")
     if pod.starting_since and now - pod.starting_since > startup_deadline_s:
         late = f"pod {pod.name}: not ready after {startup_deadline_s:g} s (startup.deadlineSeconds)"
-        return Trouble(unit=unit, reason="StartupDeadlineExceeded", message=late)
+        return Diagnostic(unit=unit, reason="StartupDeadlineExceeded", message=late)
     return None
 
 

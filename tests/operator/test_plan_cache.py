@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator.handlers.plans import Plans
+from omnipipeline_operator.handlers.plan_cache import PlanCache
 from omnipipeline_spec.errors import SpecError
 
 
@@ -21,7 +21,7 @@ def resource(*, uid: str = "u", generation: int = 1, factory: str = "m:a") -> di
 
 
 def test_the_same_spec_has_the_same_plan_and_any_other_has_its_own() -> None:
-    plans = Plans()
+    plans = PlanCache()
     first = plans.of(resource(), None)[1]
     assert plans.of(resource(), None)[1] is first
     edited = plans.of(resource(generation=2, factory="m:b"), None)[1]
@@ -33,7 +33,7 @@ def test_the_same_spec_has_the_same_plan_and_any_other_has_its_own() -> None:
 
 
 def test_a_bad_spec_leaves_no_plan_behind() -> None:
-    plans = Plans()
+    plans = PlanCache()
     plans.of(resource(), None)
     for _ in range(2):
         with pytest.raises(SpecError):

@@ -21,7 +21,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     streamed: bool
     outcome: str  #: ``ok``, ``wrong``, or why not: ``503 unavailable``, ``ReadError``…
-    singer: str = ""  #: The replica that signed the answer.
+    replica: str = ""  #: The replica that signed the answer.
 
 
 class Load:
@@ -62,8 +62,8 @@ class Load:
     def failures(self) -> Counter[str]:
         return Counter(entry.outcome for entry in self.entries if entry.outcome != "ok")
 
-    def singers(self) -> Counter[str]:
-        return Counter(entry.singer for entry in self.entries if entry.singer)
+    def replicas(self) -> Counter[str]:
+        return Counter(entry.replica for entry in self.entries if entry.replica)
 
     async def _client(self, number: int) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=120.0) as client:
@@ -77,8 +77,8 @@ class Load:
                 try:
                     text = await _ask(client, words, streamed)
                     outcome = "ok" if _is_answer(text, words) else "wrong"
-                    singer = (text.split() or [""])[-1]
-                    self.entries.append(Entry(id=name, streamed=streamed, outcome=outcome, singer=singer))
+                    replica = (text.split() or [""])[-1]
+                    self.entries.append(Entry(id=name, streamed=streamed, outcome=outcome, replica=replica))
                 except _Failed as error:
                     self.entries.append(Entry(id=name, streamed=streamed, outcome=str(error)))
                 except httpx.HTTPError as error:

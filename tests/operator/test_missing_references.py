@@ -8,13 +8,13 @@ import pytest
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes.conditions import rfc3339
-from omnipipeline_operator.changes.observed import Pod, Workload
+from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired import children
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
-from omnipipeline_operator.handlers.lacking import RECENT_S, Asker, Lacking
+from omnipipeline_operator.handlers.missing import RECENT_S, MissingReferences, ReferenceChecker
 from omnipipeline_spec import loading, planning
 
 NOW = 1_800_000_000.0
@@ -36,25 +36,26 @@ class Server:
         self.asked.append(f"events of {about}")
         return list(self.told)
 
-    async def lacks_secret(self, manifest: Any) -> bool:
+    async def secret_is_missing(self, manifest: Any) -> bool:
         self.asked.append(f"Secret {manifest['metadata']['name']}")
         if isinstance(self.secret, Exception):
             raise self.secret
         return not self.secret
 
 
-async def ask(server: Server, *seen: Workload, **spec: Any) -> Lacking:
+async def ask(server: Server, *observed: Workload, **spec: Any) -> MissingReferences:
     stage = {"name": "only", "process": "only", "factory": "m:only", "terminal": True}
     head = {"apiVersion": "omnipipeline.dev/v1alpha1", "kind": "OmniPipeline", "metadata": {"name": "p"}}
     pipeline = loading.from_resource({**head, "spec": {"stages": [stage], **spec}}).spec
     plan = planning.plan(pipeline, name="p")
-    wanted = children.children(pipeline, plan, PodFacts(owner=OWNER, image="i", control_secret="s"))
-    [unit] = [each for each in wanted.workloads if each.unit == "only"]
-    there = [
-        Workload(unit="only", revision=unit.revision, name="d", uid="u", replicas=1, pods=each.pods) for each in seen
+    desired = children.children(pipeline, plan, PodFacts(owner=OWNER, image="i", control_secret="s"))
+    [unit] = [each for each in desired.workloads if each.unit == "only"]
+    live = [
+        Workload(unit="only", revision=unit.revision, name="d", uid="u", replicas=1, pods=each.pods)
+        for each in observed
     ]
-    asker = Asker(cast(Client, server), cast(Applier, server), OWNER, now=NOW)
-    return await asker.ask(wanted, there, {("only", unit.revision): 1}, every_s=3.0)
+    asker = ReferenceChecker(cast(Client, server), cast(Applier, server), OWNER, now=NOW)
+    return await asker.check(desired, live, {("only", unit.revision): 1}, every_s=3.0)
 
 
 def waiting(*ages: float) -> Workload:
@@ -74,7 +75,7 @@ NEEDS = {"envFrom": [{"secretRef": {"name": "hub"}}], "code": {"configMapRef": {
 async def test_units_whose_references_are_missing_are_held_and_each_is_asked_for_once() -> None:
     server = Server(secret=False)
     found = await ask(server, **NEEDS)
-    assert [(each.unit, each.reason, each.message) for each in found.troubles] == [
+    assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
         ("only", "ReferenceNotFound", "ConfigMap code (code.configMapRef), Secret hub (envFrom[0]) are not there")
     ]
     assert [unit for unit, _ in found.held] == ["only"] and found.again_s == 3.0
@@ -86,13 +87,13 @@ async def test_units_whose_references_are_missing_are_held_and_each_is_asked_for
 )
 async def test_a_secret_of_which_nobody_can_say_whether_it_is_there_holds_nothing(refusal: Exception) -> None:
     found = await ask(Server(secret=refusal), envFrom=NEEDS["envFrom"])
-    assert (found.held, found.troubles) == (frozenset(), ())
+    assert (found.held, found.diagnostics) == (frozenset(), ())
 
 
 async def test_about_what_has_started_nothing_is_asked() -> None:
     server = Server(secret=False)
     runs = Workload(unit="only", revision="", name="d", uid="u", replicas=1, pods=(Pod(name="p", started=True),))
-    assert await ask(server, runs, **NEEDS) == Lacking()
+    assert await ask(server, runs, **NEEDS) == MissingReferences()
     assert server.asked == []
 
 
@@ -105,7 +106,7 @@ async def test_of_many_pods_that_wait_the_oldest_is_asked_about_and_its_newest_f
     )
     server = Server(events=told)
     found = await ask(server, waiting(5, 60, 5))
-    assert [(each.reason, each.message) for each in found.troubles] == [
+    assert [(each.reason, each.message) for each in found.diagnostics] == [
         ("FailedAttachVolume", "pod p1: FailedAttachVolume because")
     ]
     assert server.asked == ["events of {'uid': 'u1'}"]
@@ -114,18 +115,18 @@ async def test_of_many_pods_that_wait_the_oldest_is_asked_about_and_its_newest_f
 
 async def test_what_a_kubelet_said_long_ago_is_over() -> None:
     server = Server(events=(event("FailedMount", RECENT_S + 1),))
-    assert (await ask(server, waiting(600))).troubles == ()
+    assert (await ask(server, waiting(600))).diagnostics == ()
 
 
 async def test_a_pod_that_has_just_been_made_is_given_time() -> None:
     server = Server(events=(event("FailedMount", 0),))
     found = await ask(server, waiting(1))
-    assert (found.troubles, server.asked, found.again_s) == ((), [], 2.0)
+    assert (found.diagnostics, server.asked, found.again_s) == ((), [], 2.0)
 
 
 async def test_a_missing_pull_secret_is_named_with_the_image_that_cannot_be_pulled() -> None:
     pods = (Pod(name="p", reason="ImagePullBackOff", message="container stage: 401"),)
     unpulled = Workload(unit="only", revision="", name="d", uid="u", replicas=1, pods=pods)
     found = await ask(Server(secret=False), unpulled, imagePullSecrets=[{"name": "registry"}])
-    [trouble] = found.troubles
-    assert trouble.message == "pod p: container stage: 401; Secret registry (imagePullSecrets) is not there"
+    [diagnostic] = found.diagnostics
+    assert diagnostic.message == "pod p: container stage: 401; Secret registry (imagePullSecrets) is not there"
