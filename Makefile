@@ -33,9 +33,9 @@ format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 
 crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml, the chart's copy and docs/config.md
-	$(BIN)/python -m omnipipeline_spec.schema
+	$(BIN)/python -m omnipipeline_spec.generating.schema
 	cp crds/omnipipelines.yaml charts/omnipipeline/crds.yaml
-	$(BIN)/python -m omnipipeline_spec.reference
+	$(BIN)/python -m omnipipeline_spec.generating.reference
 
 voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question
 	$(BIN)/pytest tests/voice

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from omnipipeline_spec.plan import PLAN_VERSION, CoordinatorPlan, GroupPlan, StagePlan, UnitPlan
+from omnipipeline_spec.types.plan import PLAN_VERSION, CoordinatorPlan, GroupPlan, StagePlan, UnitPlan
 from stage_runtime.errors import ConfigurationError
 
 CONTROL_PORT = 5550  # plus the index of the group in its pod

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import events, loading, threads
 from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.engines.loading import resolve

@@ -19,7 +19,7 @@ import msgspec
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.context import RelaySettings

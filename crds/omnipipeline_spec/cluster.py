@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from omnipipeline_spec.quantities import (
+from omnipipeline_spec.types.quantities import (
     EnvName,
     EnvValue,
     GpuId,
@@ -25,13 +25,7 @@ from omnipipeline_spec.quantities import (
     Text,
     WholeSeconds,
 )
-from omnipipeline_spec.values import Spec
-
-
-def doc(text: str) -> Meta:
-    """A field's description, as the CRD and the reference print it."""
-    return Meta(description=text)
-
+from omnipipeline_spec.types.values import Spec, doc
 
 Labels = Annotated[dict[ShortText, Text], Meta(max_length=64)]
 FreeObject = dict[str, Any]

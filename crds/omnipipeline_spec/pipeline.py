@@ -31,9 +31,8 @@ from omnipipeline_spec.cluster import (
     ProcessGroup,
     Profiling,
     Rollout,
-    doc,
 )
-from omnipipeline_spec.quantities import (
+from omnipipeline_spec.types.quantities import (
     MAX_EDGES,
     MAX_GPUS_PER_STAGE,
     MAX_STAGES,
@@ -48,7 +47,7 @@ from omnipipeline_spec.quantities import (
     ShortText,
     Text,
 )
-from omnipipeline_spec.values import OUTSIDE_RESOURCE, SCALAR_OR_LIST, Spec
+from omnipipeline_spec.types.values import OUTSIDE_RESOURCE, SCALAR_OR_LIST, Spec, doc
 
 StageNames = Annotated[Sequence[Name], Meta(max_length=MAX_EDGES, extra=SCALAR_OR_LIST | {"unique": True})]
 RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from omnipipeline_spec import loading, writing
+from omnipipeline_spec import loading
+from omnipipeline_spec.generating import writing
 from stage_runtime.cli import options
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from omnipipeline_spec.plan import CoordinatorPlan
+from omnipipeline_spec.types.plan import CoordinatorPlan
 
 SOUND_FILE = "hello.wav"
 RATE = 16_000  # what most models for speech take

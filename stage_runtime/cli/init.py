@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from omnipipeline_spec import quantities
+from omnipipeline_spec.types import quantities
 from stage_runtime.cli import options
 from stage_runtime.errors import ConfigurationError
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from omnipipeline_spec.errors import SpecError
+from omnipipeline_spec.types.errors import SpecError
 from stage_runtime.errors import ConfigurationError
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnipipeline_spec import loading, planning
-from omnipipeline_spec.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
+from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
 from stage_runtime.cli import options
 from stage_runtime.cli.drawing import mermaid, svg
 from stage_runtime.processes import unsupported

@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.processes import activity
 from stage_runtime.processes.instances import ProcessView, StartupFailed
 

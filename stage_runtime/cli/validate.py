@@ -8,8 +8,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from omnipipeline_spec import loading, planning, topology
-from omnipipeline_spec.errors import InvalidPipeline
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.types.errors import InvalidPipeline
+from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
 from stage_runtime.processes import unsupported
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.asking import HOOK, Asked
 from stage_runtime.errors import InvalidRequest, RequestError, ValueRefused, told
 from stage_runtime.relays import payloads

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.desk import RequestDesk
 from stage_runtime.coordinator.roster import Roster
 from stage_runtime.relays.choosing import Relays

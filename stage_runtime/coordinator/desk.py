@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.admission import Admission
 from stage_runtime.coordinator.asking import Asked, Asking
 from stage_runtime.coordinator.deadlines import Deadlines

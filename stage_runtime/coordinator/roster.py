@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.rules.members import Membership
 from stage_runtime.sockets.channels import Channels

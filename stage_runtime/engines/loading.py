@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Final
 
-from omnipipeline_spec import shapes
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
+from omnipipeline_spec.validation import shapes
 from stage_runtime.api import Batched, Simple, StageContext, Streaming
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine

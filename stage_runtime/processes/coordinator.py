@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import uvloop
 
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, told

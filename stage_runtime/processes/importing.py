@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from omnipipeline_spec.errors import Fault
-from omnipipeline_spec.plan import PipelinePlan, StagePlan
+from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.plan import PipelinePlan, StagePlan
 from stage_runtime.engines import loading
 from stage_runtime.errors import ConfigurationError, raised_at, told
 from stage_runtime.processes.children import describe_exit

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from omnipipeline_spec.plan import GroupPlan, UnitPlan
+from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import statuspipe
 from stage_runtime.processes.children import Command

@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from omnipipeline_spec import loading, planning, variables
+from omnipipeline_spec import loading, planning
 from omnipipeline_spec.loading import LoadedPipeline
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import GroupPlan, UnitPlan
+from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
+from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import codefiles, launching, reaper, references, rundir, unsupported
 from stage_runtime.processes.instances import Patience, ProcessView, StartupFailed

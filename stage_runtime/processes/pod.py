@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from omnipipeline_spec import crashes
-from omnipipeline_spec.plan import GroupPlan
+from omnipipeline_spec.types.plan import GroupPlan
 from stage_runtime.processes import activity, codefiles, launching, rundir, termination, tether
 from stage_runtime.processes.instances import Patience, ProcessView
 from stage_runtime.processes.launching import Addresses, StageLaunch

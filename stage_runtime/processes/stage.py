@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import uvloop
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, told, traced

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import BACKENDS
-from omnipipeline_spec.values import to_document
+from omnipipeline_spec.types.plan import BACKENDS
+from omnipipeline_spec.types.values import to_document
 
 #: Every value of these fields reaches the processes of `omni up`.
 HONOURED: Final = frozenset(

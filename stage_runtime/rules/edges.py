@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from omnipipeline_spec.plan import PipelineRevision, StagePlan
+from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from stage_runtime.wire.messages import PROTOCOL
 
 COORDINATOR: Final = "coordinator"

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import edges, reachability
 from stage_runtime.wire.messages import Member
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 
 
 def stages(revision: PipelineRevision, terminals: Collection[str]) -> frozenset[str]:

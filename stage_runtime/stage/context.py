@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 
 Allocate = Callable[[tuple[int, ...], Any], Any]
 Progress = Callable[[str, str], None]

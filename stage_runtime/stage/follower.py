@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from threading import Event, Thread
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.custom import EngineCrashed

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.relays import payloads

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from threading import Lock
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import events, threads
 from stage_runtime.engines.backlog import Backlog
 from stage_runtime.engines.base import Engine, Inbox

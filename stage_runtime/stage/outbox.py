@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, RequestError, TransferError, ValueRefused
 from stage_runtime.relays import payloads

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from threading import Event, Thread
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.custom import EngineCrashed

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from omnipipeline_spec import loading, planning
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime import cli
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli.drawing import mermaid, picture, svg
 from stage_runtime.cli.drawing.arranging import Arrangement, Size, arrange
 from stage_runtime.cli.drawing.routes import Box

@@ -16,7 +16,10 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from rulecases import CASES, Document, pair, stage
 
-from omnipipeline_spec import celrules, errors, loading, planning, schema, writing
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.generating import celrules, schema
+from omnipipeline_spec.types import errors
+from omnipipeline_spec.types.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -114,13 +117,13 @@ def _refusal(
     api: client.ApiClient, group: str, spec: Document, *, name: str = "case", strict: bool = True
 ) -> str | None:
     """What the API server says against a resource; None when it would take it."""
-    body = {"apiVersion": f"{group}/{schema.VERSION}", "kind": "OmniPipeline", "metadata": {"name": name}, "spec": spec}
+    body = {"apiVersion": f"{group}/{VERSION}", "kind": "OmniPipeline", "metadata": {"name": name}, "spec": spec}
     try:
         client.CustomObjectsApi(api).create_namespaced_custom_object(
             group,
-            schema.VERSION,
+            VERSION,
             "default",
-            schema.PLURAL,
+            PLURAL,
             body,
             dry_run="All",
             field_validation="Strict" if strict else "Ignore",
@@ -142,8 +145,8 @@ def test_each_rule_takes_the_good_and_refuses_the_bad_and_offline_agrees(
     key: Key, api: client.ApiClient, crd: None
 ) -> None:
     good, bad = CASES[key]
-    assert _refusal(api, schema.GROUP, good) is None
-    said = _refusal(api, schema.GROUP, bad)
+    assert _refusal(api, GROUP, good) is None
+    said = _refusal(api, GROUP, bad)
     assert said is not None and key[1] in said and said.count("Invalid value") == 1
     assert offline_faults(good) == ()
     assert offline_faults(bad) != ()
@@ -156,7 +159,7 @@ def test_without_a_rule_its_bad_resource_is_taken(key: Key, api: client.ApiClien
 
 
 def offline_faults(spec: Document) -> tuple[errors.Fault, ...]:
-    resource = {"apiVersion": writing.API_VERSION, "kind": writing.KIND, "metadata": {"name": "case"}, "spec": spec}
+    resource = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "case"}, "spec": spec}
     try:
         planning.plan(loading.from_resource(resource).spec)
     except errors.InvalidPipeline as error:
@@ -176,7 +179,7 @@ def offline_faults(spec: Document) -> tuple[errors.Fault, ...]:
     ],
 )
 def test_a_pipelines_name_leaves_room_for_its_pods(name: str, taken: bool, api: client.ApiClient, crd: None) -> None:
-    said = _refusal(api, schema.GROUP, pair(), name=name)
+    said = _refusal(api, GROUP, pair(), name=name)
     assert (said is None) is taken, said
 
 
@@ -199,7 +202,7 @@ def test_without_the_roots_rule_a_long_name_is_taken(api: client.ApiClient) -> N
 
 
 def test_a_stage_rule_names_its_stage(api: client.ApiClient, crd: None) -> None:
-    said = _refusal(api, schema.GROUP, pair({"gpuMemory": {"fraction": 0.5}}))
+    said = _refusal(api, GROUP, pair({"gpuMemory": {"fraction": 0.5}}))
     assert said is not None and "stage a has gpuMemory, but no gpu" in said
 
 
@@ -222,14 +225,14 @@ def test_the_largest_pipeline_is_within_the_cost_limit(api: client.ApiClient, cr
     groups = [{"name": name, "replicas": 2} for name in names]
     overrides: dict[str, Any] = {name: {"x": 1} for name in names}
     document = {"stages": stages, "processGroups": groups, "runtimeOverrides": overrides, "entryStage": names[0]}
-    assert _refusal(api, schema.GROUP, document) is None
+    assert _refusal(api, GROUP, document) is None
     assert offline_faults(document) == ()
 
 
 def test_an_unknown_key_is_refused_when_the_client_asks_for_strictness(api: client.ApiClient, crd: None) -> None:
-    said = _refusal(api, schema.GROUP, pair(modelpath="x"))
+    said = _refusal(api, GROUP, pair(modelpath="x"))
     assert said is not None and "modelpath" in said
-    assert _refusal(api, schema.GROUP, pair(modelpath="x"), strict=False) is None  # pruned in silence
+    assert _refusal(api, GROUP, pair(modelpath="x"), strict=False) is None  # pruned in silence
 
 
 def test_kubectl_takes_the_file_as_it_is_shipped(api_server: Cluster, crd: None) -> None:
@@ -274,4 +277,4 @@ spec:
 @given(document=valid_specs.documents())
 def test_what_the_planner_takes_the_api_server_takes(document: Document, api: client.ApiClient, crd: None) -> None:
     assert offline_faults(document) == ()
-    assert _refusal(api, schema.GROUP, document) is None
+    assert _refusal(api, GROUP, document) is None

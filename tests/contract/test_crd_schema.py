@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 import omnipipeline_spec
-from omnipipeline_spec import reference, schema
+from omnipipeline_spec.generating import reference, schema
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.status import PipelineStatus
-from omnipipeline_spec.values import extra_of, fields_of, is_list, without_none
+from omnipipeline_spec.types.status import PipelineStatus
+from omnipipeline_spec.types.values import extra_of, fields_of, is_list, without_none
 
 
 def test_the_crd_is_fresh() -> None:
@@ -127,7 +127,7 @@ def field_paths(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
 def test_the_contract_needs_the_standard_library_msgspec_and_yaml_alone() -> None:
     folder = Path(omnipipeline_spec.__file__).parent
     allowed = {*sys.stdlib_module_names, "msgspec", "yaml", "omnipipeline_spec"}
-    for source in sorted(folder.glob("*.py")):
+    for source in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(source.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -17,10 +17,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from omnipipeline_spec import loading, planning, topology, writing
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.generating import writing
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import PipelinePlan
-from omnipipeline_spec.values import extra_of, fields_of, is_list, to_document, without_none
+from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.resource import API_VERSION, KIND
+from omnipipeline_spec.types.values import extra_of, fields_of, is_list, to_document, without_none
+from omnipipeline_spec.validation import topology
 
 #: Without shrinking: an example that fails is read as it is, and found again in seconds.
 SETTINGS = settings(
@@ -30,7 +33,7 @@ IMPORTS = "from omnipipeline_spec.pipeline import *\nfrom omnipipeline_spec.clus
 
 
 def of_resource(document: valid_specs.Document) -> PipelineConfig:
-    resource = {"apiVersion": writing.API_VERSION, "kind": writing.KIND, "metadata": {"name": "p"}, "spec": document}
+    resource = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "p"}, "spec": document}
     return loading.from_resource(resource).spec
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from cluster_kit import Cluster
 
-from omnipipeline_spec import canonical, goyaml
-from omnipipeline_spec.errors import UnreadableSpec
+from omnipipeline_spec.loading import goyaml
+from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types.errors import UnreadableSpec
 
 SCALARS: list[tuple[str, Any]] = [
     ("1e3", 1000),

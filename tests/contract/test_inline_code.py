@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rulecases import stage
 
-from omnipipeline_spec import inlinecode, planning
+from omnipipeline_spec import planning
 from omnipipeline_spec.loading import from_resource
-from omnipipeline_spec.writing import API_VERSION, KIND
+from omnipipeline_spec.planning import inlinecode
+from omnipipeline_spec.types.resource import API_VERSION, KIND
 
 FILES = {
     "front.py": "import words\ndef make(): return words.split\n",

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from rulecases import Document, pair, spec, stage
 
-from omnipipeline_spec import canonical, planning
-from omnipipeline_spec.errors import InvalidPipeline
+from omnipipeline_spec import planning
 from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from omnipipeline_spec.plan import EdgePlan, GroupPlan, PipelinePlan, RelayPlan, StagePlan, UnitPlan
-from omnipipeline_spec.writing import API_VERSION, KIND
+from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types.errors import InvalidPipeline
+from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, RelayPlan, StagePlan, UnitPlan
+from omnipipeline_spec.types.resource import API_VERSION, KIND
 
 
 def plan_of(document: Document) -> PipelinePlan:

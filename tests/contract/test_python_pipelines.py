@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from omnipipeline_spec import loading, planning, topology, writing
-from omnipipeline_spec.errors import InvalidPipeline, UnreadableSpec
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.generating import writing
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
-from omnipipeline_spec.values import to_document
+from omnipipeline_spec.types.errors import InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.types.values import to_document
+from omnipipeline_spec.validation import topology
 
 BASE = "omnipipeline_spec.pipeline:PipelineConfig"
 HEAD = "from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig\n"

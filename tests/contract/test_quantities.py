@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnipipeline_spec import quantities
+from omnipipeline_spec.types import quantities
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from rulecases import pair
 
-from omnipipeline_spec import loading, planning, writing
-from omnipipeline_spec.errors import InvalidPipeline, UnreadableSpec
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.generating import writing
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, RelayConfig, StageConfig
+from omnipipeline_spec.types.errors import InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.types.resource import API_VERSION, KIND
 
 GPU = "stages[0].gpu"
 HELLO = Path(__file__).resolve().parents[2] / "examples" / "hello" / "pipeline.yaml"
@@ -330,8 +332,8 @@ def test_a_resource_from_the_api_server_is_read_with_its_status_and_its_defaults
     spec = pair(gpuMemoryLimit=0.95, relayBackend="auto")
     spec["stages"] = [{**each, "tpSize": 1} for each in spec["stages"]]
     resource = {
-        "apiVersion": writing.API_VERSION,
-        "kind": writing.KIND,
+        "apiVersion": API_VERSION,
+        "kind": KIND,
         "metadata": {"name": "p", "uid": "1", "generation": 4, "managedFields": [{}]},
         "spec": spec,
         "status": {"observedGeneration": 4},
@@ -343,7 +345,7 @@ def test_a_resource_from_the_api_server_is_read_with_its_status_and_its_defaults
 
 @pytest.mark.parametrize("name", ["p" * 39, "P", "x-peers", "9", None])
 def test_a_resource_needs_a_name_that_leaves_room_for_its_pods(name: str | None) -> None:
-    resource = {"apiVersion": writing.API_VERSION, "kind": writing.KIND, "metadata": {"name": name}, "spec": pair()}
+    resource = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": pair()}
     with pytest.raises(InvalidPipeline, match=r"metadata\.name"):
         loading.from_resource(resource)
 

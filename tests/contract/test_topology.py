@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rulecases import Document, pair, spec, stage
 
-from omnipipeline_spec import placement, topology
-from omnipipeline_spec.errors import InvalidPipeline
 from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
-from omnipipeline_spec.writing import API_VERSION, KIND
+from omnipipeline_spec.types.errors import InvalidPipeline
+from omnipipeline_spec.types.resource import API_VERSION, KIND
+from omnipipeline_spec.validation import placement, topology
 
 
 def faults(document: Document) -> list[str]:

@@ -10,16 +10,19 @@ import valid_specs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omnipipeline_spec import canonical, loading, planning, writing
-from omnipipeline_spec.plan import PipelinePlan
-from omnipipeline_spec.values import to_document
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.generating import writing
+from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.resource import API_VERSION, KIND
+from omnipipeline_spec.types.values import to_document
 
 settings.register_profile("contract", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 settings.load_profile("contract")
 
 
 def resource(spec: valid_specs.Document) -> dict[str, Any]:
-    return {"apiVersion": writing.API_VERSION, "kind": writing.KIND, "metadata": {"name": "p"}, "spec": spec}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "p"}, "spec": spec}
 
 
 def shuffled(value: Any, order: random.Random) -> Any:

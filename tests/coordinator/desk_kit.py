@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision
+from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.coordinator.tickets import Ticket

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from desk_kit import REVISION, SCHEMAS, Played, asked, came, played
 
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import roster
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Beat, Goodbye, Members, Refused, Welcome

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.docs.blocks import ROOT
 
 CONTRACT = ROOT / "crds/omnipipeline_spec"
-SHADOWED = ("plan", "pipeline", "cluster")
+SHADOWED = ("types/plan", "pipeline", "cluster")
 # Types of others: following them takes most of the time, and none of them holds a value of ours.
 CONFIG = """\
 [mypy]
@@ -32,7 +32,7 @@ enable_error_code = deprecated
 cryptography.*,zmq.*,soundfile.*,huggingface_hub.*,prometheus_client.*,av.*,soxr.*,click.*,uvloop.*,httptools.*]
 follow_imports = skip
 """
-READ = re.compile(r"(\S+?):\d+: .*function omnipipeline_spec\.\w+\.(\w+)\.(\w+) is deprecated: read")
+READ = re.compile(r"(\S+?):\d+: .*function omnipipeline_spec\.(?:\w+\.)+?(\w+)\.(\w+) is deprecated: read")
 PROPERTY = "@property\n@_deprecated('read')\ndef {name}(self) -> {kind}: ...\n"
 
 Reads = Mapping[tuple[str, str], frozenset[str]]  #: (class, field) -> files that read it.
@@ -46,7 +46,7 @@ def reads() -> Reads:
         config.write_text(CONFIG)
         shadows: list[str] = []
         for name in SHADOWED:
-            shadow = Path(folder) / f"{name}.py"
+            shadow = Path(folder) / f"{Path(name).name}.py"
             shadow.write_text(_as_properties((CONTRACT / f"{name}.py").read_text()))
             shadows += ["--shadow-file", f"crds/omnipipeline_spec/{name}.py", str(shadow)]
         packages = ["-p", "omnipipeline_spec", "-p", "omnipipeline_operator", "-p", "stage_runtime"]

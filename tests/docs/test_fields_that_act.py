@@ -15,14 +15,14 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec import cluster, planning
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import CoordinatorPlan, GroupPlan, RelayPlan, StagePlan, UnitPlan
-from omnipipeline_spec.values import extra_of, fields_of, is_list, without_none
+from omnipipeline_spec.types.plan import CoordinatorPlan, GroupPlan, RelayPlan, StagePlan, UnitPlan
+from omnipipeline_spec.types.values import extra_of, fields_of, is_list, without_none
 from stage_runtime.processes.unsupported import NOT_IN_THIS_VERSION
 from tests.docs.test_tables import named, table
 
 #: Rooms that look at fields and carry none of them out: they judge, print and draw.
 ONLY_LOOK = (
-    *(f"crds/omnipipeline_spec/{room}.py" for room in ("graph", "placement", "deployment", "variables")),
+    *(f"crds/omnipipeline_spec/validation/{room}.py" for room in ("graph", "placement", "deployment", "variables")),
     "stage_runtime/cli/",
     "stage_runtime/processes/unsupported.py",
     "operator/omnipipeline_operator/kubectl/",

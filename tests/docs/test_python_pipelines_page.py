@@ -11,8 +11,9 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from omnipipeline_spec import loading, planning, writing
-from omnipipeline_spec.errors import UnreadableSpec
+from omnipipeline_spec import loading, planning
+from omnipipeline_spec.generating import writing
+from omnipipeline_spec.types.errors import UnreadableSpec
 from stage_runtime.cli import main
 from stage_runtime.processes.local import LocalOptions, LocalPipeline
 from tests.docs.blocks import FENCE, ROOT

@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omnipipeline_spec import canonical, planning
-from omnipipeline_spec.deployment import reserved_ports
+from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.validation.deployment import reserved_ports
 from stage_runtime import errors, settings
 from stage_runtime.relays.base import Relay
 from stage_runtime.wire import messages

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import gpumemory
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ import pytest
 from engine_kit import running
 
 import stage_runtime as omni
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
 from stage_runtime.engines.loading import as_engine, create, resolve

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from omnipipeline_operator.handlers.plan_cache import PlanCache
-from omnipipeline_spec.errors import SpecError
+from omnipipeline_spec.types.errors import SpecError
 
 
 def resource(*, uid: str = "u", generation: int = 1, factory: str = "m:a") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rollout_simulation import RolloutSimulation, SimulatedDeployment, goal, run
 from omnipipeline_operator.changes import rollout
 from omnipipeline_operator.changes.rollout import Goal
 from omnipipeline_operator.desired.naming import COORDINATOR
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 
 UNITS = ("a", "b", "c")
 OLD = {"a": "a1", "b": "b1", "c": "c1"}

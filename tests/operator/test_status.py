@@ -12,8 +12,8 @@ from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
 from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec import loading, planning
-from omnipipeline_spec.plan import PipelinePlan
-from omnipipeline_spec.status import PipelineStatus
+from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.status import PipelineStatus
 
 NOW = 1_800_000_000.0
 STAGES = [

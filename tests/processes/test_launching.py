@@ -9,7 +9,7 @@ import pytest
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
-from omnipipeline_spec.plan import PipelinePlan, UnitPlan
+from omnipipeline_spec.types.plan import PipelinePlan, UnitPlan
 from stage_runtime import settings
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import launching

@@ -20,8 +20,8 @@ from omnipipeline_spec.cluster import (
     Security,
 )
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
-from omnipipeline_spec.plan import BACKENDS
-from omnipipeline_spec.values import fields_of, is_list, without_none
+from omnipipeline_spec.types.plan import BACKENDS
+from omnipipeline_spec.types.values import fields_of, is_list, without_none
 from stage_runtime.processes import references, unsupported
 from stage_runtime.processes.unsupported import CLUSTER_ONLY, HONOURED, NOT_IN_THIS_VERSION
 from stage_runtime.relays import choosing

@@ -7,7 +7,7 @@ import pytest
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.rules import edges
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import edges
 from stage_runtime.rules.members import Membership, Unbindable
 from stage_runtime.wire.messages import Member

@@ -12,7 +12,7 @@ import pytest
 from stage_kit import OWNER, World, plan, world
 
 import stage_runtime as omni
-from omnipipeline_spec.plan import RelayPlan, StagePlan
+from omnipipeline_spec.types.plan import RelayPlan, StagePlan
 from stage_runtime.engines import events
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Ended

@@ -12,7 +12,7 @@ import pytest
 from stage_kit import OWNER, World, plan, world
 
 import stage_runtime as omni
-from omnipipeline_spec.plan import RelayPlan
+from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.relays.lanes import attempt_key

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stage_kit import World, plan, world
 
 import stage_runtime as omni
-from omnipipeline_spec.plan import RelayPlan
+from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.wire.messages import Abort, Complete
 
 LARGE = 40_000  # by relay, not inline

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stage_kit import World, plan, world
 
 import stage_runtime as omni
-from omnipipeline_spec.plan import RelayPlan, StagePlan
+from omnipipeline_spec.types.plan import RelayPlan, StagePlan
 from stage_runtime.relays import memory
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, Member, Members, PassAbort, Severed

@@ -11,7 +11,7 @@ import pytest
 from stage_kit import World, plan, world
 
 import stage_runtime as omni
-from omnipipeline_spec.plan import StagePlan
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import events
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.rules.turns import ROOM

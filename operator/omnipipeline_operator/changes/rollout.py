@@ -21,7 +21,7 @@ import msgspec
 
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.desired.naming import COORDINATOR
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 
 Key = tuple[str, str]  # unit, its revision
 

@@ -16,7 +16,7 @@ from omnipipeline_operator.desired import config, naming, pods, policies, servic
 from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import PipelinePlan, PipelineRevision
+from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 
 
 class DesiredWorkload(msgspec.Struct, frozen=True, kw_only=True):

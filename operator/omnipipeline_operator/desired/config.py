@@ -15,8 +15,8 @@ import msgspec
 
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_spec import canonical
-from omnipipeline_spec.plan import CoordinatorPlan, PipelineRevision, UnitPlan
+from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision, UnitPlan
 
 PLAN_FILE: Final = "plan.json"
 REVISIONS_FILE: Final = "revisions.json"

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_spec import canonical
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types.plan import PipelinePlan
 
 #: On the revisions ConfigMap: name of the entry that was recorded last, so that a look at rest writes nothing.
 RECORDED: Final = "omnipipeline.dev/recorded"

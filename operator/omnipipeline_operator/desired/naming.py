@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_spec import quantities
+from omnipipeline_spec.types import quantities
 
 Manifest = dict[str, Any]
 

@@ -15,10 +15,10 @@ import msgspec
 from omnipipeline_operator.desired import naming, podsecurity, templates
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_operator.settings import DefaultResources
-from omnipipeline_spec import quantities
 from omnipipeline_spec.cluster import Resources
-from omnipipeline_spec.plan import CoordinatorPlan, UnitPlan
-from omnipipeline_spec.variables import JOINED
+from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
+from omnipipeline_spec.validation.variables import JOINED
 
 PROBE_PORT: Final = 8081
 ADMIN_PORT: Final = 8001
@@ -208,7 +208,7 @@ def _container(
 
 
 def _with_authors(environment: list[Manifest], given: Sequence[Mapping[str, Any]]) -> list[Manifest]:
-    """The author's variables over ours. `omnipipeline_spec.variables` has refused those that would break the pod."""
+    """The author's variables over ours. `validation.variables` has refused those that would break the pod."""
     ours = {variable["name"]: variable for variable in environment}
     joined = [
         {**one, "value": ":".join(filter(None, (ours[JOINED]["value"], one.get("value"))))}

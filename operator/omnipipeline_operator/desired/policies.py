@@ -12,7 +12,7 @@ from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_operator.desired.pods import PROBE_PORT
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 
 
 def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> list[Manifest]:

@@ -11,7 +11,7 @@ from omnipipeline_operator.desired import naming, pods
 from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 
 FETCH: Final = """\
 import os, sys, traceback

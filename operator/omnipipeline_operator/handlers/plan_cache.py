@@ -14,7 +14,7 @@ import msgspec
 from omnipipeline_operator.cluster.store import Key
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 
 
 class PlanCache:

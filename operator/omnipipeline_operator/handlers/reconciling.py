@@ -34,9 +34,9 @@ from omnipipeline_operator.handlers.plan_cache import PlanCache
 from omnipipeline_operator.handlers.snapshots import Pins, Snapshot
 from omnipipeline_operator.handlers.writing import DesiredState, Writer
 from omnipipeline_operator.settings import Settings
-from omnipipeline_spec.errors import SpecError
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.errors import SpecError
+from omnipipeline_spec.types.plan import PipelinePlan
 
 log = logging.getLogger(__name__)
 

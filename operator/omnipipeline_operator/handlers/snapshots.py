@@ -19,7 +19,7 @@ from omnipipeline_operator.cluster.kinds import Kind
 from omnipipeline_operator.cluster.store import Key, Store
 from omnipipeline_operator.desired import config, naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 
 HANGS_AFTER_S: Final = 5.0
 JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job

@@ -21,7 +21,7 @@ from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, JOB
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.desired.naming import COORDINATOR, Manifest
 from omnipipeline_operator.handlers.snapshots import Pins, Snapshot
-from omnipipeline_spec.plan import PipelineRevision
+from omnipipeline_spec.types.plan import PipelineRevision
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 MAX_COST = 2**31 - 1

@@ -22,7 +22,7 @@ from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kubectl import acting, offline, picture, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError, Manifest
-from omnipipeline_spec.errors import InvalidPipeline, SpecError
+from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

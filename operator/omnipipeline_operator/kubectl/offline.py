@@ -14,7 +14,7 @@ from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.loading import LoadedPipeline
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 
 NO_KEY = "manual"  # in place of the random id that the operator chooses
 

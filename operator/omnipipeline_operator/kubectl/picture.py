@@ -6,8 +6,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from omnipipeline_spec.errors import Fault
-from omnipipeline_spec.plan import PipelinePlan, UnitPlan
+from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.plan import PipelinePlan, UnitPlan
 
 
 def plan(plan: PipelinePlan) -> Group:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omnipipeline_spec.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
+from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
 
 
 def render(plan: PipelinePlan) -> str:

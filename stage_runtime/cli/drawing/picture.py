@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from omnipipeline_spec.plan import GroupPlan, PipelinePlan, StagePlan, UnitPlan
+from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, StagePlan, UnitPlan
 from stage_runtime.cli.drawing import routes
 from stage_runtime.cli.drawing.arranging import Point, Size, arrange
 from stage_runtime.cli.drawing.routes import ANSWER, REQUEST, Box, Kind, Line

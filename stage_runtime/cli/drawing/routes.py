@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli.drawing.arranging import Point, Size
 
 REQUEST, ANSWER = "\0request", "\0answer"  # no stage can be called so

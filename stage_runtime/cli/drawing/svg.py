@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
-from omnipipeline_spec.plan import PipelinePlan
+from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli.drawing import picture
 from stage_runtime.cli.drawing.picture import Picture
 from stage_runtime.cli.drawing.routes import Box, Line

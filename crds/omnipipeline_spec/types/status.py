@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from omnipipeline_spec.cluster import doc
-from omnipipeline_spec.quantities import ShortText, Text
-from omnipipeline_spec.values import Spec
+from omnipipeline_spec.types.quantities import ShortText, Text
+from omnipipeline_spec.types.values import Spec, doc
 
 Count = Annotated[int, Meta(ge=0)]
 Message = Annotated[str, Meta(max_length=32768)]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, inspect
 
-from omnipipeline_spec.quantities import NAME_PATTERN
+from omnipipeline_spec.types.quantities import NAME_PATTERN
 
 #: ``extra`` of a list field that may be written as one value: ``next: thinker``.
 SCALAR_OR_LIST = {"scalar": True}
@@ -39,6 +39,11 @@ class _SpecMeta(msgspec.StructMeta):
             kind = type(vars(made)[field]).__name__
             raise TypeError(f"{name}.{field} needs an annotation: {field}: {kind} = ...")
         return made
+
+
+def doc(text: str) -> Meta:
+    """A field's description, as the CRD and the reference print it."""
+    return Meta(description=text)
 
 
 class Spec(msgspec.Struct, metaclass=_SpecMeta, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):

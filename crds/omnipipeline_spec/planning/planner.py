@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from omnipipeline_spec import grouping, inlinecode, podsettings, quantities, topology
-from omnipipeline_spec.canonical import canonical, short_hash
 from omnipipeline_spec.cluster import Drain, ProcessGroup, Startup
-from omnipipeline_spec.errors import Fault, InvalidPipeline
-from omnipipeline_spec.grouping import Grouping
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
-from omnipipeline_spec.plan import (
+from omnipipeline_spec.planning import inlinecode, podsettings
+from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.canonical import canonical, short_hash
+from omnipipeline_spec.types.errors import Fault, InvalidPipeline
+from omnipipeline_spec.types.plan import (
     CoordinatorPlan,
     EdgePlan,
     GroupPlan,
@@ -28,6 +28,8 @@ from omnipipeline_spec.plan import (
     StagePlan,
     UnitPlan,
 )
+from omnipipeline_spec.validation import grouping, topology
+from omnipipeline_spec.validation.grouping import Grouping
 
 Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
 

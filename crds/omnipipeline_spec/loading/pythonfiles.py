@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_spec import shapes
-from omnipipeline_spec.errors import UnreadableSpec
 from omnipipeline_spec.pipeline import PipelineConfig, class_name
+from omnipipeline_spec.types.errors import UnreadableSpec
+from omnipipeline_spec.validation import shapes
 
 CLASS_NAME: Final = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.([^\W\d]\w*|<locals>))*"  # package.module:Outer.Class
 MAX_SUGGESTION_BYTES: Final = 1 << 20  # a larger file is no module that an author wrote
@@ -190,7 +190,7 @@ def _raised(text: str, error: BaseException) -> UnreadableSpec:
         said = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:
         said = type(error).__name__
-    machinery = (os.path.dirname(__file__), os.path.dirname(importlib.__file__ or __file__), "<frozen")
+    machinery = (str(Path(__file__).parents[1]), os.path.dirname(importlib.__file__ or __file__), "<frozen")
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(machinery)]
     return UnreadableSpec(f"{text}: {said}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""))
 

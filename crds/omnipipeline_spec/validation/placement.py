@@ -11,12 +11,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from omnipipeline_spec import grouping, quantities
 from omnipipeline_spec.cluster import ProcessGroup
-from omnipipeline_spec.errors import Fault
-from omnipipeline_spec.graph import quoted
-from omnipipeline_spec.grouping import Grouping
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.validation import grouping
+from omnipipeline_spec.validation.graph import quoted
+from omnipipeline_spec.validation.grouping import Grouping
 
 LIMIT_SLACK = 0.0001  # sums of decimal fractions are not exact in binary; the CRD's rule has the same slack
 DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"

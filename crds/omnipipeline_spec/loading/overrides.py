@@ -15,11 +15,12 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect
 
-from omnipipeline_spec import goyaml, layering, shapes
-from omnipipeline_spec.canonical import join
-from omnipipeline_spec.errors import Fault, InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.loading import goyaml, layering
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.values import extra_of, fields_of, is_list, without_none
+from omnipipeline_spec.types.canonical import join
+from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.types.values import extra_of, fields_of, is_list, without_none
+from omnipipeline_spec.validation import shapes
 
 EVERY: Final = "*"
 _STEP: Final = re.compile(r"""\.?(?:([^.\[\]'"=]+)|\[([0-9]+)\]|\[(?:'([^']*)'|"([^"]*)")\])""")

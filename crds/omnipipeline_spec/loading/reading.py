@@ -17,13 +17,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from omnipipeline_spec import goyaml, layering, overrides, pythonfiles, shapes, topology
-from omnipipeline_spec.canonical import join
-from omnipipeline_spec.errors import Fault, InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.loading import goyaml, layering, overrides, pythonfiles
 from omnipipeline_spec.pipeline import PipelineConfig, class_name
-from omnipipeline_spec.quantities import is_pipeline_name, pipeline_slug
-from omnipipeline_spec.values import fields_of, to_document
-from omnipipeline_spec.writing import API_VERSION, CLASS_ANNOTATION, KIND
+from omnipipeline_spec.types.canonical import join
+from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.types.quantities import is_pipeline_name, pipeline_slug
+from omnipipeline_spec.types.resource import API_VERSION, CLASS_ANNOTATION, KIND
+from omnipipeline_spec.types.values import fields_of, to_document
+from omnipipeline_spec.validation import shapes, topology
 
 MAX_NBYTES: Final = 3 << 20  # of a file: the API server takes no larger request
 _OBJECT_KEYS: Final = ("apiVersion", "kind", "metadata", "spec", "status")

@@ -12,17 +12,14 @@ from typing import Any, Final
 
 import yaml
 
-from omnipipeline_spec import goyaml, topology
-from omnipipeline_spec.canonical import join
-from omnipipeline_spec.errors import Fault, InvalidPipeline
+from omnipipeline_spec.loading import goyaml
 from omnipipeline_spec.pipeline import PipelineConfig, class_name
-from omnipipeline_spec.quantities import pipeline_slug
-from omnipipeline_spec.values import extra_of, fields_of, to_document
-
-API_VERSION: Final = "omnipipeline.dev/v1alpha1"
-KIND: Final = "OmniPipeline"
-#: Of a resource that was made from a subclass of `PipelineConfig`: which one. A note; nothing imports it.
-CLASS_ANNOTATION: Final = "omnipipeline.dev/config-cls"
+from omnipipeline_spec.types.canonical import join
+from omnipipeline_spec.types.errors import Fault, InvalidPipeline
+from omnipipeline_spec.types.quantities import pipeline_slug
+from omnipipeline_spec.types.resource import API_VERSION, CLASS_ANNOTATION, KIND
+from omnipipeline_spec.types.values import extra_of, fields_of, to_document
+from omnipipeline_spec.validation import topology
 
 
 def resource(spec: PipelineConfig, *, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Any:

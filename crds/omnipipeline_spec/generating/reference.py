@@ -1,4 +1,4 @@
-"""The config reference, generated from the types: ``python -m omnipipeline_spec.reference`` writes docs/config.md.
+"""The config reference, generated from the types. As a program it writes docs/config.md.
 
 Here: one table per type, in the order a reader meets them, and the words around them. Not here: any field. Called by
 ``make crds`` and by a test that compares.
@@ -13,13 +13,14 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect
 
-from omnipipeline_spec import celrules, quantities
+from omnipipeline_spec.generating import celrules
+from omnipipeline_spec.generating.schema import description_of
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.schema import description_of
-from omnipipeline_spec.status import PipelineStatus
-from omnipipeline_spec.values import default_of, extra_of, fields_of, is_list, to_document, without_none
+from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.status import PipelineStatus
+from omnipipeline_spec.types.values import default_of, extra_of, fields_of, is_list, to_document, without_none
 
-PATH: Final = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+PATH: Final = Path(__file__).resolve().parents[3] / "docs" / "config.md"
 
 _HEAD: Final = """\
 <!-- Generated from crds/omnipipeline_spec by `make crds`; never edited. -->

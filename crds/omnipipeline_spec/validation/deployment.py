@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Iterator
 
-from omnipipeline_spec import grouping, quantities, variables
 from omnipipeline_spec.cluster import EnvVar, Resources
-from omnipipeline_spec.errors import Fault
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.validation import grouping, variables
 
 ADMIN_PORT, PROBE_PORT, PUBLISHER_PORT, CONTROL_PORT = 8001, 8081, 5549, 5550
 FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be

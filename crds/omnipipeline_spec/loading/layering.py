@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omnipipeline_spec.canonical import join
+from omnipipeline_spec.types.canonical import join
 
 #: Path in the merged document -> what put the value there, in words.
 Sources = dict[str, str]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from omnipipeline_spec.errors import Fault
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from omnipipeline_spec.types.errors import Fault
 
 
 def faults(spec: PipelineConfig) -> Iterator[Fault]:

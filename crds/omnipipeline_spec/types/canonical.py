@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_spec.values import to_document
+from omnipipeline_spec.types.values import to_document
 
 INT_BOUND = 1 << 63  # the API server holds integers in 64 bits
 POINTLESS_BOUND = 1e21  # below it Go prints an integral float without exponent, so JSON gives an integer back

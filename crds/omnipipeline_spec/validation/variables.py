@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from omnipipeline_spec.errors import Fault
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.errors import Fault
 
 PREFIX: Final = "OMNI_"
 #: The settings of the runtime that an author may choose; every other variable with the prefix is the operator's.

@@ -15,8 +15,9 @@ from typing import Final
 
 import msgspec
 
-from omnipipeline_spec import cluster, variables
+from omnipipeline_spec import cluster
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+from omnipipeline_spec.validation import variables
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

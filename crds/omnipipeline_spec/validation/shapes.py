@@ -16,10 +16,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import inspect
 
-from omnipipeline_spec import quantities
-from omnipipeline_spec.canonical import NotCanonical, canonical, join, without_nulls
-from omnipipeline_spec.errors import Fault
-from omnipipeline_spec.values import extra_of, fields_of, is_list, is_optional, may_be_empty, unwrap, without_none
+from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.canonical import NotCanonical, canonical, join, without_nulls
+from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.values import extra_of, fields_of, is_list, is_optional, may_be_empty, unwrap, without_none
 
 #: ``resource``: camelCase and lists, as the API server takes it; a null entry of a free-form value is none.
 #: ``plain``: snake_case and lone values as well; None is a value, for Python can say it. `respell` has read a file.

@@ -21,8 +21,8 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from omnipipeline_spec.canonical import INT_BOUND, join
-from omnipipeline_spec.errors import UnreadableSpec
+from omnipipeline_spec.types.canonical import INT_BOUND, join
+from omnipipeline_spec.types.errors import UnreadableSpec
 
 MAX_NODES: Final = 200_000  # aliases can make a small text a huge value
 MAX_LEVELS: Final = 128  # each costs PyYAML and `_Reading` five calls on the stack

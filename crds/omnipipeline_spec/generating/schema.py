@@ -1,4 +1,4 @@
-"""The CRD, generated from the types: ``python -m omnipipeline_spec.schema`` writes crds/omnipipelines.yaml.
+"""The CRD, generated from the types. As a program it writes crds/omnipipelines.yaml.
 
 Here: types -> structural OpenAPI schema, with descriptions, defaults, bounds, list types and the rules of `celrules`;
 columns, names and the status subresource. Not here: any field (`pipeline`, `cluster`, `status`). Called by
@@ -15,11 +15,13 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect
 
-from omnipipeline_spec import celrules
-from omnipipeline_spec.celrules import Rule
+from omnipipeline_spec.generating import celrules
+from omnipipeline_spec.generating.celrules import Rule
+from omnipipeline_spec.generating.writing import to_yaml
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.status import PipelineStatus
-from omnipipeline_spec.values import (
+from omnipipeline_spec.types.resource import GROUP, KIND, PLURAL, VERSION
+from omnipipeline_spec.types.status import PipelineStatus
+from omnipipeline_spec.types.values import (
     default_of,
     extra_of,
     fields_of,
@@ -29,12 +31,8 @@ from omnipipeline_spec.values import (
     unwrap,
     without_none,
 )
-from omnipipeline_spec.writing import KIND, to_yaml
 
-GROUP: Final = "omnipipeline.dev"
-VERSION: Final = "v1alpha1"
-PLURAL: Final = "omnipipelines"
-PATH: Final = Path(__file__).resolve().parents[1] / f"{PLURAL}.yaml"
+PATH: Final = Path(__file__).resolve().parents[2] / f"{PLURAL}.yaml"
 #: The status of a pipeline that no operator has looked at: the API server says so, for nobody else can.
 UNSEEN: Final[dict[str, Any]] = {
     "conditions": [

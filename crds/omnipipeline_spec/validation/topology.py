@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
-from omnipipeline_spec import deployment, graph, placement, shapes
-from omnipipeline_spec.errors import Fault, InvalidPipeline
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.values import to_document
+from omnipipeline_spec.types.errors import Fault, InvalidPipeline
+from omnipipeline_spec.types.values import to_document
+from omnipipeline_spec.validation import deployment, graph, placement, shapes
 
 
 def faults(spec: PipelineConfig) -> tuple[Fault, ...]:

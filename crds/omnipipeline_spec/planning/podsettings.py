@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from omnipipeline_spec import quantities
-from omnipipeline_spec.canonical import canonical
 from omnipipeline_spec.cluster import Placement, ProcessGroup, Resources
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.placement import DEFAULT_GPU_RESOURCE
-from omnipipeline_spec.values import to_document
+from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.canonical import canonical
+from omnipipeline_spec.types.values import to_document
+from omnipipeline_spec.validation.placement import DEFAULT_GPU_RESOURCE
 
 T = TypeVar("T")
 

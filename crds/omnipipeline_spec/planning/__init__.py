@@ -1,0 +1,8 @@
+"""From a sound spec to the plan: what every process and every pod is told. Pure; the same bytes for the same spec.
+
+Not here: the types of the plan (`types.plan`).
+"""
+
+from omnipipeline_spec.planning.planner import plan, without_gpus
+
+__all__ = ["plan", "without_gpus"]
