@@ -89,7 +89,7 @@ class Measuring:
             self._check(began)
             await asyncio.sleep(0.1)
             now = await self._operated.metrics()
-            if now.get("reconcile_seconds_count", 0) >= self._told.pipelines and now["queue"] == 0:
+            if now.get("reconcile_time_seconds_count", 0) >= self._told.pipelines and now["workqueue_depth"] == 0:
                 break
         self.say("second start: until all pipelines have been looked at", time.monotonic() - began, "s", 60.0)
         await self._settle()
@@ -106,7 +106,7 @@ class Measuring:
             assert self._operated.runs, "the operator ended"
         after, seconds = await self._operated.metrics(), time.monotonic() - began
         written = [each for each in audit.new() if each.user == USER]
-        requests = after["api_requests_total"] - before["api_requests_total"]
+        requests = after["rest_client_requests_total"] - before["rest_client_requests_total"]
         self.say(f"idle for {seconds:.0f} s: requests to the API server", requests / seconds, "/s", 1.0)
         self.say("  of them writes of the Lease", sum(one.resource == LEASES for one in written) / seconds, "/s")
         self.say("  other writes", float(len(own(written))), "", 0.0)

@@ -148,7 +148,7 @@ class Operated:
             while since < quiet_s:
                 await asyncio.sleep(1.0)
                 now = await self.metrics()
-                count = now.get("reconcile_seconds_count", -1.0)
+                count = now.get("reconcile_time_seconds_count", -1.0)
                 since = since + 1.0 if count == reconciles and count >= 0 else 0.0
                 reconciles = count
 

@@ -69,11 +69,13 @@ def of_operator() -> str:
     status = {"conditions": [condition], "units": [{"name": "u", "reason": "CrashLoopBackOff"}]}
     metadata = {"namespace": "n", "name": "p", "uid": "u", "resourceVersion": "1"}
     operator._store.put({"kind": "OmniPipeline", "metadata": metadata, "status": status})
-    assert "omnipipeline_unit_trouble{" not in generate_latest(metrics.registry).decode(), "a standby would double it"
+    assert "omnipipeline_unit_status_reason{" not in generate_latest(metrics.registry).decode(), (
+        "a standby would double it"
+    )
     operator._leads = True
     metrics.counted("GET", "pods", 200)
     metrics.failures.labels("Unavailable").inc()
-    metrics.relists.labels("complete").inc()
+    metrics.relists.labels("success").inc()
     return generate_latest(metrics.registry).decode()
 
 

@@ -195,9 +195,9 @@ def test_one_crash_is_one_reason_few_writes_and_one_event_however_often_it_happe
     with urllib.request.urlopen(f"http://127.0.0.1:{operator.port}/metrics") as answer:
         metrics = answer.read().decode()
     labels = f'namespace="{kube.namespace}",pipeline="duo"'
-    assert f'omnipipeline_unit_trouble{{{labels},reason="CrashLoopBackOff",unit="first"}} 1.0' in _sorted(metrics)
+    assert f'omnipipeline_unit_status_reason{{{labels},reason="CrashLoopBackOff",unit="first"}} 1.0' in _sorted(metrics)
     ready = f'condition="Ready",namespace="{kube.namespace}",pipeline="duo",reason="CrashLoopBackOff",status="False"'
-    assert f"omnipipeline_condition{{{ready}}} 1.0" in _sorted(metrics)
+    assert f"omnipipeline_status_condition{{{ready}}} 1.0" in _sorted(metrics)
 
 
 def _sorted(metrics: str) -> str:

@@ -106,10 +106,10 @@ class Operator:
                 spread_s = self._settings.relist_s / 5 if self._leads else 0.0  # at once by one who takes over
                 await self._watcher.relist(self._client, self._settings.namespaces, spread_s=spread_s)
                 self._listed_at, self._listed_from = time.monotonic(), began
-                self._metrics.relists.labels("complete").inc()
+                self._metrics.relists.labels("success").inc()
             except errors.ClusterError as error:
                 log.warning("list: %s", error)
-                self._metrics.relists.labels("failed").inc()
+                self._metrics.relists.labels("error").inc()
                 wait = min(wait, RELIST_RETRY_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
@@ -173,13 +173,13 @@ class Operator:
 
     def _show(self) -> None:
         show = self._metrics.show
-        show("leading", "1 in the process that writes", lambda: float(self._leads))
-        show("queue", "Pipelines that wait or are looked at", lambda: float(len(self._queue)))
-        show("queue_oldest_seconds", "How long a pipeline has been due", self._queue.oldest_wait_s)
-        show("objects", "Objects in the store", lambda: float(len(self._store)))
+        show("leader_election_master_status", "1 in the process that writes", lambda: float(self._leads))
+        show("workqueue_depth", "Pipelines that wait or are looked at", lambda: float(len(self._queue)))
+        show("workqueue_oldest_item_seconds", "How long a pipeline has been due", self._queue.oldest_wait_s)
+        show("store_objects", "Objects in the store", lambda: float(len(self._store)))
         show("pipelines", "Pipelines in the store", lambda: float(sum(1 for _ in self._store.pipelines())))
         self._metrics.registry.register(PipelineMetrics(self._pipelines))
-        show("events", "Watch events so far", lambda: float(self._watcher.events))
+        show("watch_events", "Watch events so far", lambda: float(self._watcher.events))
 
     def _pipelines(self) -> list[Mapping[str, Any]]:
         found = map(self._store.pipeline, self._store.pipelines()) if self._leads else ()

@@ -19,31 +19,31 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.reconciles = Histogram(
-            "omnipipeline_operator_reconcile_seconds",
+            "omnipipeline_operator_reconcile_time_seconds",
             "Time of one look at a pipeline",
             registry=self.registry,
             buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
         )
         self.failures = Counter(
-            "omnipipeline_operator_reconcile_failures_total",
+            "omnipipeline_operator_reconcile_errors_total",
             "Looks that the API server or a fault of ours broke off",
             ["error"],
             registry=self.registry,
         )
         self.relists = Counter(
-            "omnipipeline_operator_relists_total", "Complete lists of all kinds", ["outcome"], registry=self.registry
+            "omnipipeline_operator_relists_total", "Complete lists of all kinds", ["result"], registry=self.registry
         )
 
         self.requests = Counter(
-            "omnipipeline_operator_api_requests_total",
+            "omnipipeline_operator_rest_client_requests_total",
             "Requests to the API server without those of the watches; code 0: no answer",
-            ["verb", "resource", "code"],
+            ["method", "resource", "code"],
             registry=self.registry,
         )
 
-    def counted(self, verb: str, resource: str, code: int) -> None:
+    def counted(self, method: str, resource: str, code: int) -> None:
         """One request to the API server."""
-        self.requests.labels(verb, resource, str(code)).inc()
+        self.requests.labels(method, resource, str(code)).inc()
 
     def show(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge whose value is read when somebody scrapes."""
@@ -62,12 +62,12 @@ class PipelineMetrics(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         where = ["namespace", "pipeline"]
         conditions = GaugeMetricFamily(
-            "omnipipeline_condition",
+            "omnipipeline_status_condition",
             "1 for each condition of a pipeline, with its status and reason",
             labels=[*where, "condition", "status", "reason"],
         )
-        diagnostics = GaugeMetricFamily(
-            "omnipipeline_unit_trouble",
+        reasons = GaugeMetricFamily(
+            "omnipipeline_unit_status_reason",
             "1 for a unit that is not ready for a reason",
             labels=[*where, "unit", "reason"],
         )
@@ -82,7 +82,7 @@ class PipelineMetrics(Collector):
                 conditions.add_metric([*named, *said], 1)
             for unit in status.get("units", ()):
                 if "reason" in unit:
-                    diagnostics.add_metric([*named, unit["name"], unit["reason"]], 1)
+                    reasons.add_metric([*named, unit["name"], unit["reason"]], 1)
                 for state, field in (("wanted", "replicas"), ("updated", "updated"), ("ready", "ready")):
                     pods.add_metric([*named, unit["name"], state], unit.get(field, 0))
-        yield from (conditions, diagnostics, pods)
+        yield from (conditions, reasons, pods)
