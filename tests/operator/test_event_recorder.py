@@ -8,9 +8,9 @@ from typing import Any, cast
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes.conditions import Transition, condition
 from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.controller import event_recorder
+from omnipipeline_operator.controller.event_recorder import EventRecorder
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.handlers import event_recorder
-from omnipipeline_operator.handlers.event_recorder import EventRecorder
 
 OWNER = Owner(namespace="n", name="p", uid="u")
 DOWN = Transition(condition=condition("Ready", False, "CrashLoopBackOff", "no weights"), warning=True)

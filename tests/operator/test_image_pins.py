@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from omnipipeline_operator.changes.workloads import Pod, Workload
+from omnipipeline_operator.controller import snapshots
 from omnipipeline_operator.desired import config
 from omnipipeline_operator.desired.naming import IMAGES_PIN, Owner
-from omnipipeline_operator.handlers import snapshots
 from omnipipeline_spec.types.plan import PipelineRevision
 
 DAY = "stage:day"

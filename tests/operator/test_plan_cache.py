@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omnipipeline_operator.handlers.plan_cache import PlanCache
+from omnipipeline_operator.controller.plan_cache import PlanCache
 from omnipipeline_spec.types.errors import SpecError
 
 

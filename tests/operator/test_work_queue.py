@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from omnipipeline_operator.handlers.work_queue import (
+from omnipipeline_operator.controller.work_queue import (
     CHANGED_RETRY_S,
     COOL_DOWN_S,
     FIRST_RETRY_S,

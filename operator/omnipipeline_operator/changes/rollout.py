@@ -1,7 +1,7 @@
 """How many replicas each unit revision should have now: a step function of what is observed, without memory.
 
 Here: Coherent and Recreate, pause and suspend, which pipeline revisions the coordinator may serve, which old
-Deployments go for good. Not here: making or writing anything (`handlers`), what is said of it (`status`). Pure.
+Deployments go for good. Not here: making or writing anything (`controller`), what is said of it (`status`). Pure.
 
 Coherent. Let ``f`` be how much of the new revision is complete: the least, over the units that change, of ready new
 pods / wanted replicas. Of each changing unit ``ceil(R * (1 - f))`` old pods stay and new ones are made as long as

@@ -1,7 +1,7 @@
 """What was seen of a pipeline's children, in the few facts that decisions are made from.
 
 Here: `Workload`, `Pod`, `Observed` and how they are read from plain dicts. Not here: how the dicts were got
-(`cluster.store`), any decision (`rollout`, `status`). Called by the handlers.
+(`cluster.store`), any decision (`rollout`, `status`). Called by `controller`.
 """
 
 from __future__ import annotations

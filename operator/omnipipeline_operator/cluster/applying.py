@@ -1,7 +1,7 @@
 """Writes in their safe forms: nothing of somebody else's is ever taken over.
 
 Here: making, keeping, scaling, marking and deleting children, each write's answer put into the store. Not here: which
-writes (`handlers.reconciling` asks `changes`). Called by the handlers.
+writes (`controller.reconciling` asks `changes`). Called by `controller`.
 
 Server-side apply with ``force`` silently takes over a user's object of the same name. So a child is made by an apply
 that demands absence (``resourceVersion: "1"``, an object's first version is never 1: 201 when absent, 409 when present)

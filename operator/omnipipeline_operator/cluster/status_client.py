@@ -1,6 +1,6 @@
 """What a pipeline's coordinator says of its instances: ``GET :8081/status`` of its pods.
 
-Here: asking, with a short timeout, and the few facts we use. Not here: deciding anything. Called by the handlers. A
+Here: asking, with a short timeout, and the few facts we use. Not here: deciding anything. Called by `controller`. A
 coordinator that cannot be asked (a policy of somebody's, another network) costs knowledge, never a roll, and a whole
 second only once.
 """

@@ -1,7 +1,7 @@
 """What is known of the cluster: the newest seen version of every object that matters, by pipeline.
 
 Here: plain dicts, fed by watches, by lists and by the answers to our own writes, so that a decision never looks behind
-what we have just done. Not here: watching (`handlers.watching`), any decision. Called by the handlers.
+what we have just done. Not here: watching (`handlers.watching`), any decision. Called by `controller` and `handlers`.
 
 Objects are kept without what nothing here reads (`slimmed`). The echo of a write of
 ours brings nothing new and wakes nobody; whoever wrote looks once more because `changes` tells him of it.

@@ -1,7 +1,7 @@
 """From a plan to all the Kubernetes objects it wants, as plain dicts.
 
 Here: which objects there are. Not here: how each looks (`pods`, `config`, `services`, `policies`, `storage`), how many
-replicas a Deployment has in mid-roll (`changes.rollout`). Called by the handlers, and offline by ``kubectl omni
+replicas a Deployment has in mid-roll (`changes.rollout`). Called by `controller`, and offline by ``kubectl omni
 manifests``.
 """
 

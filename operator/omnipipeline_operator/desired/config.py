@@ -1,7 +1,7 @@
 """ConfigMaps that tell processes what they are: a unit's plan, the coordinator's list of pipeline revisions; the key.
 
 Here: their content, and reading the list back. Not here: which revisions belong in the list (`changes.rollout`).
-Called by `children` and by the handlers.
+Called by `children` and by `controller`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a pod template names that must be there before its containers can start: ConfigMaps and Secrets.
 
-Here: finding them, with the place in the spec that names them. Not here: whether they are there (`handlers.missing`
-asks). Called by the handlers. Claims, service accounts, priority and runtime classes are not among them: the scheduler
+Here: finding them, with the place in the spec that names them. Not here: whether they are there (`controller.missing`
+asks). Called by `controller`. Claims, service accounts, priority and runtime classes are not among them: the scheduler
 and the API server name those themselves, and try again when they appear.
 """
 

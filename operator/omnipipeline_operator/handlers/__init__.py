@@ -1,1 +1,1 @@
-"""Thin: kopf's watches, the queue of pipelines to look at, one look at a pipeline, probes and metrics."""
+"""What kopf calls, and what runs around it: lifecycle, watches, probes, metrics. Reconciling is in `controller`."""

@@ -22,11 +22,11 @@ from omnipipeline_operator.cluster.client import Client, WriteLimiter
 from omnipipeline_operator.cluster.lease import Lease
 from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.controller.reconciling import Reconciler
+from omnipipeline_operator.controller.work_queue import WorkQueue
 from omnipipeline_operator.handlers import probes
 from omnipipeline_operator.handlers.metrics import Metrics, PipelineMetrics
-from omnipipeline_operator.handlers.reconciling import Reconciler
 from omnipipeline_operator.handlers.watching import Watcher
-from omnipipeline_operator.handlers.work_queue import WorkQueue
 from omnipipeline_operator.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -24,15 +24,15 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.kinds import PIPELINE
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import Key, Store
+from omnipipeline_operator.controller import adopting, revision_history, snapshots
+from omnipipeline_operator.controller.event_recorder import EventRecorder
+from omnipipeline_operator.controller.missing import MissingReferences, ReferenceChecker, due_again
+from omnipipeline_operator.controller.plan_cache import PlanCache
+from omnipipeline_operator.controller.snapshots import Pins, Snapshot
+from omnipipeline_operator.controller.writing import DesiredState, Writer
 from omnipipeline_operator.desired import children, config, naming, services
 from omnipipeline_operator.desired.naming import COORDINATOR, Manifest, Owner
 from omnipipeline_operator.desired.pods import PodFacts
-from omnipipeline_operator.handlers import adopting, revision_history, snapshots
-from omnipipeline_operator.handlers.event_recorder import EventRecorder
-from omnipipeline_operator.handlers.missing import MissingReferences, ReferenceChecker, due_again
-from omnipipeline_operator.handlers.plan_cache import PlanCache
-from omnipipeline_operator.handlers.snapshots import Pins, Snapshot
-from omnipipeline_operator.handlers.writing import DesiredState, Writer
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.errors import SpecError
