@@ -4,7 +4,8 @@ import os
 
 import hypothesis
 import pytest
-from cluster_kit import api_server, cluster_kit, node_cluster
+
+from tests.cluster_kit import api_server, cluster_kit, node_cluster
 
 # In CI the same examples every time: a change fails for what it changed. New ones are looked for on desks.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

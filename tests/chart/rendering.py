@@ -6,7 +6,8 @@ import subprocess
 from typing import Any
 
 import yaml
-from cluster_kit import REPOSITORY, Cluster
+
+from tests.cluster_kit import REPOSITORY, Cluster
 
 CHART = REPOSITORY / "charts" / "omnipipeline"
 NAMESPACE = "omni-chart"

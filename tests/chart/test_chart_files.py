@@ -6,8 +6,9 @@ import ast
 import json
 
 import yaml
-from cluster_kit import REPOSITORY
-from rendering import CHART
+
+from tests.chart.rendering import CHART
+from tests.cluster_kit import REPOSITORY
 
 
 def test_the_charts_definition_is_the_generated_one() -> None:

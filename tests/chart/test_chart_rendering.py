@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster_kit import Cluster
-from rendering import CHART, COMBINATIONS, NAMESPACE, helm, objects, rendered, sets
 
 from omnipipeline_operator import settings
+from tests.chart.rendering import CHART, COMBINATIONS, NAMESPACE, helm, objects, rendered, sets
+from tests.cluster_kit import Cluster
 
 pytestmark = [pytest.mark.cluster]
 

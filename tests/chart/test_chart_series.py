@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from rendering import CHART
 
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired import children
@@ -36,6 +35,7 @@ from stage_runtime.processes import pod
 from stage_runtime.processes.instances import ProcessView
 from stage_runtime.web.metrics import Metrics as CoordinatorMetrics
 from stage_runtime.wire.messages import Timing
+from tests.chart.rendering import CHART
 
 NAME: Final = re.compile(r"\b(omni(?:pipeline|_process)_[a-z_]+)(\{[^}]*\})?")
 GROUPED: Final = re.compile(r"\bby \(([^)]*)\)")

@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from cluster_kit import REPOSITORY, Cluster, kit
-from installing import (
+
+from tests.cluster.installing import (
     CHART,
     PIPELINE,
     RELEASE,
@@ -27,6 +27,7 @@ from installing import (
     wait_for,
     wait_ready,
 )
+from tests.cluster_kit import REPOSITORY, Cluster, kit
 
 CRD = "omnipipelines.omnipipeline.dev"
 HELLO = REPOSITORY / "examples" / "hello" / "pipeline.yaml"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from cluster_kit import REPOSITORY, Cluster, kit
+
+from tests.cluster_kit import REPOSITORY, Cluster, kit
 
 CHART = REPOSITORY / "charts" / "omnipipeline"
 SYSTEM = "omni-e2e-system"  # the operator's namespace

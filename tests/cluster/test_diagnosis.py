@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from installing import Installed, pipeline, wait_for, wait_ready
-from load import Load
+
+from tests.cluster.installing import Installed, pipeline, wait_for, wait_ready
+from tests.cluster.load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]
 

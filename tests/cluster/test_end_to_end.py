@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import openai
 import pytest
-from installing import RELEASE, SYSTEM, Installed, helm, wait_ready
-from load import Load
+
+from tests.cluster.installing import RELEASE, SYSTEM, Installed, helm, wait_ready
+from tests.cluster.load import Load
 
 # The first test waits for images to be built: a fixture's time is bounded by itself.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900, func_only=True)]

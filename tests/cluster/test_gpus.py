@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from installing import Installed, ask, pipeline, url, wait_for, wait_ready
+
+from tests.cluster.installing import Installed, ask, pipeline, url, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

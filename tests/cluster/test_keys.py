@@ -8,7 +8,8 @@ import json
 
 import httpx
 import pytest
-from installing import Installed, pipeline, url, wait_ready
+
+from tests.cluster.installing import Installed, pipeline, url, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

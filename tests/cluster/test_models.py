@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import hub
 import pytest
-from hub import Hub
-from installing import Installed, ask, pipeline, read, url, wait_for, wait_ready
+
+from tests.cluster import hub
+from tests.cluster.hub import Hub
+from tests.cluster.installing import Installed, ask, pipeline, read, url, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

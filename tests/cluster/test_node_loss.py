@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import delete_lost_node_pipeline
-from installing import Installed, read, wait_for, wait_ready
+
+from tests.cluster.conftest import delete_lost_node_pipeline
+from tests.cluster.installing import Installed, read, wait_for, wait_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

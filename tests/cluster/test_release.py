@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from installing import CHART, RELEASE, SYSTEM, Installed, helm, read, wait_for
-from load import Load
+
+from tests.cluster.installing import CHART, RELEASE, SYSTEM, Installed, helm, read, wait_for
+from tests.cluster.load import Load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

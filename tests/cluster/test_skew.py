@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster_kit import kit
-from installing import BUILD_S, Installed, wait_for, wait_ready
-from load import Load
+
+from tests.cluster.installing import BUILD_S, Installed, wait_for, wait_ready
+from tests.cluster.load import Load
+from tests.cluster_kit import kit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

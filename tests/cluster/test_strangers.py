@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from cluster_kit import REPOSITORY
-from installing import Installed, read, wait_for, wait_ready
+
+from tests.cluster.installing import Installed, read, wait_for, wait_ready
+from tests.cluster_kit import REPOSITORY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

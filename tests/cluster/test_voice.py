@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from cluster_kit import REPOSITORY, kit
-from installing import BUILD_S, Installed, url, wait_ready
+
+from tests.cluster.installing import BUILD_S, Installed, url, wait_ready
+from tests.cluster_kit import REPOSITORY, kit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200, func_only=True)]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import CHOIR, CRD
-from installing import RELEASE, SYSTEM, Installed, ask, helm, objects, url, wait_for
+
+from tests.cluster.conftest import CHOIR, CRD
+from tests.cluster.installing import RELEASE, SYSTEM, Installed, ask, helm, objects, url, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import valid_specs
-from cluster_kit import Cluster
 from hypothesis import HealthCheck, given, settings
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
-from rulecases import CASES, Document, pair, stage
 
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.generating import celrules, schema
 from omnipipeline_spec.types import errors
 from omnipipeline_spec.types.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from tests import valid_specs
+from tests.cluster_kit import Cluster
+from tests.contract.rulecases import CASES, Document, pair, stage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import valid_specs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
@@ -24,6 +23,7 @@ from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.resource import API_VERSION, KIND
 from omnipipeline_spec.types.values import extra_of, fields_of, is_list, to_document, without_none
 from omnipipeline_spec.validation import topology
+from tests import valid_specs
 
 #: Without shrinking: an example that fails is read as it is, and found again in seconds.
 SETTINGS = settings(

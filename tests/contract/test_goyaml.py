@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from cluster_kit import Cluster
 
 from omnipipeline_spec.loading import goyaml
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.errors import UnreadableSpec
+from tests.cluster_kit import Cluster
 
 SCALARS: list[tuple[str, Any]] = [
     ("1e3", 1000),

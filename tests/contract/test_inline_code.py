@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rulecases import stage
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.planning import inlinecode
 from omnipipeline_spec.types.resource import API_VERSION, KIND
+from tests.contract.rulecases import stage
 
 FILES = {
     "front.py": "import words\ndef make(): return words.split\n",

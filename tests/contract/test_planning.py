@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from rulecases import Document, pair, spec, stage
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.loading import from_resource
@@ -15,6 +14,7 @@ from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, RelayPlan, StagePlan, UnitPlan
 from omnipipeline_spec.types.resource import API_VERSION, KIND
+from tests.contract.rulecases import Document, pair, spec, stage
 
 
 def plan_of(document: Document) -> PipelinePlan:

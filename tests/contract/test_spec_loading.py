@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from rulecases import pair
 
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.generating import writing
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.types.errors import InvalidPipeline, UnreadableSpec
 from omnipipeline_spec.types.resource import API_VERSION, KIND
+from tests.contract.rulecases import pair
 
 GPU = "stages[0].gpu"
 HELLO = Path(__file__).resolve().parents[2] / "examples" / "hello" / "pipeline.yaml"

@@ -6,13 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
-from rulecases import Document, pair, spec, stage
 
 from omnipipeline_spec.loading import from_resource
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.types.resource import API_VERSION, KIND
 from omnipipeline_spec.validation import placement, topology
+from tests.contract.rulecases import Document, pair, spec, stage
 
 
 def faults(document: Document) -> list[str]:

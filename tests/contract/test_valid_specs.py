@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import msgspec
-import valid_specs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.resource import API_VERSION, KIND
 from omnipipeline_spec.types.values import to_document
+from tests import valid_specs
 
 settings.register_profile("contract", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 settings.load_profile("contract")

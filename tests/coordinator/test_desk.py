@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from desk_kit import REVISION, Played, asked, came, error_of, played, read, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +32,7 @@ from stage_runtime.wire.messages import (
     Unbound,
 )
 from stage_runtime.wire.values import OmniRequest, RawTensor
+from tests.coordinator.desk_kit import REVISION, Played, asked, came, error_of, played, read, request_of
 
 
 def only(made: Played, incarnation: str = "f1") -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from desk_kit import ME, Played, asked, error_of, played
 
 from stage_runtime.wire.messages import AbortPassed, PassAbort
+from tests.coordinator.desk_kit import ME, Played, asked, error_of, played
 
 
 def questions(made: Played, incarnation: str) -> list[PassAbort]:

@@ -7,12 +7,12 @@ import time
 
 import msgspec
 import pytest
-from desk_kit import REVISION, SCHEMAS, Played, asked, came, played
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import roster
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Beat, Goodbye, Members, Refused, Welcome
+from tests.coordinator.desk_kit import REVISION, SCHEMAS, Played, asked, came, played
 
 
 def said(made: Played, incarnation: str, kind: type) -> list[object]:

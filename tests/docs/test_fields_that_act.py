@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from field_reads import reads
 from msgspec import inspect
 
 from omnipipeline_operator.desired import children
@@ -18,6 +17,7 @@ from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import CoordinatorPlan, GroupPlan, RelayPlan, StagePlan, UnitPlan
 from omnipipeline_spec.types.values import extra_of, fields_of, is_list, without_none
 from stage_runtime.processes.unsupported import NOT_IN_THIS_VERSION
+from tests.docs.field_reads import reads
 from tests.docs.test_tables import named, table
 
 #: Rooms that look at fields and carry none of them out: they judge, print and draw.

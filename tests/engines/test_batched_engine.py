@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_kit import Rig, running
 
 import stage_runtime as omni
 from stage_runtime.engines.loading import as_engine
+from tests.engines.engine_kit import Rig, running
 
 Payload = omni.StagePayload
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from engine_kit import running
 
 import stage_runtime as omni
 from stage_runtime.engines.blocking import LoopWatch
 from stage_runtime.engines.loading import as_engine
+from tests.engines.engine_kit import running
 
 PATIENCE_S = 20.0
 

@@ -7,12 +7,12 @@ from threading import Event
 from typing import Any
 
 import pytest
-from engine_kit import Rig, gate, running
 
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.errors import HookError
+from tests.engines.engine_kit import Rig, gate, running
 
 
 class Loop:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import OneWork, Opening
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Inbox
+from tests.engines.engine_kit import OneWork, Opening
 
 
 def admin(index: int) -> events.Admin:

@@ -8,7 +8,6 @@ from typing import Any
 
 import factories
 import pytest
-from engine_kit import running
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
@@ -18,6 +17,7 @@ from stage_runtime.engines.loading import as_engine, create, resolve
 from stage_runtime.engines.simple import AsyncEngine, SyncEngine
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import ConfigurationError
+from tests.engines.engine_kit import running
 
 
 class Here:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import Rig, gate, running
 
 import stage_runtime as omni
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.engines.simple import is_async
+from tests.engines.engine_kit import Rig, gate, running
 
 Payload = omni.StagePayload
 

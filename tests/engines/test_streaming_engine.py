@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_kit import Rig, running
 
 import stage_runtime as omni
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.loading import as_engine
+from tests.engines.engine_kit import Rig, running
 
 
 def streaming(fn: Any, *, sources: tuple[str, ...] = ("a",), concurrency: int = 64) -> Engine:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import running
-from cluster_kit import REPOSITORY, Cluster, kit
+
+from tests.cluster_kit import REPOSITORY, Cluster, kit
+from tests.operator import running
 
 _numbers = itertools.count()
 

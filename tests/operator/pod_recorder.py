@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from running import Kube, eventually
+from tests.operator.running import Kube, eventually
 
 UNIT = "omnipipeline.dev/unit"
 REVISION = "omnipipeline.dev/revision"

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster_kit import REPOSITORY, Cluster
+from tests.cluster_kit import REPOSITORY, Cluster
 
 T = TypeVar("T")
 

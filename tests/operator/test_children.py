@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import podsecurity_cases
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
+from tests.operator import podsecurity_cases
 
 OWNER = Owner(namespace="space", name="demo", uid="uid-1")
 FACTS = PodFacts(owner=OWNER, image="stage:1", control_secret="demo-control-x")

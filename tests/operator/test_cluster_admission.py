@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_kit import Cluster
-from running import Kube, OperatorProcess, eventually, pipeline
-from test_cluster_outages import kill_api_server, start_api_server
+
+from tests.cluster_kit import Cluster
+from tests.operator.running import Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_outages import kill_api_server, start_api_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

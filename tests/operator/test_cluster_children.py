@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import later_operator
 import pytest
-from running import Audit, Kube, OperatorProcess, eventually, pipeline
+
+from tests.operator import later_operator
+from tests.operator.running import Audit, Kube, OperatorProcess, eventually, pipeline
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

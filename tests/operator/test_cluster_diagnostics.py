@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import pytest
-from running import Kube, OperatorProcess, eventually, pipeline
-from test_cluster_children import SETTLE_S, deployments
 
 from omnipipeline_spec import loading, planning
+from tests.operator.running import Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import SETTLE_S, deployments
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

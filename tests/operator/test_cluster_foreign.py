@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from running import Audit, Kube, OperatorProcess, eventually, pipeline
-from test_cluster_children import SETTLE_S, deployments
+
+from tests.operator.running import Audit, Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import SETTLE_S, deployments
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

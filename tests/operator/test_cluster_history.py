@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from running import Kube, OperatorProcess, eventually, pipeline
-from test_cluster_children import deployments
+
+from tests.operator.running import Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import deployments
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

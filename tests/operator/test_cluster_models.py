@@ -7,8 +7,9 @@ import uuid
 from typing import Any
 
 import pytest
-from running import Kube, OperatorProcess, eventually, pipeline
-from test_cluster_children import deployments
+
+from tests.operator.running import Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import deployments
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import running
-from blackhole_proxy import Proxy
-from cluster_kit import Cluster, kit
-from running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
-from test_cluster_children import SETTLE_S
+
+from tests.cluster_kit import Cluster, kit
+from tests.operator import running
+from tests.operator.blackhole_proxy import Proxy
+from tests.operator.running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import SETTLE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

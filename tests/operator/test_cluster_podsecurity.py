@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import podsecurity_cases
 import pytest
-from running import Kube
-from test_children import OWNER, spec
 
 from omnipipeline_operator.desired import children
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec import planning
+from tests.operator import podsecurity_cases
+from tests.operator.running import Kube
+from tests.operator.test_children import OWNER, spec
 
 pytestmark = pytest.mark.cluster
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"

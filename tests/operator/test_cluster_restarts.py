@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import running
-from cluster_kit import Cluster
-from crashing_operator import CRASH_EXIT_CODE
-from running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
-from test_cluster_children import SETTLE_S
+
+from tests.cluster_kit import Cluster
+from tests.operator import running
+from tests.operator.crashing_operator import CRASH_EXIT_CODE
+from tests.operator.running import Audit, Election, Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import SETTLE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from pod_recorder import PodRecorder, Ready
-from running import Kube, OperatorProcess, eventually, pipeline
-from test_cluster_children import deployments
 
 from omnipipeline_spec import loading, planning
+from tests.operator.pod_recorder import PodRecorder, Ready
+from tests.operator.running import Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_children import deployments
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from cluster_kit import REPOSITORY
-from running import Audit, Kube, OperatorProcess, eventually, pipeline
-from test_cluster_diagnostics import wait_reason
+
+from tests.cluster_kit import REPOSITORY
+from tests.operator.running import Audit, Kube, OperatorProcess, eventually, pipeline
+from tests.operator.test_cluster_diagnostics import wait_reason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

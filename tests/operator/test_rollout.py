@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_simulation import RolloutSimulation, SimulatedDeployment, goal, running
 
 from omnipipeline_operator.changes import rollout
 from omnipipeline_operator.changes.rollout import Goal
 from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec.types.plan import PipelineRevision
+from tests.operator.rollout_simulation import RolloutSimulation, SimulatedDeployment, goal, running
 
 UNITS = ("a", "b", "c")
 OLD = {"a": "a1", "b": "b1", "c": "c1"}

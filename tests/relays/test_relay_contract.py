@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from relay_pairs import MIB, SMALL, pair
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
+from tests.relays.relay_pairs import MIB, SMALL, pair
 
 
 @pytest.fixture(params=["shm", "tcp"])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from relay_pairs import MIB, FarEnd
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.context import RelaySettings
+from tests.relays.relay_pairs import MIB, FarEnd
 
 
 @pytest.fixture

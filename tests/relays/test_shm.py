@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from relay_pairs import MIB, pair
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.shm import Metadata
+from tests.relays.relay_pairs import MIB, pair
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import contextlib
 
 import numpy as np
 import pytest
-from relay_pairs import MIB, Pair
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetching
 from stage_runtime.wire.messages import Body
+from tests.relays.relay_pairs import MIB, Pair
 
 RATE = 2_000_000  # bytes a second
 PIECE = 16 << 10

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from relay_pairs import MIB, SMALL, pair
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.arrivals import Header
 from stage_runtime.relays.choosing import Relays, backend
 from stage_runtime.sockets.addresses import Security
+from tests.relays.relay_pairs import MIB, SMALL, pair
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from peers import SECRET, End, PeerProcess, Proxy, ends, hello, introduce
 
 from stage_runtime.errors import ConfigurationError, ValueRefused
 from stage_runtime.sockets import channels, opening
@@ -34,6 +33,7 @@ from stage_runtime.wire.messages import (
     Refused,
     RequestRef,
 )
+from tests.sockets.peers import SECRET, End, PeerProcess, Proxy, ends, hello, introduce
 
 KINDS = ["ipc", "tcp", "curve"]
 

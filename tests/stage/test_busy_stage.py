@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stage_kit import OWNER, World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
 from stage_runtime.engines import events
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Ended
+from tests.stage.stage_kit import OWNER, World, plan, world
 
 LARGE = 64 << 10
 COUNT = 12

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stage_kit import OWNER, World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
@@ -19,6 +18,7 @@ from stage_runtime.relays.lanes import attempt_key
 from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence
 from stage_runtime.wire.messages import Ended, RankWork
 from stage_runtime.wire.values import OmniRequest
+from tests.stage.stage_kit import OWNER, World, plan, world
 
 LARGE = 100_000
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stage_kit import OWNER, World, plan, world
 
 import stage_runtime as omni
 from stage_runtime.relays import payloads
 from stage_runtime.wire import outputs
 from stage_runtime.wire.messages import Body, Submit
 from stage_runtime.wire.values import OmniRequest, RawTensor
+from tests.stage.stage_kit import OWNER, World, plan, world
 
 TONE = np.zeros(10, np.float32)
 WRONG: dict[str, tuple[Any, str]] = {

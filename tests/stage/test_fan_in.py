@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.wire.messages import Abort, Complete
+from tests.stage.stage_kit import World, plan, world
 
 LARGE = 40_000  # by relay, not inline
 

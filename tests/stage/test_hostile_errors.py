@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_kit import OWNER, World, plan, world
 
 import stage_runtime as omni
 from stage_runtime.engines import events
@@ -22,6 +21,7 @@ from stage_runtime.stage.tensor_parallel import LeaderInbox
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Complete, Failure
 from stage_runtime.wire.values import OmniRequest, StagePayload
+from tests.stage.stage_kit import OWNER, World, plan, world
 
 
 class Mute(Exception):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stage_kit import OWNER, plan, world
 
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.wire.messages import Complete, Failure, Goodbye, Member, Stream, Welcome
+from tests.stage.stage_kit import OWNER, plan, world
 
 OTHER = "dd"
 

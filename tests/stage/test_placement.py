@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_kit import OWNER, World, plan, world
 
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.relays import payloads
 from stage_runtime.wire.messages import Body, Complete, Submit
 from stage_runtime.wire.values import OmniRequest
+from tests.stage.stage_kit import OWNER, World, plan, world
 
 #: Stage -> its process. What crosses from one process to another is written and read; the rest is passed on.
 PLACEMENTS = [

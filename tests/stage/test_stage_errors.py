@@ -7,11 +7,11 @@ from threading import Event
 from typing import Any
 
 import pytest
-from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.wire.messages import Admin, AdminReply, Body, Complete, DataReady, Failure, RequestRef
+from tests.stage.stage_kit import World, plan, world
 
 
 def echo(payload: omni.StagePayload) -> Any:

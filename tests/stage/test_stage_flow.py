@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
 from stage_runtime.relays import memory
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, Member, Members, PassAbort, Severed
+from tests.stage.stage_kit import World, plan, world
 
 LARGE = 40_000
 FLAT = RelayPlan(credits=1)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Complete
+from tests.stage.stage_kit import World, plan, world
 
 MANY = 4 * STREAM_WINDOW
 APART = pytest.mark.parametrize("apart", [True, False])

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from stage_kit import World, plan, world
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
@@ -18,6 +17,7 @@ from stage_runtime.rules.turns import ROOM
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.stalling import OTHERS_EVERY_S
 from stage_runtime.wire.messages import Complete, Stalled
+from tests.stage.stage_kit import World, plan, world
 
 APART = pytest.mark.parametrize("apart", [True, False])
 PLANS = [

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stage_kit import plan, world
 
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.stage.watching import Watch
 from stage_runtime.wire.messages import Complete
+from tests.stage.stage_kit import plan, world
 
 SIZES = [8, 40_000]  # in the message, by relay
 MODULE_BUFFER = np.zeros(40_000, np.float32)

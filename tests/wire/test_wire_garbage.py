@@ -8,7 +8,6 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_samples import SAMPLES
 
 from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
 from stage_runtime.wire import codec
@@ -29,6 +28,7 @@ from stage_runtime.wire.messages import (
     Release,
     Stream,
 )
+from tests.wire.wire_samples import SAMPLES
 
 FRAMES = [codec.encode(Frame(PROTOCOL, "sender", "receiver", 11, 10, 9, 8, message)) for message, _ in SAMPLES]
 HEAD: list[Any] = [PROTOCOL, "a", "b", 1, 0, 1, 0]  # an envelope but for its request and message

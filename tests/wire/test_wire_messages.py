@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import msgpack
 import pytest
-from wire_samples import SAMPLES
 
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import PROTOCOL, Frame, Message, Ready, Said
+from tests.wire.wire_samples import SAMPLES
 
 
 def framed(message: Message) -> Frame:

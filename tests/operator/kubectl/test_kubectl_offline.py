@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 from click.testing import CliRunner, Result
-from cluster_kit import REPOSITORY
 
 from omnipipeline_operator.kubectl import cli
+from tests.cluster_kit import REPOSITORY
 
 HELLO = str(REPOSITORY / "examples" / "hello" / "pipeline.yaml")
 
