@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 
 async def adopt(
     client: Client, snapshot: Snapshot, applier: Applier, ensure_exists: Callable[[], Awaitable[None]]
-) -> None:
-    """Give orphans of this pipeline their owner.
+) -> bool:
+    """Give orphans of this pipeline their owner; whether there were any.
 
     still_there: raises when the resource is gone. A resource that is being deleted with ``--cascade=orphan`` lets go
     of its children first: given back to it they would be deleted with it.
     """
     orphans = snapshot.orphans()
     if not orphans:
-        return
+        return False
     await ensure_exists()
     for live in orphans:
         metadata = live["metadata"]
@@ -46,6 +46,7 @@ async def adopt(
             "%s/%s: %s %s is taken up", snapshot.owner.namespace, snapshot.owner.name, live["kind"], metadata["name"]
         )
     await _adopt_history(client, snapshot)
+    return True
 
 
 async def _adopt_history(client: Client, snapshot: Snapshot) -> None:

@@ -59,7 +59,7 @@ class _Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reconciler:
-    """Looks at pipelines."""
+    """Reconciles pipelines, each from one snapshot before its writes and one after them."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class Reconciler:
             self._with_missing_references.discard(key)
             return None
         owner = Owner(namespace=key[0], name=key[1], uid=resource["metadata"]["uid"])
-        snapshot = Snapshot(self._store, key, owner)
-        applier = Applier(self._client, self._store, owner)
+        snapshot, applier = self._snapshot(owner), Applier(self._client, self._store, owner)
         try:
-            await adopting.adopt(self._client, snapshot, applier, lambda: self._ensure_exists(owner))
+            if await adopting.adopt(self._client, snapshot, applier, lambda: self._ensure_exists(owner)):
+                snapshot = self._snapshot(owner)
         except PipelineDeleted:
             return None
         try:
@@ -108,6 +108,9 @@ class Reconciler:
         except PipelineDeleted:
             return None
 
+    def _snapshot(self, owner: Owner) -> Snapshot:
+        return Snapshot(self._store, (owner.namespace, owner.name), owner)
+
     # --- deciding -----------------------------------------------------------------------------------------------
 
     def _plan(self, resource: Manifest, snapshot: Snapshot) -> _Planned:
@@ -115,7 +118,7 @@ class Reconciler:
         spec, plan = self._plan_cache.of(resource, snapshots.rekeyed(snapshot))
         pins = snapshots.pins(
             snapshot,
-            snapshot.workloads(),
+            snapshot.workloads,
             update=plan.current,
             coordinator=plan.coordinator.revision,
             image=spec.image,
@@ -133,7 +136,7 @@ class Reconciler:
         return _Planned(spec=spec, plan=plan, goal=_goal(spec, plan), pins=pins, desired=desired)
 
     async def _act(self, resource: Manifest, planned: _Planned, snapshot: Snapshot, applier: Applier) -> float | None:
-        observed = snapshot.workloads()
+        observed = snapshot.workloads
         writer = Writer(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
         if await self._lost_its_key(planned, snapshot, observed, applier):
             log.warning(
@@ -179,12 +182,13 @@ class Reconciler:
             again = SOON_S if error.temporary else LATER_S
         except (errors.Invalid, errors.Forbidden) as error:
             refusal, failed = _refused_child(error), error
-        facts = self._facts(planned, snapshot, coordinators, refusal, serving, missing)
+        after = self._snapshot(snapshot.owner)
+        facts = self._facts(planned, after, coordinators, refusal, serving, missing)
         reported = await self._summarise(resource, facts, applier)
         if failed is not None:
             raise failed
         if conditions.is_true(reported, "Ready"):
-            await revision_history.record(self._client, snapshot, resource, planned.plan, planned.goal.history)
+            await revision_history.record(self._client, after, resource, planned.plan, planned.goal.history)
         now = self._clock()
         times = [due_again(each, now) for each in facts.observed if each.refused is not None]
         times += filter(None, [status.deadline(facts, now)])
@@ -200,12 +204,12 @@ class Reconciler:
         serving: Mapping[str, str],
         missing: MissingReferences,
     ) -> Facts:
-        """What is now, after the writes."""
+        """What the status is made of. ``snapshot``: taken after the writes."""
         observed = [
             msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
             if each.refused is not None
             else each
-            for each in snapshot.workloads()
+            for each in snapshot.workloads
         ]
         registered: dict[tuple[str, str], int] | None = None
         for coordinator in coordinators:  # in a roll two answer; a stage registers with both
@@ -283,7 +287,7 @@ class Reconciler:
 
     async def _coordinator_statuses(self, snapshot: Snapshot) -> list[CoordinatorStatus]:
         """All coordinators that are ready."""
-        coordinators = [each for each in snapshot.workloads() if each.unit == COORDINATOR]
+        coordinators = [each for each in snapshot.workloads if each.unit == COORDINATOR]
         ready = [pod.ip for each in coordinators for pod in each.pods if pod.ready and not pod.terminating and pod.ip]
         return await self._status_client.ask(ready)
 
@@ -310,7 +314,7 @@ class Reconciler:
     async def _refuse(self, resource: Manifest, snapshot: Snapshot, applier: Applier, refusal: Refusal) -> None:
         """What runs is left alone."""
         before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
-        available = status.is_available(snapshot.entries(), snapshot.workloads())
+        available = status.is_available(snapshot.entries(), snapshot.workloads)
         now, reported = status.refused(refusal, before, generation=generation, available=available, now=self._clock())
         await self._write(resource, now, reported, applier)
 

@@ -1,11 +1,12 @@
-"""One look at a pipeline: what the store knows of it, in the words that decisions are made in.
+"""The live objects of one pipeline at one moment, as the store has them.
 
-Here: gathering, reading back what was pinned. Not here: deciding (`changes`), writing (`writing`). Called by
-`reconciling`.
+Here: gathering them, reading back what was pinned. Not here: deciding (`changes`), writing (`writing`). Called by
+`reconciling`, which takes one snapshot before its writes and one after them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -26,31 +27,32 @@ JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 
 
 class Snapshot:
-    """What is there of one pipeline, read when it is asked for: a write's answer is seen at once."""
+    """What the store has of one pipeline when the snapshot is taken; later changes of the store are not in it."""
 
     def __init__(self, store: Store, key: Key, owner: Owner) -> None:
-        self._store = store
-        self._key = key
         self.owner = owner
+        self._labelled = {kind.name: store.children(key, kind) for kind in kinds.WATCHED}
 
     def child(self, kind: Kind, name: str) -> Manifest | None:
         """One child of ours by name."""
-        live = self._store.child(self._key, kind, name)
-        return live if live is not None and self._is_ours(live) else None
+        return next((each for each in self.children(kind) if each["metadata"]["name"] == name), None)
 
     def children(self, kind: Kind) -> list[Manifest]:
-        return [each for each in self._store.children(self._key, kind) if self._is_ours(each)]
+        """Children of ours that are not being deleted."""
+        return [each for each in self._labelled[kind.name] if self._is_ours(each)]
 
     def claim(self, name: str) -> Manifest | None:
         """The model cache's claim: it has no owner, its label says that it was made for a pipeline of this name."""
-        return self._store.child(self._key, kinds.CLAIM, name)
+        return next((each for each in self._labelled[kinds.CLAIM.name] if each["metadata"]["name"] == name), None)
 
     def pods(self, unit: str | None = None) -> list[Manifest]:
         """Pods by label; their owners are ReplicaSets."""
-        pods = self._store.children(self._key, kinds.POD)
+        pods = self._labelled[kinds.POD.name]
         return [each for each in pods if unit is None or each["metadata"]["labels"].get(naming.UNIT_LABEL) == unit]
 
+    @functools.cached_property
     def workloads(self) -> list[Workload]:
+        """The Deployments of all unit revisions, each with its pods."""
         by_revision: dict[tuple[str, str], list[Manifest]] = {}
         for pod in self.pods():
             labels = pod["metadata"]["labels"]
@@ -65,7 +67,7 @@ class Snapshot:
 
     def orphans(self) -> list[Manifest]:
         """Children of an earlier resource of this name, which left them without an owner."""
-        live = (each for kind in kinds.WATCHED for each in self._store.children(self._key, kind))
+        live = (each for children in self._labelled.values() for each in children)
         return [each for each in live if comparing.is_orphan(each, self.owner)]
 
     def addresses(self) -> set[tuple[str, str, str]]:
@@ -77,9 +79,11 @@ class Snapshot:
         return found
 
     def revisions(self) -> Manifest | None:
+        """The ConfigMap that lists the pipeline revisions."""
         return self.child(kinds.CONFIG_MAP, naming.revisions(self.owner.name))
 
     def entries(self) -> tuple[PipelineRevision, ...]:
+        """The pipeline revisions that it lists."""
         return config.read_revisions(self.revisions())
 
     def _is_ours(self, live: Mapping[str, Any]) -> bool:

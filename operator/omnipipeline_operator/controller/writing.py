@@ -45,7 +45,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Writer:
-    """Writes for one pipeline, during one look at it."""
+    """Writes for one pipeline, decided from one snapshot."""
 
     def __init__(self, snapshot: Snapshot, applier: Applier, ensure_exists: Callable[[], Awaitable[None]]) -> None:
         self._snapshot = snapshot
@@ -55,7 +55,7 @@ class Writer:
 
     async def apply(self, state: DesiredState) -> None:
         """Make it so. Raises: NameTaken, errors.ClusterError."""
-        await self._revisions(state)
+        revisions = await self._revisions(state)
         if state.curve and state.pins.is_new:
             await self._key(state.pins)
         await self._created(
@@ -66,13 +66,13 @@ class Writer:
         await self._workloads(state)
         for each in state.retried:
             await self._apply.annotate_deployment(each.name, {naming.RETRIED_AT: str(int(state.now))})
-        await self._refresh_coordinators(state)
+        await self._refresh_coordinators(revisions)
         await self._delete_undesired([*state.desired.applied, *state.desired.created])
-        await self._retire(state.decision.retired)
+        await self._retire(state.decision.retired, state.desired)
 
     # --- what pods need -----------------------------------------------------------------------------------------
 
-    async def _revisions(self, state: DesiredState) -> None:
+    async def _revisions(self, state: DesiredState) -> Manifest:
         pins = state.pins
         manifest = config.revisions(
             state.entries,
@@ -83,7 +83,7 @@ class Writer:
             rekeyed=pins.rekeyed,
             aside=state.aside if state.aside or config.has_aside(self._snapshot.revisions()) else None,
         )
-        await self._keep(manifest)
+        return await self._keep(manifest)
 
     async def renew(self, entries: Sequence[PipelineRevision], pins: Pins, *, rekey: bool) -> None:
         """Have the next look plan every unit anew. ``rekey``: the Secret is lost, and gets a successor."""
@@ -113,14 +113,13 @@ class Writer:
             if live is None:
                 await self._make(manifest)
 
-    async def _keep(self, manifest: Manifest) -> None:
-        """As it should be, whoever has changed it; what others added to it stays."""
+    async def _keep(self, manifest: Manifest) -> Manifest:
+        """As it should be, whoever has changed it; what others added to it stays. The child as it is now."""
         manifest = comparing.stamped(manifest)
         live = self._snapshot.child(kinds.of(manifest), manifest["metadata"]["name"])
         if live is None:
-            await self._make(manifest)
-        elif not comparing.matches(manifest, live):
-            await self._apply.keep(manifest, live)
+            return await self._make(manifest)
+        return live if comparing.matches(manifest, live) else await self._apply.keep(manifest, live)
 
     # --- Deployments --------------------------------------------------------------------------------------------
 
@@ -148,7 +147,7 @@ class Writer:
 
         It may have been edited by hand while it was idle, or made with another image than its revision has now.
         """
-        observed = next(each for each in self._snapshot.workloads() if each.name == live["metadata"]["name"])
+        observed = next(each for each in self._snapshot.workloads if each.name == live["metadata"]["name"])
         if observed.started:
             return False
         if observed.image != desired.deployment["metadata"]["annotations"][naming.IMAGE_PIN]:
@@ -202,12 +201,9 @@ class Writer:
             if metadata.get("annotations", {}).get(DELETION_COST, "0") != cost:
                 await self._apply.annotate_pod(metadata["name"], {DELETION_COST: cost})
 
-    async def _refresh_coordinators(self, state: DesiredState) -> None:
+    async def _refresh_coordinators(self, revisions: Manifest) -> None:
         """A changed annotation makes the kubelet write the mounted list at once, not within a minute."""
-        live = self._snapshot.revisions()
-        if live is None:
-            return
-        digest = config.digest(live)
+        digest = config.digest(revisions)
         for pod in self._snapshot.pods(COORDINATOR):
             metadata = pod["metadata"]
             running = pod.get("status", {}).get("podIP") and "deletionTimestamp" not in metadata
@@ -231,15 +227,14 @@ class Writer:
                 if (kind.name, live["metadata"]["name"]) not in names:
                     await self._apply.delete(live)
 
-    async def _retire(self, retired: Sequence[Workload]) -> None:
+    async def _retire(self, retired: Sequence[Workload], desired: children.Children) -> None:
         for each in retired:
             live = self._snapshot.child(DEPLOYMENT, each.name)
             if live is not None:
                 await self._apply.delete(live)
-        gone = {each.name for each in retired}
-        kept = {f"{each['metadata']['name']}-plan" for each in self._snapshot.children(DEPLOYMENT)} - {
-            f"{name}-plan" for name in gone
-        }
+        kept = {f"{each['metadata']['name']}-plan" for each in self._snapshot.children(DEPLOYMENT)}
+        kept -= {f"{each.name}-plan" for each in retired}
+        kept |= {each.plan["metadata"]["name"] for each in desired.workloads}
         for plan in self._snapshot.children(CONFIG_MAP):
             labels = plan["metadata"]["labels"]
             if naming.REVISION_LABEL in labels and plan["metadata"]["name"] not in kept:

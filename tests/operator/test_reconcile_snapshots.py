@@ -1,0 +1,101 @@
+"""A whole reconcile against an API server in memory: which snapshot its decisions and its report are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from fake_api_server import ApiServer, Write
+
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.cluster.kinds import DEPLOYMENT, PIPELINE, SERVICE
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
+from omnipipeline_operator.cluster.store import Store
+from omnipipeline_operator.controller.reconciling import Reconciler
+from omnipipeline_operator.settings import Settings
+
+KEY = ("space", "duo")
+STAGES = [
+    {"name": "first", "process": "first", "factory": "m:first", "next": ["last"]},
+    {"name": "last", "process": "last", "factory": "m:last", "terminal": True},
+]
+
+
+class NoCoordinators:
+    """A status client none of whose coordinators answers."""
+
+    async def ask(self, addresses: Any) -> list[CoordinatorStatus]:
+        return []
+
+
+class Operator:
+    """The store, a reconciler, and the API server that both see."""
+
+    def __init__(self) -> None:
+        self.server, self.store = ApiServer(), Store()
+        client, status_client = cast(Client, self.server), cast(StatusClient, NoCoordinators())
+        settings = Settings(stage_image="stage:1")
+        self._reconciler = Reconciler(client, self.store, status_client, settings, clock=lambda: 1_800_000_000.0)
+        metadata: dict[str, Any] = {"name": KEY[1], "namespace": KEY[0], "uid": "u", "generation": 1}
+        self.edit({"apiVersion": PIPELINE.api_version, "kind": PIPELINE.name, "metadata": metadata})
+
+    def edit(self, resource: dict[str, Any], **spec: Any) -> None:
+        """Write the pipeline's spec, as its author does."""
+        generation = resource["metadata"]["generation"] + 1
+        metadata = {**resource["metadata"], "generation": generation}
+        self.watch({**resource, "metadata": metadata, "spec": {"stages": STAGES, **spec}})
+
+    def watch(self, manifest: dict[str, Any]) -> None:
+        """Somebody writes an object, and the watch brings it."""
+        self.store.put(self.server.put(manifest))
+
+    def live(self, kind: Any, name: str) -> dict[str, Any]:
+        return self.server.objects[kind.name, KEY[0], name]
+
+    async def reconcile(self, before_write: Callable[[Write], None] = lambda write: None) -> list[Write]:
+        """The writes of one reconcile."""
+        self.server.writes, self.server.before_write = [], before_write
+        await self._reconciler.reconcile(KEY)
+        return self.server.writes
+
+
+@pytest.fixture
+async def operator() -> Operator:
+    """One whose pipeline has all its children."""
+    operator = Operator()
+    await operator.reconcile()
+    return operator
+
+
+async def test_a_second_reconcile_writes_nothing(operator: Operator) -> None:
+    assert await operator.reconcile() == []
+
+
+async def test_the_status_reports_what_the_same_reconcile_has_made() -> None:
+    operator = Operator()
+    await operator.reconcile()
+    units = operator.live(PIPELINE, "duo")["status"]["units"]
+    assert {each["workload"] for each in units} == {
+        name for kind, _, name in operator.server.objects if kind == DEPLOYMENT.name
+    }
+
+
+async def test_what_a_watch_brings_during_the_writes_is_left_to_the_next_reconcile(operator: Operator) -> None:
+    edited = operator.live(SERVICE, "duo")
+    edited = {**edited, "spec": {**edited["spec"], "type": "NodePort"}}
+
+    def edit_once(write: Write) -> None:
+        if operator.server.writes == []:
+            operator.watch(edited)
+
+    operator.edit(operator.live(PIPELINE, "duo"), image="stage:2")
+    assert ("apply", "Service", "duo") not in await operator.reconcile(edit_once)
+    assert ("apply", "Service", "duo") in await operator.reconcile()
+
+
+async def test_a_plan_without_a_deployment_is_kept_when_its_deployment_is_made(operator: Operator) -> None:
+    [name] = [name for kind, _, name in operator.server.objects if kind == DEPLOYMENT.name and "first" in name]
+    deployment = operator.server.objects.pop((DEPLOYMENT.name, KEY[0], name))
+    operator.store.drop(deployment)
+    assert await operator.reconcile() == [("create", "Deployment", name)]
