@@ -58,10 +58,10 @@ async def test_the_pipeline_of_the_readme_answers_its_curl_line_and_its_python()
 
 
 def test_the_picture_of_the_readme_is_what_omni_plan_draws() -> None:
-    """`omni plan -f examples/voice/pipeline.yaml -o svg > docs/voice.svg` makes it anew."""
+    """`omni plan -f examples/voice/pipeline.yaml -o svg > docs/pictures/voice.svg` makes it anew."""
     drawn = CliRunner().invoke(cli.main, ["plan", "-f", str(ROOT / "examples/voice/pipeline.yaml"), "-o", "svg"])
     assert drawn.exit_code == 0, drawn.output
-    assert (ROOT / "docs/voice.svg").read_text() == drawn.output
+    assert (ROOT / "docs/pictures/voice.svg").read_text() == drawn.output
 
 
 def test_the_commands_of_the_readme_exist() -> None:
