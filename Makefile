@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WAV ?= examples/voice/question.wav
 
-.PHONY: help demo test check lint types floors format crds voice-test cluster-test hops clean
+.PHONY: help demo test check lint types floors format crds pictures voice-test cluster-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,10 @@ crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml, the chart's copy and d
 	$(BIN)/python -m omnipipeline_spec.generating.schema
 	cp crds/omnipipelines.yaml charts/omnipipeline/crds.yaml
 	$(BIN)/python -m omnipipeline_spec.generating.reference
+
+pictures: $(VENV)/.dev ## redraw docs/pictures and docs/pictures/voice.svg
+	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/omni plan -f examples/voice/pipeline.yaml -o svg > docs/pictures/voice.svg
 
 voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question
 	$(BIN)/pytest tests/voice

@@ -1,0 +1,70 @@
+"""docs/pictures: each file is what its script draws, and the recorded terminal is what `omni up` shows today."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from rich.text import Text
+
+from docs.pictures import draw
+from stage_runtime import cli
+from stage_runtime.cli import screens
+from stage_runtime.processes.instances import ProcessView
+from tests.docs.blocks import ROOT, blocks
+
+FOLDER = ROOT / "docs/pictures"
+RECORDED = Text.from_ansi((FOLDER / "omni-up.ansi").read_text()).plain
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_a_picture_is_what_its_script_draws(name: str) -> None:
+    """`make pictures` draws it anew."""
+    assert (FOLDER / name).read_text() == draw.PICTURES[name]()
+
+
+def test_the_picture_of_the_example_is_what_omni_plan_draws() -> None:
+    """`make pictures` draws it anew."""
+    drawn = CliRunner().invoke(cli.main, ["plan", "-f", str(ROOT / "examples/voice/pipeline.yaml"), "-o", "svg"])
+    assert drawn.exit_code == 0, drawn.output
+    assert (FOLDER / "voice.svg").read_text() == drawn.output
+
+
+def test_every_picture_is_read_by_a_dark_reader_and_by_one_who_cannot_see() -> None:
+    for file in FOLDER.glob("*.svg"):
+        text = file.read_text()
+        assert "prefers-color-scheme: dark" in text, file.name
+        assert ElementTree.fromstring(text).attrib["aria-label"], file.name
+    assert {file.name for file in FOLDER.glob("*.svg")} == {*draw.PICTURES, "voice.svg"}
+
+
+def view(process: str, stages: tuple[str, ...], message: str = "") -> ProcessView:
+    return ProcessView(
+        process=process, instance=process, stages=stages, state="ready", message=message, pid=os.getpid()
+    )
+
+
+def test_the_recorded_table_is_the_one_that_omni_up_shows() -> None:
+    shown = io.StringIO()
+    views = [
+        view("coordinator", (), "http://127.0.0.1:8000"),
+        view("front", ("split",)),
+        view("voice", ("shout",)),
+    ]
+    Console(file=shown, width=100).print(screens.table(views))
+    now, then = (re.sub(r"\d+ MiB|\b\d{4,}\b", "N", text) for text in (shown.getvalue(), RECORDED))
+    for line in now.splitlines():
+        assert " ".join(line.split()) in " ".join(then.split()), line
+
+
+def test_the_recorded_run_is_of_the_readme_s_pipeline() -> None:
+    [pipeline] = blocks("README.md", "yaml")
+    stages = re.findall(r"name: (\w+), process: (\w+)", pipeline)
+    assert stages
+    for stage, process in stages:
+        assert re.search(rf"^{process}\s+{stage}\s+ready", RECORDED, re.MULTILINE)
