@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omnipipeline_operator.changes.workloads import Pod, Workload
-from omnipipeline_operator.controller import snapshots
+from omnipipeline_operator.controller import pinning
 from omnipipeline_operator.desired import config
 from omnipipeline_operator.desired.naming import IMAGES_PIN, Owner
 from omnipipeline_spec.types.plan import PipelineRevision
@@ -55,7 +55,7 @@ UNPULLED = Pod(name="p", reason="ImagePullBackOff")
 def test_what_runs_decides_then_what_was_pinned_then_the_day(
     own: list[Workload], remembered: str | None, chosen: str
 ) -> None:
-    assert snapshots.pinned_image(own, remembered, DAY) == chosen
+    assert pinning.pinned_image(own, remembered, DAY) == chosen
 
 
 def test_each_revision_s_image_is_kept_with_the_list_and_read_back() -> None:

@@ -30,6 +30,7 @@ PATIENCE_S: Final = 3.0  # a mount takes no longer, where nothing is missing
 FIRST_CHECK_S: Final = 2.0
 LAST_CHECK_S: Final = 30.0
 REFUSED_EVERY_S: Final = 10.0  # the ReplicaSet controller's own retries end at one in a quarter of an hour
+HANGS_AFTER_S: Final = 5.0
 RECENT_S: Final = 150.0  # a kubelet tries a mount again at least every 122 s; what it said before that is over
 LAST_REFUSED_S: Final = 60.0
 _SCHEDULING: Final = "FailedScheduling"  # a pod condition says that, and when it is over
@@ -156,6 +157,13 @@ class ReferenceChecker:
         head = naming.child("v1", "Secret", reference.name, self._owner, of={})
         del head["metadata"]["ownerReferences"]
         return not await self._apply.secret_is_missing(head)
+
+
+def hangs(observed: Sequence[Workload], now: float) -> bool:
+    """Whether a pod has been about to start for suspiciously long: what it mounts may not be there."""
+    return any(
+        pod.waits_for_volumes and now - pod.created_at > HANGS_AFTER_S for each in observed for pod in each.present
+    )
 
 
 def due_again(refused: Workload, now: float) -> float:

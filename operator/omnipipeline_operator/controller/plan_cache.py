@@ -26,7 +26,7 @@ class PlanCache:
     def of(self, resource: Mapping[str, Any], rekeyed: str | None) -> tuple[PipelineConfig, PipelinePlan]:
         """The spec as it is carried out, and its plan.
 
-        rekeyed: added to every unit's revision; see `snapshots.rekeyed`.
+        rekeyed: added to every unit's revision; see `pinning.rekeyed`.
         Raises:  SpecError.
         """
         metadata = resource["metadata"]

@@ -18,7 +18,8 @@ from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, JOB
-from omnipipeline_operator.controller.snapshots import Pins, Snapshot
+from omnipipeline_operator.controller.pinning import Pins
+from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.desired.naming import COORDINATOR, Manifest
 from omnipipeline_spec.types.plan import PipelineRevision

@@ -1,0 +1,61 @@
+"""What the coordinators of one pipeline report, and which of their instances are to be excluded.
+
+Here: asking all that are ready, and joining their answers: in a roll two coordinators answer. Not here: the request
+(`cluster.status_client`). Called by `reconciling` and `reporting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
+from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.desired.naming import COORDINATOR
+
+
+async def ask(status_client: StatusClient, snapshot: Snapshot) -> list[CoordinatorStatus]:
+    """All coordinators that are ready."""
+    coordinators = [each for each in snapshot.workloads if each.unit == COORDINATOR]
+    ready = [pod.ip for each in coordinators for pod in each.pods if pod.ready and not pod.terminating and pod.ip]
+    return await status_client.ask(ready)
+
+
+async def aside(client: Client, snapshot: Snapshot, coordinators: Sequence[CoordinatorStatus]) -> list[str]:
+    """Addresses of registered pods that bear the labels of another unit now, or none of ours.
+
+    What a coordinator knows and our watch does not may be new: the API server is asked before it is believed.
+    """
+    known = snapshot.addresses()
+    strange = {
+        each
+        for coordinator in coordinators
+        for each in coordinator.instances
+        if (each.unit, each.revision, each.host) not in known
+    }
+    aside = set()
+    for each in strange:
+        if each.host in aside:
+            continue
+        desired = naming.selector(snapshot.owner.name, each.unit, each.revision).items()
+        pods = [one["metadata"] for one in await client.pods_at(snapshot.owner.namespace, each.host)]
+        if pods and not any(desired <= one.get("labels", {}).items() for one in pods):
+            aside.add(each.host)
+    return sorted(aside)
+
+
+def registered(coordinators: Sequence[CoordinatorStatus]) -> dict[tuple[str, str], int] | None:
+    """(unit, revision) -> pods that requests can be bound to; None: no coordinator has answered."""
+    registered: dict[tuple[str, str], int] | None = None
+    for coordinator in coordinators:  # in a roll two answer; a stage registers with both
+        counts = coordinator.registered()
+        registered = {
+            unit: max(counts.get(unit, 0), (registered or {}).get(unit, 0)) for unit in {*counts, *(registered or {})}
+        }
+    return registered
+
+
+def loads(coordinators: Sequence[CoordinatorStatus]) -> dict[str, int]:
+    """Address of a pod -> how much it has to do."""
+    return {host: load for coordinator in coordinators for host, load in coordinator.loads().items()}

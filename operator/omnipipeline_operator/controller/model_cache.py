@@ -1,0 +1,49 @@
+"""The Job that fetches a pipeline's model and the claim that keeps it, as the status reports them.
+
+Here: reading both from a snapshot. Not here: their manifests (`desired.storage`). Called by `reporting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from omnipipeline_operator.changes import diagnostics, workloads
+from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.cluster import kinds
+from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.desired.naming import Manifest
+
+JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
+
+
+def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Diagnostic | None:
+    """Why units wait for the Job that fetches their model; None: there is none, or it is done."""
+    for desired in created:
+        if desired["kind"] != kinds.JOB.name:
+            continue
+        name = desired["metadata"]["name"]
+        status = (snapshot.child(kinds.JOB, name) or {}).get("status", {})
+        if status.get("succeeded"):
+            return None
+        own = [each for each in snapshot.pods() if each["metadata"]["labels"].get(JOB_NAME) == name]
+        ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
+        return diagnostics.of_prefetch(name, model, map(workloads.read_pod, own), gave_up="Failed" in ended)
+    return None
+
+
+def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int) -> str | None:
+    """What to know of the model cache's claim, which is made once: that several pods cannot share it, or that it waits.
+
+    pods: how many are to mount it.
+    """
+    live = next((snapshot.claim(one["metadata"]["name"]) for one in created if one["kind"] == kinds.CLAIM.name), None)
+    if live is None:
+        return None
+    named, modes = f"claim {live['metadata']['name']}", live["spec"].get("accessModes", [])
+    if live.get("status", {}).get("phase") == "Pending":
+        return f"{named} ({', '.join(modes)}) has no volume yet"
+    if pods > 1 and not {"ReadWriteMany", "ReadOnlyMany"}.intersection(modes):
+        cure = "delete it to have another one made, or name one of your own"
+        return f"{named} is {', '.join(modes)}: its {pods} pods start on one node only; {cure}"
+    return None

@@ -1,0 +1,39 @@
+"""What follows from one spec and from what is pinned for its pipeline.
+
+Here: one value, and the roll-out's goal in it. Not here: planning (the contract's `planning`), the children
+(`desired.children`). Made by `reconciling`, read by it and by `reporting`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
+from omnipipeline_operator.controller.pinning import Pins
+from omnipipeline_operator.desired import children
+from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.plan import PipelinePlan
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A spec, its plan, and the children that it asks for."""
+
+    spec: PipelineConfig
+    plan: PipelinePlan
+    goal: Goal
+    pins: Pins
+    desired: children.Children
+
+
+def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:
+    """What the roll-out of this spec leads to."""
+    units = {unit.name: DesiredUnit(revision=unit.revision, replicas=plan.replicas[unit.name]) for unit in plan.units}
+    return Goal(
+        units=units,
+        coordinator=DesiredUnit(revision=plan.coordinator.revision, replicas=1),
+        strategy=spec.rollout.strategy,
+        max_surge=spec.rollout.max_surge,
+        paused=spec.rollout.paused,
+        suspended=spec.suspend,
+        history=spec.rollout.revision_history_limit,
+    )

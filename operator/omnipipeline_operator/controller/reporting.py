@@ -1,0 +1,98 @@
+"""Writing the status of a pipeline, and an Event for each change in it.
+
+Here: what the status is made of, read from a snapshot, and writing it. Not here: the status itself (`changes.status`),
+posting Events (`event_recorder`). Called by `reconciling` after the writes, or when a spec is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from omnipipeline_operator import errors
+from omnipipeline_operator.changes import conditions, rollout, status
+from omnipipeline_operator.changes.status import Facts, Refusal
+from omnipipeline_operator.cluster.applying import Applier
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus
+from omnipipeline_operator.controller import coordinators as coordinators_of
+from omnipipeline_operator.controller import exposure, model_cache
+from omnipipeline_operator.controller.event_recorder import EventRecorder
+from omnipipeline_operator.controller.missing import MissingReferences
+from omnipipeline_operator.controller.planned import Planned
+from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.desired.naming import Manifest, Owner
+
+
+def facts(
+    planned: Planned,
+    snapshot: Snapshot,
+    coordinators: Sequence[CoordinatorStatus],
+    refusal: Refusal | None,
+    serving: Mapping[str, str],
+    missing: MissingReferences,
+) -> Facts:
+    """What the status is made of. ``snapshot``: taken after the writes."""
+    observed = [
+        msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
+        if each.refused is not None
+        else each
+        for each in snapshot.workloads
+    ]
+    return Facts(
+        plan=planned.plan,
+        goal=planned.goal,
+        decision=rollout.decide(planned.goal, observed, serving),
+        observed=observed,
+        entries=snapshot.entries(),
+        exposure=exposure.exposure(planned.spec, snapshot),
+        registered=coordinators_of.registered(coordinators),
+        refusal=refusal,
+        progress_deadline_s=float(planned.spec.rollout.progress_deadline_seconds),
+        missing=missing.diagnostics,
+        image=planned.pins.image,
+        images=planned.pins.images,
+        fetching=model_cache.fetching(snapshot, planned.desired.created, planned.spec.model_path or ""),
+        note=model_cache.shared_claim(snapshot, planned.desired.created, sum(planned.plan.replicas.values())),
+    )
+
+
+class StatusReporter:
+    """Writes statuses that have changed, and reports the transitions of their conditions as Events."""
+
+    def __init__(self, event_recorder: EventRecorder, *, clock: Callable[[], float]) -> None:
+        self._event_recorder = event_recorder
+        self._clock = clock
+
+    async def summarise(self, resource: Manifest, facts: Facts, applier: Applier) -> Manifest:
+        """Write the status that holds now; the status."""
+        before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
+        now, reported = status.summarise(facts, before, generation=generation, now=self._clock())
+        await self._write(resource, now, reported, applier)
+        return now
+
+    async def refuse(self, resource: Manifest, snapshot: Snapshot, applier: Applier, refusal: Refusal) -> None:
+        """Report that a spec is not carried out; what runs is left alone."""
+        before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
+        available = status.is_available(snapshot.entries(), snapshot.workloads)
+        now, reported = status.refused(refusal, before, generation=generation, available=available, now=self._clock())
+        await self._write(resource, now, reported, applier)
+
+    async def _write(
+        self, resource: Manifest, now: dict[str, Any], reported: Sequence[conditions.Condition], applier: Applier
+    ) -> None:
+        before = conditions.reported(resource.get("status", {}))
+        if now == before:
+            return
+        owner = Owner(
+            namespace=resource["metadata"]["namespace"],
+            name=resource["metadata"]["name"],
+            uid=resource["metadata"]["uid"],
+        )
+        try:
+            await applier.write_status(now)
+        except (errors.NotFound, errors.Conflict):
+            return  # deleted meanwhile, or made anew: its own event is on the way
+        transitions = conditions.transitions(reported, before.get("conditions", ()))
+        await self._event_recorder.report(owner, transitions)
