@@ -24,8 +24,8 @@ from kubernetes.aio import config as kubernetes_config
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.client import Client, Manifest
-from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
 from omnipipeline_operator.desired import naming
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 SYSTEM: Final = "omni-system"

@@ -11,9 +11,8 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from omnipipeline_operator import errors
-from omnipipeline_operator.cluster import kinds
-from omnipipeline_operator.cluster.kinds import Kind
+from omnipipeline_operator import errors, kinds
+from omnipipeline_operator.kinds import Kind
 
 Manifest = dict[str, Any]
 Write = tuple[str, str, str]  # verb, kind, name

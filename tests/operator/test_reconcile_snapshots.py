@@ -9,10 +9,10 @@ import pytest
 from fake_api_server import ApiServer, Write
 
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.kinds import DEPLOYMENT, PIPELINE, SERVICE
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
+from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, SERVICE
 from omnipipeline_operator.settings import Settings
 
 KEY = ("space", "duo")

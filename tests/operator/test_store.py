@@ -8,9 +8,9 @@ import pytest
 
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster import store as store_of
-from omnipipeline_operator.cluster.kinds import PIPELINE, SERVICE
 from omnipipeline_operator.cluster.store import Store, address_of
 from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import PIPELINE, SERVICE
 
 KEY = ("space", "demo")
 OWNER = Owner(namespace="space", name="demo", uid="uid-1")

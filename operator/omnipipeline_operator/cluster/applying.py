@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
-from omnipipeline_operator import errors
+from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import comparing
-from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.client import Client, Manifest
-from omnipipeline_operator.cluster.kinds import DEPLOYMENT, POD, Kind
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import DEPLOYMENT, POD, Kind
 
 MANAGER: Final = "omnipipeline-operator"
 #: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager that leaves a field

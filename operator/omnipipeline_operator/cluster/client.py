@@ -19,9 +19,8 @@ import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
-from omnipipeline_operator import errors
-from omnipipeline_operator.cluster import kinds
-from omnipipeline_operator.cluster.kinds import Kind
+from omnipipeline_operator import errors, kinds
+from omnipipeline_operator.kinds import Kind
 
 Manifest = dict[str, Any]
 Counted = Callable[[str, str, int], None]

@@ -18,7 +18,7 @@ from typing import Any
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.kinds import LEASE
+from omnipipeline_operator.kinds import LEASE
 from omnipipeline_operator.settings import LeaseSettings
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
-from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
 from omnipipeline_operator.desired import naming
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
 
 Manifest = dict[str, Any]
 Key = tuple[str, str]  # namespace, name of the pipeline

@@ -15,9 +15,9 @@ from omnipipeline_operator import errors
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster.applying import SCALER, Applier
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.kinds import CONTROLLER_REVISION
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
+from omnipipeline_operator.kinds import CONTROLLER_REVISION
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import msgspec
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes.conditions import Transition
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.kinds import EVENT
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.kinds import EVENT
 
 log = logging.getLogger(__name__)
 

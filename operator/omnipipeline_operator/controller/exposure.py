@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.changes.status import Exposure
-from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming, services
 from omnipipeline_spec.pipeline import PipelineConfig

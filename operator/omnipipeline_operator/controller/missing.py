@@ -13,11 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from omnipipeline_operator import errors
+from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import rollout, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.workloads import Pod, Workload
-from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired import children, naming, references

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import diagnostics, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
-from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired.naming import Manifest
 

@@ -18,7 +18,6 @@ from omnipipeline_operator.changes.status import Refusal
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.kinds import PIPELINE
 from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Key, Store
 from omnipipeline_operator.controller import adopting, coordinators, missing, pinning, reporting, revision_history
@@ -32,6 +31,7 @@ from omnipipeline_operator.controller.writing import DesiredState, Writer
 from omnipipeline_operator.desired import children, config
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.kinds import PIPELINE
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.types.errors import SpecError
 

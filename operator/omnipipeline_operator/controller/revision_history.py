@@ -14,9 +14,9 @@ from omnipipeline_operator import errors
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster.applying import MANAGER
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.kinds import CONFIG_MAP, CONTROLLER_REVISION
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import history, naming
+from omnipipeline_operator.kinds import CONFIG_MAP, CONTROLLER_REVISION
 from omnipipeline_spec.types.plan import PipelinePlan
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import comparing, workloads
 from omnipipeline_operator.changes.workloads import Workload
-from omnipipeline_operator.cluster import kinds
-from omnipipeline_operator.cluster.kinds import Kind
 from omnipipeline_operator.cluster.store import Key, Store
 from omnipipeline_operator.desired import config, naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.kinds import Kind
 from omnipipeline_spec.types.plan import PipelineRevision
 
 

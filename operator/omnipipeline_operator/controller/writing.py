@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.changes.rollout import Decision, Key
 from omnipipeline_operator.changes.workloads import Workload
-from omnipipeline_operator.cluster import kinds
 from omnipipeline_operator.cluster.applying import Applier
-from omnipipeline_operator.cluster.kinds import CONFIG_MAP, DEPLOYMENT, JOB
 from omnipipeline_operator.controller.pinning import Pins
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.desired.naming import COORDINATOR, Manifest
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB
 from omnipipeline_spec.types.plan import PipelineRevision
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"

@@ -15,10 +15,10 @@ from typing import Any, Final
 import kopf
 
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.kinds import PIPELINE, WATCHED, Kind
 from omnipipeline_operator.cluster.store import Store, address_of
 from omnipipeline_operator.controller.work_queue import Key, WorkQueue
 from omnipipeline_operator.desired import naming
+from omnipipeline_operator.kinds import PIPELINE, WATCHED, Kind
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The kinds of objects that the operator reads and writes, and their addresses in the API.
 
-Here: one table. Not here: requests (`client`). Called by the rooms of `cluster` and by the watches.
+Here: one table. Not here: requests (`client`). Called by every room of the operator.
 """
 
 from __future__ import annotations
