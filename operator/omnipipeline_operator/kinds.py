@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_spec.types.resource import GROUP, KIND, PLURAL, VERSION
+
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of namespaced object."""
@@ -30,7 +32,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return "/".join([*parts, *(each for each in (name, subresource) if each)])
 
 
-PIPELINE: Final = Kind(name="OmniPipeline", group="omnipipeline.dev", version="v1alpha1", plural="omnipipelines")
+PIPELINE: Final = Kind(name=KIND, group=GROUP, version=VERSION, plural=PLURAL)
 DEPLOYMENT: Final = Kind(name="Deployment", group="apps", version="v1", plural="deployments")
 CONTROLLER_REVISION: Final = Kind(name="ControllerRevision", group="apps", version="v1", plural="controllerrevisions")
 POD: Final = Kind(name="Pod", group="", version="v1", plural="pods")

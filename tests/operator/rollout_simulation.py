@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from omnipipeline_operator.changes.rollout import Decision, DesiredUnit, Goal, decide
 from omnipipeline_operator.changes.workloads import Pod, Workload
-from omnipipeline_operator.desired.naming import COORDINATOR
+from omnipipeline_spec.types.pods import COORDINATOR
 
 Key = tuple[str, str]
 

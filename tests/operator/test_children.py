@@ -16,6 +16,7 @@ from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.resource import API_VERSION, KIND
 from tests.operator import podsecurity_cases
 
 OWNER = Owner(namespace="space", name="demo", uid="uid-1")
@@ -29,7 +30,7 @@ STAGES = [
 
 
 def spec(**more: Any) -> PipelineConfig:
-    resource = {"apiVersion": naming.API_VERSION, "kind": "OmniPipeline", "metadata": {"name": "demo"}}
+    resource = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}}
     return loading.from_resource({**resource, "spec": {"stages": STAGES, **more}}).spec
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from omnipipeline_operator.changes import rollout
 from omnipipeline_operator.changes.rollout import Goal
-from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 from tests.operator.rollout_simulation import RolloutSimulation, SimulatedDeployment, goal, running
 
 UNITS = ("a", "b", "c")

@@ -10,9 +10,9 @@ from omnipipeline_operator.changes import conditions, diagnostics, rollout, stat
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
 from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
 from omnipipeline_operator.changes.workloads import Pod, Workload
-from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.pods import COORDINATOR
 from omnipipeline_spec.types.status import PipelineStatus
 
 NOW = 1_800_000_000.0

@@ -17,7 +17,11 @@ import msgspec
 
 from omnipipeline_spec import cluster
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
+from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
+from omnipipeline_spec.types.quantities import MAX_STAGES
 from omnipipeline_spec.validation import variables
+
+_LAST_CONTROL_PORT: Final = CONTROL_PORT + MAX_STAGES - 1
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +86,8 @@ _PIPELINE: Final = (
         message="every key of runtimeOverrides must be a stage",
     ),
     Rule(
-        rule=f"self.stages.all(s, {_process('s')} != 'coordinator')",
-        message="no process may be called coordinator",
+        rule=f"self.stages.all(s, {_process('s')} != '{COORDINATOR}')",
+        message=f"no process may be called {COORDINATOR}",
     ),
     Rule(
         rule="self.stages.all(a, !has(a.gpu) || size(a.gpu) != 1 || self.stages.all(b, "
@@ -147,7 +151,7 @@ _STAGE: Final = (
         message="may project only for targets in next or streamTo",
         names_culprit=True,
     ),
-    Rule(rule="self.name != 'coordinator'", message="has a name that is reserved", names_culprit=True),
+    Rule(rule=f"self.name != '{COORDINATOR}'", message="has a name that is reserved", names_culprit=True),
 )
 
 #: Type -> its rules. The root's rule stands in `schema`, because the root is no type of ours.
@@ -198,8 +202,10 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
     ),
     cluster.Http: (
         Rule(
-            rule="!(self.port in [8001, 8081]) && (self.port < 5549 || self.port > 5613)",
-            message="port must not be 8001 (admin), 8081 (probes) or 5549 to 5613 (control)",
+            rule=f"!(self.port in [{ADMIN_PORT}, {PROBE_PORT}]) && "
+            f"(self.port < {PUBLISH_PORT} || self.port > {_LAST_CONTROL_PORT})",
+            message=f"port must not be {ADMIN_PORT} (admin), {PROBE_PORT} (probes) or {PUBLISH_PORT} to "
+            f"{_LAST_CONTROL_PORT} (control)",
         ),
     ),
     cluster.ModelCache: (

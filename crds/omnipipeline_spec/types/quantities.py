@@ -30,7 +30,6 @@ MAX_STAGES: Final = 64  # with 16 edges each: what the API server's cost limit s
 MAX_EDGES: Final = 16
 MAX_PIPELINE_NAME: Final = 38  # leaves room for "-<unit>-<hash>" in a pod's host name
 MAX_GPUS_PER_STAGE: Final = MAX_EDGES
-RESERVED_GROUP: Final = "coordinator"
 RESERVED_SUFFIX: Final = "-peers"  # the headless Service of pipeline p is called p-peers
 
 Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=NAME_PATTERN)]

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 from omnipipeline_spec.cluster import EnvVar, Resources
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types import pods, quantities
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.validation import grouping, variables
 
-ADMIN_PORT, PROBE_PORT, PUBLISHER_PORT, CONTROL_PORT = 8001, 8081, 5549, 5550
 FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be
 NO_HOST = frozenset("/*@?#[]\\")  # in a URL no part of a host, so such an entry would never match
 #: What every process imports. Inline code stands before it on the path, the standard library included.
@@ -41,8 +40,8 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
 
 def reserved_ports() -> frozenset[int]:
     """Ports of a pod that are taken before the author chooses one."""
-    groups = range(CONTROL_PORT, CONTROL_PORT + quantities.MAX_STAGES)
-    return frozenset({ADMIN_PORT, PROBE_PORT, PUBLISHER_PORT, *groups})
+    groups = range(pods.CONTROL_PORT, pods.CONTROL_PORT + quantities.MAX_STAGES)
+    return frozenset({pods.ADMIN_PORT, pods.PROBE_PORT, pods.PUBLISH_PORT, *groups})
 
 
 def _environment(spec: PipelineConfig) -> Iterator[Fault]:

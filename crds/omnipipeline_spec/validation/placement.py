@@ -15,6 +15,7 @@ from omnipipeline_spec.cluster import ProcessGroup
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.pods import COORDINATOR
 from omnipipeline_spec.validation import grouping
 from omnipipeline_spec.validation.graph import quoted
 from omnipipeline_spec.validation.grouping import Grouping
@@ -44,7 +45,7 @@ def _process(stage: StageConfig, path: str) -> Iterator[Fault]:
         message = f"of {stage.name!r} is required: stages with the same value share an OS process, there is no default"
         yield Fault(path=f"{path}.process", message=message, names=(stage.name,))
     for field, name in (("name", stage.name), ("process", stage.process)):
-        if name == quantities.RESERVED_GROUP:
+        if name == COORDINATOR:
             message = f"{name!r} is the coordinator's own name"
             yield Fault(path=f"{path}.{field}", message=message, names=(stage.name,))
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.pods import COORDINATOR
 
 PREFIX: Final = "OMNI_"
 #: The settings of the runtime that an author may choose; every other variable with the prefix is the operator's.
@@ -23,7 +24,7 @@ DEVICES: Final = frozenset({"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"})
 RANKS: Final = frozenset({"LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"})
 TRACING: Final = frozenset({"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"})
 JOINED: Final = "PYTHONPATH"  # the operator puts its own folder before the author's
-CONTAINERS: Final = ("stage", "coordinator")  # names of the generated containers
+CONTAINERS: Final = ("stage", COORDINATOR)  # names of the generated containers
 
 
 def faults(spec: PipelineConfig) -> Iterator[Fault]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
 
@@ -46,7 +47,7 @@ def foreign_owner(live: Mapping[str, Any], owner: Owner) -> str | None:
 def belongs_to_predecessor(live: Mapping[str, Any], owner: Owner) -> bool:
     """Of an OmniPipeline of the same name and another uid: the garbage collector is about to remove it."""
     return any(
-        reference.get("kind") == "OmniPipeline" and reference.get("name") == owner.name
+        reference.get("kind") == kinds.PIPELINE.name and reference.get("name") == owner.name
         for reference in live["metadata"].get("ownerReferences", ())
     )
 
@@ -69,24 +70,24 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
         return False
     stamped = naming.APPLIED in metadata.get("annotations", {})
     match live["kind"]:
-        case "Deployment" if unit and revision:
+        case kinds.DEPLOYMENT.name if unit and revision:
             selector: Mapping[str, str] = live["spec"]["selector"].get("matchLabels", {})
             return selector == naming.selector(pipeline, unit, revision) and name == naming.unit(
                 pipeline, unit, revision
             )
-        case "ConfigMap" if unit and revision:
+        case kinds.CONFIG_MAP.name if unit and revision:
             return bool(live.get("immutable")) and name == naming.plan(pipeline, unit, revision)
-        case "ConfigMap":
+        case kinds.CONFIG_MAP.name:
             return stamped and name == naming.revisions(pipeline)
-        case "Service":
+        case kinds.SERVICE.name:
             return stamped and name in (naming.service(pipeline), naming.peers(pipeline))
-        case "Ingress":
+        case kinds.INGRESS.name:
             return stamped and name == pipeline
-        case "NetworkPolicy":
+        case kinds.POLICY.name:
             return stamped and name in (naming.pods_policy(pipeline), naming.http_policy(pipeline))
-        case "PodDisruptionBudget" if unit:
+        case kinds.BUDGET.name if unit:
             return stamped and name == naming.budget(pipeline, unit)
-        case "Job":
+        case kinds.JOB.name:
             return name.startswith(f"{pipeline}-prefetch-")
     return False
 

@@ -20,8 +20,8 @@ from typing import Literal
 import msgspec
 
 from omnipipeline_operator.changes.workloads import Workload
-from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 
 Key = tuple[str, str]  # unit, its revision
 

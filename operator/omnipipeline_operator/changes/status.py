@@ -16,8 +16,8 @@ from omnipipeline_operator.changes.conditions import Condition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.rollout import Decision, Goal
 from omnipipeline_operator.changes.workloads import Workload
-from omnipipeline_operator.desired.naming import COORDINATOR
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 
 START_DEADLINE_S: Final = 120.0  # of a coordinator, which loads no model
 

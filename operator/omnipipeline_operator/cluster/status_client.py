@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from omnipipeline_operator.desired.pods import PROBE_PORT
+from omnipipeline_spec.types.pods import PROBE_PORT
 
 TIMEOUT_S: Final = 1.0
 SHORT_S: Final = 0.1  # for an address that was asked before and has never answered

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from omnipipeline_operator import errors
+from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster.applying import SCALER, Applier
 from omnipipeline_operator.cluster.client import Client
@@ -37,7 +37,7 @@ async def adopt(
     for live in orphans:
         metadata = live["metadata"]
         labels = {key: value for key, value in metadata["labels"].items() if key in comparing.OWN_LABELS}
-        head = naming.child(live["apiVersion"], live["kind"], metadata["name"], snapshot.owner, of=labels)
+        head = naming.child(kinds.of(live), metadata["name"], snapshot.owner, of=labels)
         try:
             await applier.restore_owner(head, live)
         except (errors.NotFound, errors.Conflict, errors.Invalid):

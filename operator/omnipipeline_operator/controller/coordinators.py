@@ -12,7 +12,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.naming import COORDINATOR
+from omnipipeline_spec.types.pods import COORDINATOR
 
 
 async def ask(status_client: StatusClient, snapshot: Snapshot) -> list[CoordinatorStatus]:

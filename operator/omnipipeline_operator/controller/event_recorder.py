@@ -18,9 +18,8 @@ import msgspec
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes.conditions import Transition
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_operator.kinds import EVENT
+from omnipipeline_operator.kinds import EVENT, PIPELINE
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +108,8 @@ def _event(owner: Owner, transition: Transition, reporter: str) -> Manifest:
         "note": note.encode()[:MAX_NOTE].decode(errors="ignore"),
         "type": "Warning" if transition.warning else "Normal",
         "regarding": {
-            "apiVersion": naming.API_VERSION,
-            "kind": "OmniPipeline",
+            "apiVersion": PIPELINE.api_version,
+            "kind": PIPELINE.name,
             "namespace": owner.namespace,
             "name": owner.name,
             "uid": owner.uid,

@@ -153,7 +153,7 @@ class ReferenceChecker:
             except errors.NotFound:
                 return False
             return True
-        head = naming.child("v1", "Secret", reference.name, self._owner, of={})
+        head = naming.child(kinds.SECRET, reference.name, self._owner, of={})
         del head["metadata"]["ownerReferences"]
         return not await self._apply.secret_is_missing(head)
 

@@ -14,6 +14,7 @@ from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import config, naming
 from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ def pins(
     annotations = live["metadata"].get("annotations", {}) if live else {}
     secrets = [each.control_secret for each in observed if each.control_secret]
     secret = annotations.get(naming.SECRET_PIN) or (secrets[0] if secrets else None)
-    desired = {**update.units, naming.COORDINATOR: coordinator}
+    desired = {**update.units, COORDINATOR: coordinator}
     own = [each for each in observed if desired.get(each.unit) == each.revision]
     images = config.read_images(live)
     chosen = image or pinned_image(own, images.get(update.revision), of_the_day)

@@ -20,9 +20,10 @@ from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.controller.pinning import Pins
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
-from omnipipeline_operator.desired.naming import COORDINATOR, Manifest
+from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB
 from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 MAX_COST = 2**31 - 1
@@ -181,8 +182,7 @@ class Writer:
         await self._set_deletion_costs(live, replicas, state.loads)
         labels = live["spec"]["selector"]["matchLabels"]
         head = naming.child(
-            "apps/v1",
-            "Deployment",
+            kinds.DEPLOYMENT,
             live["metadata"]["name"],
             self._snapshot.owner,
             of=naming.labels(labels[naming.PIPELINE_LABEL], labels[naming.UNIT_LABEL], labels[naming.REVISION_LABEL]),

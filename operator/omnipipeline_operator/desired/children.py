@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_operator.desired import config, naming, pods, policies, services, storage
+from omnipipeline_operator.desired import config, pods, policies, services, storage
 from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 
 
 class DesiredWorkload(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +58,11 @@ def children(
     ]
     workloads.append(
         DesiredWorkload(
-            unit=naming.COORDINATOR,
+            unit=COORDINATOR,
             revision=plan.coordinator.revision,
             replicas=1,
             deployment=pods.coordinator_deployment(plan.coordinator, facts),
-            plan=config.plan(plan.coordinator, naming.COORDINATOR, owner),
+            plan=config.plan(plan.coordinator, COORDINATOR, owner),
         )
     )
     ingress = services.ingress(spec, owner)

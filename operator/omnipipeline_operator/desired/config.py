@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_spec.types import canonical
@@ -29,7 +30,7 @@ def plan(plan: UnitPlan | CoordinatorPlan, unit: str, owner: Owner) -> Manifest:
     """The plan of one unit revision; immutable, as its Deployment's template is."""
     named = naming.plan(owner.name, unit, plan.revision)
     labels = naming.labels(owner.name, unit, plan.revision)
-    manifest = naming.child("v1", "ConfigMap", named, owner, of=labels)
+    manifest = naming.child(kinds.CONFIG_MAP, named, owner, of=labels)
     return {**manifest, "immutable": True, "data": {PLAN_FILE: canonical.encode(plan).decode()}}
 
 
@@ -55,7 +56,7 @@ def revisions(
     if rekeyed is not None:
         pins[naming.REKEYED_PIN] = rekeyed
     named = naming.revisions(owner.name)
-    manifest = naming.child("v1", "ConfigMap", named, owner, of=naming.labels(owner.name), annotations=pins)
+    manifest = naming.child(kinds.CONFIG_MAP, named, owner, of=naming.labels(owner.name), annotations=pins)
     listed = {REVISIONS_FILE: canonical.encode(list(entries)).decode()}
     if aside is not None:
         listed[ASIDE_FILE] = canonical.encode(sorted(aside)).decode()
@@ -97,5 +98,5 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 def secret(name: str, owner: Owner, key: bytes) -> Manifest:
     """The control plane's key; the operator may create Secrets and can never read one."""
-    manifest = naming.child("v1", "Secret", name, owner, of=naming.labels(owner.name))
+    manifest = naming.child(kinds.SECRET, name, owner, of=naming.labels(owner.name))
     return {**manifest, "type": "Opaque", "immutable": True, "data": {KEY_FILE: base64.b64encode(key).decode()}}

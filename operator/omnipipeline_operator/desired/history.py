@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_spec.types import canonical
@@ -26,7 +27,7 @@ def name(pipeline: str, plan: PipelinePlan) -> str:
 def entry(resource: Mapping[str, Any], plan: PipelinePlan, owner: Owner) -> Manifest:
     """The spec as it is now, numbered by the resource's generation: a later one has a higher number."""
     labels = naming.labels(owner.name, None, plan.current.revision)
-    head = naming.child("apps/v1", "ControllerRevision", name(owner.name, plan), owner, of=labels)
+    head = naming.child(kinds.CONTROLLER_REVISION, name(owner.name, plan), owner, of=labels)
     return {**head, "revision": number(resource), "data": {"spec": resource["spec"]}}
 
 

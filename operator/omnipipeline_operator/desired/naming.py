@@ -13,12 +13,11 @@ from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_operator.kinds import PIPELINE, Kind
 from omnipipeline_spec.types import quantities
 
 Manifest = dict[str, Any]
 
-API_VERSION: Final = "omnipipeline.dev/v1alpha1"
-COORDINATOR: Final = "coordinator"  # the contract reserves it: no unit of an author's is called so
 PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
 UNIT_LABEL: Final = "omnipipeline.dev/unit"
 REVISION_LABEL: Final = "omnipipeline.dev/revision"
@@ -49,8 +48,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     def reference(self) -> Manifest:
         """Garbage collection follows it. It blocks the owner's foreground deletion, as a controller's does."""
         return {
-            "apiVersion": API_VERSION,
-            "kind": "OmniPipeline",
+            "apiVersion": PIPELINE.api_version,
+            "kind": PIPELINE.name,
             "name": self.name,
             "uid": self.uid,
             "controller": True,
@@ -127,14 +126,14 @@ def labels(pipeline: str, unit: str | None = None, revision: str | None = None) 
 
 
 def child(
-    api_version: str, kind: str, name: str, owner: Owner, *, of: Mapping[str, str], annotations: Mapping[str, str] = {}
+    kind: Kind, name: str, owner: Owner, *, of: Mapping[str, str], annotations: Mapping[str, str] = {}
 ) -> Manifest:
     """The head of a child. ``of``: its labels."""
     metadata: Manifest = {"name": name, "namespace": owner.namespace, "labels": dict(of)}
     if annotations:
         metadata["annotations"] = dict(annotations)
     metadata["ownerReferences"] = [owner.reference()]
-    return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
+    return {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
 
 
 def _hash(text: str, digits: int) -> str:

@@ -12,18 +12,16 @@ from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming, podsecurity, templates
 from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_operator.settings import DefaultResources
 from omnipipeline_spec.cluster import Resources
 from omnipipeline_spec.types import quantities
 from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
+from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
 from omnipipeline_spec.validation.variables import JOINED
 
-PROBE_PORT: Final = 8081
-ADMIN_PORT: Final = 8001
-CONTROL_PORT: Final = 5550
-PUBLISH_PORT: Final = 5549
 PRE_STOP_S: Final = 3  # endpoints and balancers forget a pod before it stops to listen
 USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
 NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
@@ -75,7 +73,7 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
         _variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
         *([_variable("OMNI_API_KEY_FILE", f"{API_KEY_DIR}/key")] if "apiKeySecretRef" in plan.pod else []),
     ]
-    container = _container(naming.COORDINATOR, ["coordinator"], plan.pod, facts, environment)
+    container = _container(COORDINATOR, ["coordinator"], plan.pod, facts, environment)
     container["ports"] = [
         _port("http", plan.http_port),
         _port("probes", PROBE_PORT),
@@ -84,7 +82,7 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
     ]
     container["volumeMounts"].append(_mount("revisions", REVISIONS_DIR, read_only=True))
     revisions: Manifest = {"name": "revisions", "configMap": {"name": naming.revisions(plan.pipeline)}}
-    return _deployment(plan, naming.COORDINATOR, container, facts, shared_memory=None, volumes=[revisions])
+    return _deployment(plan, COORDINATOR, container, facts, shared_memory=None, volumes=[revisions])
 
 
 def gpus(deployment: Mapping[str, Any]) -> int:
@@ -118,7 +116,7 @@ def _deployment(
     named = naming.unit(owner.name, unit, plan.revision)
     labels = naming.labels(owner.name, unit, plan.revision)
     pinned = {naming.IMAGE_PIN: facts.image}
-    deployment = naming.child("apps/v1", "Deployment", named, owner, of=labels, annotations=pinned)
+    deployment = naming.child(kinds.DEPLOYMENT, named, owner, of=labels, annotations=pinned)
     placement = settings.get("placement", {})
     pod: Manifest = {
         "containers": [container],
@@ -153,7 +151,7 @@ def _deployment(
 
 def _merged(template: Manifest, patch: Mapping[str, Any], unit: str, facts: PodFacts) -> Manifest:
     """The author's ``podTemplate`` over ours; kept within the restricted standard unless the operator allows more."""
-    path = f"{'coordinator' if unit == naming.COORDINATOR else f'processGroups[{unit}]'}.podTemplate"
+    path = f"{'coordinator' if unit == COORDINATOR else f'processGroups[{unit}]'}.podTemplate"
     generated = template["spec"]["containers"][0]["name"]
     merged = templates.merge(template, patch)
     templates.check_form(merged, path, generated=generated)

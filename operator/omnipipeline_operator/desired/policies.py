@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_operator.desired.pods import PROBE_PORT
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.types.pods import COORDINATOR, PROBE_PORT
 
 
 def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> list[Manifest]:
@@ -48,14 +49,14 @@ def _http(spec: PipelineConfig, sources: Sequence[Any], owner: Owner) -> Manifes
     rule: Manifest = {"ports": [_port(spec.coordinator.http.port)]}
     if sources:
         rule["from"] = list(sources)
-    selector = {"matchLabels": naming.selector(owner.name, naming.COORDINATOR)}
+    selector = {"matchLabels": naming.selector(owner.name, COORDINATOR)}
     return _policy(
         naming.http_policy(owner.name), owner, {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": [rule]}
     )
 
 
 def _policy(name: str, owner: Owner, spec: Manifest) -> Manifest:
-    manifest = naming.child("networking.k8s.io/v1", "NetworkPolicy", name, owner, of=naming.labels(owner.name))
+    manifest = naming.child(kinds.POLICY, name, owner, of=naming.labels(owner.name))
     return {**manifest, "spec": spec}
 
 
@@ -65,7 +66,7 @@ def _port(number: int, protocol: str = "TCP") -> Manifest:
 
 def _budget(unit: str, owner: Owner, max_unavailable: int) -> Manifest:
     named = naming.budget(owner.name, unit)
-    manifest = naming.child("policy/v1", "PodDisruptionBudget", named, owner, of=naming.labels(owner.name, unit))
+    manifest = naming.child(kinds.BUDGET, named, owner, of=naming.labels(owner.name, unit))
     spec = {
         "selector": {"matchLabels": naming.selector(owner.name, unit)},
         "maxUnavailable": max_unavailable,

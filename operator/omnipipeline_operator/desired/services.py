@@ -5,25 +5,25 @@ Here: these three. Not here: who may reach them (`policies`). Called by `childre
 
 from __future__ import annotations
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_operator.desired.pods import CONTROL_PORT, PUBLISH_PORT
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.pods import CONTROL_PORT, COORDINATOR, PUBLISH_PORT
 
 
 def http(spec: PipelineConfig, owner: Owner) -> Manifest:
     """Clients' way in: all ready coordinators, whatever their revision."""
     settings = spec.expose.service
     manifest = naming.child(
-        "v1",
-        "Service",
+        kinds.SERVICE,
         naming.service(owner.name),
         owner,
-        of=naming.labels(owner.name, naming.COORDINATOR),
+        of=naming.labels(owner.name, COORDINATOR),
         annotations=settings.annotations,
     )
     port = {"name": "http", "port": port_of(spec), "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
-    selector = naming.selector(owner.name, naming.COORDINATOR)
+    selector = naming.selector(owner.name, COORDINATOR)
     return {**manifest, "spec": {"type": settings.type, "selector": selector, "ports": [port]}}
 
 
@@ -33,8 +33,8 @@ def port_of(spec: PipelineConfig) -> int:
 
 def peers(owner: Owner) -> Manifest:
     """What stages resolve to find every coordinator that lives, ready or not."""
-    labels = naming.labels(owner.name, naming.COORDINATOR)
-    manifest = naming.child("v1", "Service", naming.peers(owner.name), owner, of=labels)
+    labels = naming.labels(owner.name, COORDINATOR)
+    manifest = naming.child(kinds.SERVICE, naming.peers(owner.name), owner, of=labels)
     ports = [
         {"name": name, "port": number, "targetPort": name, "protocol": "TCP"}
         for name, number in (("control", CONTROL_PORT), ("publish", PUBLISH_PORT))
@@ -43,7 +43,7 @@ def peers(owner: Owner) -> Manifest:
         "type": "ClusterIP",
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": naming.selector(owner.name, naming.COORDINATOR),
+        "selector": naming.selector(owner.name, COORDINATOR),
         "ports": ports,
     }
     return {**manifest, "spec": spec}
@@ -54,10 +54,8 @@ def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
     settings = spec.expose.ingress
     if settings is None:
         return None
-    labels = naming.labels(owner.name, naming.COORDINATOR)
-    manifest = naming.child(
-        "networking.k8s.io/v1", "Ingress", owner.name, owner, of=labels, annotations=settings.annotations
-    )
+    labels = naming.labels(owner.name, COORDINATOR)
+    manifest = naming.child(kinds.INGRESS, owner.name, owner, of=labels, annotations=settings.annotations)
     backend = {"service": {"name": naming.service(owner.name), "port": {"name": "http"}}}
     rule: Manifest = {"http": {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}}
     if settings.host:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming, pods
 from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.desired.pods import PodFacts
@@ -39,7 +40,7 @@ def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest
         return None
     owner = facts.owner
     labels = naming.labels(owner.name)
-    manifest = naming.child("v1", "PersistentVolumeClaim", naming.claim(owner.name), owner, of=labels)
+    manifest = naming.child(kinds.CLAIM, naming.claim(owner.name), owner, of=labels)
     del manifest["metadata"]["ownerReferences"]
     many = sum(plan.replicas.values()) > 1
     claim_spec: Manifest = {
@@ -58,7 +59,7 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
         return None
     owner = facts.owner
     named = naming.prefetch(owner.name, spec.model_path, spec.model_revision or "")
-    manifest = naming.child("batch/v1", "Job", named, owner, of=naming.labels(owner.name))
+    manifest = naming.child(kinds.JOB, named, owner, of=naming.labels(owner.name))
     like = pods.coordinator_deployment(plan.coordinator, facts)["spec"]["template"]["spec"]
     container = like["containers"][0]
     model = [

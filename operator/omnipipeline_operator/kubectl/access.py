@@ -13,10 +13,12 @@ from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_spec.types.resource import GROUP, PLURAL
+
 Manifest = dict[str, Any]
 
 TIMEOUT_S: Final = 60
-RESOURCE: Final = "omnipipelines.omnipipeline.dev"
+RESOURCE: Final = f"{PLURAL}.{GROUP}"
 
 
 class KubectlError(Exception):

@@ -23,6 +23,7 @@ from omnipipeline_operator.kubectl import acting, offline, picture, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError, Manifest
 from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
+from omnipipeline_spec.types.pods import COORDINATOR
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -240,7 +241,7 @@ def _unit_of(pipeline: Manifest, stage: str) -> str:
     for unit, members in stages.items():
         if stage in members:
             return unit
-    if stage == naming.COORDINATOR:
+    if stage == COORDINATOR:
         return stage
     known = ", ".join(member for members in stages.values() for member in members)
     raise KubectlError(f"{pipeline['metadata']['name']} has no stage {stage!r}; it has {known} (and coordinator)")

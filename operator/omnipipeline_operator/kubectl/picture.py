@@ -8,6 +8,7 @@ from rich.text import Text
 
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.plan import PipelinePlan, UnitPlan
+from omnipipeline_spec.types.pods import COORDINATOR
 
 
 def plan(plan: PipelinePlan) -> Group:
@@ -24,7 +25,7 @@ def plan(plan: PipelinePlan) -> Group:
             ", ".join(process for group in unit.groups for process in group.processes),
             ", ".join(stage.name for stage in unit.stages),
         )
-    units.add_row("coordinator", plan.coordinator.revision, "1", "-", "coordinator", "")
+    units.add_row(COORDINATOR, plan.coordinator.revision, "1", "-", COORDINATOR, "")
     edges = Table(title="edges", title_justify="left", box=None)
     for column in ("FROM", "TO", "KIND", "PLACE", "RELAY"):
         edges.add_column(column)

@@ -13,6 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from omnipipeline_operator.desired import naming
+from omnipipeline_spec.types.pods import COORDINATOR
 
 Manifest = Mapping[str, Any]
 
@@ -78,7 +79,7 @@ def _unit(unit: Manifest, stages: Sequence[str]) -> Text:
     ready, desired = unit.get("ready", 0), unit.get("replicas", 0)
     style = "green" if ready >= desired else "red"
     line = Text.assemble((f"{unit['name']}  {ready}/{desired} ready", style))
-    if unit["name"] != naming.COORDINATOR:
+    if unit["name"] != COORDINATOR:
         line.append(f", {unit.get('registered', 0)} registered")
     if unit.get("updated", desired) < desired:
         line.append(f", {unit.get('updated', 0)} of revision {unit.get('revision')}", style="yellow")

@@ -1,0 +1,17 @@
+"""What everybody must agree on about a pipeline's pods: the coordinator's name and the ports.
+
+Here: these facts alone, once. Not here: names of children (the operator's `desired.naming`), which ports an author may
+not choose (`validation.deployment`). Called by the contract, the operator and the runtime.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Name of the coordinator's unit, container and process, and the target of a terminal stage's edge. No author's process
+#: may have it.
+COORDINATOR: Final = "coordinator"
+ADMIN_PORT: Final = 8001  # on the loopback only
+PROBE_PORT: Final = 8081  # probes, metrics, status
+PUBLISH_PORT: Final = 5549
+CONTROL_PORT: Final = 5550  # plus the index of the group in its pod
