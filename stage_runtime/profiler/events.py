@@ -1,0 +1,93 @@
+"""Names of the events that the runtime records, and which of them open and close an interval or a hop.
+
+Pure. `recorder` writes events, `views` reads them. Names are lowercase, with the layer that owns the event as prefix.
+Source: seed 001, "Standard event names".
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+# --- a request's milestones ---------------------------------------------------------------------------------------
+REQUEST_ADMISSION: Final = "request_admission"
+PREPROCESS_START: Final = "preprocess_start"
+PREPROCESS_END: Final = "preprocess_end"
+ENCODER_START: Final = "encoder_start"  #: metadata: modality, batch_size
+ENCODER_END: Final = "encoder_end"
+STAGE_AGGREGATE_READY: Final = "stage_aggregate_ready"
+SCHEDULER_REQUEST_BUILD_START: Final = "scheduler_request_build_start"
+SCHEDULER_REQUEST_BUILD_END: Final = "scheduler_request_build_end"
+SCHEDULER_QUEUE_ENTER: Final = "scheduler_queue_enter"
+SCHEDULER_PREFILL_START: Final = "scheduler_prefill_start"
+SCHEDULER_FIRST_EMIT: Final = "scheduler_first_emit"
+STAGE_FIRST_STREAM_CHUNK_SENT: Final = "stage_first_stream_chunk_sent"
+CODE2WAV_FIRST_AUDIO: Final = "code2wav_first_audio"
+TERMINAL_RESPONSE: Final = "terminal_response"
+
+# --- what happens between them ------------------------------------------------------------------------------------
+COORDINATOR_STREAM_RECEIVED: Final = "coordinator_stream_received"
+STAGE_INPUT_RECEIVED: Final = "stage_input_received"  #: metadata: from_stage
+STAGE_DISPATCH: Final = "stage_dispatch"
+STAGE_COMPLETE: Final = "stage_complete"  #: metadata: terminal, next
+STAGE_HOP_SENT: Final = "stage_hop_sent"  #: metadata: to_stage
+STAGE_STREAM_CHUNK_SENT: Final = "stage_stream_chunk_sent"  #: metadata: to_stage, chunk_id, modality
+STAGE_STREAM_CHUNK_RECEIVED: Final = "stage_stream_chunk_received"  #: metadata: from_stage, chunk_id
+
+# --- the relays and queues of this runtime ------------------------------------------------------------------------
+STAGE_RUN_START: Final = "stage_run_start"  #: The author's function is called.
+STAGE_RUN_END: Final = "stage_run_end"
+RELAY_PUT_START: Final = "relay_put_start"  #: metadata: to_stage, nbytes, relay
+RELAY_PUT_END: Final = "relay_put_end"
+RELAY_GET_START: Final = "relay_get_start"  #: metadata: from_stage, nbytes, relay
+RELAY_GET_END: Final = "relay_get_end"
+
+# --- of a file, not of a request ----------------------------------------------------------------------------------
+RECORDER_STARTED: Final = "recorder_started"  #: metadata: host, incarnation, stages
+RECORDER_STOPPED: Final = "recorder_stopped"  #: metadata: dropped, why
+CLOCK_OFFSET: Final = "clock_offset"  #: metadata: offset_ns, to add to this file's times; uncertainty_ns; reference
+
+COORDINATOR: Final = "coordinator"  #: The stage name of what the coordinator does.
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """One line of an event file. ``timestamp_ns``: since the epoch, by the clock of the machine that wrote it."""
+
+    request_id: str
+    stage: str
+    event_name: str
+    timestamp_ns: int
+    run_id: str = ""
+    pid: int = 0
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+#: (opening event, closing event). One event may open several intervals: each pair has its own stack.
+INTERVALS: Final[tuple[tuple[str, str], ...]] = (
+    (REQUEST_ADMISSION, TERMINAL_RESPONSE),
+    (STAGE_INPUT_RECEIVED, STAGE_AGGREGATE_READY),
+    (STAGE_INPUT_RECEIVED, STAGE_DISPATCH),
+    (STAGE_DISPATCH, STAGE_RUN_START),
+    (STAGE_DISPATCH, STAGE_COMPLETE),
+    (STAGE_RUN_START, STAGE_RUN_END),
+    (STAGE_RUN_START, STAGE_FIRST_STREAM_CHUNK_SENT),
+    (PREPROCESS_START, PREPROCESS_END),
+    (ENCODER_START, ENCODER_END),
+    (SCHEDULER_REQUEST_BUILD_START, SCHEDULER_REQUEST_BUILD_END),
+    (SCHEDULER_QUEUE_ENTER, SCHEDULER_PREFILL_START),
+    (SCHEDULER_PREFILL_START, SCHEDULER_FIRST_EMIT),
+    (SCHEDULER_PREFILL_START, STAGE_FIRST_STREAM_CHUNK_SENT),
+    (SCHEDULER_PREFILL_START, CODE2WAV_FIRST_AUDIO),
+    (RELAY_PUT_START, RELAY_PUT_END),
+    (RELAY_GET_START, RELAY_GET_END),
+)
+
+#: sending event -> (receiving event, kind of hop)
+HOPS: Final[dict[str, tuple[str, str]]] = {
+    STAGE_HOP_SENT: (STAGE_INPUT_RECEIVED, "payload"),
+    STAGE_STREAM_CHUNK_SENT: (STAGE_STREAM_CHUNK_RECEIVED, "stream"),
+}
+
+#: Intervals that the same request can have several of at once in one stage are told apart by these metadata keys.
+DISTINCT_BY: Final = ("span_id", "modality", "from_stage", "to_stage", "chunk_id", "attempt")

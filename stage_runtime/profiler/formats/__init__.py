@@ -1,0 +1,1 @@
+"""A run's events as a table for the terminal, a page for the browser, a trace for ui.perfetto.dev."""

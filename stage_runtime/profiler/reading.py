@@ -1,0 +1,141 @@
+"""Event files of a run → events of each request, on one clock.
+
+Reads every ``*.jsonl`` below a folder. A line that cannot be read is counted: the last line of a process that was
+killed is cut off. A process's clock offset (`events.CLOCK_OFFSET`) is added to its times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.profiler import events
+
+_decoder = msgspec.json.Decoder(events.Event)
+_metadata = msgspec.json.Decoder(dict[str, Any])
+
+
+class Moment(NamedTuple):
+    """One event of a request. ``time_ns`` is on the reference clock."""
+
+    time_ns: int
+    stage: str
+    name: str
+    process: int  #: Index into `Events.processes`.
+    raw: bytes  #: The metadata as JSON.
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return _metadata.decode(self.raw)
+
+
+class Process(msgspec.Struct, kw_only=True):
+    """What one event file says of the process that wrote it."""
+
+    path: Path
+    pid: int = 0
+    host: str = ""
+    incarnation: str = ""
+    offset_ns: int = 0  #: Added to its times.
+    uncertainty_ns: int = 0
+    dropped: int = 0
+    stopped: bool = False  #: The file was closed by the recorder, not by the end of its process.
+    unreadable: int = 0  #: lines
+
+
+class Events(msgspec.Struct, kw_only=True):
+    """All events of a run. Those of a request are in order of time."""
+
+    run_ids: set[str]
+    processes: list[Process]
+    requests: dict[str, list[Moment]]
+    count: int
+
+
+def read(folder: Path) -> Events:
+    """All events below ``folder``, or of one file. Raises: ConfigurationError: there is no event file."""
+    files = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
+    if not files:
+        raise ConfigurationError(f"{folder}: no event files (*.jsonl) in this folder")
+    found = Events(run_ids=set(), processes=[], requests={}, count=0)
+    shared: dict[Any, Any] = {}  # equal strings are one object: a million events repeat the same few names
+    for path in files:
+        _read_file(path, found, shared)
+    for moments in found.requests.values():
+        moments.sort()
+    return found
+
+
+def _read_file(path: Path, found: Events, shared: dict[Any, Any]) -> None:
+    process, index = Process(path=path), len(found.processes)
+    found.processes.append(process)
+    begun: list[tuple[str, Moment]] = []
+    for event in _lines(path, process):
+        raw = bytes(event.metadata)
+        if raw not in shared:
+            try:
+                _metadata.decode(raw)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                process.unreadable += 1
+                continue
+        if event.event_name in _OF_FILES:
+            _take_fact(process, event)
+        if not event.request_id:
+            continue
+        moment = Moment(
+            event.timestamp_ns,
+            shared.setdefault(event.stage, event.stage),
+            shared.setdefault(event.event_name, event.event_name),
+            index,
+            shared.setdefault(raw, raw),
+        )
+        begun.append((shared.setdefault(event.request_id, event.request_id), moment))
+        found.run_ids.add(event.run_id)
+    found.count += len(begun)
+    for request_id, moment in begun:
+        if process.offset_ns:
+            moment = moment._replace(time_ns=moment.time_ns + process.offset_ns)
+        found.requests.setdefault(request_id, []).append(moment)
+
+
+def _lines(path: Path, process: Process) -> Iterator[events.Event]:
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    yield _decoder.decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    process.unreadable += bool(line.strip())
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror or error}") from error
+
+
+_OF_FILES = frozenset((events.RECORDER_STARTED, events.RECORDER_STOPPED, events.CLOCK_OFFSET))
+
+
+def _take_fact(process: Process, event: events.Event) -> None:
+    process.pid = event.pid
+    try:
+        said = _metadata.decode(event.metadata)
+        if event.event_name == events.RECORDER_STARTED:
+            process.host, process.incarnation = str(said.get("host", "")), str(said.get("incarnation", ""))
+        elif event.event_name == events.RECORDER_STOPPED:
+            process.dropped += int(said.get("dropped", 0))
+            process.stopped = True
+        else:  # of several measurements the most certain one
+            uncertainty = int(said.get("uncertainty_ns", 0))
+            if not process.uncertainty_ns or uncertainty < process.uncertainty_ns:
+                process.offset_ns, process.uncertainty_ns = int(said["offset_ns"]), uncertainty
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        process.unreadable += 1
+
+
+def slowest(found: Events, count: int) -> list[str]:
+    """Ids of the requests that took longest, from first to last event."""
+    spans = ((moments[-1].time_ns - moments[0].time_ns, request_id) for request_id, moments in found.requests.items())
+    return [request_id for _, request_id in heapq.nlargest(count, spans)]

@@ -1,0 +1,302 @@
+"""Writes one process's events to a JSON lines file.
+
+Here: `emit`, `span`, the active stage, the writer thread. Not here: when a profile starts and stops (`sessions`), what
+is made of the files (`views`). Callers of `emit` are hot paths: inactive it costs one test of an attribute; active it
+appends to a bounded queue and wakes nobody: the writer looks every `FLUSH_EVERY_S`. No failure here reaches a caller.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.profiler import events
+
+log = logging.getLogger(__name__)
+
+FLUSH_EVERY_S: Final = 0.05
+MAX_QUEUED: Final = 200_000  # events between two looks of the writer: four million a second
+MAX_BYTES: Final = 1 << 30  # of one process's file; a run that nobody stops must not fill the disk
+MAX_LINE: Final = 16 << 10  # of one event; metadata is for small scalars
+MAX_TEXT: Final = 2_000  # characters of one string in the metadata
+MAX_ITEMS: Final = 100  # of one list or mapping in the metadata
+STOP_S: Final = 5.0  # for the writer's last look
+
+_SCALARS: Final = frozenset((int, float, bool, type(None)))
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
+_encoder = msgspec.json.Encoder()
+
+
+class _Run:
+    """One start: its file, its queue, its counters."""
+
+    def __init__(self, run_id: str, path: Path, max_bytes: int) -> None:
+        self.run_id = run_id
+        self.path = path
+        self.max_bytes = max_bytes
+        self.queue: deque[tuple[str, str, str, int, Mapping[str, Any]]] = deque()
+        self.dropped = 0
+        self.written = 0  #: bytes
+        self.stopping = threading.Event()
+
+
+class Recorder:
+    """The recorder of one process. Stages of one process share its file."""
+
+    def __init__(self) -> None:
+        self._run: _Run | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  #: Held to start and stop only.
+        self._failed = False  #: A failure to write was logged; later ones are counted only.
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that is recorded now."""
+        run = self._run
+        return None if run is None else run.run_id
+
+    @property
+    def path(self) -> Path | None:
+        run = self._run
+        return None if run is None else run.path
+
+    def start(
+        self,
+        run_id: str,
+        folder: Path,
+        stage: str,
+        *,
+        facts: Mapping[str, Any] | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> Path:
+        """Record under this run. The first stage of a process to start names the file; the others join it.
+
+        facts: about the process, for the file's first line.
+        Raises: ConfigurationError: another run is recorded, or the file cannot be written.
+        """
+        with self._lock:
+            if self._run is not None:
+                if self._run.run_id == run_id:
+                    return self._run.path
+                raise ConfigurationError(f"run {self._run.run_id!r} is recorded already: stop it first")
+            path = folder / f"events_{_UNSAFE.sub('_', stage)}_{os.getpid()}.jsonl"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = path.open("ab")
+            except OSError as error:
+                raise ConfigurationError(f"{path}: {error.strerror or error}") from error
+            run = _Run(run_id, path, max_bytes)
+            started = {"host": socket.gethostname(), **(facts or {})}
+            run.queue.append(("", stage, events.RECORDER_STARTED, time.time_ns(), _summarised(started)))
+            self._thread = threading.Thread(target=self._write, args=(run, file), name="profiler", daemon=True)
+            self._run = run
+            self._thread.start()
+            return path
+
+    def stop(self, run_id: str | None = None, *, why: str = "asked to") -> Path | None:
+        """Close the file. None: stop whatever is recorded. Returns None when that run is not recorded here."""
+        with self._lock:
+            run, thread = self._run, self._thread
+            if run is None or thread is None or run_id not in (None, run.run_id):
+                return None
+            self._run = self._thread = None
+            stopped = {"dropped": run.dropped, "why": why}
+            run.queue.append(("", events.COORDINATOR, events.RECORDER_STOPPED, time.time_ns(), stopped))
+            run.stopping.set()
+            thread.join(STOP_S)
+            return run.path
+
+    def emit(
+        self,
+        event: str,
+        request_id: str,
+        stage: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        timestamp_ns: int | None = None,
+    ) -> None:
+        """Record one event. Never raises; does nothing while no run is recorded."""
+        run = self._run
+        if run is None:
+            return
+        now = time.time_ns() if timestamp_ns is None else timestamp_ns
+        if len(run.queue) >= MAX_QUEUED:
+            run.dropped += 1
+            return
+        given = _summarised(metadata) if metadata else {}
+        run.queue.append((request_id, stage or active_stage() or "", event, now, given))
+
+    def _write(self, run: _Run, file: BinaryIO) -> None:
+        """The writer thread."""
+        with file:
+            while True:
+                last = run.stopping.wait(FLUSH_EVERY_S)
+                try:
+                    self._flush(run, file)
+                except Exception as error:  # the outermost loop: a full disk must not end serving
+                    self._report(run, error)
+                if last:
+                    return
+
+    def _flush(self, run: _Run, file: BinaryIO) -> None:
+        lines = []
+        for _ in range(len(run.queue)):
+            entry = run.queue.popleft()
+            line = self._line(run, entry)
+            if line is None or (run.written + len(line) > run.max_bytes and entry[2] != events.RECORDER_STOPPED):
+                run.dropped += 1
+                continue
+            run.written += len(line)
+            lines.append(line)
+        if lines:
+            try:
+                file.write(b"".join(lines))
+                file.flush()
+            except Exception:
+                run.dropped += len(lines)
+                raise
+
+    def _line(self, run: _Run, entry: tuple[str, str, str, int, Mapping[str, Any]]) -> bytes | None:
+        request_id, stage, name, timestamp_ns, metadata = entry
+        if name == events.RECORDER_STOPPED:
+            metadata = {**metadata, "dropped": run.dropped}
+        written = {
+            "request_id": request_id,
+            "stage": stage,
+            "event_name": name,
+            "timestamp_ns": timestamp_ns,
+            "run_id": run.run_id,
+            "pid": os.getpid(),
+            "metadata": metadata,
+        }
+        try:
+            line = _encoder.encode(written)
+        except Exception as error:  # an author's metadata
+            self._report(run, error)
+            return None
+        return line + b"\n" if len(line) <= MAX_LINE else None
+
+    def _report(self, run: _Run, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            log.error("events are lost (logged once per process): %s: %s", run.path, error)
+
+
+#: Of this process.
+recorder: Final = Recorder()
+
+_by_task: contextvars.ContextVar[str | None] = contextvars.ContextVar("omni_active_stage", default=None)
+_by_thread = threading.local()
+
+
+class ActiveStage(msgspec.Struct, frozen=True):
+    """What `set_active_stage` replaced."""
+
+    thread: str | None
+    task: contextvars.Token[str | None]
+
+
+def active_stage() -> str | None:
+    """The stage that this task or thread works for."""
+    return _by_task.get() or getattr(_by_thread, "stage", None)
+
+
+def set_active_stage(stage: str) -> ActiveStage:
+    """Events of this thread, and of tasks and executor calls that copy its context, belong to ``stage``."""
+    before = getattr(_by_thread, "stage", None)
+    _by_thread.stage = stage
+    return ActiveStage(before, _by_task.set(stage))
+
+
+def reset_active_stage(token: ActiveStage | None) -> None:
+    """Undo `set_active_stage`. None: forget both bindings."""
+    if token is None:
+        _by_thread.stage = None
+        _by_task.set(None)
+        return
+    _by_thread.stage = token.thread
+    try:
+        _by_task.reset(token.task)
+    except ValueError:  # set in another context, which keeps its own
+        _by_task.set(token.thread)
+
+
+def emit(event: str, request_id: str, stage: str | None = None, **metadata: Any) -> None:
+    """Record one event of a request; does nothing while no profile is recorded.
+
+    event:    lowercase, with the layer that owns it as prefix: ``encoder_start``.
+    stage:    None: the active stage of this task or thread.
+    metadata: small scalars. Tensors and arrays are recorded as shape, dtype and device.
+    """
+    if recorder._run is not None:
+        recorder.emit(event, request_id, stage, metadata)
+
+
+@contextmanager
+def span(name: str, request_id: str, stage: str | None = None, **metadata: Any) -> Iterator[None]:
+    """Record ``<name>_start`` and ``<name>_end`` around a block."""
+    if recorder._run is None:
+        yield
+        return
+    own = {**metadata, "span_id": f"{threading.get_ident():x}-{time.monotonic_ns():x}"}
+    recorder.emit(f"{name}_start", request_id, stage, own)
+    try:
+        yield
+    except BaseException as error:
+        own = {**own, "error": type(error).__name__}
+        raise
+    finally:
+        recorder.emit(f"{name}_end", request_id, stage, own)
+
+
+def _summarised(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``metadata`` as JSON takes it; on the caller's thread, so that no tensor is held by the queue."""
+    for value in metadata.values():
+        kind = type(value)
+        if kind not in _SCALARS and not (kind is str and len(value) <= MAX_TEXT):
+            return {str(key): _summary(value) for key, value in list(metadata.items())[:MAX_ITEMS]}
+    return metadata
+
+
+def _summary(value: Any, depth: int = 0) -> Any:
+    """A value that JSON takes, small, without reading a tensor's contents; scalars stay scalars."""
+    try:
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, str):
+            return value[:MAX_TEXT]
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            shape = [int(size) for size in value.shape]
+            if not shape and str(getattr(value, "device", "cpu")) == "cpu":
+                return value.item()
+            device = str(getattr(value, "device", "cpu"))
+            kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__qualname__}"
+            return {
+                "__tensor_summary__": True,
+                "type": kind,
+                "shape": shape,
+                "dtype": str(value.dtype),
+                "device": device,
+            }
+        if depth < 3 and isinstance(value, Mapping):
+            return {str(key): _summary(item, depth + 1) for key, item in list(value.items())[:MAX_ITEMS]}
+        if depth < 3 and isinstance(value, list | tuple | set | frozenset):
+            return [_summary(item, depth + 1) for item in list(value)[:MAX_ITEMS]]
+        if isinstance(value, bytes | bytearray | memoryview):
+            return f"<{len(value)} bytes>"
+        return repr(value)[:MAX_TEXT]
+    except Exception as error:  # an author's object that cannot even be described
+        return f"<{type(value).__name__}: {type(error).__name__}>"

@@ -1,0 +1,228 @@
+"""Events → three views: each request's timeline, intervals per stage, hops per edge.
+
+Pure but for reading the files (`reading`). Keys and pairing rules: seed 001, "Generating reports". An event that opens
+two intervals closes each on its own; what is left open at the end is counted as unpaired, never guessed.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from stage_runtime.profiler import events, reading
+from stage_runtime.profiler.reading import Events, Moment
+
+_CLOSERS: Final[dict[str, list[tuple[str, str]]]] = {}
+_OPENERS: Final[dict[str, list[tuple[str, str]]]] = {}
+for _pair in events.INTERVALS:
+    _OPENERS.setdefault(_pair[0], []).append(_pair)
+    _CLOSERS.setdefault(_pair[1], []).append(_pair)
+_RECEIVES: Final = {received: (sent, kind) for sent, (received, kind) in events.HOPS.items()}
+
+
+class Interval(NamedTuple):
+    """Between an opening and a closing event of one request in one stage."""
+
+    stage: str
+    opened: str
+    closed: str
+    start_ns: int
+    end_ns: int
+    process: int
+
+
+class Hop(NamedTuple):
+    """One message from stage to stage. ``end_ns`` < ``start_ns`` says that the clocks are further apart than known."""
+
+    source: str
+    destination: str
+    kind: str  #: ``payload`` or ``stream``
+    chunk_id: int | None
+    start_ns: int
+    end_ns: int
+
+
+class Pairs(NamedTuple):
+    """What the events of one request say. ``unpaired``: hop events without their other half, by name."""
+
+    intervals: list[Interval]
+    hops: list[Hop]
+    unpaired: Counter[str]
+
+
+def build_report(folder: str | os.PathLike[str], *, timeline: bool = True) -> dict[str, Any]:
+    """The three views of a run's event files, as plain values for JSON.
+
+    folder:   of the files, searched with its subfolders; or one file.
+    timeline: False leaves each request's events out, which is most of a large report.
+    Raises: ConfigurationError: there is no event file.
+    """
+    return report_of(reading.read(Path(folder)), timeline=timeline)
+
+
+def report_of(found: Events, *, timeline: bool = True) -> dict[str, Any]:
+    """As `build_report`, of events that were read already."""
+    stages: dict[tuple[str, str, str], array[int]] = defaultdict(lambda: array("q"))
+    hops: dict[tuple[str, str, str], array[int]] = defaultdict(lambda: array("q"))
+    unpaired: Counter[str] = Counter()
+    requests = []
+    for request_id, moments in found.requests.items():
+        pairs = paired(moments)
+        unpaired.update(pairs.unpaired)
+        for each in pairs.intervals:
+            stages[each.stage, each.opened, each.closed].append(each.end_ns - each.start_ns)
+        for hop in pairs.hops:
+            hops[hop.source, hop.destination, hop.kind].append(hop.end_ns - hop.start_ns)
+        requests.append(_request(request_id, moments, timeline=timeline))
+    return {
+        "run_ids": sorted(found.run_ids),
+        "request_count": len(found.requests),
+        "event_count": found.count,
+        "dropped_count": sum(process.dropped for process in found.processes),
+        "unreadable_lines": sum(process.unreadable for process in found.processes),
+        "processes": [_process(process) for process in found.processes],
+        "timeline": requests,
+        "stage_breakdown": [
+            {"stage": stage, "open_event": opened, "close_event": closed, **_figures(taken)}
+            for (stage, opened, closed), taken in sorted(stages.items())
+        ],
+        "hop_breakdown": [
+            {"source": source, "destination": destination, "kind": kind, **_figures(taken)}
+            for (source, destination, kind), taken in sorted(hops.items())
+        ],
+        "unpaired_hops": dict(sorted(unpaired.items())),
+    }
+
+
+def paired(moments: Sequence[Moment]) -> Pairs:
+    """Intervals and hops of one request, whose events are in order of time."""
+    return Pairs(list(_intervals(moments)), *_hops(moments))
+
+
+def anchor_ns(moments: Sequence[Moment]) -> int:
+    """When the request was admitted; of one whose admission was not recorded, its first event."""
+    return next((each.time_ns for each in moments if each.name == events.REQUEST_ADMISSION), moments[0].time_ns)
+
+
+def _intervals(moments: Sequence[Moment]) -> Iterator[Interval]:
+    """Each pair of events has a stack of its own, per stage and per what tells concurrent ones apart."""
+    pending: dict[tuple[Any, ...], list[Moment]] = {}
+    for moment in moments:
+        opens, closes = _pairs_of(moment.name)
+        if not (opens or closes):
+            continue
+        facts = moment.metadata if len(moment.raw) > 2 else {}
+        for pair in closes:
+            stack = pending.get((moment.stage, pair, _distinction(pair, facts)))
+            if stack:
+                opened = stack.pop()
+                yield Interval(moment.stage, *pair, opened.time_ns, moment.time_ns, moment.process)
+        for pair in opens:
+            pending.setdefault((moment.stage, pair, _distinction(pair, facts)), []).append(moment)
+
+
+def _pairs_of(name: str) -> tuple[Sequence[tuple[str, str]], Sequence[tuple[str, str]]]:
+    """The intervals that an event opens, and those it closes; ``x_start`` and ``x_end`` of authors are one, too."""
+    opens, closes = _OPENERS.get(name, ()), _CLOSERS.get(name, ())
+    if name.endswith("_start") and not any(pair[1] == f"{name[:-6]}_end" for pair in opens):
+        opens = (*opens, (name, f"{name[:-6]}_end"))
+    elif name.endswith("_end") and not any(pair[0] == f"{name[:-4]}_start" for pair in closes):
+        closes = (*closes, (f"{name[:-4]}_start", name))
+    return opens, closes
+
+
+def _distinction(pair: tuple[str, str], facts: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Only a ``start`` and an ``end`` carry the same facts; other pairs are told apart by the attempt alone."""
+    keys = events.DISTINCT_BY if pair[0].endswith("_start") and pair[1].endswith("_end") else ("attempt",)
+    return tuple(str(facts[key]) for key in keys if key in facts)
+
+
+def _hops(moments: Sequence[Moment]) -> tuple[list[Hop], Counter[str]]:
+    """By (source, destination, kind, chunk, attempt). A reception may be seen before its sending: clocks differ."""
+    sent: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    received: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for moment in moments:
+        if moment.name in events.HOPS:
+            facts, kind = moment.metadata, events.HOPS[moment.name][1]
+            key = (moment.stage, str(facts.get("to_stage")), kind, facts.get("chunk_id"), facts.get("attempt"))
+            sent[key].append(moment.time_ns)
+        elif moment.name in _RECEIVES:
+            facts, kind = moment.metadata, _RECEIVES[moment.name][1]
+            source = str(facts.get("from_stage"))
+            if kind == "payload" and source in (events.COORDINATOR, "None"):
+                continue  # the request itself, whose sending is its admission
+            received[source, moment.stage, kind, facts.get("chunk_id"), facts.get("attempt")].append(moment.time_ns)
+    hops, unpaired = [], Counter[str]()
+    for key, starts in sent.items():
+        ends = received.pop(key, [])
+        hops += [Hop(*key[:4], start, end) for start, end in zip(starts, ends, strict=False)]
+        _count(unpaired, f"{key[2]} sent, not received", len(starts) - len(ends))
+        _count(unpaired, f"{key[2]} received, not sent", len(ends) - len(starts))
+    for key, ends in received.items():
+        _count(unpaired, f"{key[2]} received, not sent", len(ends))
+    return hops, unpaired
+
+
+def _count(counter: Counter[str], what: str, number: int) -> None:
+    if number > 0:
+        counter[what] += number
+
+
+def _request(request_id: str, moments: Sequence[Moment], *, timeline: bool) -> dict[str, Any]:
+    start = anchor_ns(moments)
+    found: dict[str, Any] = {
+        "request_id": request_id,
+        "start_ns": start,
+        "duration_ms": round((moments[-1].time_ns - start) / 1e6, 6),
+    }
+    if timeline:
+        found["events"] = [
+            {
+                "t_rel_ms": round((each.time_ns - start) / 1e6, 6),
+                "stage": each.stage,
+                "event_name": each.name,
+                "metadata": each.metadata,
+            }
+            for each in moments
+        ]
+    return found
+
+
+def _process(process: reading.Process) -> dict[str, Any]:
+    return {
+        "file": process.path.name,
+        "host": process.host,
+        "pid": process.pid,
+        "incarnation": process.incarnation,
+        "clock_offset_ms": round(process.offset_ns / 1e6, 6),
+        "clock_uncertainty_ms": round(process.uncertainty_ns / 1e6, 6),
+        "dropped": process.dropped,
+        "complete": process.stopped,
+    }
+
+
+def _figures(taken_ns: array[int]) -> dict[str, Any]:
+    """Milliseconds. Percentiles are of the nearest rank."""
+    ordered = sorted(taken_ns)
+    total = sum(ordered)
+    return {
+        "count": len(ordered),
+        "total_ms": _ms(total),
+        "avg_ms": _ms(total / len(ordered)),
+        "p50_ms": _ms(percentile(ordered, 50)),
+        "p95_ms": _ms(percentile(ordered, 95)),
+        "max_ms": _ms(ordered[-1]),
+    }
+
+
+def percentile(ordered: Sequence[int], percent: int) -> int:
+    """Nearest rank, of a sorted sequence that is not empty."""
+    return ordered[max(-(-len(ordered) * percent // 100) - 1, 0)]
+
+
+def _ms(nanoseconds: float) -> float:
+    return round(nanoseconds / 1e6, 6)

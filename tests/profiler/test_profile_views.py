@@ -1,0 +1,128 @@
+"""Views of event files: timelines, intervals, hops; each pair on its own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from event_files import chain, line, write
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.profiler import build_report, reading, views
+
+
+def test_a_report_without_files_names_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=str(tmp_path)):
+        build_report(tmp_path)
+
+
+def test_one_opener_closes_in_each_of_its_pairs(tmp_path: Path) -> None:
+    write(
+        tmp_path / "events_thinker_1.jsonl",
+        line("r", "thinker", "scheduler_prefill_start", 1_000_000),
+        line("r", "thinker", "scheduler_first_emit", 3_000_000),
+        line("r", "thinker", "stage_first_stream_chunk_sent", 6_000_000),
+    )
+    found = build_report(tmp_path)["stage_breakdown"]
+    assert [(each["stage"], each["open_event"], each["close_event"], each["avg_ms"]) for each in found] == [
+        ("thinker", "scheduler_prefill_start", "scheduler_first_emit", 2.0),
+        ("thinker", "scheduler_prefill_start", "stage_first_stream_chunk_sent", 5.0),
+    ]
+
+
+def test_concurrent_encoders_of_one_request_are_told_apart_by_modality(tmp_path: Path) -> None:
+    write(
+        tmp_path / "e.jsonl",
+        line("r", "enc", "encoder_start", 0, modality="image"),
+        line("r", "enc", "encoder_start", 1_000_000, modality="audio"),
+        line("r", "enc", "encoder_end", 5_000_000, modality="image"),
+        line("r", "enc", "encoder_end", 2_000_000, modality="audio"),
+    )
+    [found] = build_report(tmp_path)["stage_breakdown"]
+    assert (found["count"], found["p50_ms"], found["max_ms"]) == (2, 1.0, 5.0)
+
+
+def test_spans_of_authors_are_intervals_too(tmp_path: Path) -> None:
+    write(tmp_path / "e.jsonl", line("r", "s", "detokenise_start", 0), line("r", "s", "detokenise_end", 4_000_000))
+    [found] = build_report(tmp_path)["stage_breakdown"]
+    assert (found["open_event"], found["close_event"], found["avg_ms"]) == ("detokenise_start", "detokenise_end", 4.0)
+
+
+@given(
+    requests=st.integers(1, 4),
+    depth=st.integers(1, 4),
+    chunks=st.integers(0, 4),
+    processes=st.integers(1, 5),
+    seed=st.integers(),
+)
+def test_every_hop_is_paired_however_stages_share_processes(
+    tmp_path_factory: pytest.TempPathFactory, requests: int, depth: int, chunks: int, processes: int, seed: int
+) -> None:
+    """N requests over E payload edges and C chunks: N·E + N·C pairs; clocks of processes are set apart."""
+    folder = tmp_path_factory.mktemp("run")
+    chosen = random.Random(seed)
+    stages = [f"s{index}" for index in range(depth)]
+    home = {stage: chosen.randrange(processes) for stage in (*stages, "coordinator")}
+    offsets = [chosen.randrange(-(10**12), 10**12) for _ in range(processes)]
+    files: list[list[dict[str, object]]] = [
+        [line("", "s", "clock_offset", 0, offset_ns=-offset, uncertainty_ns=1000)] for offset in offsets
+    ]
+    for number in range(requests):
+        for stage, event in chain(f"r{number}", stages, chunks, start=10**15):
+            files[home[stage]].append({**event, "timestamp_ns": event["timestamp_ns"] + offsets[home[stage]]})
+    for index, lines in enumerate(files):
+        chosen.shuffle(lines)
+        write(folder / f"pod{index}" / "events_s_1.jsonl", *lines)
+    report = build_report(folder)
+    hops = report["hop_breakdown"]
+    assert sum(each["count"] for each in hops if each["kind"] == "payload") == requests * (depth - 1)
+    assert sum(each["count"] for each in hops if each["kind"] == "stream") == requests * depth * chunks
+    assert report["unpaired_hops"] == {}
+    assert {each["avg_ms"] for each in hops if each["kind"] == "stream"} <= {1.0}
+    assert report["request_count"] == requests
+    assert {each["events"][0]["event_name"] for each in report["timeline"]} == {"request_admission"}
+    assert {each["events"][0]["t_rel_ms"] for each in report["timeline"]} == {0.0}
+
+
+def test_a_lost_half_of_a_hop_is_counted_not_guessed(tmp_path: Path) -> None:
+    events = [event for _, event in chain("r", ["a", "b"], 2)]
+    dropped = next(each for each in events if each["event_name"] == "stage_stream_chunk_received")
+    write(tmp_path / "e.jsonl", *(each for each in events if each is not dropped))
+    report = build_report(tmp_path)
+    assert report["unpaired_hops"] == {"stream sent, not received": 1}
+
+
+def test_a_retry_is_paired_with_its_own_attempt(tmp_path: Path) -> None:
+    write(
+        tmp_path / "e.jsonl",
+        line("r", "a", "stage_hop_sent", 0, to_stage="b", attempt=0),  # its receiver died
+        line("r", "a", "stage_hop_sent", 9_000_000, to_stage="b", attempt=1),
+        line("r", "b", "stage_input_received", 10_000_000, from_stage="a", attempt=1),
+    )
+    report = build_report(tmp_path)
+    [hop] = report["hop_breakdown"]
+    assert (hop["count"], hop["avg_ms"]) == (1, 1.0)
+    assert report["unpaired_hops"] == {"payload sent, not received": 1}
+
+
+def test_a_cut_last_line_and_garbage_are_counted(tmp_path: Path) -> None:
+    write(tmp_path / "e.jsonl", line("r", "a", "x", 1), tail='[1]\n\xff\n{"request_id": "r", "sta')
+    report = build_report(tmp_path)
+    assert (report["event_count"], report["unreadable_lines"]) == (1, 3)
+
+
+def test_percentiles_are_of_the_nearest_rank() -> None:
+    values = list(range(1, 101))
+    assert [views.percentile(values, each) for each in (50, 95, 100)] == [50, 95, 100]
+    assert views.percentile([7], 50) == 7
+
+
+def test_the_slowest_requests_come_first(tmp_path: Path) -> None:
+    write(
+        tmp_path / "e.jsonl",
+        *(line(f"r{n}", "a", name, n * at) for n in range(5) for name, at in (("x", 0), ("y", 1000))),
+    )
+    assert reading.slowest(reading.read(tmp_path), 2) == ["r4", "r3"]
