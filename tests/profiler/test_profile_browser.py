@@ -1,0 +1,84 @@
+"""The page in a real browser: Debian's Chromium draws it from disk without an error.
+
+Missing Chromium is a failure under CI and a skip elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+from event_files import chain, write
+
+from stage_runtime.profiler import reading
+from stage_runtime.profiler.formats import html
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = shutil.which("chromium")
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail("chromium is missing: apt-get install chromium")
+        pytest.skip("chromium is missing: apt-get install chromium")
+    return found
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    for number in range(30):
+        events = chain(f"request-<b>{number}", ["thinker", "talker"], 3, start=number * 5_000_000)
+        write(tmp_path / "run" / f"{number}.jsonl", *(event for _, event in events))
+    file = tmp_path / "page.html"
+    file.write_text(html.page(reading.read(tmp_path / "run")))
+    return file
+
+
+def _chromium(program: str, page: Path, *arguments: str) -> str:
+    """Its standard output. The folder of its profile is the test's own."""
+    command = [
+        program,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={page.parent / 'chromium'}",
+        "--window-size=1300,1700",
+        "--virtual-time-budget=10000",
+        *arguments,
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_page_draws_requests_waterfall_and_tables(chromium: str, page: Path) -> None:
+    drawn = _chromium(chromium, page, "--dump-dom")
+    assert 'data-ready="yes"' in drawn  # the script came to its end
+    assert drawn.count('class="row') == 30
+    waterfall = re.search(r'<svg id="waterfall".*?</svg>', drawn, re.DOTALL)
+    assert waterfall is not None
+    assert waterfall[0].count("<rect") == 18  # 11 intervals, 7 hops
+    assert "thinker ⇒ talker (payload)" in waterfall[0]
+    assert "Waterfall of request-&lt;b&gt;" in drawn
+    assert drawn.count("<tr>") > 10
+
+
+def test_its_picture_is_not_blank(chromium: str, page: Path) -> None:
+    picture = page.parent / "page.png"
+    _chromium(chromium, page, f"--screenshot={picture}")
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = b"".join(
+        data[start + 4 : start + 4 + int.from_bytes(data[start - 4 : start])]
+        for start in (found.start() for found in re.finditer(rb"IDAT", data))
+    )
+    assert len(set(zlib.decompress(pixels))) > 50
