@@ -13,10 +13,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from event_files import chain, write
 
 from stage_runtime.profiler import reading
 from stage_runtime.profiler.formats import html
+from tests.profiler.event_files import chain, write
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from event_files import chain, line, write
 
 from stage_runtime.profiler import reading
 from stage_runtime.profiler.__main__ import main
 from stage_runtime.profiler.formats import html, perfetto
+from tests.profiler.event_files import chain, line, write
 
 
 @pytest.fixture

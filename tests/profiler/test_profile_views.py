@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
-from event_files import chain, line, write
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import build_report, reading, views
+from tests.profiler.event_files import chain, line, write
 
 
 def test_a_report_without_files_names_the_folder(tmp_path: Path) -> None:
