@@ -16,12 +16,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from omnipipeline_spec.types.plan import PLAN_VERSION, CoordinatorPlan, GroupPlan, StagePlan, UnitPlan
+from omnipipeline_spec.types.pods import CONTROL_PORT, PROBE_PORT
 from stage_runtime.errors import ConfigurationError
 
-CONTROL_PORT = 5550  # plus the index of the group in its pod
-PUBLISH_PORT = 5549
-PROBE_PORT = 8081
-ADMIN_PORT = 8001
 KEY_BYTES = 32
 TERMINATION_LOG = "/dev/termination-log"  # where the kubelet looks for the reason of a container's end
 

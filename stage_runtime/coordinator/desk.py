@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.admission import Admission
 from stage_runtime.coordinator.asking import Asked, Asking
 from stage_runtime.coordinator.deadlines import Deadlines
@@ -25,7 +26,7 @@ from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.readers import Readers
 from stage_runtime.coordinator.roster import Roster
 from stage_runtime.coordinator.tallies import Tallies
-from stage_runtime.coordinator.telling import COORDINATOR, Endings, Readings
+from stage_runtime.coordinator.telling import Endings, Readings
 from stage_runtime.coordinator.tickets import Resulted, Streamed, Ticket
 from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused, told
 from stage_runtime.relays.choosing import Relays

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Consumed, Ended, Message
 
-COORDINATOR: Final = "coordinator"  # the target of terminals' streams
 ENDED_EVERY_S: Final = 0.02
 CONSUMED_EVERY: Final = STREAM_WINDOW // 4
 

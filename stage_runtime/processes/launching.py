@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 
 from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import statuspipe
 from stage_runtime.processes.children import Command
 from stage_runtime.processes.instances import InstanceSpec
 
-COORDINATOR = "coordinator"
 #: What a person may set for all processes of a run; every other OMNI_ variable is ours to write.
 INHERITED = (
     "OMNI_CACHE",

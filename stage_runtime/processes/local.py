@@ -27,11 +27,12 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.loading import LoadedPipeline
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
+from omnipipeline_spec.types.pods import COORDINATOR
 from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import codefiles, launching, reaper, references, rundir, unsupported
 from stage_runtime.processes.instances import Patience, ProcessView, StartupFailed
-from stage_runtime.processes.launching import COORDINATOR, StageLaunch
+from stage_runtime.processes.launching import StageLaunch
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
 from stage_runtime.settings import api_keys
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.wire.messages import PROTOCOL
-
-COORDINATOR: Final = "coordinator"
 
 Edge: TypeAlias = tuple[str, str, str]  #: source, target, ``normal`` or ``stream``
 

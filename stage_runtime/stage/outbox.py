@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from omnipipeline_spec.types.plan import StagePlan
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, RequestError, TransferError, ValueRefused
 from stage_runtime.relays import payloads
@@ -43,7 +44,6 @@ UNSHOWN: Final = (
     "or ask by /v1/pipeline"
 )
 SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
-COORDINATOR: Final = "coordinator"  # the target of a terminal's edge; reserved as a name of processes
 
 
 class Surroundings(Protocol):

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.gates import Parking
-from stage_runtime.rules.edges import COORDINATOR
 from stage_runtime.stage.work import RequestWork
 
 PATIENCE_S: Final = 0.05  # a reader that is only slower opens its window again and again: nothing is said of that

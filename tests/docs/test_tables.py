@@ -12,7 +12,7 @@ import pytest
 
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from omnipipeline_spec.types import canonical
+from omnipipeline_spec.types import canonical, pods
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.validation.deployment import reserved_ports
 from stage_runtime import errors, settings
@@ -70,9 +70,9 @@ def test_every_name_of_a_relay_stands_in_the_table() -> None:
 
 def test_the_ports_are_those_of_the_settings_and_none_of_them_can_be_chosen() -> None:
     ports = {int(row[0]) for row in table("ports")}
-    own = {settings.ADMIN_PORT, settings.PROBE_PORT, settings.PUBLISH_PORT, settings.CONTROL_PORT}
+    own = {pods.ADMIN_PORT, pods.PROBE_PORT, pods.PUBLISH_PORT, pods.CONTROL_PORT}
     assert ports == own | {PipelineConfig(stages=[]).coordinator.http.port}
-    assert reserved_ports() == own | set(range(settings.CONTROL_PORT, 5613 + 1))
+    assert reserved_ports() == own | set(range(pods.CONTROL_PORT, 5613 + 1))
 
 
 class Asked(dict[str, str]):
