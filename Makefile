@@ -47,7 +47,7 @@ voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new questio
 cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit beside the checkout
 	$(BIN)/pytest -m cluster
 
-hops: $(VENV)/.dev ## what one hop costs, beside memcpy and raw TCP
+hops: $(VENV)/.dev ## what one hop costs, beside a bare prototype, memcpy and raw TCP
 	$(BIN)/python -m benchmarks.hops
 
 clean:

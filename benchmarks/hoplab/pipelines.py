@@ -52,8 +52,9 @@ def pipeline(stages: int, *, processes: int, relay: Literal["auto", "tcp"] = "au
 class Running:
     """A pipeline under way: its desk in this process, its stages in their own."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, pids: list[int]) -> None:
         self.desk = coordinator.desk
+        self.pids = pids  #: Of the stages.
 
     async def once(self, inputs: object) -> None:
         ticket = self.desk.admit(OmniRequest(id=secrets.token_hex(8), inputs=inputs))
@@ -67,19 +68,6 @@ class Running:
             await self.once(inputs)
             times.append(time.perf_counter() - start)
         return statistics.median(times) * 1e6
-
-    async def rate(self, inputs: object, concurrency: int, total: int) -> float:
-        left = total
-
-        async def worker() -> None:
-            nonlocal left
-            while left > 0:
-                left -= 1
-                await self.once(inputs)
-
-        start = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(concurrency)))
-        return total / (time.perf_counter() - start)
 
 
 @contextlib.asynccontextmanager
@@ -128,7 +116,7 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
                 dead = [child.args for child in children if child.poll() is not None]
                 if dead:
                     raise SystemExit(f"a stage process died: {dead}")
-            yield Running(coordinator)
+            yield Running(coordinator, [child.pid for child in children])
         finally:
             for child in children:
                 child.terminate()
