@@ -1,6 +1,6 @@
 """Every series and label that the chart's alerts and dashboard ask for is one that somebody serves.
 
-What is served is rendered by the code that serves it, with one sample of everything; nothing is started.
+What the runtime serves is rendered by the code that serves it, with one sample of everything; the operator has a list.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
 
-from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired import children
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
-from omnipipeline_operator.handlers.lifecycle import Operator
-from omnipipeline_operator.handlers.metrics import Metrics as OperatorMetrics
-from omnipipeline_operator.settings import Settings
+from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from omnipipeline_spec.types import metrics
 from stage_runtime.coordinator import desk
 from stage_runtime.coordinator.tallies import Tallies
 from stage_runtime.processes import pod
@@ -52,31 +49,14 @@ def expressions() -> Iterator[str]:
     yield from (several or single for several, single in found)
 
 
-def served(*texts: str) -> dict[str, set[str]]:
+def served(*texts: str) -> dict[str, frozenset[str]]:
     """Each series' labels."""
-    labels: dict[str, set[str]] = defaultdict(set)
+    labels: dict[str, frozenset[str]] = defaultdict(frozenset)
     for text in texts:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels[sample.name] |= set(sample.labels)
     return labels
-
-
-def of_operator() -> str:
-    metrics = OperatorMetrics()
-    operator = Operator(Settings(stage_image="i"), Client(None, _nobody(), metrics.counted), _nobody(), metrics)
-    condition = {"type": "Ready", "status": "False", "reason": "CrashLoopBackOff"}
-    status = {"conditions": [condition], "units": [{"name": "u", "reason": "CrashLoopBackOff"}]}
-    metadata = {"namespace": "n", "name": "p", "uid": "u", "resourceVersion": "1"}
-    operator._store.put({"kind": "OmniPipeline", "metadata": metadata, "status": status})
-    assert "omnipipeline_unit_status_reason{" not in generate_latest(metrics.registry).decode(), (
-        "a standby would double it"
-    )
-    operator._leads = True
-    metrics.counted("GET", "pods", 200)
-    metrics.failures.labels("Unavailable").inc()
-    metrics.relists.labels("success").inc()
-    return generate_latest(metrics.registry).decode()
 
 
 def of_coordinator() -> str:
@@ -107,12 +87,8 @@ def of_pod() -> str:
     return pod.Pod._metrics(fake).body
 
 
-def _nobody() -> Any:
-    return None
-
-
 def test_whatever_the_chart_asks_for_is_served() -> None:
-    live = served(of_operator(), of_coordinator(), of_pod())
+    live = served(of_coordinator(), of_pod()) | metrics.series([*OPERATOR, *STATUS])
     asked = list(expressions())
     missing = []
     for expression in asked:
@@ -121,7 +97,7 @@ def test_whatever_the_chart_asks_for_is_served() -> None:
                 continue
             desired = set(re.findall(r"([a-z_]+)\s*[=!]", selector))
             desired |= {each.strip() for group in GROUPED.findall(expression) for each in group.split(",")}
-            unknown = sorted(desired - ADDED - live.get(name, set()))
+            unknown = sorted(desired - ADDED - live.get(name, frozenset()))
             if name not in live or unknown:
                 missing.append(f"{name}: {unknown or 'nobody serves it'}")
     assert len(asked) > 15 and missing == []

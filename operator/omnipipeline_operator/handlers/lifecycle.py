@@ -24,8 +24,8 @@ from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.controller.work_queue import WorkQueue
-from omnipipeline_operator.handlers import probes
-from omnipipeline_operator.handlers.metrics import Metrics, PipelineMetrics
+from omnipipeline_operator.handlers import metrics, probes
+from omnipipeline_operator.handlers.metrics import Metrics
 from omnipipeline_operator.handlers.watching import Watcher
 from omnipipeline_operator.settings import Settings
 
@@ -42,20 +42,20 @@ class Stopped(errors.OperatorError):
 class Operator:
     """One operator process."""
 
-    def __init__(self, settings: Settings, client: Client, status_client: StatusClient, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, client: Client, status_client: StatusClient, served: Metrics) -> None:
         self._settings = settings
         self._client = client
         self._store = Store()
         self._queue = WorkQueue()
         self._watcher = Watcher(self._store, self._queue)
         self._lease = Lease(client, settings.lease)
-        self._metrics = metrics
+        self._metrics = served
         self._reconciler = Reconciler(client, self._store, status_client, settings, clock=time.time)
         self._listed_at: float | None = None  #: Monotonic time of the last complete list…
         self._listed_from = -math.inf  #: …and when it began: nothing that was so then is unknown.
         self._relist_now = asyncio.Event()
         self._leads = False
-        self._show()
+        self._serve_metrics()
 
     async def run(self) -> None:
         """Until SIGTERM.
@@ -137,7 +137,7 @@ class Operator:
     async def _work(self) -> None:
         while True:
             key = await self._queue.take()
-            with self._metrics.reconciles.time():
+            with self._metrics.reconcile_time.time():
                 await self._reconcile(key)
 
     async def _reconcile(self, key: tuple[str, str]) -> None:
@@ -147,11 +147,11 @@ class Operator:
             again_s = await self._reconciler.reconcile(key)
         except errors.ClusterError as error:
             wait = self._queue.failed(key, least_s=error.retry_after_s)
-            self._metrics.failures.labels(type(error).__name__).inc()
+            self._metrics.reconcile_errors.labels(type(error).__name__).inc()
             log.warning("%s: %s; again in %.1f s", name, error, wait)
         except Exception:
             wait = self._queue.failed(key, least_s=1.0)
-            self._metrics.failures.labels("Unexpected").inc()
+            self._metrics.reconcile_errors.labels("Unexpected").inc()
             log.exception("%s: a fault of the operator's; again in %.1f s", name, wait)
         else:
             # What it has written, and any edit that came in with an answer, is seen by one more look: no watch will
@@ -171,15 +171,15 @@ class Operator:
             return f"a pipeline has been waiting for {STUCK_S:g} s"
         return None
 
-    def _show(self) -> None:
-        show = self._metrics.show
-        show("leader_election_master_status", "1 in the process that writes", lambda: float(self._leads))
-        show("workqueue_depth", "Pipelines that wait or are looked at", lambda: float(len(self._queue)))
-        show("workqueue_oldest_item_seconds", "How long a pipeline has been due", self._queue.oldest_wait_s)
-        show("store_objects", "Objects in the store", lambda: float(len(self._store)))
-        show("pipelines", "Pipelines in the store", lambda: float(sum(1 for _ in self._store.pipelines())))
-        self._metrics.registry.register(PipelineMetrics(self._pipelines))
-        show("watch_events", "Watch events so far", lambda: float(self._watcher.events))
+    def _serve_metrics(self) -> None:
+        read = self._metrics.read
+        read(metrics.LEADER, lambda: float(self._leads))
+        read(metrics.WORKQUEUE_DEPTH, lambda: float(len(self._queue)))
+        read(metrics.WORKQUEUE_OLDEST, self._queue.oldest_wait_s)
+        read(metrics.STORE_OBJECTS, lambda: float(len(self._store)))
+        read(metrics.PIPELINES, lambda: float(sum(1 for _ in self._store.pipelines())))
+        read(metrics.WATCH_EVENTS, lambda: float(self._watcher.events))
+        self._metrics.read_status(self._pipelines)
 
     def _pipelines(self) -> list[Mapping[str, Any]]:
         found = map(self._store.pipeline, self._store.pipelines()) if self._leads else ()
@@ -189,7 +189,7 @@ class Operator:
 async def run(settings: Settings, writes: WriteLimiter) -> None:
     """Run one operator until SIGTERM. ``writes``: what every write passes."""
     async with contextlib.AsyncExitStack() as stack:
-        metrics = Metrics()
-        client = await stack.enter_async_context(await Client.connect(writes, metrics.counted))
+        served = Metrics()
+        client = await stack.enter_async_context(await Client.connect(writes, served.count_request))
         status_client = await stack.enter_async_context(StatusClient())
-        await Operator(settings, client, status_client, metrics).run()
+        await Operator(settings, client, status_client, served).run()
