@@ -102,7 +102,7 @@ def test_a_container_that_outlives_its_crash_is_starting_again() -> None:
 
     crashed = told(2 * LIFE_S)
     assert crashed is not None and crashed.reason == "CrashLoopBackOff"
-    assert told(max(workloads.LEAST_LIFE_S, 2 * LIFE_S) + 1) is None
+    assert told(max(workloads.MIN_RUNNING_S, 2 * LIFE_S) + 1) is None
     late = told(1801)
     assert late is not None and late.reason == "StartupDeadlineExceeded"
 

@@ -50,20 +50,20 @@ async def test_what_changes_to_and_fro_is_a_few_events_of_which_the_last_counts(
             clock.now += 8.25
             await reporter.report(OWNER, [transition])
     reasons = sorted(each["reason"] for each in posted.events.values())
-    assert reasons == ["CrashLoopBackOff"] * event_recorder.APART + ["Serving"] * event_recorder.APART
+    assert reasons == ["CrashLoopBackOff"] * event_recorder.BEFORE_SERIES + ["Serving"] * event_recorder.BEFORE_SERIES
     counts = [each["series"]["count"] for each in posted.events.values() if "series" in each]
     assert len(counts) == 2 and all(30 < count <= 38 for count in counts)
-    assert posted.writes <= 2 * event_recorder.APART + 2 * (660 / event_recorder.PATCH_S)
+    assert posted.writes <= 2 * event_recorder.BEFORE_SERIES + 2 * (660 / event_recorder.PATCH_S)
 
 
 async def test_the_same_after_a_while_is_a_new_event_and_so_is_one_whose_event_has_expired() -> None:
     posted, clock = Posted(), Clock()
     reporter = EventRecorder(cast(Client, posted), name="operator", clock=clock)
     await reporter.report(OWNER, [DOWN])
-    clock.now += event_recorder.SERIES_S + 1
+    clock.now += event_recorder.SERIES_GAP_S + 1
     await reporter.report(OWNER, [DOWN])
     assert len(posted.events) == 2
-    for _ in range(event_recorder.APART):
+    for _ in range(event_recorder.BEFORE_SERIES):
         await reporter.report(OWNER, [DOWN])
     posted.events.clear()
     clock.now += event_recorder.PATCH_S + 1
@@ -73,6 +73,6 @@ async def test_the_same_after_a_while_is_a_new_event_and_so_is_one_whose_event_h
 
 async def test_what_is_remembered_is_bounded() -> None:
     reporter = EventRecorder(cast(Client, Posted()), name="operator")
-    for number in range(event_recorder.REMEMBERED + 5):
+    for number in range(event_recorder.MAX_SERIES + 5):
         await reporter.report(Owner(namespace="n", name="p", uid=f"u{number}"), [DOWN])
-    assert len(reporter._series) == event_recorder.REMEMBERED
+    assert len(reporter._series) == event_recorder.MAX_SERIES

@@ -256,7 +256,7 @@ def test_a_pod_whose_node_has_gone_silent_says_which() -> None:
 
 def test_units_that_wait_for_their_model_say_what_of_it() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
-    broken = pod("f0", over=True, reason="Error", message="container prefetch: no such model")
+    broken = pod("f0", finished=True, reason="Error", message="container prefetch: no such model")
 
     def told(*pods: Pod, gave_up: bool = False) -> tuple[str, str]:
         fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)

@@ -73,7 +73,7 @@ async def test_who_has_never_answered_is_waited_for_briefly_and_who_has_is_not(
                 assert await asked.ask([silent.getsockname()[0]]) == []
                 waits.append(time.monotonic() - began)
             assert waits[0] >= status_client.TIMEOUT_S
-            assert status_client.SHORT_S <= waits[1] < status_client.TIMEOUT_S
+            assert status_client.UNANSWERED_TIMEOUT_S <= waits[1] < status_client.TIMEOUT_S
             assert await asked.ask(["127.0.0.1"])
             patience = nobody_answers(asked, monkeypatch)
             await asked.ask(["127.0.0.1"])
@@ -82,7 +82,7 @@ async def test_who_has_never_answered_is_waited_for_briefly_and_who_has_is_not(
 
 async def test_addresses_of_long_ago_are_forgotten(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_client, "PROBE_PORT", port)
-    monkeypatch.setattr(status_client, "REMEMBERED", 3)
+    monkeypatch.setattr(status_client, "MAX_ADDRESSES", 3)
     async with StatusClient() as asked:
         await asked.ask(["127.0.0.2"])  # refused
         for number in range(10, 13):
@@ -90,4 +90,4 @@ async def test_addresses_of_long_ago_are_forgotten(port: int, monkeypatch: pytes
         patience = nobody_answers(asked, monkeypatch)
         await asked.ask(["127.0.0.2"])
         await asked.ask(["127.0.0.12"])
-        assert patience == [status_client.TIMEOUT_S, status_client.SHORT_S]
+        assert patience == [status_client.TIMEOUT_S, status_client.UNANSWERED_TIMEOUT_S]

@@ -9,11 +9,11 @@ import pytest
 from omnipipeline_operator.controller.work_queue import (
     CHANGED_RETRY_S,
     COOL_DOWN_S,
-    FIRST_RETRY_S,
     MAX_CHANGED_DELAY_S,
     MAX_COOL_DOWNS,
     MAX_RETRY_S,
-    STREAK,
+    MAX_URGENT_IN_A_ROW,
+    MIN_RETRY_S,
     WorkQueue,
 )
 
@@ -78,7 +78,7 @@ async def test_a_failing_pipeline_waits_longer_each_time_and_holds_up_nobody(giv
         clock.now_s += waits[-1] - 0.001
         assert await is_idle(given)
         clock.now_s += 0.002
-    assert waits[:3] == [FIRST_RETRY_S, FIRST_RETRY_S * 2, FIRST_RETRY_S * 4]
+    assert waits[:3] == [MIN_RETRY_S, MIN_RETRY_S * 2, MIN_RETRY_S * 4]
     assert waits[-1] == MAX_RETRY_S
     await given.take()
     given.failed(A)
@@ -97,7 +97,7 @@ async def test_success_makes_the_next_failure_a_first_one(given: WorkQueue, cloc
     clock.now_s += COOL_DOWN_S
     given.add(A)
     await given.take()
-    assert given.failed(A) == FIRST_RETRY_S
+    assert given.failed(A) == MIN_RETRY_S
 
 
 async def test_a_change_during_a_failing_look_is_looked_at_soon_but_not_at_once(given: WorkQueue) -> None:
@@ -134,7 +134,7 @@ async def test_a_later_look_does_not_put_off_an_earlier_one(given: WorkQueue, cl
 
 async def test_what_was_asked_for_goes_before_what_only_happened(given: WorkQueue) -> None:
     given.add(A)
-    given.add(B, first=True)
+    given.add(B, urgent=True)
     assert [await given.take(), await given.take()] == [B, A]
 
 
@@ -142,7 +142,7 @@ async def test_an_edit_during_a_look_goes_first_after_it(given: WorkQueue) -> No
     given.add(A)
     assert await given.take() == A
     given.add(B)
-    given.add(A, first=True)
+    given.add(A, urgent=True)
     given.done(A)
     assert await given.take() == A
 
@@ -150,16 +150,16 @@ async def test_an_edit_during_a_look_goes_first_after_it(given: WorkQueue) -> No
 async def test_a_stream_of_edits_does_not_starve_the_others(given: WorkQueue) -> None:
     given.add(A)
     taken = []
-    for number in range(STREAK + 1):
-        given.add(("space", f"edited-{number}"), first=True)
+    for number in range(MAX_URGENT_IN_A_ROW + 1):
+        given.add(("space", f"edited-{number}"), urgent=True)
         taken.append(await given.take())
-    assert taken.index(A) == STREAK
+    assert taken.index(A) == MAX_URGENT_IN_A_ROW
 
 
 async def test_an_edit_does_not_cut_short_the_patience_after_a_failure(given: WorkQueue) -> None:
-    given.add(A, first=True)
+    given.add(A, urgent=True)
     assert await given.take() == A
-    given.add(A, first=True)
+    given.add(A, urgent=True)
     given.failed(A, least_s=30.0)
     assert await is_idle(given)
     given.add(B)
@@ -172,7 +172,7 @@ async def test_news_lets_a_pipeline_rest_for_a_moment_but_an_edit_does_not(given
     given.done(A)
     given.add(A)
     assert await is_idle(given)
-    given.add(A, first=True)
+    given.add(A, urgent=True)
     assert await given.take() == A
     given.done(A)
     given.add(A)
@@ -187,7 +187,7 @@ async def test_a_look_that_changed_something_is_repeated_ever_later_until_one_ch
         assert await given.take() == A
         given.done(A, again_s=1000.0, changed=True)
         waits.append(given.next_in_s() or 0.0)
-        given.add(A, first=True)  # an edit need not wait for that
+        given.add(A, urgent=True)  # an edit need not wait for that
     assert waits == sorted(waits) and waits[:2] == pytest.approx([COOL_DOWN_S, 2 * COOL_DOWN_S])
     assert waits[-1] == pytest.approx(MAX_CHANGED_DELAY_S)
     assert await given.take() == A

@@ -46,7 +46,7 @@ def condition(type: str, holds: bool | None, reason: str, message: str = "") -> 
     return Condition(type=type, status=status, reason=reason, message=message[:MAX_MESSAGE])
 
 
-def written(
+def merged(
     conditions: Sequence[Condition], before: Sequence[Mapping[str, Any]], *, generation: int, now: float
 ) -> list[dict[str, Any]]:
     """The conditions as the status holds them; one whose status is as before keeps its time."""

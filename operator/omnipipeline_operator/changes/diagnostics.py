@@ -73,7 +73,7 @@ def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> 
     gave_up: the Job tries no more.
     """
     in_order = sorted((each for each in pods if each.reason is not None), key=lambda each: each.created_at)
-    failed = [each for each in in_order if each.over]
+    failed = [each for each in in_order if each.finished]
     if gave_up or failed:
         why = failed[-1].message if failed else "has failed"
         then = "delete the Job to try again" if gave_up else "it tries again"
@@ -95,7 +95,7 @@ def stabilized(diagnostic: Diagnostic, reason: str | None, message: str | None) 
     """
     if diagnostic.reason != reason or message is None or diagnostic.reason not in _REPEATED:
         return diagnostic
-    vague = _WAITS in diagnostic.message
+    vague = _BACK_OFF in diagnostic.message
     same = _NUMBERS.sub("#", diagnostic.message) == _NUMBERS.sub("#", message)
     return msgspec.structs.replace(diagnostic, message=message) if same or vague else diagnostic
 
@@ -117,11 +117,11 @@ _NUMBERS: Final = re.compile(
     r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]+(?:-[0-9a-fA-F]+)+\b|\b(?=[a-fA-F]*\d)[0-9a-fA-F]{8,}\b|\b\d{4,}\b|"
     r"\b\d+(?:\.\d+)? ?(?:s|ms|seconds)\b"
 )
-_WAITS: Final = "Back-off pulling image"  # of older kubelets: that it waits, without a word why
+_BACK_OFF: Final = "Back-off pulling image"  # of older kubelets: that it waits, without a word why
 
 
 def _of_pod(unit: str, pod: Pod, startup_deadline_s: float, now: float) -> Diagnostic | None:
-    if pod.ready or pod.over:
+    if pod.ready or pod.finished:
         return None
     if pod.reason is not None and (pod.reason_until is None or now < pod.reason_until):
         return Diagnostic(unit=unit, reason=pod.reason, message=f"pod {pod.name}: {pod.message}")

@@ -74,11 +74,11 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
         replicas |= step.replicas
         complete = step.complete
     current = {(unit, each.revision) for unit, each in {**goal.units, **desired}.items()}
-    lingering = [each for each in observed if (each.unit, each.revision) not in current]
+    outdated = [each for each in observed if (each.unit, each.revision) not in current]
     return Decision(
         replicas=replicas,
-        retired=_retired(lingering, goal.history),
-        rolling=any(each.replicas or each.present for each in lingering),
+        retired=_retired(outdated, goal.history),
+        rolling=any(each.replicas or each.present for each in outdated),
         complete=complete,
     )
 
@@ -99,7 +99,7 @@ class _Step(msgspec.Struct, frozen=True, kw_only=True):
 
 def _step(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str]) -> _Step:
     if goal.paused and any(_old(goal.units, observed)):
-        return _held(goal.units, observed)
+        return _paused(goal.units, observed)
     if goal.strategy == "Recreate":
         return _recreate(goal.units, observed)
     return _coherent(goal.units, observed, serving, surge=goal.max_surge)
@@ -114,7 +114,7 @@ def _revision(desired: Mapping[str, DesiredUnit], unit: str) -> str | None:
     return desired[unit].revision if unit in desired else None
 
 
-def _held(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
+def _paused(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
     """Where the roll is, it stays; a unit that does not take part may still be scaled."""
     rolling = {each.unit for each in _old(desired, observed)}
     replicas = {(each.unit, each.revision): each.replicas for each in observed}
@@ -152,7 +152,7 @@ def _coherent(
     for unit, one in desired.items():
         stays = ceil(one.replicas * (1 - complete))
         room = one.replicas + surge - existing.get((unit, one.revision), 0)
-        kept = _keep([each for each in old if each.unit == unit], serving, stays, room if complete == 0 else 0)
+        kept = _kept([each for each in old if each.unit == unit], serving, stays, room if complete == 0 else 0)
         replicas |= kept
         made = existing.get((unit, one.revision), 0)
         replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - sum(kept.values())))
@@ -171,7 +171,7 @@ def _completeness(
     return min((min(share, Fraction(1)) for share in shares), default=Fraction(1))
 
 
-def _keep(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room: int) -> dict[Key, int]:
+def _kept(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room: int) -> dict[Key, int]:
     """``stays`` pods of a unit's old revisions: of the one that served last first, of the others only ready ones.
 
     room: what may be added to the one that serves, when it has fewer (the author scales while a roll cannot go on).
@@ -188,10 +188,10 @@ def _keep(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room:
     return kept
 
 
-def _retired(lingering: Sequence[Workload], history: int) -> tuple[Workload, ...]:
+def _retired(outdated: Sequence[Workload], history: int) -> tuple[Workload, ...]:
     """Per unit the newest ``history`` Deployments without pods are kept for rolling back."""
     idle: dict[str, list[Workload]] = {}
-    for each in sorted(lingering, key=lambda each: (-each.created_at, each.revision)):
+    for each in sorted(outdated, key=lambda each: (-each.created_at, each.revision)):
         if not each.replicas and not each.present:
             idle.setdefault(each.unit, []).append(each)
     return tuple(each for kept in idle.values() for each in kept[history:])

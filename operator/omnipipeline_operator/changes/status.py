@@ -64,7 +64,7 @@ def refused(refusal: Refusal, before: Mapping[str, Any], *, generation: int, ava
         condition("Ready", False, refusal.reason, refusal.message),
         condition("Available", available, "Serving" if available else refusal.reason, _still(available)),
     ]
-    fresh = conditions.written(reported, known, generation=generation, now=now)
+    fresh = conditions.merged(reported, known, generation=generation, now=now)
     kept = [each for each in known if each["type"] not in {one.type for one in reported}]
     return {**before, "observedGeneration": generation, "conditions": [*fresh, *kept]}, reported
 
@@ -87,7 +87,7 @@ def summarise(
         "gpus": _gpus(facts),
         "revision": _revision(facts, serving),
         "units": units,
-        "conditions": conditions.written(reported, before.get("conditions", ()), generation=generation, now=now),
+        "conditions": conditions.merged(reported, before.get("conditions", ()), generation=generation, now=now),
     }
     return status, reported
 
@@ -265,7 +265,7 @@ def deadline(facts: Facts, now: float) -> float | None:
         times += [] if since is None else [since + facts.progress_deadline_s]
     for each, limit in _desired_workloads(facts):
         for pod in each.pods:
-            if not (pod.ready or pod.over or pod.terminating):  # a second later: times are told in whole seconds
+            if not (pod.ready or pod.finished or pod.terminating):  # a second later: times are told in whole seconds
                 times += [pod.reason_until or 0.0, (pod.starting_since or -limit) + limit + 1]
     return min((each for each in times if each > now), default=None)
 

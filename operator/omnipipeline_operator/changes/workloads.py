@@ -16,7 +16,7 @@ from omnipipeline_operator.desired import naming, pods
 from omnipipeline_spec import crashes
 
 TEMPLATE_REVISION: Final = "deployment.kubernetes.io/revision"
-OVER: Final = ("Succeeded", "Failed")
+FINISHED: Final = ("Succeeded", "Failed")
 
 
 #: Of a waiting container: its image cannot be had.
@@ -31,7 +31,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     ip: str | None = None
     ready: bool = False
     terminating: bool = False
-    over: bool = False  #: It has ended and will not run again; it counts for nothing.
+    finished: bool = False  #: It has ended and will not run again; it counts for nothing.
     created_at: float = 0.0
     ready_since: float | None = None
     reason: str | None = None  #: Why it is not ready, in one word; None: it is, or it is just starting.
@@ -43,8 +43,8 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def starting_since(self) -> float | None:
         """Since when it has been about to become ready; None: it is or was, or it has ended."""
-        over = self.ready or self.was_ready or self.over or self.terminating
-        return None if over else max(self.created_at, self.started_at) or None
+        finished = self.ready or self.was_ready or self.finished or self.terminating
+        return None if finished else max(self.created_at, self.started_at) or None
 
     unschedulable: bool = False
     restarts: int = 0
@@ -92,7 +92,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def present(self) -> tuple[Pod, ...]:
         """Pods that hold resources, those on their way out too."""
-        return tuple(pod for pod in self.pods if not pod.over)
+        return tuple(pod for pod in self.pods if not pod.finished)
 
 
 def read_workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]]) -> Workload:
@@ -133,7 +133,7 @@ def read_pod(manifest: Mapping[str, Any]) -> Pod:
         ip=status.get("podIP"),
         ready=ready,
         terminating="deletionTimestamp" in metadata,
-        over=status.get("phase") in OVER,
+        finished=status.get("phase") in FINISHED,
         created_at=timestamp(metadata.get("creationTimestamp")),
         ready_since=timestamp(conditions["Ready"].get("lastTransitionTime")) if ready else None,
         reason=None if diagnostic is None else diagnostic.reason,
@@ -192,11 +192,11 @@ def _refusal(deployment: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 #: Reasons of a waiting container that pass by themselves in seconds, or that follow from how it ended before.
 _PASSING: Final = ("ContainerCreating", "PodInitializing", "CrashLoopBackOff", "RunContainerError")
-_TOO_LITTLE_MEMORY: Final = "needs more than resources.limits.memory, to which shared memory counts"
+_OUT_OF_MEMORY: Final = "needs more than resources.limits.memory, to which shared memory counts"
 _UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # words of containerd and of others
 #: The kubelet alternates between the two; with the first it tells why, with the second it may tell that it waits.
 _UNPULLED: Final = ("ErrImagePull", "ImagePullBackOff")
-LEAST_LIFE_S: Final = 60.0  # of a container that was started again: before that its last end is the news
+MIN_RUNNING_S: Final = 60.0  # of a container that was started again: before that its last end is the news
 
 
 class _PodDiagnostic(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,13 +255,13 @@ def _container_diagnostic(container: Mapping[str, Any], unready_since: float) ->
     if container.get("ready") or unready_since > started:  # it had been ready since it was started again
         return None
     life = timestamp(ended.get("finishedAt")) - timestamp(ended.get("startedAt"))
-    return msgspec.structs.replace(_crash(ended), until=started + max(LEAST_LIFE_S, 2 * life))
+    return msgspec.structs.replace(_crash(ended), until=started + max(MIN_RUNNING_S, 2 * life))
 
 
 def _crash(ended: Mapping[str, Any]) -> _PodDiagnostic:
     word, code, cause = ended.get("reason"), ended.get("exitCode"), crashes.cause(str(ended.get("message") or ""))
     if word == "OOMKilled":
-        return _PodDiagnostic(reason=word, message=_TOO_LITTLE_MEMORY)
+        return _PodDiagnostic(reason=word, message=_OUT_OF_MEMORY)
     if word in _UNSTARTABLE:
         return _PodDiagnostic(reason=_UNSTARTABLE[0], message=cause or "cannot be started")
     if code == crashes.EXIT_HUNG and cause:

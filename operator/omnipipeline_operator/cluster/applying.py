@@ -48,20 +48,20 @@ class Applier:
         self._store = store
         self._owner = owner
 
-    async def make(self, manifest: Manifest) -> Manifest:
+    async def create(self, manifest: Manifest) -> Manifest:
         """Make a child that the store does not know.
 
         Returns: the child as it is now; one of ours that lost its labels is given them back.
         Raises:  NameTaken: there is one, and it is not ours.
         """
         absent = _with_metadata(manifest, resourceVersion="1")
-        return await self._made(manifest, self._client.apply(absent, manager=MANAGER))
+        return await self._create_or_restore(manifest, self._client.apply(absent, manager=MANAGER))
 
-    async def make_once(self, manifest: Manifest) -> Manifest:
-        """As `make`, for a child of which MANAGER writes nothing ever after: less work for the API server."""
-        return await self._made(manifest, self._client.create(manifest, manager=MANAGER))
+    async def create_once(self, manifest: Manifest) -> Manifest:
+        """As `create`, for a child of which MANAGER writes nothing ever after: less work for the API server."""
+        return await self._create_or_restore(manifest, self._client.create(manifest, manager=MANAGER))
 
-    async def _made(self, manifest: Manifest, making: Awaitable[Manifest]) -> Manifest:
+    async def _create_or_restore(self, manifest: Manifest, making: Awaitable[Manifest]) -> Manifest:
         try:
             return self._remember(await making)
         except errors.Conflict:
@@ -85,7 +85,7 @@ class Applier:
             body["spec"] = {"replicas": live["spec"]["replicas"]}
         return self._remember(await self._client.apply(body, manager=SCALER))
 
-    async def keep(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
+    async def update(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
         """Make a known child what it should be; fields that we no longer want go."""
         same = _with_metadata(manifest, uid=live["metadata"]["uid"])
         return self._remember(await self._client.apply(same, manager=MANAGER))

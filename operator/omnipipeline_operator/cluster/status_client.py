@@ -19,8 +19,8 @@ import msgspec
 from omnipipeline_spec.types.pods import PROBE_PORT
 
 TIMEOUT_S: Final = 1.0
-SHORT_S: Final = 0.1  # for an address that was asked before and has never answered
-REMEMBERED: Final = 2000  # addresses; of more, those go that were asked longest ago
+UNANSWERED_TIMEOUT_S: Final = 0.1  # for an address that was asked before and has never answered
+MAX_ADDRESSES: Final = 2000  # addresses; of more, those go that were asked longest ago
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class StatusClient:
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession()
-        self._answers: dict[str, bool] = {}  #: Whether an address that was asked has ever answered.
+        self._has_answered: dict[str, bool] = {}  #: Whether an address that was asked has ever answered.
 
     async def __aenter__(self) -> StatusClient:
         return self
@@ -93,10 +93,10 @@ class StatusClient:
         return [each for each in answers if each is not None]
 
     async def _one(self, address: str) -> CoordinatorStatus | None:
-        status = await self._ask(address, TIMEOUT_S if self._answers.get(address, True) else SHORT_S)
-        self._answers[address] = self._answers.pop(address, False) or status is not None
-        if len(self._answers) > REMEMBERED:
-            del self._answers[next(iter(self._answers))]
+        status = await self._ask(address, TIMEOUT_S if self._has_answered.get(address, True) else UNANSWERED_TIMEOUT_S)
+        self._has_answered[address] = self._has_answered.pop(address, False) or status is not None
+        if len(self._has_answered) > MAX_ADDRESSES:
+            del self._has_answered[next(iter(self._has_answered))]
         return status
 
     async def _ask(self, address: str, timeout_s: float) -> CoordinatorStatus | None:

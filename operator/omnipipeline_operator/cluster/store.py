@@ -51,8 +51,8 @@ class Store:
         self._objects[address] = slimmed(manifest)
         if key is not None and manifest["kind"] != PIPELINE.name:
             self._children.setdefault(key, set()).add(address)
-        concerned = _concerned(manifest, known)
-        if manifest["kind"] != PIPELINE.name or known is None or _asks_for(known) != _asks_for(manifest):
+        concerned = _pipelines_of(manifest, known)
+        if manifest["kind"] != PIPELINE.name or known is None or _spec_identity(known) != _spec_identity(manifest):
             for each in concerned:
                 self._changes[each] = self._changes.get(each, 0) + 1
         return concerned
@@ -77,7 +77,7 @@ class Store:
             del self._objects[address]
             if manifest["kind"] == PIPELINE.name:
                 self._changes.pop(address[1:], None)
-        return _concerned(manifest, known)
+        return _pipelines_of(manifest, known)
 
     def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[Key]:
         """Of a kind, what a complete list did not have and what is not newer than the list is a ghost."""
@@ -124,7 +124,7 @@ def address_of(manifest: Mapping[str, Any]) -> Address:
     return manifest["kind"], metadata["namespace"], metadata["name"]
 
 
-def _concerned(*manifests: Mapping[str, Any] | None) -> set[Key]:
+def _pipelines_of(*manifests: Mapping[str, Any] | None) -> set[Key]:
     """The pipelines that these are of."""
     return {key for each in manifests if each is not None and (key := _pipeline_of(each)) is not None}
 
@@ -146,7 +146,7 @@ def _uid(manifest: Mapping[str, Any]) -> str:
     return str(manifest["metadata"].get("uid", ""))
 
 
-def _asks_for(pipeline: Mapping[str, Any]) -> tuple[Any, ...]:
+def _spec_identity(pipeline: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a look at a pipeline begins with."""
     metadata = pipeline["metadata"]
     return _uid(pipeline), metadata.get("generation"), "deletionTimestamp" in metadata

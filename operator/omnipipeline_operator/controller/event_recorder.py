@@ -24,10 +24,10 @@ from omnipipeline_operator.kinds import EVENT, PIPELINE
 log = logging.getLogger(__name__)
 
 MAX_NOTE: Final = 1024  # bytes that the API server takes
-SERIES_S: Final = 600.0  # the same again within this time is one Event with a count
-APART: Final = 3  # so often it is an Event of its own: an edit that is taken back is told, a crash every minute counted
+SERIES_GAP_S: Final = 600.0  # the same again within this time is one Event with a count
+BEFORE_SERIES: Final = 3  # the same transition so often in a row is an Event each time; after that a count
 PATCH_S: Final = 60.0  # between two writes of one series' count
-REMEMBERED: Final = 2000  # series; of more, those go that were told longest ago
+MAX_SERIES: Final = 2000  # series; of more, those go that were told longest ago
 
 
 class _Series(msgspec.Struct):
@@ -68,18 +68,18 @@ class EventRecorder:
         condition, now = transition.condition, self._clock()
         key = (owner.uid, condition.type, condition.status, condition.reason)
         known = self._series.pop(key, None)
-        if known is None or now - known.at >= SERIES_S:
+        if known is None or now - known.at >= SERIES_GAP_S:
             known = _Series(name="", count=0, at=now, written_at=now)
         known.count, known.at = known.count + 1, now
         self._series[key] = known
-        if len(self._series) > REMEMBERED:
+        if len(self._series) > MAX_SERIES:
             del self._series[next(iter(self._series))]
-        if known.count > APART:
+        if known.count > BEFORE_SERIES:
             if now - known.written_at < PATCH_S:
                 return
             known.written_at = now
             observed = datetime.now(UTC).strftime(_MICRO_TIME)
-            patch = {"series": {"count": known.count - APART + 1, "lastObservedTime": observed}}
+            patch = {"series": {"count": known.count - BEFORE_SERIES + 1, "lastObservedTime": observed}}
             try:
                 await self._client.merge(EVENT, owner.namespace, known.name, patch)
                 return

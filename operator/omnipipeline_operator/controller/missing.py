@@ -25,13 +25,13 @@ from omnipipeline_operator.desired.references import Reference
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 3.0  # a mount takes no longer, where nothing is missing
-FIRST_CHECK_S: Final = 2.0
-LAST_CHECK_S: Final = 30.0
-REFUSED_EVERY_S: Final = 10.0  # the ReplicaSet controller's own retries end at one in a quarter of an hour
-HANGS_AFTER_S: Final = 5.0
+MOUNT_GRACE_S: Final = 3.0  # a mount takes no longer, where nothing is missing
+MIN_CHECK_S: Final = 2.0
+MAX_CHECK_S: Final = 30.0
+RETRY_REFUSED_S: Final = 10.0  # the ReplicaSet controller's own retries end at one in a quarter of an hour
+STUCK_MOUNT_S: Final = 5.0
 RECENT_S: Final = 150.0  # a kubelet tries a mount again at least every 122 s; what it said before that is over
-LAST_REFUSED_S: Final = 60.0
+MAX_RETRY_REFUSED_S: Final = 60.0
 _SCHEDULING: Final = "FailedScheduling"  # a pod condition says that, and when it is over
 
 
@@ -79,7 +79,7 @@ class ReferenceChecker:
                 again.append(every_s)
                 found.append(_missing(each.unit, missing))
             elif workload is not None:
-                found += await self._of_pods(workload, template, again)
+                found += await self._check_pods(workload, template, again)
         job = next((each for each in desired.created if each["kind"] == kinds.JOB.name), None)
         lost = await self._missing(references.required(job["spec"]["template"])) if job else []
         if lost:
@@ -111,7 +111,9 @@ class ReferenceChecker:
             return []
         return sorted(listed, key=_last_observed_at, reverse=True)
 
-    async def _of_pods(self, workload: Workload, template: Mapping[str, Any], again: list[float]) -> list[Diagnostic]:
+    async def _check_pods(
+        self, workload: Workload, template: Mapping[str, Any], again: list[float]
+    ) -> list[Diagnostic]:
         """Of pods of which no container has started: why not, as far as their status does not say it."""
         for pod in workload.present:
             if pod.reason in workloads.UNPULLABLE:
@@ -125,8 +127,8 @@ class ReferenceChecker:
             return []
         pod = min(waiting, key=lambda each: each.created_at)  # one stands for all: each is a request
         age = self._now - pod.created_at
-        again.append(min(max(FIRST_CHECK_S, age / 2), LAST_CHECK_S))
-        for event in await self.events(uid=pod.uid) if age > PATIENCE_S else ():
+        again.append(min(max(MIN_CHECK_S, age / 2), MAX_CHECK_S))
+        for event in await self.events(uid=pod.uid) if age > MOUNT_GRACE_S else ():
             reason, is_recent = str(event.get("reason", "")), self._now - _last_observed_at(event) < RECENT_S
             if is_recent and reason.startswith("Failed") and reason != _SCHEDULING:
                 message = " ".join(str(event.get("message", "")).split())
@@ -158,16 +160,16 @@ class ReferenceChecker:
         return not await self._apply.secret_is_missing(head)
 
 
-def hangs(observed: Sequence[Workload], now: float) -> bool:
+def pods_are_stuck(observed: Sequence[Workload], now: float) -> bool:
     """Whether a pod has been about to start for suspiciously long: what it mounts may not be there."""
     return any(
-        pod.waits_for_volumes and now - pod.created_at > HANGS_AFTER_S for each in observed for pod in each.present
+        pod.waits_for_volumes and now - pod.created_at > STUCK_MOUNT_S for each in observed for pod in each.present
     )
 
 
-def due_again(refused: Workload, now: float) -> float:
+def retry_at(refused: Workload, now: float) -> float:
     """When to have its pods tried again: often at first, each minute when it has gone on for ten."""
-    wait = min(max(REFUSED_EVERY_S, (now - refused.refused_since) / 10), LAST_REFUSED_S)
+    wait = min(max(RETRY_REFUSED_S, (now - refused.refused_since) / 10), MAX_RETRY_REFUSED_S)
     return max(refused.tried_at, refused.refused_since) + wait
 
 

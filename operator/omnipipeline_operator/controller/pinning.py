@@ -25,7 +25,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
     control_secret: str
     rekeyed: str | None = None  #: Names the occasion on which all units were made anew: a lost Secret, mixed images.
     is_new: bool  #: The Secret may not have been made yet.
-    is_mixed: bool = False  #: Units of the wanted revision run different images, and more of it is to be made.
+    has_mixed_images: bool = False  #: Units of the wanted revision run different images, and more of it is to be made.
 
 
 def pins(
@@ -35,7 +35,7 @@ def pins(
     update: PipelineRevision,
     coordinator: str,
     image: str | None,
-    of_the_day: str,
+    default_image: str,
     random_id: str,
 ) -> Pins:
     """Read back from the revisions ConfigMap and the Deployments, else chosen now.
@@ -49,7 +49,7 @@ def pins(
     desired = {**update.units, COORDINATOR: coordinator}
     own = [each for each in observed if desired.get(each.unit) == each.revision]
     images = config.read_images(live)
-    chosen = image or pinned_image(own, images.get(update.revision), of_the_day)
+    chosen = image or pinned_image(own, images.get(update.revision), default_image)
     busy = [each for each in own if not each.idle]
     return Pins(
         image=chosen,
@@ -57,11 +57,13 @@ def pins(
         control_secret=secret or naming.control_secret(snapshot.owner.name, random_id),
         rekeyed=annotations.get(naming.REKEYED_PIN),
         is_new=secret not in secrets,
-        is_mixed=image is None and len({each.image for each in busy if each.started}) > 1 and len(busy) < len(desired),
+        has_mixed_images=image is None
+        and len({each.image for each in busy if each.started}) > 1
+        and len(busy) < len(desired),
     )
 
 
-def pinned_image(own: Sequence[Workload], remembered: str | None, of_the_day: str) -> str:
+def pinned_image(own: Sequence[Workload], remembered: str | None, default_image: str) -> str:
     """The one image of a pipeline revision, for units whose spec names none.
 
     What runs decides: it is not restarted, and the rest is to be like it. Where nothing runs and the image cannot be
@@ -73,9 +75,9 @@ def pinned_image(own: Sequence[Workload], remembered: str | None, of_the_day: st
     if running:
         return max(set(running), key=lambda each: (running.count(each), each))
     if any(each.waits_for_image for each in own):
-        return of_the_day
+        return default_image
     made = sorted((each for each in own if each.image), key=lambda each: (not each.idle, each.created_at))
-    return remembered or (made[-1].image if made else of_the_day)
+    return remembered or (made[-1].image if made else default_image)
 
 
 def rekeyed(snapshot: Snapshot) -> str | None:

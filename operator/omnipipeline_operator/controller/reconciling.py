@@ -22,7 +22,7 @@ from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import Key, Store
 from omnipipeline_operator.controller import adopting, coordinators, missing, pinning, reporting, revision_history
 from omnipipeline_operator.controller.event_recorder import EventRecorder
-from omnipipeline_operator.controller.missing import MissingReferences, ReferenceChecker, due_again
+from omnipipeline_operator.controller.missing import MissingReferences, ReferenceChecker, retry_at
 from omnipipeline_operator.controller.plan_cache import PlanCache
 from omnipipeline_operator.controller.planned import Planned, rollout_goal
 from omnipipeline_operator.controller.reporting import StatusReporter
@@ -94,7 +94,7 @@ class Reconciler:
             await self._reporter.refuse(resource, snapshot, applier, Refusal(reason=reason, message=str(error)))
             return None
         try:
-            return await self._act(resource, planned, snapshot, applier)
+            return await self._apply(resource, planned, snapshot, applier)
         except PipelineDeleted:
             return None
 
@@ -112,7 +112,7 @@ class Reconciler:
             update=plan.current,
             coordinator=plan.coordinator.revision,
             image=spec.image,
-            of_the_day=self._settings.stage_image,
+            default_image=self._settings.stage_image,
             random_id=secrets.token_hex(5),
         )
         facts = PodFacts(
@@ -125,28 +125,28 @@ class Reconciler:
         desired = children.children(spec, plan, facts, scrapers=self._settings.scrapers)
         return Planned(spec=spec, plan=plan, goal=rollout_goal(spec, plan), pins=pins, desired=desired)
 
-    async def _act(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
+    async def _apply(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
         observed = snapshot.workloads
         writer = Writer(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
-        if await self._lost_its_key(planned, snapshot, observed, applier):
+        if await self._secret_is_lost(planned, snapshot, observed, applier):
             log.warning(
                 "%s/%s: Secret %s is lost", snapshot.owner.namespace, snapshot.owner.name, planned.pins.control_secret
             )
-            await writer.renew(snapshot.entries(), planned.pins, rekey=True)
+            await writer.restart_units(snapshot.entries(), planned.pins, rekey=True)
             return SOON_S
-        if planned.pins.is_mixed:
+        if planned.pins.has_mixed_images:
             log.info(
                 "%s/%s: its units run different images: all are made anew",
                 snapshot.owner.namespace,
                 snapshot.owner.name,
             )
-            await writer.renew(snapshot.entries(), planned.pins, rekey=False)
+            await writer.restart_units(snapshot.entries(), planned.pins, rekey=False)
             return SOON_S
-        answers = await coordinators.ask(self._status_client, snapshot)
+        statuses = await coordinators.ask(self._status_client, snapshot)
         known, before = snapshot.entries(), conditions.reported(resource.get("status", {}))
         serving = {each.revision: each.units for each in known}.get(before.get("revision", {}).get("current", ""), {})
         update = planned.plan.current
-        may_shrink = all(update.revision in each.revisions for each in answers)
+        may_shrink = all(update.revision in each.revisions for each in statuses)
         decision, now = rollout.decide(planned.goal, observed, serving), self._clock()
         checker = ReferenceChecker(self._client, applier, snapshot.owner, now=now)
         missing_references = await self._missing_references(checker, planned, snapshot, observed, decision)
@@ -157,12 +157,12 @@ class Reconciler:
             pins=planned.pins,
             held=missing_references.held,
             prefetch_held=missing_references.prefetch_held,
-            aside=await coordinators.aside(self._client, snapshot, answers),
-            retried=[each for each in observed if each.refused is not None and due_again(each, now) <= now],
+            aside=await coordinators.aside(self._client, snapshot, statuses),
+            retried=[each for each in observed if each.refused is not None and retry_at(each, now) <= now],
             now=now,
             curve=planned.spec.control.security.mode == "Curve",
             may_shrink=may_shrink or planned.goal.suspended,
-            loads=coordinators.loads(answers),
+            loads=coordinators.loads(statuses),
         )
         refusal, again, failed = None, None if may_shrink else SOON_S, None
         try:
@@ -171,29 +171,29 @@ class Reconciler:
             refusal = Refusal(reason="NameConflict", message=str(error))
             again = SOON_S if error.temporary else LATER_S
         except (errors.Invalid, errors.Forbidden) as error:
-            refusal, failed = _refused_child(error), error
+            refusal, failed = _child_refusal(error), error
         after = self._snapshot(snapshot.owner)
-        facts = reporting.facts(planned, after, answers, refusal, serving, missing_references)
+        facts = reporting.facts(planned, after, statuses, refusal, serving, missing_references)
         reported = await self._reporter.summarise(resource, facts, applier)
         if failed is not None:
             raise failed
         if conditions.is_true(reported, "Ready"):
             await revision_history.record(self._client, after, resource, planned.plan, planned.goal.history)
         now = self._clock()
-        times = [due_again(each, now) for each in facts.observed if each.refused is not None]
+        times = [retry_at(each, now) for each in facts.observed if each.refused is not None]
         times += filter(None, [status.deadline(facts, now)])
         waits = [again, missing_references.again_s, *(max(each - now, SOON_S) for each in times)]
         return min((each for each in waits if each is not None), default=None)
 
-    async def _lost_its_key(
+    async def _secret_is_lost(
         self, planned: Planned, snapshot: Snapshot, observed: Sequence[Workload], applier: Applier
     ) -> bool:
         """Asked before pods of a new revision are made, and when pods hang: without their Secret they never start."""
         if planned.spec.control.security.mode != "Curve" or planned.pins.is_new:
             return False
         existing = {(each.unit, each.revision) for each in observed}
-        makes = any((each.unit, each.revision) not in existing for each in planned.desired.workloads)
-        if not makes and not missing.hangs(observed, self._clock()):
+        creates = any((each.unit, each.revision) not in existing for each in planned.desired.workloads)
+        if not creates and not missing.pods_are_stuck(observed, self._clock()):
             return False
         manifest = config.secret(planned.pins.control_secret, snapshot.owner, bytes(config.KEY_BYTES))
         return await applier.secret_is_missing(manifest)
@@ -225,7 +225,7 @@ class Reconciler:
             raise PipelineDeleted(f"{owner.namespace}/{owner.name} is going")
 
 
-def _refused_child(error: errors.ClusterError) -> Refusal:
+def _child_refusal(error: errors.ClusterError) -> Refusal:
     """The API server will not have an object as the spec makes it: a quota, a policy, a podTemplate that is none."""
     reason = "QuotaExceeded" if "exceeded quota" in error.message else "ChildRefused"
     return Refusal(reason=reason, message=error.message)

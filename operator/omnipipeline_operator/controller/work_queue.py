@@ -17,12 +17,12 @@ from typing import Final
 
 Key = tuple[str, str]
 
-FIRST_RETRY_S: Final = 0.2
+MIN_RETRY_S: Final = 0.2
 MAX_RETRY_S: Final = 60.0
 COOL_DOWN_S: Final = 0.1  # between two reconciles of one pipeline, edits apart: watch events come in bursts
 MAX_COOL_DOWNS: Final = 1000  # above this size, expired cool-downs are pruned
 MAX_CHANGED_DELAY_S: Final = 5.0
-STREAK: Final = 8  # so many looks of the first lane in a row, then one of the second: neither may starve
+MAX_URGENT_IN_A_ROW: Final = 8  # so many looks of the first lane in a row, then one of the second: neither may starve
 CHANGED_RETRY_S: Final = 1.0  # not at once: the change may be what the failing look itself has written
 
 
@@ -36,23 +36,23 @@ class WorkQueue:
         self._now = clock
         self._due: dict[Key, float] = {}  #: When each waiting key may be taken.
         self._heap: list[tuple[float, Key]] = []  #: Has an entry for each of ``_due``, and stale ones.
-        self._first: dict[Key, None] = {}  #: Keys that go before all others once they are due, in order.
-        self._streak = 0  #: Looks of the first lane since the last one of the second.
-        self._taken: dict[Key, bool] = {}  #: Being looked at -> added again meanwhile.
+        self._urgent: dict[Key, None] = {}  #: Keys that go before all others once they are due, in order.
+        self._urgent_in_a_row = 0  #: Looks of the first lane since the last one of the second.
+        self._in_progress: dict[Key, bool] = {}  #: Being looked at -> added again meanwhile.
         self._failures: dict[Key, int] = {}
         self._cool_down_until: dict[Key, float] = {}
         self._changed_in_a_row: dict[Key, int] = {}  #: Looks in a row during which something has changed.
         self._wake = asyncio.Event()
 
-    def add(self, key: Key, after_s: float = 0.0, *, first: bool = False) -> None:
+    def add(self, key: Key, after_s: float = 0.0, *, urgent: bool = False) -> None:
         """Look at ``key`` in ``after_s`` seconds, or earlier if that was wanted already. ``first``: before others."""
-        if first:
-            self._first[key] = None
-        if key in self._taken and after_s <= 0:
-            self._taken[key] = True
+        if urgent:
+            self._urgent[key] = None
+        if key in self._in_progress and after_s <= 0:
+            self._in_progress[key] = True
             return
         at = self._now() + after_s
-        if not first:
+        if not urgent:
             at = max(at, self._cool_down_until.get(key, 0.0))
         if key not in self._due or at < self._due[key]:
             self._due[key] = at
@@ -65,11 +65,11 @@ class WorkQueue:
             key = self._next()
             if key is not None:
                 del self._due[key]
-                if key in self._taken:
-                    self._taken[key] = True
+                if key in self._in_progress:
+                    self._in_progress[key] = True
                     continue
-                self._first.pop(key, None)
-                self._taken[key] = False
+                self._urgent.pop(key, None)
+                self._in_progress[key] = False
                 return key
             self._wake.clear()
             try:
@@ -90,8 +90,8 @@ class WorkQueue:
             again_s = min(COOL_DOWN_S * 2.0 ** (count - 1), MAX_CHANGED_DELAY_S, again_s or math.inf)
         else:
             self._changed_in_a_row.pop(key, None)
-        if self._taken.pop(key):
-            self.add(key, first=key in self._first)
+        if self._in_progress.pop(key):
+            self.add(key, urgent=key in self._urgent)
         elif again_s is not None:
             self.add(key, again_s)
 
@@ -99,8 +99,8 @@ class WorkQueue:
         """The look did not go well: look again later, each time later. Returns when."""
         count = self._failures.get(key, 0)
         self._failures[key] = count + 1
-        wait: float = min(FIRST_RETRY_S * 2.0**count, MAX_RETRY_S) * (1 + 0.2 * self._jitter())
-        if self._taken.pop(key):  # something has changed meanwhile: perhaps the cure
+        wait: float = min(MIN_RETRY_S * 2.0**count, MAX_RETRY_S) * (1 + 0.2 * self._jitter())
+        if self._in_progress.pop(key):  # something has changed meanwhile: perhaps the cure
             wait = min(wait, CHANGED_RETRY_S)
         self.add(key, max(wait, least_s))
         return max(wait, least_s)
@@ -110,7 +110,7 @@ class WorkQueue:
         return max(0.0, max((self._now() - at for at in self._due.values()), default=0.0))
 
     def __len__(self) -> int:
-        return len(self._due) + len(self._taken)
+        return len(self._due) + len(self._in_progress)
 
     def _start_cool_down(self, key: Key) -> None:
         now = self._now()
@@ -123,12 +123,12 @@ class WorkQueue:
         now, wait = self._now(), self.next_in_s()
         if wait is None or wait > 0:
             return None
-        if self._streak < STREAK:
-            for key in self._first:
+        if self._urgent_in_a_row < MAX_URGENT_IN_A_ROW:
+            for key in self._urgent:
                 if self._due.get(key, math.inf) <= now:
-                    self._streak += 1
+                    self._urgent_in_a_row += 1
                     return key
-        self._streak = 0
+        self._urgent_in_a_row = 0
         return self._heap[0][1]
 
     def next_in_s(self) -> float | None:

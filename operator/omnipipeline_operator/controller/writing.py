@@ -53,28 +53,28 @@ class Writer:
         self._snapshot = snapshot
         self._apply = applier
         self._ensure_exists = ensure_exists  #: Asked before anything is made; raises when the resource is gone.
-        self._asked = False
+        self._exists = False
 
     async def apply(self, state: DesiredState) -> None:
         """Make it so. Raises: NameTaken, errors.ClusterError."""
-        revisions = await self._revisions(state)
+        revisions = await self._write_revisions(state)
         if state.curve and state.pins.is_new:
-            await self._key(state.pins)
-        await self._created(
+            await self._create_key(state.pins)
+        await self._create_missing(
             [each for each in state.desired.created if each["kind"] != JOB.name or not state.prefetch_held]
         )
         for manifest in state.desired.applied:
-            await self._keep(manifest)
+            await self._ensure(manifest)
         await self._workloads(state)
         for each in state.retried:
             await self._apply.annotate_deployment(each.name, {naming.RETRIED_AT: str(int(state.now))})
         await self._refresh_coordinators(revisions)
         await self._delete_undesired([*state.desired.applied, *state.desired.created])
-        await self._retire(state.decision.retired, state.desired)
+        await self._delete_retired(state.decision.retired, state.desired)
 
     # --- what pods need -----------------------------------------------------------------------------------------
 
-    async def _revisions(self, state: DesiredState) -> Manifest:
+    async def _write_revisions(self, state: DesiredState) -> Manifest:
         pins = state.pins
         manifest = config.revisions(
             state.entries,
@@ -85,13 +85,13 @@ class Writer:
             rekeyed=pins.rekeyed,
             aside=state.aside if state.aside or config.has_aside(self._snapshot.revisions()) else None,
         )
-        return await self._keep(manifest)
+        return await self._ensure(manifest)
 
-    async def renew(self, entries: Sequence[PipelineRevision], pins: Pins, *, rekey: bool) -> None:
+    async def restart_units(self, entries: Sequence[PipelineRevision], pins: Pins, *, rekey: bool) -> None:
         """Have the next look plan every unit anew. ``rekey``: the Secret is lost, and gets a successor."""
         occasion = secrets.token_hex(5)
         named = naming.control_secret(self._snapshot.owner.name, occasion) if rekey else pins.control_secret
-        await self._keep(
+        await self._ensure(
             config.revisions(
                 entries,
                 self._snapshot.owner,
@@ -102,26 +102,26 @@ class Writer:
             )
         )
 
-    async def _key(self, pins: Pins) -> None:
+    async def _create_key(self, pins: Pins) -> None:
         """Its name stands in the revisions ConfigMap already, so a restart here makes no second one."""
-        await self._before_making()
+        await self._before_creating()
         key = secrets.token_bytes(config.KEY_BYTES)
         await self._apply.create_secret(config.secret(pins.control_secret, self._snapshot.owner, key))
 
-    async def _created(self, manifests: Sequence[Manifest]) -> None:
+    async def _create_missing(self, manifests: Sequence[Manifest]) -> None:
         for manifest in manifests:
             kind, name = kinds.of(manifest), manifest["metadata"]["name"]
             live = self._snapshot.claim(name) if kind is kinds.CLAIM else self._snapshot.child(kind, name)
             if live is None:
-                await self._make(manifest)
+                await self._create(manifest)
 
-    async def _keep(self, manifest: Manifest) -> Manifest:
+    async def _ensure(self, manifest: Manifest) -> Manifest:
         """As it should be, whoever has changed it; what others added to it stays. The child as it is now."""
         manifest = comparing.stamped(manifest)
         live = self._snapshot.child(kinds.of(manifest), manifest["metadata"]["name"])
         if live is None:
-            return await self._make(manifest)
-        return live if comparing.matches(manifest, live) else await self._apply.keep(manifest, live)
+            return await self._create(manifest)
+        return live if comparing.matches(manifest, live) else await self._apply.update(manifest, live)
 
     # --- Deployments --------------------------------------------------------------------------------------------
 
@@ -163,10 +163,10 @@ class Writer:
     ) -> None:
         """One of the plan's own; its template is written when it is made and never again."""
         if self._snapshot.child(CONFIG_MAP, desired.plan["metadata"]["name"]) is None:
-            await self._make_once(desired.plan)
+            await self._create_once(desired.plan)
         if live is None:
             spec = {"replicas": replicas, **desired.deployment["spec"]}
-            await self._make_once({**desired.deployment, "spec": spec})
+            await self._create_once({**desired.deployment, "spec": spec})
             return  # one that was there after all keeps its replicas: the next look decides, knowing them
         head = desired.deployment["metadata"]
         same_head = comparing.matches({"labels": head["labels"]}, live["metadata"])
@@ -228,7 +228,7 @@ class Writer:
                 if (kind.name, live["metadata"]["name"]) not in names:
                     await self._apply.delete(live)
 
-    async def _retire(self, retired: Sequence[Workload], desired: children.Children) -> None:
+    async def _delete_retired(self, retired: Sequence[Workload], desired: children.Children) -> None:
         for each in retired:
             live = self._snapshot.child(DEPLOYMENT, each.name)
             if live is not None:
@@ -243,16 +243,16 @@ class Writer:
 
     # --- making -------------------------------------------------------------------------------------------------
 
-    async def _make(self, manifest: Manifest) -> Manifest:
-        await self._before_making()
-        return await self._apply.make(manifest)
+    async def _create(self, manifest: Manifest) -> Manifest:
+        await self._before_creating()
+        return await self._apply.create(manifest)
 
-    async def _make_once(self, manifest: Manifest) -> Manifest:
-        await self._before_making()
-        return await self._apply.make_once(manifest)
+    async def _create_once(self, manifest: Manifest) -> Manifest:
+        await self._before_creating()
+        return await self._apply.create_once(manifest)
 
-    async def _before_making(self) -> None:
+    async def _before_creating(self) -> None:
         """A resource that is gone, and whose deletion no watch has told us, must not fight garbage collection."""
-        if not self._asked:
+        if not self._exists:
             await self._ensure_exists()
-            self._asked = True
+            self._exists = True

@@ -67,7 +67,7 @@ class Operator:
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watch())
-                    group.create_task(self._relist_for_ever())
+                    group.create_task(self._relist_forever())
                     group.create_task(self._lead(group))
             except* Stopped:
                 log.info("told to stop")
@@ -99,7 +99,7 @@ class Operator:
         )
         raise Stopped("told to stop")
 
-    async def _relist_for_ever(self) -> None:
+    async def _relist_forever(self) -> None:
         while True:
             wait, began = self._settings.relist_s, time.monotonic()
             try:

@@ -51,7 +51,7 @@ class Watcher:
         manifest = {**manifest, "kind": kind.name, "apiVersion": kind.api_version}
         before = self._store.pipeline(_key(manifest)) if kind is PIPELINE else None
         for key in self._store.drop(manifest) if event == "DELETED" else self._store.put(manifest):
-            self._queue.add(key, first=kind is PIPELINE and event is not None and _is_edit(before, manifest))
+            self._queue.add(key, urgent=kind is PIPELINE and event is not None and _is_edit(before, manifest))
 
     async def relist(self, client: Client, namespaces: tuple[str, ...], *, spread_s: float) -> None:
         """Read everything anew: what a watch has missed is put right, and what is gone is forgotten.
@@ -88,7 +88,7 @@ def _is_edit(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
     return before is None or before["metadata"].get("generation") != now["metadata"].get("generation")
 
 
-class _NoMemory(kopf.DiffBaseStorage):
+class _NoDiffBase(kopf.DiffBaseStorage):
     """kopf compares no object with an earlier state of it: its copies were two thirds of all processor time."""
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
@@ -104,7 +104,7 @@ class _NoMemory(kopf.DiffBaseStorage):
 async def _configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.posting.enabled = False
     settings.scanning.disabled = True
-    settings.persistence.diffbase_storage = _NoMemory()
+    settings.persistence.diffbase_storage = _NoDiffBase()
     settings.watching.chunk_size = CHUNK
     settings.queueing.idle_timeout = WORKER_S
     settings.watching.inactivity_timeout = IDLE_S

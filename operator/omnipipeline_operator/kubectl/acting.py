@@ -33,7 +33,7 @@ def chosen(
     return [
         pod
         for pod in pods
-        if _lasts(pod)
+        if _is_active(pod)
         and (not names or pod["metadata"]["name"] in names)
         and (units is None or pod["metadata"]["labels"].get(naming.UNIT_LABEL) in units)
         and (node is None or pod.get("spec", {}).get("nodeName") == node)
@@ -53,7 +53,7 @@ def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: f
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
-        while not _settled(kubectl, name, pod):
+        while not _is_replaced(kubectl, name, pod):
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
@@ -73,17 +73,17 @@ def _evicted(kubectl: Kubectl, pod: Manifest, report: Report, refused: str) -> b
     return True
 
 
-def _settled(kubectl: Kubectl, name: str, left: Manifest) -> bool:
+def _is_replaced(kubectl: Kubectl, name: str, left: Manifest) -> bool:
     """Gone, and every other pod of its unit is ready."""
     unit = left["metadata"]["labels"].get(naming.UNIT_LABEL)
     pods = kubectl.listed("pods", naming.selector(name, unit))
     if any(pod["metadata"]["uid"] == left["metadata"]["uid"] for pod in pods):
         return False
-    lasting = [pod for pod in pods if _lasts(pod)]
+    lasting = [pod for pod in pods if _is_active(pod)]
     return bool(lasting) and all(map(_ready, lasting))
 
 
-def _lasts(pod: Manifest) -> bool:
+def _is_active(pod: Manifest) -> bool:
     """It works or is about to: not a prefetch that is done, nor a pod that a full node has thrown out."""
     over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     return not over and "deletionTimestamp" not in pod["metadata"]
