@@ -353,7 +353,8 @@ class StageProcess(Process):
     async def _watch_progress(self) -> None:
         """End a process whose loop makes no progress though it has work: long computing is not death, this is.
 
-        Where something keeps the GIL for so long that nobody can look, C code ends it, and prints all stacks.
+        The log gets the stacks of all threads. Where something keeps the GIL for so long that this loop cannot run,
+        C code (`faulthandler`) prints them and ends the process.
         """
         stuck_after_s = self._settings.plan.stuck_after_s
         seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
@@ -368,6 +369,7 @@ class StageProcess(Process):
                     if not self._loaded or not stage.computing or stage.steps != steps:
                         seen[name] = (stage.steps, now)
                     elif now - since > stuck_after_s:
+                        faulthandler.dump_traceback()
                         self._failed(name, TimeoutError(f"no progress for {stuck_after_s:.0f} s with work at hand"))
                         return
         finally:

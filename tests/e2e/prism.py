@@ -48,9 +48,7 @@ def take() -> Any:
             pickle.loads(pickle.dumps(Broken))
         if "hold" in data:
             _hold_the_gil(data["hold"])
-        until = time.monotonic() + data.get("nap", 0)
-        while time.monotonic() < until and not payload.request.cancelled():
-            time.sleep(0.01)
+        _nap(payload.request, data.get("nap", 0))
         return {**data, "tensor": np.full(data.get("size", 4), len(data["text"]) % 251, np.uint8)}
 
     return omni.Simple(run, concurrency=8)
@@ -59,6 +57,12 @@ def take() -> Any:
 def _hold_the_gil(seconds: float) -> None:
     """As a C extension does that computes and never lets go: sleep by a foreign function that keeps the lock."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def _nap(request: omni.OmniRequest, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not request.cancelled():
+        time.sleep(0.01)
 
 
 def side(name: str) -> Any:
