@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ async def visited(both: tuple[Side, Side], *, rounds: int, requests: int) -> dic
                 hops.append((four.wall_us - one.wall_us) / 3)
             if number:  # the first one warms up
                 samples.append((fours, hops))
-        row = {
+        row: dict[str, Any] = {
             "cpu_us": [_median(fours[side].cpu_us for fours, _ in samples) for side in (0, 1)],
             "cpu_ratio": _median(fours[0].cpu_us / fours[1].cpu_us for fours, _ in samples),
             "waits": [_median(fours[side].waits for fours, _ in samples) for side in (0, 1)],
@@ -172,7 +172,7 @@ async def _asked(url: str, body: bytes, total: int) -> float:
     return float(printed)
 
 
-def _median(values: Any) -> float:
+def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 

@@ -133,7 +133,8 @@ def relay_once(control: Control, relays: Relays, backend: str) -> Callable[[int,
         operation = relays.put(extracted, request_id="r", peer="far", backend=backend)
         assert operation is not None
         control.say({"get": operation.metadata})
-        arrived, released = control.hear(), control.hear()
+        arrived: int = control.hear()
+        released: int = control.hear()
         relays.released("far", released)
         return (arrived - begun) / 1e9
 
@@ -154,7 +155,8 @@ def send_raw(control: Control, connection: socket.socket, source: np.ndarray[Any
     control.hear()  # it waits for the bytes now
     begun = time.monotonic_ns()
     connection.sendall(source.data)
-    return (control.hear() - begun) / 1e9
+    arrived: int = control.hear()
+    return (arrived - begun) / 1e9
 
 
 async def far(control: Control) -> None:
@@ -189,7 +191,7 @@ async def far(control: Control) -> None:
                     if len(target) != nbytes:
                         target = np.ones(nbytes, np.uint8)
                     control.say(None)
-                    connection.recv_into(target, nbytes, socket.MSG_WAITALL)
+                    connection.recv_into(target.data, nbytes, socket.MSG_WAITALL)
                     control.say(time.monotonic_ns())
         except (EOFError, ConnectionError):
             over.set()

@@ -77,7 +77,7 @@ def _hooks(draw: st.DrawFn, stage: Document, sources: list[str]) -> None:
         stage["terminal"] = True
     elif draw(st.booleans()):
         stage["routeFn"] = draw(FUNCTIONS)
-    if sources and draw(st.booleans()):
+    if bool(sources) and draw(st.booleans()):
         stage["waitFor"] = draw(st.permutations(sources))
         stage["mergeFn"] = draw(FUNCTIONS)
         if draw(st.booleans()):
@@ -85,7 +85,7 @@ def _hooks(draw: st.DrawFn, stage: Document, sources: list[str]) -> None:
     if stage.get("streamTo") and draw(st.booleans()):
         stage["streamDoneToFn"] = draw(FUNCTIONS)
     targets = sorted({*stage.get("next", []), *stage.get("streamTo", [])})
-    if targets and draw(st.booleans()):
+    if bool(targets) and draw(st.booleans()):
         stage["projectPayload"] = {draw(st.sampled_from(targets)): draw(FUNCTIONS)}
     if draw(st.booleans()):
         stage["factoryArgs"] = draw(FREE)
@@ -134,14 +134,15 @@ def _fuse(draw: st.DrawFn, stages: list[Document]) -> list[list[str]]:
         joined = [other for other in stages if other.get("process") in (stage["process"], after["process"])]
         if alone and len({gpu for other in joined for gpu in other.get("gpu", [])}) <= 1:
             pairs.append([stage["name"], after["name"]])
-    return [draw(st.sampled_from(pairs))] if pairs and draw(st.booleans()) else []
+    return [draw(st.sampled_from(pairs))] if bool(pairs) and draw(st.booleans()) else []
 
 
 def _refine(draw: st.DrawFn, spec: Document, stages: list[Document], fused: list[list[str]]) -> None:
     """Refinements; one replica count for all, because groups that share a GPU must agree."""
     by_name = {stage["name"]: stage for stage in stages}
     absorbed = {by_name[name]["process"] for pair in fused for name in pair[1:]}
-    groups = sorted({stage.get("process", stage["name"]) for stage in stages} - absorbed)
+    processes: set[Any] = {stage.get("process", stage["name"]) for stage in stages}
+    groups = sorted(processes - absorbed)
     replicas = draw(st.integers(1, 3))
     refined = []
     for group in draw(st.lists(st.sampled_from(groups), unique=True, max_size=4)) if groups else []:

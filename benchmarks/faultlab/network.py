@@ -6,6 +6,7 @@ Needs root. One bridge, one veth pair per process; a cut takes the process's lin
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import secrets
@@ -146,8 +147,8 @@ class NetPipeline:
     def _launch(self, folder: Path) -> None:
         key = folder / "key"
         key.write_bytes(secrets.token_bytes(32))
-        for part in (*self._plan.units, self._plan.coordinator):
-            codefiles.write(part.code, folder / "code")
+        for code in (*(unit.code for unit in self._plan.units), self._plan.coordinator.code):
+            codefiles.write(code, folder / "code")
         common = launching.environment(os.environ, path=(folder / "code",), code_dir=folder / "code")
         common["OMNI_CONTROL_KEY_FILE"] = str(key)
         coordinator = self.network.add("coordinator")
@@ -175,7 +176,7 @@ class NetPipeline:
                         replica=replica,
                         coordinators=f"tcp://{coordinator}:{PORT}",
                         environment=common,
-                        addresses=lambda endpoint=endpoint: Addresses(listen=endpoint, advertise=endpoint),
+                        addresses=functools.partial(Addresses, listen=endpoint, advertise=endpoint),
                     )
                     self._add(name, launching.stage_instance(launch))
 

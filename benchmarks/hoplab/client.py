@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -55,6 +56,7 @@ class Connection(asyncio.Protocol):
 
 async def main(url: str, concurrency: int, total: int, body: bytes) -> None:
     where = urlsplit(url)
+    assert where.hostname is not None and where.port is not None
     head = f"POST {where.path} HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
     loop = asyncio.get_running_loop()
@@ -62,7 +64,7 @@ async def main(url: str, concurrency: int, total: int, body: bytes) -> None:
     ends: list[asyncio.Future[None]] = [loop.create_future() for _ in range(concurrency)]
     began = time.perf_counter()
     for end in ends:
-        await loop.create_connection(lambda end=end: Connection(request, left, end), where.hostname, where.port)
+        await loop.create_connection(partial(Connection, request, left, end), where.hostname, where.port)
     await asyncio.gather(*ends)
     print(total / (time.perf_counter() - began))
 

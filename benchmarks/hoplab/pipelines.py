@@ -40,7 +40,7 @@ def pipeline(stages: int, *, processes: int, relay: Literal["auto", "tcp"] = "au
                 name=name,
                 process=f"p{index % processes}",
                 factory="hop_echo:make",
-                next=names[index + 1] if index + 1 < stages else None,
+                next=names[index + 1 : index + 2],
                 terminal=index + 1 == stages,
             )
             for index, name in enumerate(names)

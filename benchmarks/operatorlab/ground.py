@@ -6,6 +6,7 @@ Here: making all that, and an administrator's requests. Not here: the operator (
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -177,7 +178,8 @@ async def storm(ground: Ground, *, foreign_per_s: float, own_per_s: float) -> As
             return
 
     rates = [(strange, foreign_per_s), (own, own_per_s)]
-    tasks = [asyncio.create_task(_steadily(lambda p=pods: touch(p), rate)) for pods, rate in rates if pods and rate]
+    touches = [(functools.partial(touch, pods), rate) for pods, rate in rates if pods and rate]
+    tasks = [asyncio.create_task(_steadily(one, rate)) for one, rate in touches]
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ def test_the_smoke_test_and_the_code_it_sends_are_python() -> None:
     text = (CHART / "files" / "smoke.py").read_text()
     tree = ast.parse(text)
     sent = next(
-        node.value.value
+        str(node.value.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and "omni" in str(node.value.value)
     )

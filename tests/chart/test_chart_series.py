@@ -64,7 +64,7 @@ def of_coordinator() -> str:
     tallies.timed([Timing("split", 1000, 2000)])
     source = ast.parse(textwrap.dedent(inspect.getsource(desk.RequestDesk.metrics)))
     tables = [node for node in ast.walk(source) if isinstance(node, ast.Dict)]
-    keys = [key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)]
+    keys = [str(key.value) for table in tables for key in table.keys if isinstance(key, ast.Constant)]
     numbers: dict[str, Any] = dict.fromkeys(keys, 1.0)
     shaped = {"requests": {("chat", "completed"): 1}, "stages": tallies.stages(), "control": {}, "relay": {}}
     assert set(shaped) <= set(numbers)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ class Installed:
     def apply(self, pipeline: dict[str, Any]) -> None:
         self.kubectl("apply", "--validate=strict", "-f", "-", stdin=json.dumps(pipeline))
 
-    def patch(self, name: str, spec: dict[str, object]) -> None:
+    def patch(self, name: str, spec: Mapping[str, object]) -> None:
         self.kubectl("patch", "omnipipeline", name, "--type=merge", f"--patch={json.dumps({'spec': spec})}")
 
     def status(self, name: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def build_images() -> Images:
 
 def _build(program: Path, target: str) -> str:
     name = f"localhost/omnipipeline-{target}:e2e"
-    command = [program, "build", "-t", name, "-f", "Dockerfile", "--target", target, "."]
+    command = [str(program), "build", "-t", name, "-f", "Dockerfile", "--target", target, "."]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=BUILD_S)
     assert done.returncode == 0, f"{target}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
     return name

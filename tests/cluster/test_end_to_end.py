@@ -9,6 +9,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Callable
+from functools import partial
 
 import openai
 import pytest
@@ -94,7 +95,7 @@ async def test_scaling_draining_and_rolling_under_load_fail_no_request(installed
 
         for replicas in (3, 1):
             installed.patch("choir", {"processGroups": [{"name": "voices", "replicas": replicas}]})
-            await _in_thread_until(lambda n=replicas: _ready_pods(installed, "choir", "voices") == n)
+            await _in_thread_until(partial(lambda n: _ready_pods(installed, "choir", "voices") == n, replicas))
             await load.some(300)
 
         before = installed.uids("choir")

@@ -44,7 +44,7 @@ def next_image(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -
     assert program is not None, "no kit, and OMNI_TEST_NEXT_STAGE_IMAGE is not set"
     folder, name = tmp_path_factory.mktemp("next"), "localhost/omnipipeline-stage:e2e-next"
     Path(folder, "Dockerfile").write_text(DOCKERFILE.format(stage=installed.images.stage, ready_after_s=READY_AFTER_S))
-    command = [program, "build", "-t", name, "-f", "Dockerfile", "."]
+    command = [str(program), "build", "-t", name, "-f", "Dockerfile", "."]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BUILD_S)
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -81,7 +82,9 @@ def test_a_stranger_gets_in_everywhere_without_a_policy_and_only_to_http_with_on
     wait_for("the policies", lambda: _policies(installed) == 2 or None, timeout_s=120)
     for namespace in namespaces:
         assert wait_for(
-            "closed", lambda where=namespace: _knock(installed, where, everything) == http or None, timeout_s=120
+            "closed",
+            partial(lambda where: _knock(installed, where, everything) == http or None, namespace),
+            timeout_s=120,
         )
     installed.patch("guarded", {"networkPolicy": {"enabled": True, "ingressFrom": [{"podSelector": {}}]}})
     wait_for(

@@ -50,7 +50,7 @@ def mutants(api: client.ApiClient) -> Iterator[dict[Key, str]]:
     crds = [_without(key, group) for key, group in groups.items()]
     _install(api, crds)
     yield groups
-    extensions = client.ApiextensionsV1Api(api)
+    extensions: Any = client.ApiextensionsV1Api(api)  # it takes plain dicts, too; its types do not say so
     for each in crds:
         extensions.delete_custom_resource_definition(each["metadata"]["name"])
 
@@ -88,7 +88,7 @@ def _drop(node: Any, rule: str) -> int:
 
 
 def _install(api: client.ApiClient, crds: list[dict[str, Any]]) -> None:
-    extensions = client.ApiextensionsV1Api(api)
+    extensions: Any = client.ApiextensionsV1Api(api)  # it takes plain dicts, too; its types do not say so
     for each in crds:
         try:
             extensions.create_custom_resource_definition(each)
@@ -131,7 +131,7 @@ def _refusal(
     except ApiException as error:
         if error.status == 404:
             return "not served"
-        causes = json.loads(error.body).get("details", {}).get("causes")
+        causes = json.loads(error.body or "{}").get("details", {}).get("causes")
         return "; ".join(f"{cause['field']}: {cause['message']}" for cause in causes) if causes else str(error.body)
     return None
 
@@ -189,7 +189,7 @@ def test_without_the_roots_rule_a_long_name_is_taken(api: client.ApiClient) -> N
     crd["spec"]["group"] = "root.omnipipeline.test"
     crd["spec"]["names"] |= {"shortNames": [], "categories": []}
     del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["x-kubernetes-validations"]
-    extensions = client.ApiextensionsV1Api(api)
+    extensions: Any = client.ApiextensionsV1Api(api)  # it takes plain dicts, too; its types do not say so
     extensions.create_custom_resource_definition(crd)
     try:
         ends = time.monotonic() + 30

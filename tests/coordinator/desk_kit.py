@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
-from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.coordinator.tickets import Ticket
 from stage_runtime.errors import RequestError, TransferError
 from stage_runtime.relays import payloads
@@ -160,6 +160,12 @@ class Played:
 
     # --- processes ----------------------------------------------------------------------------------------------
 
+    def record(self, request_id: str) -> RequestRecord:
+        """What the desk knows of a request that it has admitted."""
+        found = self.desk.record(request_id)
+        assert found is not None
+        return found
+
     def hello(
         self,
         incarnation: str,
@@ -269,3 +275,10 @@ async def error_of(ticket: Ticket) -> RequestError:
 
 def asked(request_id: str = "r1", *, stream: bool = False, inputs: Any = "hello") -> OmniRequest:
     return OmniRequest(id=request_id, inputs=inputs, stream=stream)
+
+
+def events_of(ticket: Ticket) -> AsyncGenerator[ChunkEvent | ResultEvent]:
+    """Its events, for a reader that may close them early."""
+    events = ticket.events()
+    assert isinstance(events, AsyncGenerator)
+    return events

@@ -54,4 +54,4 @@ async def test_no_is_known_as_soon_as_everybody_has_answered_or_is_gone() -> Non
         await asyncio.sleep(0)
         assert not answer.done()
         made.coordinator.lost("v1")
-        assert await asyncio.gather(answer, again) == [False, False]
+        assert list(await asyncio.gather(answer, again)) == [False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -51,7 +52,7 @@ async def test_who_says_hello_again_is_welcomed_again_and_nobody_else_is_trouble
     ("fields", "reason"),
     [({"pipeline": "other"}, "belongs to pipeline 'other'"), ({"edges": "99:edges"}, "speaks edges '99:edges'")],
 )
-async def test_who_does_not_belong_here_is_refused_with_the_reason(fields: dict[str, str], reason: str) -> None:
+async def test_who_does_not_belong_here_is_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
     async with played(joined=False) as made:
         assert not made.hello("x1", "voice", **fields)
         (refused,) = made.refused("x1")

@@ -150,7 +150,7 @@ def left() -> Any:
 
 
 def right() -> Any:
-    def run(payloads: list[omni.StagePayload]) -> list[Any]:
+    def run(payloads: list[omni.StagePayload]) -> Any:
         made = [at("batch", payload.data) for payload in payloads]
         for one in made:
             if one is not Nothing and len(payloads) == 1:

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,12 @@ class Pods:
             argv = launching.coordinator_instance({}, dict).commands()[0].argv
             command = Command(name=name, argv=argv, env=told, awaits=frozenset({Serving}))
             spec = InstanceSpec(
-                name=name, group=name, replica=0, stages=(), processes=(name,), commands=lambda one=command: [one]
+                name=name,
+                group=name,
+                replica=0,
+                stages=(),
+                processes=(name,),
+                commands=partial(lambda one: [one], command),
             )
             self._coordinators[name] = self._supervisor.add(spec, PATIENCE)
         for unit in plan.units:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
     async with pods(prism(APART), base, "old", "new") as made:
         async with Client(made.url("old")) as old, Client(made.url("new")) as new:
             for client in (old, new):
-                await eventually(lambda client=client: complete(client), 30)  # type: ignore[misc]
+                await eventually(partial(lambda client: complete(client), client), 30)
                 assert (await client.answer("a b"))["text"] == "a b"
 
             # a client's DELETE that reaches the coordinator which does not know its request

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,8 @@ async def test_a_stage_that_makes_no_progress_is_ended_whether_it_keeps_the_gil_
             body = await client.ask("a b", **{waits: 300})
             assert (body["error"]["code"], body["error"]["stage"]) == ("unavailable", "take"), waits
             for trace in traces:
-                await eventually(lambda trace=trace: trace in (base / "log").read_text())  # type: ignore[misc]
-            await eventually(lambda pid=pid: pipeline.pids().get("front", pid) != pid, 30)  # type: ignore[misc]
+                await eventually(partial(lambda trace: trace in (base / "log").read_text(), trace))
+            await eventually(partial(lambda pid: pipeline.pids().get("front", pid) != pid, pid), 30)
             await pipeline.ready()
         assert (await client.answer("a b"))["text"] == "a b"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
@@ -19,7 +20,7 @@ class Family(PipelineConfig, frozen=True, kw_only=True):
 
     model_path: str | None = "class/model"
     model_revision: str | None = "class-revision"
-    stages: tuple[StageConfig, ...] = (
+    stages: Sequence[StageConfig] = (
         StageConfig(name="only", process="p", factory="telling:make", factory_args={"size": 2}, terminal=True),
         StageConfig(name="gone", process="q", factory="nowhere:make", terminal=True),
     )

@@ -133,8 +133,10 @@ async def test_garbage_at_every_relay_socket_is_counted_and_dropped(
         say(stranger, f"ipc://{path}", [b"garbage", b"x" * 100], [b""], [NESTED, b""])
 
     async def all_counted() -> bool:
-        told = [one["gauges"].get("relay_tcp_garbage_messages", 0) for one in (await client.status())["instances"]]
-        own = (await client.metrics())["omnipipeline_relay_tcp_garbage_messages"]
+        told: list[float] = [
+            one["gauges"].get("relay_tcp_garbage_messages", 0) for one in (await client.status())["instances"]
+        ]
+        own: float = (await client.metrics())["omnipipeline_relay_tcp_garbage_messages"]
         return min(*told, own) >= 3
 
     await eventually(all_counted, 5)

@@ -18,7 +18,8 @@ async def test_a_frozen_branch_refuses_its_own_requests_alone(base: Path) -> Non
         try:
 
             async def away() -> bool:
-                return (await client.status())["lacking"] == ["slow"]
+                lacking: list[str] = (await client.status())["lacking"]
+                return lacking == ["slow"]
 
             await eventually(away)
             for _ in range(5):

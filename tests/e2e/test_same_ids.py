@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ async def test_requests_of_one_id_at_two_coordinators_are_answered_and_aborted_a
         Client(made.url("new"), connections=60) as new,
     ):
         for client in (old, new):
-            await eventually(lambda client=client: complete(client), 30)  # type: ignore[misc]
+            await eventually(partial(lambda client: complete(client), client), 30)
 
         async def ask(client: Client, request_id: str, word: str, nap: float = 0.0) -> httpx.Response:
             return await client.post({"inputs": {"word": word, "nap": nap}}, request_id=request_id)

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -60,18 +60,18 @@ def test_a_generator_gives_chunks_and_at_last_its_result(fn: Any) -> None:
         assert rig.outbox.several(3) == [("r1", "chunk", "x"), ("r1", "chunk", "y"), ("r1", "done", 2)]
 
 
-def returns(payload: Payload) -> Iterator[Any]:
+def returns(payload: Payload) -> Generator[Any, None, Any]:
     yield omni.Chunk("x")
     return payload.data
 
 
-def returns_at_once(payload: Payload) -> Iterator[Any]:
+def returns_at_once(payload: Payload) -> Generator[Any, None, Any]:
     if payload.data:
         return payload.data
     yield omni.Chunk("never")
 
 
-def returns_wrapped(payload: Payload) -> Iterator[Any]:
+def returns_wrapped(payload: Payload) -> Generator[Any, None, Any]:
     yield omni.Chunk("x")
     return omni.Result(payload.data)
 
@@ -89,7 +89,7 @@ def test_a_result_is_what_it_was_when_it_was_yielded(sync: bool) -> None:
     """The generator goes on after that, and may write into it: into its containers, arrays and tensors."""
 
     def fn(payload: Payload) -> Iterator[Any]:
-        given = {"list": [1], "array": np.ones(2), "tensor": torch.ones(2)}
+        given: dict[str, Any] = {"list": [1], "array": np.ones(2), "tensor": torch.ones(2)}
         yield omni.Result(given)
         given["list"].append(2)
         given["array"][:] = 3
@@ -172,12 +172,12 @@ def two_results(payload: Payload) -> Iterator[Any]:
     yield omni.Result(2)
 
 
-def result_twice_over(payload: Payload) -> Iterator[Any]:
+def result_twice_over(payload: Payload) -> Generator[Any, None, Any]:
     yield omni.Result(1)
     return 2
 
 
-def generator_returns_chunk(payload: Payload) -> Iterator[Any]:
+def generator_returns_chunk(payload: Payload) -> Generator[Any, None, Any]:
     yield omni.Chunk("x")
     return omni.Chunk("y")
 

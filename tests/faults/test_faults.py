@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -125,7 +126,14 @@ async def running(file: Path, base: Path) -> AsyncIterator[tuple[str, Omni]]:
 
 
 def entry(**changes: object) -> Entry:
-    fields = {"id": "r", "text": "a b", "stream": False, "sent_at": 10.0, "outcome": "completed", "ends": 1}
+    fields: dict[str, Any] = {
+        "id": "r",
+        "text": "a b",
+        "stream": False,
+        "sent_at": 10.0,
+        "outcome": "completed",
+        "ends": 1,
+    }
     return Entry(**{**fields, **changes})
 
 
@@ -161,7 +169,7 @@ def test_healthy_is_when_the_last_failing_request_was_sent() -> None:
 
 
 def outcome(**changes: object) -> Outcome:
-    fields = {
+    fields: dict[str, Any] = {
         "fault": "SIGKILL", "target": "entry", "replicas": 2, "requests": 9, "retried": 1, "failed": {},
         "unstreamed_failed": 0, "lost": 0, "wrong": 0, "seconds_to_healthy": 1.0, "faults": [], "left": [],
     }  # fmt: skip

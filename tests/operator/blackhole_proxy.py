@@ -37,8 +37,8 @@ class Proxy:
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
         peers = {client: server, server: client}
         with selectors.DefaultSelector() as selector, contextlib.suppress(OSError, ValueError):
-            for one in peers:
-                selector.register(one, selectors.EVENT_READ)
+            for end in peers:
+                selector.register(end, selectors.EVENT_READ)
             holed = False
             while not self._over.is_set():
                 for key, _ in selector.select(0.2):

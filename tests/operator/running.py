@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tests.cluster_kit import REPOSITORY, Cluster
 
@@ -27,7 +27,7 @@ FAKE_GROUP = "pool"
 TOLERATED = [{"key": "fake", "operator": "Exists"}]
 
 
-def eventually(probe: Callable[[], T], *, within_s: float = 90.0, what: str = "") -> T:
+def eventually(probe: Callable[[], T | Literal[False]], *, within_s: float = 90.0, what: str = "") -> T:
     """The first truthy answer; what the last one was when there is none in time."""
     until = time.monotonic() + within_s
     while True:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,7 +84,7 @@ def test_what_the_spec_no_longer_asks_for_is_removed(kube: Kube, operator: Opera
     pods = {each["metadata"]["uid"] for each in kube.all("pods")}
     kube.apply(pipeline())
     for kind in ("ingresses", "networkpolicies", "poddisruptionbudgets"):
-        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind}")
+        eventually(partial(lambda kind: not kube.names(kind), kind), what=f"no {kind}")
     assert kube.names("services") == {"duo", "duo-peers"}
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
 
@@ -141,7 +143,7 @@ def test_only_the_unit_that_changed_rolls_and_going_back_scales_the_old_one_up(
 
 
 def test_an_edit_of_inline_code_rolls_the_units_that_use_it_alone(kube: Kube, operator: OperatorProcess) -> None:
-    stages = [
+    stages: list[dict[str, Any]] = [
         {"name": "first", "process": "first", "factory": "front:make", "next": ["last"]},
         {"name": "last", "process": "last", "factory": "back:make", "terminal": True},
     ]
@@ -204,7 +206,7 @@ def test_deleting_leaves_nothing_and_the_name_can_be_used_at_once(kube: Kube, op
             assert child["metadata"]["ownerReferences"][0]["uid"] == ready["metadata"]["uid"]
     kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=50s")
     for kind in ("deployments", "pods", "services", "configmaps", "secrets"):
-        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left")
+        eventually(partial(lambda kind: not kube.names(kind), kind), what=f"no {kind} left")
 
 
 def test_as_many_stages_as_there_may_be_with_the_longest_names_are_made_whole(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.operator.test_cluster_children import SETTLE_S, deployments
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SHARED = {"gpu": [0], "gpuMemory": {"fraction": 0.4}}
-GPU_STAGES = [
+GPU_STAGES: list[dict[str, Any]] = [
     {"name": "first", "process": "first", "factory": "some.module:first", "next": ["second"], **SHARED},
     {"name": "second", "process": "second", "factory": "some.module:second", "next": ["last"], **SHARED},
     {"name": "last", "process": "last", "factory": "some.module:last", "terminal": True},
@@ -74,8 +75,8 @@ def test_our_pods_satisfy_the_restricted_standard_and_a_violation_is_told(
     operator.start(OMNI_OPERATOR_ALLOW_PRIVILEGED="1")  # else it refuses the template itself
     kube.apply(pipeline())
     kube.wait_ready("duo")
-    loose = {"spec": {"containers": [{"name": "stage", "securityContext": {"runAsNonRoot": False}}]}}
-    loose["spec"] |= {"securityContext": {"runAsNonRoot": False, "runAsUser": 0}}  # type: ignore[arg-type]
+    loose: dict[str, Any] = {"spec": {"containers": [{"name": "stage", "securityContext": {"runAsNonRoot": False}}]}}
+    loose["spec"] |= {"securityContext": {"runAsNonRoot": False, "runAsUser": 0}}
     kube.apply(pipeline(processGroups=[{"name": "first", "podTemplate": loose}]))
     found = wait_reason(kube, "Scheduled", "PodSecurity")
     assert "violates PodSecurity" in found["message"]
@@ -101,7 +102,9 @@ def test_a_pod_template_that_the_api_server_refuses_is_told_and_what_runs_goes_o
     for patch in wrong:
         kube.apply(pipeline(processGroups=[{"name": "first", "podTemplate": {"spec": patch}}]))
         (field,) = patch
-        eventually(lambda field=field: field in kube.condition("duo", "Accepted").get("message", ""), what=field)
+        eventually(
+            partial(lambda field: field in kube.condition("duo", "Accepted").get("message", ""), field), what=field
+        )
         assert kube.condition("duo", "Accepted")["reason"] == "ChildRefused"
         assert kube.condition("duo", "Available")["status"] == "True"
     kube.apply(pipeline())

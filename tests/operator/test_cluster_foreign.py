@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
@@ -83,7 +84,9 @@ def test_a_child_that_lost_its_label_is_found_again_with_all_its_pods(kube: Kube
     uid = kube.get("deployment", name)["metadata"]["uid"]
     for kind, child in (("deployment", name), ("service", "duo"), ("configmap", "duo-revisions")):
         kube("label", kind, child, "omnipipeline.dev/pipeline-")
-        eventually(lambda kind=kind, child=child: child in kube.names(kind), what=f"{kind} {child} has its label")
+        eventually(
+            partial(lambda kind, child: child in kube.names(kind), kind, child), what=f"{kind} {child} has its label"
+        )
     assert kube.get("deployment", name)["metadata"]["uid"] == uid
     time.sleep(SETTLE_S)
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods

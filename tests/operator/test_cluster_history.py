@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_history_has_an_end_and_goes_with_its_pipeline(kube: Kube, operator: O
         kube.apply(pipeline(envDefaults={"GREETING": greeting}, rollout=limit))
         ready = kube.wait_ready("duo")
         newest = ready["metadata"]["generation"]
-        eventually(lambda newest=newest: newest in recorded(kube), what=f"{greeting} is recorded")
+        eventually(partial(lambda newest: newest in recorded(kube), newest), what=f"{greeting} is recorded")
     eventually(lambda: len(recorded(kube)) == 2, what="the oldest is gone")
     kube("delete", "omnipipeline", "duo")
     eventually(lambda: not recorded(kube), what="the history is gone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_prefetch_is_told_of_while_it_waits_and_fails_and_goes_with_its_source
     assert {each["metadata"]["uid"] for each in kube.all("pods", "omnipipeline.dev/unit")} == pods
     kube("delete", "omnipipeline", "duo", "--wait=true", "--timeout=50s")
     for kind in ("deployments", "pods"):
-        eventually(lambda kind=kind: not kube.names(kind), what=f"no {kind} left")
+        eventually(partial(lambda kind: not kube.names(kind), kind), what=f"no {kind} left")
     assert kube.get("persistentvolumeclaim", "duo-models")["metadata"]["uid"] == claim, "what was fetched stays"
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")
 

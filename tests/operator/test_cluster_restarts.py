@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_what_is_deleted_or_made_anew_while_nobody_watched_is_not_mistaken(
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
     gone = "omnipipeline.dev/pipeline=gone"
     for kind in ("deployments", "services", "configmaps"):
-        eventually(lambda kind=kind: not kube.names(kind, gone), what=f"no {kind} left")
+        eventually(partial(lambda kind: not kube.names(kind, gone), kind), what=f"no {kind} left")
         for child in kube.all(kind, "omnipipeline.dev/pipeline=anew"):
             assert [each["uid"] for each in child["metadata"]["ownerReferences"]] == [after["metadata"]["uid"]]
     time.sleep(SETTLE_S)

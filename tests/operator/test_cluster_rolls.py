@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 REPLICAS = {"first": 2, "last": 3}
 GROUPS = [{"name": name, "replicas": count} for name, count in REPLICAS.items()]
-NOWHERE = {"placement": {"nodeSelector": {"fake": "nowhere"}}}
+NOWHERE: dict[str, Any] = {"placement": {"nodeSelector": {"fake": "nowhere"}}}
 
 
 def trio(*, size: int, first: str = "first", last: str = "last", **refined: Any) -> dict[str, Any]:
@@ -68,7 +69,10 @@ def test_edits_reverts_and_regroupings_in_mid_roll_never_leave_half_a_set(
     with PodRecorder(kube, "duo") as recorder:
         kube.apply(stuck)
         for unit, revision in units_of(stuck).items():
-            eventually(lambda unit=unit, revision=revision: deployments(kube)[unit].get(revision), what="a roll begins")
+            eventually(
+                partial(lambda unit, revision: deployments(kube)[unit].get(revision), unit, revision),
+                what="a roll begins",
+            )
         eventually(lambda: kube.condition("duo", "Progressing").get("reason") == "InsufficientCapacity")
         assert kube.condition("duo", "Available")["status"] == "True"
         kube.apply(one)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import urllib.request
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -219,7 +220,7 @@ def test_a_pipeline_that_waits_for_a_bad_image_gets_the_one_that_the_chart_names
     kube.apply(on_bare_node())
     names = ("first", "last", "coordinator")
     for name in names:
-        [pod] = eventually(lambda name=name: pods_of(kube, name))
+        [pod] = eventually(partial(lambda name: pods_of(kube, name), name))
         message = 'Back-off pulling image "localhost/omni-stage:typo": ErrImagePull: not found'
         say(kube, pod["metadata"]["name"], state={"waiting": {"reason": "ImagePullBackOff", "message": message}})
     eventually(lambda: unit(kube, "first").get("reason") == "ImagePullBackOff")
@@ -342,7 +343,9 @@ def test_a_child_labelled_for_another_pipeline_comes_back_at_once(kube: Kube, op
     for kind, child in (("service", "duo"), ("deployment", name), ("configmap", "duo-revisions")):
         kube("label", kind, child, "omnipipeline.dev/pipeline=other", "--overwrite")
         eventually(
-            lambda kind=kind, child=child: child in kube.names(kind, LABELLED), within_s=20, what=f"{kind} {child}"
+            partial(lambda kind, child: child in kube.names(kind, LABELLED), kind, child),
+            within_s=20,
+            what=f"{kind} {child}",
         )
 
 

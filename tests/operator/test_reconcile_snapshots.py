@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from fake_api_server import ApiServer, Write
 
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
@@ -14,6 +13,7 @@ from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, SERVICE
 from omnipipeline_operator.settings import Settings
+from tests.operator.fake_api_server import ApiServer, Write
 
 KEY = ("space", "duo")
 STAGES = [
@@ -51,7 +51,8 @@ class Operator:
         self.store.put(self.server.put(manifest))
 
     def live(self, kind: Any, name: str) -> dict[str, Any]:
-        return self.server.objects[kind.name, KEY[0], name]
+        found: dict[str, Any] = self.server.objects[kind.name, KEY[0], name]
+        return found
 
     async def reconcile(self, before_write: Callable[[Write], None] = lambda write: None) -> list[Write]:
         """The writes of one reconcile."""

@@ -185,7 +185,7 @@ def test_a_pipeline_revision_stays_in_the_list_while_all_its_units_have_pods() -
 # --- anything ---------------------------------------------------------------------------------------------------
 
 counts = st.fixed_dictionaries({unit: st.integers(1, 4) for unit in UNITS})
-revisions = st.fixed_dictionaries({unit: st.integers(1, 3).map(lambda n, u=unit: f"{u}{n}") for unit in UNITS})
+revisions = st.fixed_dictionaries({unit: st.sampled_from([f"{unit}{n}" for n in (1, 2, 3)]) for unit in UNITS})
 keys = st.tuples(st.sampled_from(UNITS), st.integers(1, 3)).map(lambda pair: (pair[0], f"{pair[0]}{pair[1]}"))
 happenings = st.lists(st.tuples(st.sampled_from(["start", "finish", "act"]), keys), max_size=60)
 held = st.builds(

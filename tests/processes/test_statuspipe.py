@@ -54,7 +54,13 @@ def test_lines_of_several_threads_are_never_mixed() -> None:
     threads = [threading.Thread(target=say, args=(f"s{number}",)) for number in range(4)]
     for thread in threads:
         thread.start()
-    closer = threading.Thread(target=lambda: ([thread.join() for thread in threads], os.close(writer)))
+
+    def close() -> None:
+        for thread in threads:
+            thread.join()
+        os.close(writer)
+
+    closer = threading.Thread(target=close)
     closer.start()
     with open(reader, "rb") as lines:
         events = [statuspipe.parse(line) for line in lines]

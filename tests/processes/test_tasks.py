@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ class Heard:
     ],
 )
 async def test_a_task_that_ends_by_itself_is_told_with_its_name_and_reason(
-    work: Callable[[], Awaitable[None]], kind: type[BaseException], text: str
+    work: Callable[[], Coroutine[Any, Any, None]], kind: type[BaseException], text: str
 ) -> None:
     heard = Heard()
     with Tasks(heard) as tasks:

@@ -30,7 +30,7 @@ from stage_runtime.relays import choosing
 def leaves(kind: inspect.Type, path: str) -> Iterator[str]:
     """Paths of all values that a spec can hold, list entries as ``[]``; a free map is one value."""
     kind = without_none(kind)
-    if is_list(kind) and isinstance(inner := without_none(kind.item_type), inspect.StructType):  # type: ignore[union-attr,attr-defined]
+    if is_list(kind) and isinstance(inner := without_none(kind.item_type), inspect.StructType):  # type: ignore[attr-defined]
         kind, path = inner, f"{path}[]"
     if not isinstance(kind, inspect.StructType):
         yield path

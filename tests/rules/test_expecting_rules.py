@@ -117,19 +117,18 @@ def graphs(draw: Any) -> list[Node]:
 @given(graphs(), st.integers(0, 1 << 32))
 def test_every_stage_ends_or_is_skipped_in_any_graph_and_any_order_of_events(nodes: list[Node], seed: int) -> None:
     order = random.Random(seed)
-    inputs = {node.name: [one.name for one in nodes if node.name in one.next] for node in nodes}
-    streams = {node.name: [one.name for one in nodes if node.name in one.stream_to] for node in nodes}
+    inputs = {node.name: [str(one.name) for one in nodes if node.name in one.next] for node in nodes}
+    streams = {node.name: [str(one.name) for one in nodes if node.name in one.stream_to] for node in nodes}
     expecting = {
-        node.name: Expecting([-1] if node.name == 0 else inputs[node.name], streams[node.name])  # type: ignore[arg-type]
-        for node in nodes
+        node.name: Expecting(["-1"] if node.name == 0 else inputs[node.name], streams[node.name]) for node in nodes
     }
     gathering = {
-        node.name: Gathering("g", [str(one) for one in inputs[node.name]], static=True)
+        node.name: Gathering("g", inputs[node.name], static=True)
         for node in nodes
         if node.joins and node.name and inputs[node.name]
     }
     under_way: list[tuple[int, int, str]] = [(-1, 0, "payload")]
-    open_chunks: Counter[tuple[int, int]] = Counter()
+    open_chunks: Counter[tuple[str, int]] = Counter()
 
     def over(node: Node, state: str) -> None:
         assert node.state == "waiting"
@@ -158,14 +157,14 @@ def test_every_stage_ends_or_is_skipped_in_any_graph_and_any_order_of_events(nod
                 if joined is None or joined.complete:
                     mine.payload()
             case "skip":
-                mine.skip(source)  # type: ignore[arg-type]
+                mine.skip(str(source))
                 if joined is not None:
                     joined.skip(str(source))
             case "chunk":
                 mine.begin()
             case "end" | "close":
-                mine.ended(source)  # type: ignore[arg-type]
-                open_chunks[source, name] += 1
+                mine.ended(str(source))
+                open_chunks[str(source), name] += 1
                 if what == "end":
                     mine.begin()
         if joined is not None and not joined.possible:

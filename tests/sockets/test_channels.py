@@ -326,7 +326,7 @@ def raw(endpoint: str) -> zmq.Socket[bytes]:
 
 def frame(sender: str, receiver: str, message: object, **fields: int) -> bytes:
     numbers = {"session": 1, "hears": 0, "seq": 1, "ack": 0, **fields}
-    return codec.encode(Frame(PROTOCOL, sender, receiver, *numbers.values(), message))  # type: ignore[arg-type]
+    return codec.encode(Frame(PROTOCOL, sender, receiver, *numbers.values(), message))  # type: ignore[call-arg,arg-type]
 
 
 def unreadable(sender: str, receiver: str, seq: int, request: RequestRef | None) -> bytes:
@@ -546,7 +546,8 @@ async def test_any_legal_time_is_one_that_libzmq_beats_in(dead_after_s: float) -
     """0 would switch heartbeats off, and more than a C int holds ended the process when it started."""
     opened = opening.Sockets(asyncio.get_running_loop(), security=None, dead_after_s=dead_after_s, turned_away=print)
     made = opened.make(zmq.PUSH)
-    interval, timeout = made.heartbeat_ivl, made.heartbeat_timeout
+    interval, timeout = made.getsockopt(zmq.HEARTBEAT_IVL), made.getsockopt(zmq.HEARTBEAT_TIMEOUT)
+    assert isinstance(interval, int) and isinstance(timeout, int)
     made.close()
     opened.close()
     assert interval >= 1 and timeout >= 1

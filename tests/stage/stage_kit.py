@@ -103,7 +103,7 @@ class MemoryRelays:
         data = self._world.relays[peer].held[self._me, transfer].data
         slot = np.ndarray((len(data),), np.uint8, bytearray(data))
         weakref.finalize(slot, self._world.died, self._me, peer, transfer)
-        return Got(memoryview(slot))
+        return Got(slot.data)
 
     def decline(self, metadata: bytes, *, peer: str) -> None:
         self._world.died(self._me, peer, int.from_bytes(metadata, "big"))

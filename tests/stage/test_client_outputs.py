@@ -17,29 +17,36 @@ from stage_runtime.wire.values import OmniRequest, RawTensor
 from tests.stage.stage_kit import OWNER, World, plan, world
 
 TONE = np.zeros(10, np.float32)
+loose: Any = omni  # outputs as an author without a type checker writes them
 WRONG: dict[str, tuple[Any, str]] = {
-    "text of a number": (omni.Text(5), "omni.Text: text is int 5: use a str"),
-    "text of bytes": (omni.Text(b"x"), "omni.Text: text is bytes b'x': use a str"),
-    "text of nothing": (omni.Text(None), "omni.Text: text is NoneType None: use a str"),
-    "usage of a str": (omni.Usage("3", 1), "omni.Usage: prompt_tokens is str '3': use an int, 0 or more"),
-    "usage of a float": (omni.Usage(1, 2.5), "omni.Usage: completion_tokens is float 2.5: use an int, 0 or more"),
-    "usage of truth": (omni.Usage(True), "omni.Usage: prompt_tokens is bool True: use an int, 0 or more"),
-    "usage below none": (omni.Usage(-1), "omni.Usage: prompt_tokens is int -1: use an int, 0 or more"),
-    "usage beyond": (omni.Usage(2**80), "omni.Usage: prompt_tokens is int 1208925819614629174706176: use an int"),
-    "finish of none": (omni.Finish(None), "omni.Finish: reason is NoneType None: use one of stop, length"),
-    "finish of its own": (omni.Finish("tired"), "omni.Finish: reason is str 'tired': use one of stop, length"),
-    "note of no name": (omni.Note("", 1), "omni.Note: name is str '': use a str of at most 64 characters"),
-    "note of a number": (omni.Note(3, 1), "omni.Note: name is int 3: use a str"),
-    "note of controls": (omni.Note("a\0", 1), "omni.Note: name is str 'a\\x00': use a str"),
-    "note of a tuple": (omni.Note("a", (1, 2)), "tuple: use a list"),
-    "a rate that is a float": (omni.Audio(TONE, 16000.0), "omni.Audio: sample_rate is float 16000.0: use an int"),
-    "a rate of nothing": (omni.Audio(TONE, 0), "omni.Audio: sample_rate is int 0: use an int from 1000 to 192000"),
-    "samples in a list": (omni.Audio([0.0], 16000), "omni.Audio: samples are list: use a float32 tensor or array"),
-    "samples of text": (omni.Audio("abc", 16000), "omni.Audio: samples are str: use a float32 tensor or array"),
-    "complex samples": (omni.Audio(TONE.astype(np.complex64), 16000), "omni.Audio: samples of complex64: use float32"),
-    "a cube": (omni.Audio(np.zeros((2, 2, 2), np.float32), 16000), "omni.Audio: samples of shape [2, 2, 2]: use [n]"),
-    "ninety channels": (omni.Audio(torch.zeros(2, 90), 16000), "omni.Audio: samples of shape [2, 90]: use [n]"),
-    "one number": (omni.Audio(torch.tensor(0.5), 16000), "omni.Audio: samples of shape []: use [n]"),
+    "text of a number": (loose.Text(5), "omni.Text: text is int 5: use a str"),
+    "text of bytes": (loose.Text(b"x"), "omni.Text: text is bytes b'x': use a str"),
+    "text of nothing": (loose.Text(None), "omni.Text: text is NoneType None: use a str"),
+    "usage of a str": (loose.Usage("3", 1), "omni.Usage: prompt_tokens is str '3': use an int, 0 or more"),
+    "usage of a float": (loose.Usage(1, 2.5), "omni.Usage: completion_tokens is float 2.5: use an int, 0 or more"),
+    "usage of truth": (loose.Usage(True), "omni.Usage: prompt_tokens is bool True: use an int, 0 or more"),
+    "usage below none": (loose.Usage(-1), "omni.Usage: prompt_tokens is int -1: use an int, 0 or more"),
+    "usage beyond": (loose.Usage(2**80), "omni.Usage: prompt_tokens is int 1208925819614629174706176: use an int"),
+    "finish of none": (loose.Finish(None), "omni.Finish: reason is NoneType None: use one of stop, length"),
+    "finish of its own": (loose.Finish("tired"), "omni.Finish: reason is str 'tired': use one of stop, length"),
+    "note of no name": (loose.Note("", 1), "omni.Note: name is str '': use a str of at most 64 characters"),
+    "note of a number": (loose.Note(3, 1), "omni.Note: name is int 3: use a str"),
+    "note of controls": (loose.Note("a\0", 1), "omni.Note: name is str 'a\\x00': use a str"),
+    "note of a tuple": (loose.Note("a", (1, 2)), "tuple: use a list"),
+    "a rate that is a float": (loose.Audio(TONE, 16000.0), "omni.Audio: sample_rate is float 16000.0: use an int"),
+    "a rate of nothing": (loose.Audio(TONE, 0), "omni.Audio: sample_rate is int 0: use an int from 1000 to 192000"),
+    "samples in a list": (loose.Audio([0.0], 16000), "omni.Audio: samples are list: use a float32 tensor or array"),
+    "samples of text": (loose.Audio("abc", 16000), "omni.Audio: samples are str: use a float32 tensor or array"),
+    "complex samples": (
+        loose.Audio(TONE.astype(np.complex64), 16000),
+        "omni.Audio: samples of complex64: use float32",
+    ),
+    "a cube": (
+        loose.Audio(np.zeros((2, 2, 2), np.float32), 16000),
+        "omni.Audio: samples of shape [2, 2, 2]: use [n]",
+    ),
+    "ninety channels": (loose.Audio(torch.zeros(2, 90), 16000), "omni.Audio: samples of shape [2, 90]: use [n]"),
+    "one number": (loose.Audio(torch.tensor(0.5), 16000), "omni.Audio: samples of shape []: use [n]"),
 }
 SOUND: list[Any] = [
     omni.Text(""),
@@ -86,15 +93,15 @@ async def test_a_wrong_output_is_refused_at_its_sender_with_the_reason(
 
 
 CHUNKS: dict[str, tuple[Any, str]] = {
-    "modality": (lambda: omni.Chunk(1, modality=7), "chunk.modality: int 7: use a str of at most 64 characters"),
-    "a long modality": (lambda: omni.Chunk(1, modality="m" * 65), "chunk.modality: str 'mmmm"),
-    "metadata": (lambda: omni.Chunk(1, metadata=["a"]), "chunk.metadata: list: use a dict"),
-    "metadata's keys": (lambda: omni.Chunk(1, metadata={1: 2}), "chunk.metadata: int key 1: use str keys"),
-    "metadata's values": (lambda: omni.Chunk(1, metadata={"a": {1}}), "chunk.metadata['a']: set: use a list"),
-    "a target": (lambda: omni.Chunk(1, to=5), "is 5; wanted one or more of ['b']"),
-    "targets": (lambda: omni.Chunk(1, to=[["b"]]), "is [['b']]; wanted one or more of ['b']"),
-    "no target": (lambda: omni.Chunk(1, to=[]), "is []; wanted one or more of ['b']"),
-    "data": (lambda: omni.Chunk(omni.Text(5)), "chunk.data: omni.Text: text is int 5: use a str"),
+    "modality": (lambda: loose.Chunk(1, modality=7), "chunk.modality: int 7: use a str of at most 64 characters"),
+    "a long modality": (lambda: loose.Chunk(1, modality="m" * 65), "chunk.modality: str 'mmmm"),
+    "metadata": (lambda: loose.Chunk(1, metadata=["a"]), "chunk.metadata: list: use a dict"),
+    "metadata's keys": (lambda: loose.Chunk(1, metadata={1: 2}), "chunk.metadata: int key 1: use str keys"),
+    "metadata's values": (lambda: loose.Chunk(1, metadata={"a": {1}}), "chunk.metadata['a']: set: use a list"),
+    "a target": (lambda: loose.Chunk(1, to=5), "is 5; wanted one or more of ['b']"),
+    "targets": (lambda: loose.Chunk(1, to=[["b"]]), "is [['b']]; wanted one or more of ['b']"),
+    "no target": (lambda: loose.Chunk(1, to=[]), "is []; wanted one or more of ['b']"),
+    "data": (lambda: loose.Chunk(loose.Text(5)), "chunk.data: omni.Text: text is int 5: use a str"),
 }
 
 
@@ -139,7 +146,14 @@ class Odd(metaclass=OddMeta):
 
 
 @pytest.mark.parametrize(
-    "value", [omni.Text(Odd()), omni.Usage(Odd()), omni.Finish(Odd()), omni.Note(Odd(), 1), omni.Audio(Odd(), Odd())]
+    "value",
+    [
+        loose.Text(Odd()),
+        loose.Usage(Odd()),
+        loose.Finish(Odd()),
+        loose.Note(Odd(), 1),
+        loose.Audio(Odd(), Odd()),
+    ],
 )
 def test_an_output_that_cannot_be_printed_is_refused_all_the_same(value: Any) -> None:
     assert "omni." in str(outputs.problem(value))

@@ -249,7 +249,7 @@ class Unmarkable:
 class Late(Unsent):
     """`engines.base.Arrival` that no thread can take."""
 
-    work = Unmarkable()
+    work: Any = Unmarkable()
 
 
 async def test_a_worker_thread_that_ends_is_told_while_the_others_still_compute() -> None:
@@ -314,7 +314,7 @@ class Work:
 
 
 class Opened:
-    def __init__(self, work: Work, data: Any) -> None:
+    def __init__(self, work: Any, data: Any) -> None:
         self.work = work
         self._data = data
 

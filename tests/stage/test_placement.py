@@ -211,6 +211,7 @@ async def test_a_request_knows_that_it_was_cancelled_whatever_brought_it(apart: 
         def run(self, inbox: Any, outbox: Any, stop: Any) -> None:
             for event in inbox:
                 if isinstance(event, events.ChunkIn):
+                    assert event.chunk.request is not None
                     brought.append(event.chunk.request)
                 elif isinstance(event, events.Start):
                     brought.append(event.payload.request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def sizes(payload: omni.StagePayload) -> Iterator[Any]:
 
 
 async def listen(session: omni.Session) -> AsyncIterator[Any]:
-    seen = [[chunk.index, chunk.data["index"], chunk.metadata["n"]] async for chunk in session.chunks()]
+    seen = [[chunk.index, chunk.data["index"], (chunk.metadata or {})["n"]] async for chunk in session.chunks()]
     payload = await session.payload()
     yield omni.Result([seen, payload.data])
 
@@ -298,7 +299,7 @@ async def test_an_id_may_come_again_once_its_request_is_over() -> None:
         one_stage(made, echo)
         for attempt in (1, 2, 3):
             made.submit("again", "a", attempt, attempt=attempt)
-            await made.until(lambda attempt=attempt: made.results() == {"again": attempt})
+            await made.until(partial(lambda attempt: made.results() == {"again": attempt}, attempt))
 
 
 async def test_the_same_id_of_two_coordinators_are_two_requests() -> None:
@@ -341,7 +342,7 @@ async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> 
         made.submit("mine", "a")
         made.submit("theirs", "a", owner="other")
         await made.settle()
-        made.hosts["pa"].registration.coordinators["other"] = None  # type: ignore[attr-defined]
+        made.hosts["pa"].registration.coordinators["other"] = None  # type: ignore[assignment]
         made.hosts["pa"].lost("other")
         await made.until(cancelled.is_set)
         go.set()
@@ -491,7 +492,7 @@ async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_e
                 host.beat()
             assert given == [1], "once, for what ended while it waited"
             go_on.set()
-            await made.until(lambda done=done: len(completed(made)) == done and not host.stages["a"].busy)
+            await made.until(partial(lambda done: len(completed(made)) == done and not host.stages["a"].busy, done))
             at = []
             for beat in range(200):
                 given.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,9 @@ async def test_the_writer_is_named_wherever_stages_stand(case: str, size: int, a
             made.process("p", plans, functions, watch=watches[0])
         for number in range(3):
             made.submit(f"r{number}", "a", size)
-            await made.until(lambda count=number + 1: sum(isinstance(one, Complete) for one in made.told) == count)
+            await made.until(
+                partial(lambda count: sum(isinstance(one, Complete) for one in made.told) == count, number + 1)
+            )
         assert made.failed() == {}
         await made.until(lambda: made.outstanding == 0)
     assert {(one.stage, one.path) for watch in watches for one in watch.violations} == named

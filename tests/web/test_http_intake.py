@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
@@ -83,7 +84,7 @@ async def test_who_has_no_length_is_refused_when_it_gets_too_much() -> None:
             first = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": "x" * 60_000}))
             await until(lambda: running.desk.in_flight)
 
-            async def pieces():  # type: ignore[no-untyped-def]
+            async def pieces() -> AsyncIterator[bytes]:
                 for _ in range(10):
                     yield b" " * 10_000
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import wave
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def test_aac_is_refused_with_what_can_be_had() -> None:
 )
 def test_samples_of_any_dtype_are_read_as_floats(value: object, expected: list[float]) -> None:
     floats = read(Audio(value, 16_000))
-    assert (floats.dtype, floats.shape) == (np.float32, (2, 1))
+    assert (floats.dtype, floats.shape) == (np.dtype(np.float32), (2, 1))
     assert floats[:, 0].tolist() == expected
 
 
@@ -173,8 +174,8 @@ def test_what_is_no_sound_fails_the_request_naming_stage_and_problem(audio: Audi
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_what_is_too_loud_is_clipped_and_nan_is_silence(dtype: type) -> None:
-    loud = np.array([2.0, -2.0, np.nan, np.inf, -np.inf, np.finfo(dtype).max, -0.5], dtype)
+def test_what_is_too_loud_is_clipped_and_nan_is_silence(dtype: type[np.floating[Any]]) -> None:
+    loud: np.ndarray[Any, Any] = np.array([2.0, -2.0, np.nan, np.inf, -np.inf, np.finfo(dtype).max, -0.5], dtype)
     assert read(Audio(loud, 16_000))[:, 0].tolist() == [1.0, -1.0, 0.0, 1.0, -1.0, 1.0, -0.5]
 
 

@@ -56,9 +56,9 @@ class Client:
     async def connect(cls, writes: WriteLimiter, counted: Counted = lambda verb, resource, code: None) -> Client:
         """With the pod's service account, or with KUBECONFIG."""
         if "KUBECONFIG" not in os.environ and os.path.exists(TOKEN_FILE):
-            kubernetes_config.load_incluster_config()  # type: ignore[no-untyped-call]
+            kubernetes_config.load_incluster_config()
         else:
-            await kubernetes_config.load_kube_config()  # type: ignore[no-untyped-call]
+            await kubernetes_config.load_kube_config()
         configuration = kubernetes_client.Configuration.get_default_copy()
         # aiohttp would read ~/.netrc before every request, in a thread; kopf's connections do not either.
         configuration.client_session_kwargs = {"trust_env": False}

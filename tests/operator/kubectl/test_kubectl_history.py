@@ -12,7 +12,7 @@ from omnipipeline_operator.kubectl import history
 from omnipipeline_operator.kubectl.access import KubectlError
 from omnipipeline_operator.kubectl.history import Entry
 
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"name": "a", "process": "p", "factory": "m:a", "next": ["b"]},
     {"name": "b", "process": "q", "factory": "m:b", "terminal": True},
 ]

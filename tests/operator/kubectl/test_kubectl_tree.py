@@ -30,7 +30,7 @@ def shown(resource: dict[str, Any], *pods: dict[str, Any]) -> list[str]:
     return [line.strip(" │├└─") for line in console.export_text().splitlines()]
 
 
-READY = {"conditions": [{"type": "Ready", "status": "True"}]}
+READY: dict[str, Any] = {"conditions": [{"type": "Ready", "status": "True"}]}
 
 
 def test_a_unit_is_followed_by_its_pods_with_their_states() -> None:
