@@ -1,6 +1,6 @@
 """``python -m omnipipeline_operator``: settings, logging, signals, the exit code.
 
-Here: only that. Called by `__main__`; tests call `serve` with writes of their own.
+Here: only that. Called by `__main__`; tests call `serve` with a write limiter of their own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from omnipipeline_operator.settings import Settings
 
 log = logging.getLogger(__name__)
 
-#: Of `gc`. Whatever is parsed here is trees, which need no collector: with Python's own thresholds, and a store of
-#: thousands of objects to walk each time, a quarter of all processor time went into it.
+#: Thresholds of `gc`. Parsed objects are trees and need no collector; with Python's default thresholds the collector
+#: walked the whole store so often that it took a quarter of all processor time.
 COLLECTING = (50_000, 20, 20)
 
 
 def main() -> int:
-    """Run until SIGTERM; 0 then, 1 when something ended by itself."""
+    """Run until SIGTERM; exit code 0 then, 1 after an error."""
     try:
         configuration = settings.read(os.environ, hostname=socket.gethostname())
     except ConfigurationError as error:
@@ -61,7 +61,7 @@ def configure_logging(form: str) -> None:
         _JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of every event that a handler took
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every handled event
 
 
 class _JsonFormatter(logging.Formatter):

@@ -2,20 +2,20 @@
 
 OperatorError
 ├── ConfigurationError    the operator's own settings; the process ends
-├── Refused               the author's: what was asked for is not allowed here; reported, not retried
+├── NotAllowed            the author's: the operator does not allow what the spec asks for; reported, not retried
 └── ClusterError          an answer of the API server, or none
     ├── NotFound          404
-    ├── Conflict          409: the name is taken, or the object is not the one we knew
+    ├── Conflict          409: the name is taken, or the object has changed
     ├── Invalid           422: the object itself is refused, or its uid is another
     ├── Forbidden         401, 403: RBAC, quota, pod security, a terminating namespace
-    └── Unavailable       429, 5xx, refused connections, timeouts: later, perhaps
+    └── Unavailable       429, 5xx, refused connections, timeouts: a retry may succeed
 """
 
 from __future__ import annotations
 
 
 class OperatorError(Exception):
-    """Anything the operator raises itself."""
+    """Base of all errors that the operator raises."""
 
 
 class ConfigurationError(OperatorError):
@@ -23,7 +23,7 @@ class ConfigurationError(OperatorError):
 
 
 class NotAllowed(OperatorError):
-    """The author asked for something that this operator does not allow."""
+    """The spec asks for something that this operator does not allow."""
 
     def __init__(self, path: str, message: str) -> None:
         self.path = path
@@ -32,43 +32,43 @@ class NotAllowed(OperatorError):
 
 
 class ClusterError(OperatorError):
-    """The API server did not do what was asked. ``status`` is 0 when there was no answer."""
+    """A request to the API server failed. ``status`` is 0 when there was no answer."""
 
     def __init__(self, what: str, status: int, message: str, *, reason: str = "", retry_after_s: float = 0.0) -> None:
         self.what = what  #: Verb and object, for logs and conditions.
         self.status = status
         self.message = message
-        self.reason = reason  #: The API server's own word, such as AlreadyExists.
+        self.reason = reason  #: The API server's reason, such as AlreadyExists.
         self.retry_after_s = retry_after_s
         super().__init__(f"{what}: {message} ({status})" if status else f"{what}: {message}")
 
 
 class NotFound(ClusterError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class Conflict(ClusterError):
-    """The name is taken, or the object is not the one that was meant."""
+    """The name is taken, or the object has changed."""
 
 
 class Invalid(ClusterError):
-    """The object was refused as it is."""
+    """The object is invalid."""
 
 
 class Forbidden(ClusterError):
-    """Not allowed: by RBAC, by a quota, by pod security, in a namespace that is going."""
+    """Refused by RBAC, a quota or pod security, or because the namespace is terminating."""
 
 
 class Unavailable(ClusterError):
-    """No answer, or one that says: later."""
+    """No answer, or one that asks for a retry."""
 
 
-#: What server-side apply answers, with a 500, to a field that no schema has and to a value of another type.
+#: Server-side apply answers an unknown field, and a value of a wrong type, with a 500 and this message.
 _UNTYPED = "failed to create typed patch object"
 
 
 def of_status(what: str, status: int, message: str, *, reason: str = "", retry_after_s: float = 0.0) -> ClusterError:
-    """The error that an HTTP status stands for."""
+    """The error of an HTTP status."""
     kinds: dict[int, type[ClusterError]] = {
         401: Forbidden,
         403: Forbidden,

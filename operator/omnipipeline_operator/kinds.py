@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator reads and writes, and their addresses in the API.
+"""The kinds of objects that the operator reads and writes, and their URL paths.
 
 Here: one table. Not here: requests (`client`). Called by every room of the operator.
 """
@@ -26,7 +26,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """The object's address, or its collection's."""
+        """The URL path of an object, or of its collection."""
         root = f"/apis/{self.group}" if self.group else "/api"
         parts = [f"{root}/{self.version}", *(["namespaces", namespace] if namespace else []), self.plural]
         return "/".join([*parts, *(each for each in (name, subresource) if each)])
@@ -41,28 +41,30 @@ SECRET: Final = Kind(name="Secret", group="", version="v1", plural="secrets")
 SERVICE: Final = Kind(name="Service", group="", version="v1", plural="services")
 CLAIM: Final = Kind(name="PersistentVolumeClaim", group="", version="v1", plural="persistentvolumeclaims")
 EVENT: Final = Kind(name="Event", group="events.k8s.io", version="v1", plural="events")
-CORE_EVENT: Final = Kind(name="Event", group="", version="v1", plural="events")  # can be selected by its object
+CORE_EVENT: Final = Kind(
+    name="Event", group="", version="v1", plural="events"
+)  # can be selected by the object it is about
 BUDGET: Final = Kind(name="PodDisruptionBudget", group="policy", version="v1", plural="poddisruptionbudgets")
 POLICY: Final = Kind(name="NetworkPolicy", group="networking.k8s.io", version="v1", plural="networkpolicies")
 INGRESS: Final = Kind(name="Ingress", group="networking.k8s.io", version="v1", plural="ingresses")
 JOB: Final = Kind(name="Job", group="batch", version="v1", plural="jobs")
 LEASE: Final = Kind(name="Lease", group="coordination.k8s.io", version="v1", plural="leases")
 
-#: Children that are watched by label. Secrets are not: the operator can make one and never read any.
+#: Children that are watched by label. Secrets are not: the operator may create them and may not read them.
 WATCHED: Final = (DEPLOYMENT, POD, CONFIG_MAP, SERVICE, CLAIM, BUDGET, POLICY, INGRESS, JOB)
-#: Children that are kept as the plan has them, and deleted when it no longer does.
+#: Children that are kept as the plan has them, and deleted when it no longer has them.
 APPLIED: Final = (SERVICE, INGRESS, POLICY, BUDGET)
 
 _BY_NAME: Final = {each.name: each for each in (PIPELINE, SECRET, EVENT, LEASE, CONTROLLER_REVISION, *WATCHED)}
 
 
 def plural_in(path: str) -> str:
-    """The resource that an address of `Kind.path` is about."""
+    """The resource in a path of `Kind.path`."""
     _, root, *parts = path.split("/")
     parts = parts[1:] if root == "api" else parts[2:]
     return parts[2] if parts[0] == "namespaces" and len(parts) > 2 else parts[0]
 
 
 def of(manifest: Mapping[str, Any]) -> Kind:
-    """The kind of an object that says it."""
+    """The kind of an object."""
     return _BY_NAME[manifest["kind"]]

@@ -1,4 +1,4 @@
-"""What the operator is told by its environment: read once, checked, frozen.
+"""The operator's settings, from its environment: read once, checked, frozen.
 
 Here: every ``OMNI_OPERATOR_…`` variable there is. Not here: credentials of the cluster (`cluster.client` finds the
 service account or the kubeconfig as kubectl does). Called by `cli` alone; the result is passed on.
@@ -17,21 +17,21 @@ from omnipipeline_spec.cluster import Resources
 
 
 class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One writer at a time. After its holder's death another takes over within duration + retry < 20 s."""
+    """Leader election. After the holder's death a standby takes over within duration + retry < 20 s."""
 
     enabled: bool = True
     namespace: str = "default"
     name: str = "omnipipeline-operator"
     identity: str = ""
-    duration_s: float = 12.0  # with two looks of a standby at retry_s: 17 s from a death to the next writer
-    renew_deadline_s: float = 8.0  # less than the duration: we are gone before anybody else may write
+    duration_s: float = 12.0  # with two attempts of a standby at retry_s: 17 s from a death to the next writer
+    renew_deadline_s: float = 8.0  # less than the duration: the holder ends before another may write
     retry_s: float = 2.0
 
 
 class DefaultResources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a container asks for where the spec does not say: with nothing at all it would be the first to be evicted.
+    """Resources of a container for which the spec gives none; without any it would be evicted first.
 
-    A stage's memory has no limit, for nobody knows how large its model is.
+    A stage has no memory limit, because the size of its model is unknown.
     """
 
     stage: Resources = Resources(requests={"cpu": "50m", "memory": "256Mi"})  #: For each process group.
@@ -49,8 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     default_resources: DefaultResources = DefaultResources()
     scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
     log_format: Literal["text", "json"] = "json"
-    workers: int = 16  # more than wait for a coordinator that does not answer
-    writes_per_s: float = 200.0  # 500 pipelines anew within a minute
+    workers: int = 16  # more than are likely to wait for coordinators that do not answer
+    writes_per_s: float = 200.0  # creates 500 pipelines within a minute
     write_burst: int = 200
     relist_s: float = 300.0
 
@@ -101,7 +101,7 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     try:
         number = float(value) if value else default
     except ValueError as error:
-        raise ConfigurationError(f"{name}: {value!r} is no number") from error
+        raise ConfigurationError(f"{name}: {value!r} is not a number") from error
     if number < 0:
         raise ConfigurationError(f"{name}: {value!r} is less than 0")
     return number
@@ -132,7 +132,7 @@ def _peers(environ: Mapping[str, str], name: str) -> tuple[dict[str, Any], ...]:
     try:
         given = json.loads(environ.get(name) or "[]")
     except ValueError as error:
-        raise ConfigurationError(f"{name} is no JSON: {error}") from error
+        raise ConfigurationError(f"{name} is not JSON: {error}") from error
     if not isinstance(given, list) or not all(isinstance(peer, dict) for peer in given):
         raise ConfigurationError(f"{name} must be a JSON list of NetworkPolicy peers")
     return tuple(given)

@@ -91,6 +91,6 @@ def _fails_then_works(installed: Installed, source: Hub) -> None:
         return found["message"] if found.get("reason") == "PrefetchFailed" else None
 
     message = wait_for("the failure is told", failed, timeout_s=300)
-    assert f"cannot fetch {hub.MODEL}: RepositoryNotFoundError" in message and "it tries again" in message
+    assert f"cannot fetch {hub.MODEL}: RepositoryNotFoundError" in message and "it is retried" in message
     assert installed.pods("cached", "told") == []
     source.has_model = True

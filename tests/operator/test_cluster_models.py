@@ -106,5 +106,5 @@ def test_a_claim_that_several_pods_cannot_share_is_told_of(kube: Kube, operator:
     assert "claim" not in kube.condition("duo", "Accepted")["message"]
     kube.apply(cached("some/model", stages=[one], processGroups=[{"name": "first", "replicas": 2}]))
     said = eventually(lambda: "claim" in (told := kube.condition("duo", "Accepted")["message"]) and told)
-    assert "claim duo-models is ReadWriteOnce: its 2 pods start on one node only" in said
+    assert "claim duo-models is ReadWriteOnce: its 2 pods can start on one node only" in said
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")

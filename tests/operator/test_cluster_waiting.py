@@ -94,7 +94,7 @@ def test_what_a_spec_names_and_is_not_there_is_told_and_its_pods_start_when_it_a
     assert kube.all("pods") == [], "none would start"
     kube.apply(config_map("my-code"), secret("keys"))
     eventually(lambda: "ConfigMap" not in unit(kube, "first").get("message", ""), within_s=20)
-    assert "Secret hub (envFrom[0]) is not there" in unit(kube, "first")["message"]
+    assert "Secret hub (envFrom[0]) does not exist" in unit(kube, "first")["message"]
     kube.apply(secret("hub"))
     kube.wait_ready("duo", within_s=30)
 

@@ -51,7 +51,7 @@ CONTAINERD = (
             "CrashLoopBackOff",
             "OSError: no weights",
         ),
-        (terminated("", exitCode=137), "CrashLoopBackOff", "ended with exit code 137 and said nothing"),
+        (terminated("", exitCode=137), "CrashLoopBackOff", "ended with exit code 137 and no output"),
         (terminated("bye", reason="Completed", exitCode=0), "CrashLoopBackOff", "bye"),
         (terminated("loading", reason="OOMKilled", exitCode=137), "OOMKilled", "resources.limits.memory"),
         (
@@ -145,5 +145,5 @@ def test_a_refusal_names_no_attempt() -> None:
         workload = Workload(unit="f", revision="r", name="duo", uid="u", replicas=1, refused=refused.format(attempt))
         said.add(diagnostics.of_workload(workload, startup_deadline_s=60, now=0.0))
     assert said == {
-        Diagnostic(unit="f", reason="QuotaExceeded", message="duo: pods of it are forbidden: exceeded quota: few")
+        Diagnostic(unit="f", reason="QuotaExceeded", message="duo: pods are forbidden: exceeded quota: few")
     }

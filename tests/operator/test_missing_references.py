@@ -76,7 +76,7 @@ async def test_units_whose_references_are_missing_are_held_and_each_is_asked_for
     server = Server(secret=False)
     found = await ask(server, **NEEDS)
     assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
-        ("only", "ReferenceNotFound", "ConfigMap code (code.configMapRef), Secret hub (envFrom[0]) are not there")
+        ("only", "ReferenceNotFound", "ConfigMap code (code.configMapRef), Secret hub (envFrom[0]) do not exist")
     ]
     assert [unit for unit, _ in found.held] == ["only"] and found.again_s == 3.0
     assert sorted(server.asked) == ["ConfigMap code", "Secret hub"]
@@ -129,4 +129,4 @@ async def test_a_missing_pull_secret_is_named_with_the_image_that_cannot_be_pull
     unpulled = Workload(unit="only", revision="", name="d", uid="u", replicas=1, pods=pods)
     found = await ask(Server(secret=False), unpulled, imagePullSecrets=[{"name": "registry"}])
     [diagnostic] = found.diagnostics
-    assert diagnostic.message == "pod p: container stage: 401; Secret registry (imagePullSecrets) is not there"
+    assert diagnostic.message == "pod p: container stage: 401; Secret registry (imagePullSecrets) does not exist"

@@ -267,5 +267,5 @@ def test_units_that_wait_for_their_model_say_what_of_it() -> None:
     assert told(running) == ("Prefetching", "Job duo-prefetch-1 fetches me/mine")
     assert told(unplaced) == ("Unschedulable", "pod f2: unbound claim")
     why = "Job duo-prefetch-1: container prefetch: no such model"
-    assert told(broken, running) == ("PrefetchFailed", f"{why}; it tries again")
-    assert told(broken, gave_up=True) == ("PrefetchFailed", f"{why}; delete the Job to try again")
+    assert told(broken, running) == ("PrefetchFailed", f"{why}; it is retried")
+    assert told(broken, gave_up=True) == ("PrefetchFailed", f"{why}; delete the Job to retry")

@@ -235,4 +235,4 @@ def test_an_object_is_ours_by_uid_and_not_by_name() -> None:
     before["metadata"]["ownerReferences"] = [{**OWNER.reference(), "uid": "an earlier one"}]
     assert not comparing.is_ours(before, OWNER)
     assert comparing.belongs_to_predecessor(before, OWNER)
-    assert comparing.foreign_owner(service(1), OWNER) == "nobody we know: it has no owner"
+    assert comparing.foreign_owner(service(1), OWNER) == "no pipeline: it has no owner"

@@ -1,1 +1,1 @@
-"""What differs between wanted and observed, in which order to change it, and what to say of it. Pure."""
+"""What differs between desired and live, in which order to change it, and what the status reports. Pure."""

@@ -1,6 +1,6 @@
-"""Is a child as it should be, and is it ours? Comparisons of plain dicts.
+"""Compares live children with desired ones, and tells ours from those of others. Plain dicts.
 
-Here: stamps, differences, ownership. Not here: writing anything (`cluster.applying`). Pure.
+Here: hashes of what was applied, differences, ownership. Not here: writing anything (`cluster.applying`). Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from omnipipeline_operator.desired.naming import Manifest, Owner
 
 
 def stamped(manifest: Manifest) -> Manifest:
-    """The manifest with a hash of itself, by which a field that is no longer wanted is noticed later."""
+    """The manifest with a hash of itself: a field that leaves the manifest later changes the hash."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
     metadata = manifest["metadata"]
@@ -25,7 +25,7 @@ def stamped(manifest: Manifest) -> Manifest:
 
 
 def matches(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Whether all that we want is in what is there; what others or the API server added does not matter."""
+    """Whether ``live`` has every field of ``desired``; fields that others added are ignored."""
     return _covers(live, desired)
 
 
@@ -34,32 +34,32 @@ def is_ours(live: Mapping[str, Any], owner: Owner) -> bool:
 
 
 def foreign_owner(live: Mapping[str, Any], owner: Owner) -> str | None:
-    """Whose an object is, for people; None: ours."""
+    """The owner of an object, for messages; None: this pipeline."""
     references = live["metadata"].get("ownerReferences", ())
     if any(reference.get("uid") == owner.uid for reference in references):
         return None
     for reference in references:
         if reference.get("controller"):
             return f"{reference['kind']} {reference['name']} (uid {reference['uid']})"
-    return "nobody we know: it has no owner"
+    return "no pipeline: it has no owner"
 
 
 def belongs_to_predecessor(live: Mapping[str, Any], owner: Owner) -> bool:
-    """Of an OmniPipeline of the same name and another uid: the garbage collector is about to remove it."""
+    """Whether an OmniPipeline of the same name and another uid owns it: the garbage collector will delete it."""
     return any(
         reference.get("kind") == kinds.PIPELINE.name and reference.get("name") == owner.name
         for reference in live["metadata"].get("ownerReferences", ())
     )
 
 
-#: What `naming.labels` gives.
+#: The keys of `naming.labels`.
 OWN_LABELS: Final = frozenset(naming.labels("pipeline", "unit", "revision"))
 
 
 def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
-    """Whether an object without any owner was made for a pipeline of this name: all marks of ours say so.
+    """Whether an object without an owner was made by this operator for a pipeline of this name.
 
-    Its name, all our labels, and what only this operator writes: a stamp, a selector, an immutable plan.
+    Proof: its name, all our labels, and what only this operator writes: a hash, a selector, an immutable plan.
     """
     metadata = live["metadata"]
     if metadata.get("ownerReferences") or "deletionTimestamp" in metadata:

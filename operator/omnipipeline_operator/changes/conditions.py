@@ -1,6 +1,6 @@
-"""Conditions: one aspect of a pipeline each, with the time it last changed.
+"""Conditions of a pipeline, with the time of their last transition.
 
-Here: making them, keeping their times, and which changes are worth an Event. Not here: what they say (`status`). Pure.
+Here: their form, their times, and which transitions are worth an Event. Not here: what they report (`status`). Pure.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, Final
 
 import msgspec
 
-MAX_MESSAGE: Final = 8192  # of the CRD's 32768: an Event and a terminal have to hold it too
-#: The definition's default: no operator has looked at this pipeline.
+MAX_MESSAGE: Final = 8192  # the CRD allows 32768; an Event and a terminal show less
+#: The CRD's default reason: no operator has reconciled this pipeline.
 NOT_RECONCILED: Final = "NoOperatorYet"
-#: Changes of these are told as Events; the others follow from them.
+#: Conditions whose transitions are posted as Events; the others follow from them.
 WITH_EVENTS: Final = ("Accepted", "Available", "Ready", "Progressing", "Suspended")
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
-    """What is held to be so now."""
+    """One condition as it is now."""
 
     type: str
     status: str  #: True, False, Unknown.
@@ -28,20 +28,20 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
-    """A condition that has changed, for an Event."""
+    """A condition that has changed; posted as an Event."""
 
     condition: Condition
     warning: bool
 
 
 def reported(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A status that an operator has written; what the definition gives to a pipeline that none has seen is none."""
+    """The status if an operator has written it; the CRD's default status counts as none."""
     conditions = status.get("conditions", ())
     return {} if conditions and all(each.get("reason") == NOT_RECONCILED for each in conditions) else status
 
 
 def condition(type: str, holds: bool | None, reason: str, message: str = "") -> Condition:
-    """A condition; None: unknown."""
+    """A condition. ``holds``: None is Unknown."""
     status = "Unknown" if holds is None else str(holds)
     return Condition(type=type, status=status, reason=reason, message=message[:MAX_MESSAGE])
 
@@ -49,7 +49,7 @@ def condition(type: str, holds: bool | None, reason: str, message: str = "") -> 
 def merged(
     conditions: Sequence[Condition], before: Sequence[Mapping[str, Any]], *, generation: int, now: float
 ) -> list[dict[str, Any]]:
-    """The conditions as the status holds them; one whose status is as before keeps its time."""
+    """The conditions in the status's form; one whose status has not changed keeps its transition time."""
     known = {each.get("type"): each for each in before}
     return [
         {
@@ -65,7 +65,7 @@ def merged(
 
 
 def transitions(conditions: Sequence[Condition], before: Sequence[Mapping[str, Any]]) -> list[Transition]:
-    """What has changed and matters to people; of a new pipeline only what is wrong."""
+    """Transitions that are worth an Event; for a new pipeline only failures."""
     known = {each.get("type"): each for each in before}
     found = []
     for each in conditions:
@@ -82,12 +82,12 @@ def transitions(conditions: Sequence[Condition], before: Sequence[Mapping[str, A
 
 
 def is_true(status: Mapping[str, Any], type: str) -> bool:
-    """Whether a written status says so."""
+    """Whether this condition of a written status is True."""
     return any(each["type"] == type and each["status"] == "True" for each in status.get("conditions", ()))
 
 
 def is_bad(condition: Condition) -> bool:
-    """Whether somebody should look; not while pods merely start."""
+    """Whether the condition is a failure; pods that are starting are none."""
     if condition.type == "Suspended":
         return False
     return condition.status == "False" and condition.reason not in (

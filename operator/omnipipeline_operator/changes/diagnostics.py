@@ -1,7 +1,7 @@
-"""What keeps a unit from being ready: the worst of its pods, its container and why.
+"""Why a unit is not ready: the worst diagnostic of its pods.
 
-Here: choosing one diagnostic of many, in the words of kubectl. Not here: reading pods (`workloads`), conditions
-(`status`). Pure.
+Here: choosing one diagnostic of many, with the reasons that kubectl shows. Not here: reading pods (`workloads`),
+conditions (`status`). Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_operator.changes.workloads import Pod, Workload
 
-#: Worst first: what nobody but a person can cure stands before what may pass.
+#: Worst first: what a person must fix stands before what may pass by itself.
 _SEVERITY: Final = (
     "QuotaExceeded",
     "PodSecurity",
@@ -39,7 +39,7 @@ _SEVERITY: Final = (
 class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
     """One reason why something is not ready."""
 
-    unit: str  #: Empty: it is no unit's, as the prefetch of the model.
+    unit: str  #: Empty: it concerns no single unit, such as the prefetch of the model.
     reason: str
     message: str
 
@@ -53,30 +53,30 @@ class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) -> Diagnostic | None:
-    """The worst that is wrong with one unit revision; None: nothing is, or it is only starting."""
+    """The worst diagnostic of one unit revision; None: it is ready or starting."""
     found = [_of_pod(workload.unit, pod, startup_deadline_s, now) for pod in workload.pods if not pod.terminating]
     if workload.refused is not None:
         reason = _refusal(workload.refused)
-        refused = _ATTEMPT.sub("pods of it are forbidden: ", workload.refused)
+        refused = _ATTEMPT.sub("pods are forbidden: ", workload.refused)
         found.append(Diagnostic(unit=workload.unit, reason=reason, message=f"{workload.name}: {refused}"))
     return worst(each for each in found if each is not None)
 
 
-#: The ReplicaSet controller makes up another name with each attempt.
+#: The ReplicaSet controller generates another pod name with each attempt.
 _ATTEMPT: Final = re.compile(r'^pods "[^"]*" is forbidden: ')
 
 
 def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> Diagnostic:
-    """Why units still wait for the Job that fetches their model.
+    """Why units are still waiting for the Job that fetches their model.
 
-    pods:    the Job's; a failed one stays, so that its last words can be read.
-    gave_up: the Job tries no more.
+    pods:    the Job's; a failed pod is kept, so that its termination message can be read.
+    gave_up: the Job has reached its backoff limit.
     """
     in_order = sorted((each for each in pods if each.reason is not None), key=lambda each: each.created_at)
     failed = [each for each in in_order if each.finished]
     if gave_up or failed:
         why = failed[-1].message if failed else "has failed"
-        then = "delete the Job to try again" if gave_up else "it tries again"
+        then = "delete the Job to retry" if gave_up else "it is retried"
         return Diagnostic(unit="", reason="PrefetchFailed", message=f"Job {job}: {why}; {then}")
     for each in in_order:
         return Diagnostic(unit="", reason=str(each.reason), message=f"pod {each.name}: {each.message}")
@@ -84,14 +84,14 @@ def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> 
 
 
 def worst(diagnostics: Iterable[Diagnostic]) -> Diagnostic | None:
-    """The one to tell people of."""
+    """The one to report."""
     return min(diagnostics, key=lambda each: (each.rank, each.message), default=None)
 
 
 def stabilized(diagnostic: Diagnostic, reason: str | None, message: str | None) -> Diagnostic:
-    """``trouble`` in the words in which it was told before, where it is the same crash or refusal again.
+    """``diagnostic`` with the message reported before, when only numbers in it differ.
 
-    Request ids, addresses and process ids differ each time; each difference would be a write.
+    Request ids, addresses and process ids differ with every attempt; each difference would be a write of the status.
     """
     if diagnostic.reason != reason or message is None or diagnostic.reason not in _REPEATED:
         return diagnostic
@@ -100,7 +100,7 @@ def stabilized(diagnostic: Diagnostic, reason: str | None, message: str | None) 
     return msgspec.structs.replace(diagnostic, message=message) if same or vague else diagnostic
 
 
-#: What is told anew with every attempt.
+#: Reasons whose message is made anew with every attempt.
 _REPEATED: Final = (
     "StartError",
     "CrashLoopBackOff",
@@ -112,12 +112,12 @@ _REPEATED: Final = (
     "PodsRefused",
     "PodSecurity",
 )
-#: Addresses, ids, process ids, times. Not short numbers: 401 is another matter than 403.
+#: Addresses, ids, process ids, times. Not short numbers: 401 differs from 403.
 _NUMBERS: Final = re.compile(
     r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]+(?:-[0-9a-fA-F]+)+\b|\b(?=[a-fA-F]*\d)[0-9a-fA-F]{8,}\b|\b\d{4,}\b|"
     r"\b\d+(?:\.\d+)? ?(?:s|ms|seconds)\b"
 )
-_BACK_OFF: Final = "Back-off pulling image"  # of older kubelets: that it waits, without a word why
+_BACK_OFF: Final = "Back-off pulling image"  # from older kubelets, which omit the cause
 
 
 def _of_pod(unit: str, pod: Pod, startup_deadline_s: float, now: float) -> Diagnostic | None:

@@ -1,13 +1,13 @@
-"""How many replicas each unit revision should have now: a step function of what is observed, without memory.
+"""How many replicas each unit revision should have now: a stateless step function of the observed workloads.
 
 Here: Coherent and Recreate, pause and suspend, which pipeline revisions the coordinator may serve, which old
-Deployments go for good. Not here: making or writing anything (`controller`), what is said of it (`status`). Pure.
+Deployments are deleted. Not here: writing anything (`controller`), what is reported of it (`status`). Pure.
 
-Coherent. Let ``f`` be how much of the new revision is complete: the least, over the units that change, of ready new
-pods / wanted replicas. Of each changing unit ``ceil(R * (1 - f))`` old pods stay and new ones are made as long as
-``new + old <= R + maxSurge``. So an old pod goes only once every changing unit has its share of new ready ones, whole
-sets of the old revision stay, and ``ready new + old >= R`` at every step. A new revision that is never ready has f = 0:
-the old one stays whole, and is even scaled when the author scales.
+Coherent. Let ``f`` be the completed share of the new revision: the minimum, over the units that change, of ready new
+pods / desired replicas. Each changing unit keeps ``ceil(R * (1 - f))`` old pods, and new ones are made as long as
+``new + old <= R + maxSurge``. So an old pod is removed only when every changing unit has its share of ready new pods,
+complete sets of the old revision remain, and ``ready new + old >= R`` at every step. A new revision that never becomes
+ready has f = 0: the old one remains complete, and is scaled when the author scales.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do now. Doing it and asking again leads to the goal."""
+    """What to do now. Applying it and deciding again leads to the goal."""
 
-    replicas: Mapping[Key, int]  #: Of every Deployment that is to exist; absent ones of the goal are made.
+    replicas: Mapping[Key, int]  #: For every Deployment that should exist; missing ones of the goal are made.
     retired: tuple[Workload, ...]  #: Old Deployments beyond the history limit.
-    rolling: bool  #: Old pods are still wanted, or have not gone yet.
+    rolling: bool  #: Old pods are still desired, or have not ended yet.
     complete: Fraction  #: Share of the new revision that is ready; 1 when nothing changes.
 
 
 def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str]) -> Decision:
     """The next replicas of everything.
 
-    seen:    all Deployments of the pipeline, the coordinator's too.
-    serving: unit -> unit revision of the pipeline revision that served last; empty when none ever did.
+    observed: all Deployments of the pipeline, the coordinator's too.
+    serving:  unit -> unit revision of the pipeline revision that served last; empty when none has served.
     """
     of_units = [each for each in observed if each.unit != COORDINATOR]
     of_coordinator = [each for each in observed if each.unit == COORDINATOR]
@@ -86,7 +86,7 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
 def entries(
     goal: PipelineRevision, known: Sequence[PipelineRevision], observed: Sequence[Workload]
 ) -> tuple[PipelineRevision, ...]:
-    """The pipeline revisions that may be served, the goal's last; of the others those that still have their pods."""
+    """The pipeline revisions that may be served, the goal's last; others while all their units have pods."""
     alive = {(each.unit, each.revision) for each in observed if each.replicas or each.present}
     kept = [one for one in known if one.revision != goal.revision and alive.issuperset(one.units.items())]
     return (*kept, goal)
@@ -106,7 +106,7 @@ def _step(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str]) 
 
 
 def _old(desired: Mapping[str, DesiredUnit], observed: Iterable[Workload]) -> list[Workload]:
-    """Deployments of other revisions that are still asked for pods."""
+    """Deployments of other revisions whose replicas are not 0."""
     return [each for each in observed if each.replicas and _revision(desired, each.unit) != each.revision]
 
 
@@ -115,7 +115,7 @@ def _revision(desired: Mapping[str, DesiredUnit], unit: str) -> str | None:
 
 
 def _paused(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
-    """Where the roll is, it stays; a unit that does not take part may still be scaled."""
+    """Keep the roll where it is; a unit that does not take part may still be scaled."""
     rolling = {each.unit for each in _old(desired, observed)}
     replicas = {(each.unit, each.revision): each.replicas for each in observed}
     for unit, one in desired.items():
@@ -125,7 +125,7 @@ def _paused(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) ->
 
 
 def _recreate(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
-    """Nothing new before the last old pod, those that drain included, has let go of its GPU."""
+    """Make no new pod before the last old one, draining ones included, has released its GPU."""
     leaving = [each for each in observed if each.present and _revision(desired, each.unit) != each.revision]
     leaving += _old(desired, observed)
     replicas = {(each.unit, each.revision): 0 for each in observed}
@@ -134,7 +134,7 @@ def _recreate(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) 
     removed = left - set(desired)
     for unit, one in desired.items():
         here = existing.get((unit, one.revision))
-        # A unit of its own revision has let go of nothing; one that is new waits for those that were regrouped.
+        # A unit whose revision is unchanged holds its GPU already; a new unit waits for those that were regrouped.
         waits = unit in left or (bool(removed) and (here is None or not here.replicas))
         replicas[unit, one.revision] = 0 if waits else one.replicas
     return _Step(replicas=replicas, complete=_completeness(desired, left & set(desired), observed))
@@ -157,7 +157,9 @@ def _coherent(
         made = existing.get((unit, one.revision), 0)
         replicas[unit, one.revision] = min(one.replicas, max(made, one.replicas + surge - sum(kept.values())))
     for each in old:
-        if each.unit not in desired and complete < 1:  # regrouped away: there is no share to take, it stays whole
+        if (
+            each.unit not in desired and complete < 1
+        ):  # regrouped away: it has no share of the new revision, and stays complete
             was_serving = serving.get(each.unit) == each.revision
             replicas[each.unit, each.revision] = each.replicas if was_serving else min(each.replicas, each.ready)
     return _Step(replicas=replicas, complete=complete)
@@ -172,9 +174,9 @@ def _completeness(
 
 
 def _kept(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room: int) -> dict[Key, int]:
-    """``stays`` pods of a unit's old revisions: of the one that served last first, of the others only ready ones.
+    """``stays`` pods of a unit's old revisions: first of the one that served last, of the others only ready ones.
 
-    room: what may be added to the one that serves, when it has fewer (the author scales while a roll cannot go on).
+    room: how many pods may be added to the one that serves (the author scales while a roll is blocked).
     """
     ordered = sorted(old, key=lambda each: (serving.get(each.unit) != each.revision, -each.created_at, each.revision))
     kept: dict[Key, int] = {}
@@ -182,14 +184,14 @@ def _kept(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room:
         serves = serving.get(each.unit) == each.revision
         offered = each.replicas if serves else min(each.replicas, each.ready)
         kept[each.unit, each.revision] = min(offered, stays - sum(kept.values()))
-    missing = min(stays, room) - sum(kept.values())
-    if ordered and missing > 0 and serving.get(ordered[0].unit) == ordered[0].revision:
-        kept[ordered[0].unit, ordered[0].revision] += missing
+    shortfall = min(stays, room) - sum(kept.values())
+    if ordered and shortfall > 0 and serving.get(ordered[0].unit) == ordered[0].revision:
+        kept[ordered[0].unit, ordered[0].revision] += shortfall
     return kept
 
 
 def _retired(outdated: Sequence[Workload], history: int) -> tuple[Workload, ...]:
-    """Per unit the newest ``history`` Deployments without pods are kept for rolling back."""
+    """Per unit all but the newest ``history`` Deployments without pods; those are kept for a rollback."""
     idle: dict[str, list[Workload]] = {}
     for each in sorted(outdated, key=lambda each: (-each.created_at, each.revision)):
         if not each.replicas and not each.present:

@@ -1,7 +1,7 @@
-"""What the resource's status says: a summary of what is, for people and for ``kubectl wait``.
+"""The resource's status: a summary of the observed workloads, for people and for ``kubectl wait``.
 
-Here: conditions, units, counts, revisions. Not here: writing it (`cluster.applying`). Pure: the same facts give the
-same status, so that nothing is written when nothing changed.
+Here: conditions, units, counts, revisions. Not here: writing it (`cluster.applying`). Pure: equal facts
+give an equal status, so that nothing is written when nothing has changed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ START_DEADLINE_S: Final = 120.0  # of a coordinator, which loads no model
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a spec was not taken."""
+    """Why a spec is not carried out."""
 
-    reason: str  #: InvalidSpec, NotAllowed, NameConflict.
+    reason: str  #: InvalidSpec, NotAllowed, NameConflict, ChildRefused, QuotaExceeded.
     message: str
 
 
@@ -38,7 +38,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the status is made of."""
+    """Everything that the status is made of."""
 
     plan: PipelinePlan
     goal: Goal
@@ -46,18 +46,20 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     observed: Sequence[Workload]
     entries: Sequence[PipelineRevision]
     exposure: Exposure
-    registered: Mapping[tuple[str, str], int] | None = None  #: (unit, revision) -> instances; None: nobody could say.
-    refusal: Refusal | None = None  #: A name that is taken; the rest still holds.
+    registered: Mapping[tuple[str, str], int] | None = (
+        None  #: (unit, revision) -> instances; None: no coordinator answered.
+    )
+    refusal: Refusal | None = None  #: Such as a name that is taken; the other facts still hold.
     progress_deadline_s: float = 3600.0
-    fetching: Diagnostic | None = None  #: Why units wait for the model; None: they do not.
-    image: str = ""  #: Of the wanted revision.
+    fetching: Diagnostic | None = None  #: Why units are waiting for the model; None: they are not.
+    image: str = ""  #: Of the desired revision.
     images: Mapping[str, str] = {}  #: Of the others.
-    missing: Sequence[Diagnostic] = ()  #: What units name that is not there, and what the kubelet says of their pods.
-    note: str | None = None  #: What the author should know though nothing is refused.
+    missing: Sequence[Diagnostic] = ()  #: Missing references, and kubelet warnings about pods that do not start.
+    note: str | None = None  #: A remark for the author in the Accepted condition.
 
 
 def refused(refusal: Refusal, before: Mapping[str, Any], *, generation: int, available: bool, now: float) -> Any:
-    """The status of a spec that was not taken: what runs goes on, and is still told of as before."""
+    """The status of a spec that is not carried out: running pods are left alone, and their conditions are kept."""
     known = list(before.get("conditions", ()))
     reported = [
         condition("Accepted", False, refusal.reason, refusal.message),
@@ -93,18 +95,18 @@ def summarise(
 
 
 def is_complete(revision: PipelineRevision, observed: Sequence[Workload]) -> bool:
-    """Whether requests can be bound to this revision: a ready pod of each unit."""
+    """Whether requests can be bound to this revision: each unit has a ready pod."""
     ready = {(each.unit, each.revision) for each in observed if each.ready}
     return ready.issuperset(revision.units.items())
 
 
 def is_available(entries: Sequence[PipelineRevision], observed: Sequence[Workload]) -> bool:
-    """Whether requests are answered: a coordinator and a complete set of one revision."""
+    """Whether requests are answered: a coordinator is ready, and one revision is complete."""
     return _coordinator_is_ready(observed) and any(is_complete(each, observed) for each in entries)
 
 
 def serving_revision(facts: Facts, before: Mapping[str, Any]) -> str | None:
-    """The revision to call current: the new one when the roll is over, before that the one that served."""
+    """The current revision: the new one when the roll has finished, until then the one that served before."""
     update = facts.plan.current
     was = before.get("revision", {}).get("current")
     known = {each.revision: each for each in facts.entries}
@@ -145,12 +147,12 @@ def _accepted(facts: Facts) -> Condition:
 
 
 def _ready(facts: Facts, worst: Diagnostic | None, available: bool, progressing: Condition) -> Condition:
-    """Available, and what serves is this generation."""
+    """Ready: available, and the desired revision serves."""
     if facts.refusal is not None:
         return condition("Ready", False, facts.refusal.reason, facts.refusal.message)
     if facts.goal.suspended:
         return condition("Ready", False, "Suspended", "spec.suspend is true")
-    if progressing.reason == "InsufficientCapacity":  # its message says what to do
+    if progressing.reason == "InsufficientCapacity":  # its message names the remedies
         return condition("Ready", False, progressing.reason, progressing.message)
     replaced = not _old_revision_serves(facts)
     if (
@@ -244,20 +246,20 @@ def _progressing(facts: Facts, found: Mapping[str, Diagnostic], now: float) -> C
 
 
 def _insufficient_capacity(facts: Facts, found: Mapping[str, Diagnostic]) -> str | None:
-    """A roll that waits for a GPU or a node which the old revision holds."""
+    """Whether the roll waits for a GPU or a node that the old revision uses; None: no."""
     if not facts.decision.rolling or facts.goal.strategy != "Coherent":
         return None
     for diagnostic in found.values():
         if diagnostic.reason == "Unschedulable" and diagnostic.unit:
             cure = "free that much, lower its replicas, or choose rollout.strategy: Recreate"
-            return f"unit {diagnostic.unit} has no room beside the old revision: {diagnostic.message}; {cure}"
+            return f"unit {diagnostic.unit} cannot be scheduled beside the old revision: {diagnostic.message}; {cure}"
     return None
 
 
 def deadline(facts: Facts, now: float) -> float | None:
-    """When time alone will change the status: a deadline of the roll or of a start, a crash that was long ago.
+    """When time alone changes the status next: a deadline of the roll or of a start, a crash that expires.
 
-    None: nothing more will.
+    None: it does not.
     """
     times = []
     if _is_short(facts):
@@ -265,13 +267,13 @@ def deadline(facts: Facts, now: float) -> float | None:
         times += [] if since is None else [since + facts.progress_deadline_s]
     for each, limit in _desired_workloads(facts):
         for pod in each.pods:
-            if not (pod.ready or pod.finished or pod.terminating):  # a second later: times are told in whole seconds
+            if not (pod.ready or pod.finished or pod.terminating):  # a second later: timestamps have whole seconds
                 times += [pod.reason_until or 0.0, (pod.starting_since or -limit) + limit + 1]
     return min((each for each in times if each > now), default=None)
 
 
 def _last_progress(facts: Facts) -> float | None:
-    """The last time that something of the wanted revision was made or became ready."""
+    """When a workload of the desired revision was last made or became ready."""
     desired = {(name, one.revision) for name, one in facts.goal.units.items()}
     current = [each for each in facts.observed if (each.unit, each.revision) in desired]
     times = [each.created_at for each in current]
@@ -304,7 +306,7 @@ def _unit(facts: Facts, name: str, diagnostic: Diagnostic | None) -> dict[str, A
 
 
 def _revision(facts: Facts, serving: str | None) -> dict[str, Any]:
-    """Each pipeline revision with the one image that its units run."""
+    """Each pipeline revision with its image."""
     update = facts.plan.current.revision
     images = {**facts.images, update: facts.image}
     revisions = {
@@ -333,7 +335,7 @@ def _gpus(facts: Facts) -> dict[str, int]:
 
 
 def _found(facts: Facts, before: Mapping[str, Any], now: float) -> dict[str, Diagnostic]:
-    """The worst of each unit's wanted revision, in the words of before where nothing but numbers has changed."""
+    """The worst diagnostic of each unit's desired revision; its message is kept when only numbers have changed."""
     previous = {each.get("name"): each for each in before.get("units", ())}
     given = [*filter(None, [facts.fetching]), *facts.missing]
     for each, limit in _desired_workloads(facts):
@@ -350,7 +352,7 @@ def _found(facts: Facts, before: Mapping[str, Any], now: float) -> dict[str, Dia
 
 
 def _desired_workloads(facts: Facts) -> Iterator[tuple[Workload, float]]:
-    """The Deployments of wanted revisions, with the time that a start may take."""
+    """The workloads of desired revisions, each with its startup deadline."""
     deadlines = {unit.name: unit.startup_deadline_s for unit in facts.plan.units}
     for each in facts.observed:
         desired = facts.goal.coordinator if each.unit == COORDINATOR else facts.goal.units.get(each.unit)
@@ -368,7 +370,7 @@ def _workload_ready(facts: Facts, unit: str, revision: str) -> int:
 
 
 def _old_revision_serves(facts: Facts) -> bool:
-    """Whether pods of another revision still take requests; those that drain take no new ones."""
+    """Whether pods of another revision still take new requests; draining ones do not."""
     desired = {name: one.revision for name, one in facts.goal.units.items()} | {
         COORDINATOR: facts.goal.coordinator.revision
     }
@@ -376,7 +378,7 @@ def _old_revision_serves(facts: Facts) -> bool:
 
 
 def _coordinator_is_ready(observed: Sequence[Workload], facts: Facts | None = None) -> bool:
-    """Whether a coordinator is ready; with ``facts``: one of the wanted revision."""
+    """Whether a coordinator is ready; with ``facts``: one of the desired revision."""
     revision = facts.goal.coordinator.revision if facts else None
     return any(each.ready and revision in (None, each.revision) for each in observed if each.unit == COORDINATOR)
 
@@ -388,11 +390,11 @@ def _waiting_for(facts: Facts) -> str:
         for name, one in units
         if (ready := _workload_ready(facts, name, one.revision)) < one.replicas
     ]
-    return f"waiting for {', '.join(short)}" if short else "old pods are leaving"
+    return f"waiting for {', '.join(short)}" if short else "waiting for old pods to end"
 
 
 def _still(available: bool) -> str:
-    return "what ran before goes on" if available else "nothing serves"
+    return "the previous revision serves" if available else "no revision serves"
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:

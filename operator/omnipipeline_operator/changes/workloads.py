@@ -1,7 +1,7 @@
-"""What was seen of a pipeline's children, in the few facts that decisions are made from.
+"""The observed workloads of a pipeline, reduced to the facts that decisions need.
 
-Here: `Workload`, `Pod`, `Observed` and how they are read from plain dicts. Not here: how the dicts were got
-(`cluster.store`), any decision (`rollout`, `status`). Called by `controller`.
+Here: `Workload`, `Pod`, and how they are read from live objects. Not here: where those come from (`cluster.store`),
+any decision (`rollout`, `status`). Called by `controller`.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ TEMPLATE_REVISION: Final = "deployment.kubernetes.io/revision"
 FINISHED: Final = ("Succeeded", "Failed")
 
 
-#: Of a waiting container: its image cannot be had.
+#: Reasons of a waiting container: its image cannot be pulled.
 UNPULLABLE: Final = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
-    """One pod of a unit revision, with what is wrong with it."""
+    """One pod of a unit revision, and why it is not ready."""
 
     name: str
     uid: str = ""
     ip: str | None = None
     ready: bool = False
     terminating: bool = False
-    finished: bool = False  #: It has ended and will not run again; it counts for nothing.
+    finished: bool = False  #: It has ended and will not run again; it is not counted.
     created_at: float = 0.0
     ready_since: float | None = None
-    reason: str | None = None  #: Why it is not ready, in one word; None: it is, or it is just starting.
+    reason: str | None = None  #: Why it is not ready; None: it is ready or starting.
     message: str = ""
-    reason_until: float | None = None  #: The reason is of a life before; from here on it is just starting.
-    started_at: float = 0.0  #: When the container that runs was started.
+    reason_until: float | None = (
+        None  #: The reason is of the container's previous run; from this time on the pod counts as starting.
+    )
+    started_at: float = 0.0  #: When the running container was started.
     was_ready: bool = False  #: Since then.
 
     @property
     def starting_since(self) -> float | None:
-        """Since when it has been about to become ready; None: it is or was, or it has ended."""
-        finished = self.ready or self.was_ready or self.finished or self.terminating
-        return None if finished else max(self.created_at, self.started_at) or None
+        """Since when it has been starting; None: it is or was ready, or it has ended."""
+        started = self.ready or self.was_ready or self.finished or self.terminating
+        return None if started else max(self.created_at, self.started_at) or None
 
     unschedulable: bool = False
     restarts: int = 0
-    waits_for_volumes: bool = False  #: It has a node, and none of its containers has been made.
-    started: bool = False  #: A container of it runs, or has run.
+    waits_for_volumes: bool = False  #: It has a node, and none of its containers has been created.
+    started: bool = False  #: A container of it is running or has run.
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,25 +61,25 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     name: str
     uid: str
-    replicas: int  #: What its spec asks for.
+    replicas: int  #: Of its spec.
     created_at: float = 0.0
     pods: tuple[Pod, ...] = ()
     gpus: int = 0  #: Per pod.
-    image: str = ""  #: That was pinned when it was made; a spec or a podTemplate may name another one.
+    image: str = ""  #: The image pinned when it was made; a spec or a podTemplate may name another one.
     control_secret: str | None = None
-    drifted: bool = False  #: Somebody edited its template, which is never edited.
-    refused: str | None = None  #: Why its pods cannot even be made: quota, pod security.
+    drifted: bool = False  #: Its template was edited by hand; the operator never edits one.
+    refused: str | None = None  #: Why the API server refuses its pods: a quota, pod security.
     refused_since: float = 0.0
-    tried_at: float = 0.0  #: When somebody was asked to make them again.
+    tried_at: float = 0.0  #: When a retry was last requested.
 
     @property
     def ready(self) -> int:
-        """Pods that work and will go on working."""
+        """The number of ready pods that are not terminating."""
         return sum(pod.ready and not pod.terminating for pod in self.pods)
 
     @property
     def started(self) -> bool:
-        """Whether a container of it runs or ran: then nothing of it is held back or made anew."""
+        """Whether a container of it is running or has run: then it is neither held back nor made anew."""
         return any(pod.started for pod in self.present)
 
     @property
@@ -86,21 +88,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waits_for_image(self) -> bool:
-        """Its image cannot be had, and none of its pods has ever run it."""
+        """Whether its image cannot be pulled and none of its pods has ever run it."""
         return not self.started and any(pod.reason in UNPULLABLE for pod in self.present)
 
     @property
     def present(self) -> tuple[Pod, ...]:
-        """Pods that hold resources, those on their way out too."""
+        """Pods that hold resources, terminating ones included."""
         return tuple(pod for pod in self.pods if not pod.finished)
 
 
 def read_workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]]) -> Workload:
-    """A Deployment as the API server gives it, with the pods that bear its labels."""
+    """A workload from a live Deployment and the live pods with its labels."""
     metadata, spec, refusal = deployment["metadata"], deployment["spec"], _refusal(deployment)
     annotations = metadata.get("annotations", {})
     labels, template = metadata.get("labels", {}), spec["template"]
-    selector = spec["selector"].get("matchLabels", {})  # immutable: the truth where a label was edited
+    selector = spec["selector"].get("matchLabels", {})  # immutable, unlike the labels
     secrets = [volume["secret"]["secretName"] for volume in template["spec"].get("volumes", ()) if _is_control(volume)]
     return Workload(
         unit=selector.get(naming.UNIT_LABEL, labels.get(naming.UNIT_LABEL, "")),
@@ -121,7 +123,7 @@ def read_workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str,
 
 
 def read_pod(manifest: Mapping[str, Any]) -> Pod:
-    """A pod as the API server gives it."""
+    """A pod from a live one."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     ready = conditions.get("Ready", {}).get("status") == "True"
@@ -149,7 +151,7 @@ def read_pod(manifest: Mapping[str, Any]) -> Pod:
 
 
 def timestamp(text: str | None) -> float:
-    """Seconds since the epoch of the API server's spelling; 0 when there is none."""
+    """Seconds since the epoch of an RFC 3339 time; 0 for none."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
@@ -158,7 +160,7 @@ def _has_succeeded(manifest: Mapping[str, Any]) -> bool:
 
 
 def _started_at(manifest: Mapping[str, Any]) -> float:
-    """When the newest of the containers that run was started; 0: none runs."""
+    """When the newest running container was started; 0: none is running."""
     states = [each.get("state", {}) for each in manifest.get("status", {}).get("containerStatuses", ())]
     return max((timestamp(state["running"].get("startedAt")) for state in states if "running" in state), default=0.0)
 
@@ -182,7 +184,7 @@ def _is_control(volume: Mapping[str, Any]) -> bool:
 
 
 def _refusal(deployment: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ReplicaSet could not make a pod: the condition that quotes the API server."""
+    """The condition with the API server's message, when the ReplicaSet could not create a pod."""
     for condition in deployment.get("status", {}).get("conditions", ()):
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
             found: Mapping[str, Any] = condition
@@ -190,19 +192,19 @@ def _refusal(deployment: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-#: Reasons of a waiting container that pass by themselves in seconds, or that follow from how it ended before.
+#: Reasons of a waiting container that pass within seconds, or that follow from its previous end.
 _PASSING: Final = ("ContainerCreating", "PodInitializing", "CrashLoopBackOff", "RunContainerError")
-_OUT_OF_MEMORY: Final = "needs more than resources.limits.memory, to which shared memory counts"
-_UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # words of containerd and of others
-#: The kubelet alternates between the two; with the first it tells why, with the second it may tell that it waits.
+_OUT_OF_MEMORY: Final = "needs more memory than resources.limits.memory; shared memory counts towards it"
+_UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # of containerd and of other runtimes
+#: The kubelet alternates between the two; only the first is sure to have the cause.
 _UNPULLED: Final = ("ErrImagePull", "ImagePullBackOff")
-MIN_RUNNING_S: Final = 60.0  # of a container that was started again: before that its last end is the news
+MIN_RUNNING_S: Final = 60.0  # until a restarted container has run so long, its previous end is reported
 
 
 class _PodDiagnostic(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     message: str
-    until: float | None = None  #: Nothing is wrong any more after this time, unless something new is seen.
+    until: float | None = None  #: When the diagnostic expires.
 
 
 def _pod_diagnostic(manifest: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> _PodDiagnostic | None:
@@ -218,7 +220,7 @@ def _pod_diagnostic(manifest: Mapping[str, Any], conditions: Mapping[str, Mappin
             return msgspec.structs.replace(found, message=f"container {container['name']}: {found.message}")
     if _is_node_lost(conditions):
         node = manifest.get("spec", {}).get("nodeName")
-        return _PodDiagnostic(reason="NodeLost", message=f"node {node} does not answer; another pod takes over soon")
+        return _PodDiagnostic(reason="NodeLost", message=f"node {node} does not answer; another pod will replace it")
     if status.get("phase") == "Failed":
         message = str(status.get("message") or "the pod has failed")
         return _PodDiagnostic(reason=str(status.get("reason") or "Failed"), message=message)
@@ -226,13 +228,13 @@ def _pod_diagnostic(manifest: Mapping[str, Any], conditions: Mapping[str, Mappin
 
 
 def _is_node_lost(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
-    """The node controller takes the readiness away and gives no reason; what the kubelet said last stands beside it."""
+    """The node controller sets Ready to False without a reason; the kubelet's other conditions stay as they were."""
     ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
 def _container_diagnostic(container: Mapping[str, Any], unready_since: float) -> _PodDiagnostic | None:
-    """What a container's states mean; a crash has one reason, whether it waits, has just ended or runs again."""
+    """Why a container is not ready; a crash has one reason, whether it is waiting, has just ended or runs again."""
     state, last = container.get("state", {}), container.get("lastState", {}).get("terminated")
     waiting, running = state.get("waiting", {}), state.get("running")
     reason, message = waiting.get("reason"), str(waiting.get("message") or "")
@@ -252,7 +254,7 @@ def _container_diagnostic(container: Mapping[str, Any], unready_since: float) ->
     if running is None:
         return _crash(ended)
     started = timestamp(running.get("startedAt"))
-    if container.get("ready") or unready_since > started:  # it had been ready since it was started again
+    if container.get("ready") or unready_since > started:  # it has been ready since the restart
         return None
     life = timestamp(ended.get("finishedAt")) - timestamp(ended.get("startedAt"))
     return msgspec.structs.replace(_crash(ended), until=started + max(MIN_RUNNING_S, 2 * life))
@@ -266,4 +268,4 @@ def _crash(ended: Mapping[str, Any]) -> _PodDiagnostic:
         return _PodDiagnostic(reason=_UNSTARTABLE[0], message=cause or "cannot be started")
     if code == crashes.EXIT_HUNG and cause:
         return _PodDiagnostic(reason="StartupDeadlineExceeded", message=cause)
-    return _PodDiagnostic(reason="CrashLoopBackOff", message=cause or f"ended with exit code {code} and said nothing")
+    return _PodDiagnostic(reason="CrashLoopBackOff", message=cause or f"ended with exit code {code} and no output")

@@ -1,12 +1,12 @@
-"""Writes in their safe forms: nothing of somebody else's is ever taken over.
+"""Safe writes: an object of another owner is never overwritten.
 
-Here: making, keeping, scaling, marking and deleting children, each write's answer put into the store. Not here: which
-writes (`controller.reconciling` asks `changes`). Called by `controller`.
+Here: creating, updating, scaling, annotating and deleting children; each answer goes into the store. Not here: which
+writes are due (`controller.writing`). Called by `controller`.
 
-Server-side apply with ``force`` silently takes over a user's object of the same name. So a child is made by an apply
-that demands absence (``resourceVersion: "1"``, an object's first version is never 1: 201 when absent, 409 when present)
-and changed by one that demands its uid (422 when it is another). A POST followed by applies would never drop fields: it
-is for what is written once.
+Server-side apply with ``force`` silently takes over a user's object of the same name. So a child is created by an apply
+that requires absence (``resourceVersion: "1"``; an object's first version is never 1: 201 when absent, 409 when
+present) and updated by one that requires its uid (422 when it is another). An object created by POST keeps the fields
+that later applies leave out, so POST is for children that are written once.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import DEPLOYMENT, POD, Kind
 
 MANAGER: Final = "omnipipeline-operator"
-#: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager that leaves a field
-#: out of an apply gives it up, so the two must never be one.
+#: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager gives up the fields
+#: that its apply leaves out, so the two must differ.
 SCALER: Final = "omnipipeline-operator-scaler"
 _HEAD: Final = ("labels", "ownerReferences")
 
 
 class NameTaken(errors.OperatorError):
-    """A name of ours is borne by an object that is not ours."""
+    """A child's name is taken by an object with another owner."""
 
     def __init__(self, kind: str, name: str, foreign_owner: str, *, temporary: bool) -> None:
         self.kind = kind
         self.name = name
         self.foreign_owner = foreign_owner
-        #: Whether its owner is an earlier pipeline of this name, which garbage collection is removing.
+        #: Whether its owner is an earlier pipeline of this name, which garbage collection will delete.
         self.temporary = temporary
         super().__init__(f"{kind} {name} exists and belongs to {foreign_owner}")
 
@@ -49,16 +49,16 @@ class Applier:
         self._owner = owner
 
     async def create(self, manifest: Manifest) -> Manifest:
-        """Make a child that the store does not know.
+        """Create a child that the store does not have.
 
-        Returns: the child as it is now; one of ours that lost its labels is given them back.
-        Raises:  NameTaken: there is one, and it is not ours.
+        Returns: the live child; if one of ours had lost its labels, they are restored.
+        Raises:  NameTaken: the name belongs to an object of another owner.
         """
         absent = _with_metadata(manifest, resourceVersion="1")
         return await self._create_or_restore(manifest, self._client.apply(absent, manager=MANAGER))
 
     async def create_once(self, manifest: Manifest) -> Manifest:
-        """As `create`, for a child of which MANAGER writes nothing ever after: less work for the API server."""
+        """Create a child that MANAGER never updates, by POST: less work for the API server."""
         return await self._create_or_restore(manifest, self._client.create(manifest, manager=MANAGER))
 
     async def _create_or_restore(self, manifest: Manifest, making: Awaitable[Manifest]) -> Manifest:
@@ -78,33 +78,33 @@ class Applier:
         return await self.restore_owner(manifest, live)
 
     async def restore_owner(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
-        """Restore labels and owner of a child of ours, whatever else is in it; a Deployment keeps its replicas."""
+        """Restore labels and owner of a child and nothing else; a Deployment keeps its replicas."""
         body = _head(manifest, live)
         body["metadata"] |= {key: value for key, value in manifest["metadata"].items() if key in _HEAD}
-        if "replicas" in live.get("spec", {}):  # SCALER's too: left out, they would become the default, 1
+        if "replicas" in live.get("spec", {}):  # SCALER owns them: left out, they would become the default, 1
             body["spec"] = {"replicas": live["spec"]["replicas"]}
         return self._remember(await self._client.apply(body, manager=SCALER))
 
     async def update(self, manifest: Manifest, live: Mapping[str, Any]) -> Manifest:
-        """Make a known child what it should be; fields that we no longer want go."""
+        """Update a live child to the manifest; fields that are no longer in it are removed."""
         same = _with_metadata(manifest, uid=live["metadata"]["uid"])
         return self._remember(await self._client.apply(same, manager=MANAGER))
 
     async def scale(self, manifest: Manifest, live: Mapping[str, Any], replicas: int) -> Manifest:
-        """Set the replicas of a known Deployment, and its labels and owner, nothing else."""
+        """Set the replicas, labels and owner of a live Deployment, nothing else."""
         body = _head(manifest, live)
         body["metadata"] |= {key: manifest["metadata"][key] for key in _HEAD}
         return self._remember(await self._client.apply({**body, "spec": {"replicas": replicas}}, manager=SCALER))
 
     async def create_secret(self, manifest: Manifest) -> None:
-        """A Secret under a name that only this pipeline can know; one that is there is ours, made before a restart."""
+        """Create a Secret; its name is random, so one that exists was made by this operator before a restart."""
         try:
             await self._client.create(manifest)
         except errors.Conflict:
             return
 
     async def secret_is_missing(self, manifest: Manifest) -> bool:
-        """Whether a Secret is gone, asked by a dry run of making it: the operator may not read any."""
+        """Whether a Secret is missing, by a dry run of creating it: the operator may not read Secrets."""
         try:
             await self._client.create(manifest, dry_run=True)
         except errors.Conflict:
@@ -112,11 +112,11 @@ class Applier:
         return True
 
     async def annotate_pod(self, name: str, annotations: Mapping[str, str]) -> None:
-        """Annotations of one pod; one that has gone meanwhile is no error."""
+        """Annotate a pod; a pod that no longer exists is no error."""
         await self._annotate(POD, name, annotations)
 
     async def annotate_deployment(self, name: str, annotations: Mapping[str, str]) -> None:
-        """The ReplicaSet gets them too, and its controller looks at it at once."""
+        """Annotate a Deployment. Its ReplicaSet gets the annotations too, and is reconciled at once."""
         await self._annotate(DEPLOYMENT, name, annotations)
 
     async def _annotate(self, kind: Kind, name: str, annotations: Mapping[str, str]) -> None:
@@ -127,17 +127,17 @@ class Applier:
             return
 
     async def has_template(self, manifest: Manifest, live: Mapping[str, Any]) -> bool:
-        """Whether a known Deployment has the template that ``manifest`` has; the store keeps a part of it only."""
+        """Whether a live Deployment has the template of ``manifest``; the store keeps only a part, so it is read."""
         try:
             current = await self._client.get(DEPLOYMENT, self._owner.namespace, live["metadata"]["name"])
         except errors.NotFound:
-            return True  # its deletion is on the way to us
+            return True  # the watch will report its deletion
         return comparing.matches(manifest["spec"]["template"], current["spec"]["template"])
 
     async def delete(self, live: Mapping[str, Any]) -> None:
-        """Delete this very child, and forget it: who looks again does not find it.
+        """Delete exactly this child, and drop it from the store.
 
-        No watch may tell of it: one that begins after the deletion knows nothing of the object.
+        A watch that begins after the deletion would not report it.
         """
         metadata = live["metadata"]
         await self._client.delete(kinds.of(live), metadata["namespace"], metadata["name"], uid=metadata["uid"])
@@ -145,7 +145,7 @@ class Applier:
         self._store.drop({**live, "metadata": gone})
 
     async def write_status(self, status: Manifest) -> None:
-        """The whole status, owned by us alone."""
+        """Write the whole status; MANAGER is its only owner."""
         owner = self._owner
         body = {
             "apiVersion": kinds.PIPELINE.api_version,

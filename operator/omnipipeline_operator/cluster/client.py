@@ -1,8 +1,8 @@
 """Requests to the API server: plain dicts in and out, a timeout on every call, one error tree.
 
-Here: verbs, and finding credentials as kubectl does. Not here: when a write is safe (`applying`), what is remembered
-(`store`). Called by the rooms beside it. The kubernetes client's ``aio`` variant carries the bytes; its models are
-left out (83 KiB a pod instead of 34), and so is everything of it that blocks.
+Here: verbs, and finding credentials as kubectl does. Not here: when a write is safe (`applying`), what is kept
+(`store`). Called by the modules beside it and by `controller`. The transport is the kubernetes client's ``aio``
+variant; its models are not used (83 KiB a pod instead of 34), nor anything in it that blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Counted = Callable[[str, str, int], None]
 TOKEN_FILE: Final = "/var/run/secrets/kubernetes.io/serviceaccount/token"
 TIMEOUT_S: Final = 10.0
 LIST_TIMEOUT_S: Final = 60.0
-STATUS_TIMEOUT_S: Final = 30.0  # the rules of the whole spec are evaluated anew: 4 s for the largest one
+STATUS_TIMEOUT_S: Final = 30.0  # the API server evaluates all rules of the spec again: 4 s for the largest one
 PAGE: Final = 500
 APPLY: Final = "application/apply-patch+yaml"
 MERGE: Final = "application/merge-patch+json"
@@ -36,7 +36,7 @@ JSON: Final = "application/json"
 
 
 class WriteLimiter(Protocol):
-    """Asked before every write; a bucket in production, a counter in tests."""
+    """Awaited before every write: a token bucket in production, a counter in tests."""
 
     async def take(self) -> None: ...
 
@@ -44,7 +44,7 @@ class WriteLimiter(Protocol):
 class Client:
     """One connection pool to one API server.
 
-    counted: told of every request: verb, resource, HTTP status (0: no answer).
+    counted: called for every request with method, resource, HTTP status (0: no answer).
     """
 
     def __init__(self, api: Any, writes: WriteLimiter, counted: Counted) -> None:
@@ -60,7 +60,7 @@ class Client:
         else:
             await kubernetes_config.load_kube_config()
         configuration = kubernetes_client.Configuration.get_default_copy()
-        # aiohttp would read ~/.netrc before every request, in a thread; kopf's connections do not either.
+        # Or aiohttp reads ~/.netrc in a thread before every request; kopf's connections do not read it either.
         configuration.client_session_kwargs = {"trust_env": False}
         return cls(kubernetes_client.ApiClient(configuration), writes, counted)
 
@@ -79,7 +79,7 @@ class Client:
         return await self._ask("GET", kind.path(namespace, name))
 
     async def listed(self, kind: Kind, namespace: str | None, selector: str | None = None) -> AsyncIterator[Manifest]:
-        """All objects, in pages; each bears its kind, which items of a list do not say."""
+        """All objects, read in pages; each gets its kind, which the items of a list lack."""
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
             page = await self._ask("GET", kind.path(namespace), query=query, timeout_s=LIST_TIMEOUT_S)
@@ -97,7 +97,7 @@ class Client:
         return listed
 
     async def warnings(self, namespace: str, **about: str) -> list[Manifest]:
-        """Events of type Warning, as kubelets and controllers post them. ``about``: fields of their objects."""
+        """Events of type Warning. ``about``: fields of the objects that they are about."""
         fields = [f"involvedObject.{field}={value}" for field, value in about.items()]
         query = {"fieldSelector": ",".join(["type=Warning", *fields]), "limit": str(PAGE)}
         listed: list[Manifest] = (await self._ask("GET", kinds.CORE_EVENT.path(namespace), query=query)).get(
@@ -116,7 +116,7 @@ class Client:
         return await self._write("POST", kind.path(manifest["metadata"]["namespace"]), query=query, body=manifest)
 
     async def apply(self, manifest: Mapping[str, Any], *, manager: str, subresource: str | None = None) -> Manifest:
-        """Server-side apply, taking over fields from others. `applying` knows the forms of it that are safe."""
+        """Server-side apply with force: takes fields over from other managers. `applying` makes it safe."""
         metadata = manifest["metadata"]
         path = kinds.of(manifest).path(metadata["namespace"], metadata["name"], subresource)
         query = {"fieldManager": manager, "force": "true"}
@@ -128,15 +128,15 @@ class Client:
         return await self._write("PATCH", kind.path(namespace, name), body=patch, content_type=MERGE)
 
     async def replace(self, manifest: Mapping[str, Any], *, timeout_s: float) -> Manifest:
-        """PUT; with its resourceVersion inside, so that of two writers one gets a Conflict."""
+        """PUT with the manifest's resourceVersion: of two writers one gets a Conflict."""
         metadata = manifest["metadata"]
         path = kinds.of(manifest).path(metadata["namespace"], metadata["name"])
         return await self._ask("PUT", path, body=manifest, timeout_s=timeout_s)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """This very object. One that is not there (any more) is no error.
+        """Delete the object with this uid; one that does not exist is no error.
 
-        Raises: Conflict: another object bears the name now.
+        Raises: Conflict: another object has the name now.
         """
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         try:
@@ -184,12 +184,12 @@ class Client:
         try:
             parsed: Manifest = msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise errors.Unavailable(what, status, f"the answer is no JSON: {error}") from error
+            raise errors.Unavailable(what, status, f"the answer is not JSON: {error}") from error
         return parsed
 
 
 def _refusal(what: str, status: int, text: bytes, retry_after: str) -> errors.ClusterError:
-    """The error of an answer; its body is a Status, unless a proxy made it."""
+    """The error of an answer. Its body is a Status, unless a proxy wrote it."""
     try:
         said = json.loads(text)
         message, reason = str(said.get("message", "")), str(said.get("reason", ""))

@@ -1,11 +1,11 @@
-"""One writer at a time: a Lease, renewed by the holder, taken over when it has not changed for its duration.
+"""Leader election by a Lease: the holder renews it, another takes it when it has not changed for its duration.
 
 Here: acquiring, renewing, releasing. Not here: what the holder does. Called by `handlers.lifecycle`.
 
-Only this process's monotonic clock is trusted: another holder's Lease has expired when we saw no change of it for its
-duration, whatever its timestamps say. Any exception is a failed renewal. The deadline for renewing is shorter than the
-duration, and each request's timeout shorter than the deadline: a holder that cannot reach the API server has stopped to
-write before anybody else may begin. (The client's own leader election dies silently, and then there are two leaders.)
+Only this process's monotonic clock counts: another holder's Lease has expired when this process has seen no change of
+it for its duration, whatever its timestamps are. Any exception is a failed renewal. The renewal deadline is shorter
+than the duration, and each request's timeout shorter than the deadline: a holder that cannot reach the API server stops
+writing before another may begin. (The client's own leader election can end silently, which leaves two leaders.)
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ Manifest = dict[str, Any]
 
 
 class LeaseLost(errors.OperatorError):
-    """Somebody else may write now; this process must end."""
+    """Another process may write now; this one must end."""
 
 
 class Lease:
-    """This process's part in the election."""
+    """This process as a candidate."""
 
     def __init__(self, client: Client, settings: LeaseSettings) -> None:
         self._client = client
         self._settings = settings
-        self._last_observed: tuple[Any, ...] | None = None  #: What the Lease said when it last changed…
-        self._last_observed_at = 0.0  #: …and when that was, by our own clock.
+        self._last_observed: tuple[Any, ...] | None = (
+            None  #: Holder, renewal and version of the Lease when it last changed…
+        )
+        self._last_observed_at = 0.0  #: …and when that was, by the monotonic clock.
         self._held: Manifest | None = None
 
     @property
@@ -45,7 +47,7 @@ class Lease:
         return self._held is not None
 
     async def acquire(self) -> None:
-        """Return when this process is the one that writes."""
+        """Return when this process holds the Lease."""
         while True:
             try:
                 async with asyncio.timeout(self._settings.renew_deadline_s / 2):
@@ -61,23 +63,23 @@ class Lease:
             await asyncio.sleep(self._settings.retry_s * random.uniform(0.8, 1.2))
 
     async def keep(self) -> None:
-        """Renew for ever.
+        """Renew until that fails.
 
-        Raises: LeaseLost: it could not be renewed in time, or somebody else has it.
+        Raises: LeaseLost: it could not be renewed in time, or another process holds it.
         """
         renewed_at = _now()
         while True:
             deadline = renewed_at + self._settings.renew_deadline_s
             await asyncio.sleep(max(0.0, min(self._settings.retry_s, deadline - _now())))
             if _now() >= deadline:
-                self._held = None  # not ours to release any more
+                self._held = None  # not to be released
                 raise LeaseLost(f"lease not renewed within {self._settings.renew_deadline_s:g} s")
             began = _now()
             try:
                 async with asyncio.timeout_at(deadline):
                     if not await self._renew():
                         self._held = None
-                        raise LeaseLost("the lease is somebody else's")
+                        raise LeaseLost("another process holds the lease")
                 renewed_at = began
             except (errors.ClusterError, TimeoutError) as error:
                 log.warning(
@@ -85,7 +87,7 @@ class Lease:
                 )
 
     async def release(self) -> None:
-        """Let the next one in at once."""
+        """Release the Lease, so that the next process takes it at once."""
         if self._held is None:
             return
         held, self._held = self._held, None
@@ -96,7 +98,7 @@ class Lease:
             log.warning("lease not released: %s", error)
 
     async def _renew(self) -> bool:
-        """One write, without reading first: it succeeds if nobody has written since we did."""
+        """Write without reading first: succeeds if nobody else has written since."""
         if self._held is None:
             return await self._try()
         try:
@@ -107,7 +109,7 @@ class Lease:
         return True
 
     async def _try(self) -> bool:
-        """One round: make it, take it or renew it; False: it is somebody else's."""
+        """Create, take or renew the Lease once; False: another process holds it."""
         settings = self._settings
         timeout_s = settings.renew_deadline_s / 2
         try:
@@ -140,7 +142,7 @@ class Lease:
         settings, now = self._settings, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         before = (live or {}).get("spec", {})
         mine = before.get("holderIdentity") == settings.identity
-        # What others wrote on it stays: it may be part of a helm release.
+        # Keep other metadata: the Lease may be part of a helm release.
         metadata: Manifest = (
             {"name": settings.name, "namespace": settings.namespace} if live is None else live["metadata"]
         )

@@ -1,8 +1,8 @@
-"""What a pipeline's coordinator says of its instances: ``GET :8081/status`` of its pods.
+"""Reads the status of coordinators: ``GET :8081/status`` of their pods.
 
-Here: asking, with a short timeout, and the few facts we use. Not here: deciding anything. Called by `controller`. A
-coordinator that cannot be asked (a policy of somebody's, another network) costs knowledge, never a roll, and a whole
-second only once.
+Here: the request, with a short timeout, and the fields that are used. Not here: deciding anything. Called by
+`controller`. A coordinator that does not answer (a NetworkPolicy, another network) blocks no roll; only the first
+request to its address waits for the whole timeout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from omnipipeline_spec.types.pods import PROBE_PORT
 
 TIMEOUT_S: Final = 1.0
-UNANSWERED_TIMEOUT_S: Final = 0.1  # for an address that was asked before and has never answered
-MAX_ADDRESSES: Final = 2000  # addresses; of more, those go that were asked longest ago
+UNANSWERED_TIMEOUT_S: Final = 0.1  # for an address that has never answered
+MAX_ADDRESSES: Final = 2000  # remembered; above it, the least recently asked address is forgotten
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One coordinator's view."""
+    """What one coordinator reports."""
 
     revisions: tuple[str, ...] = ()
     instances: tuple[InstanceStatus, ...] = ()
@@ -65,7 +65,7 @@ class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
         return counts
 
     def loads(self) -> dict[str, int]:
-        """Address of a pod -> how much it has to do."""
+        """Address of a pod -> requests bound, waiting and running there."""
         found: dict[str, int] = {}
         for each in self.instances:
             found[each.host] = found.get(each.host, 0) + each.load
@@ -73,11 +73,11 @@ class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusClient:
-    """Asks coordinators."""
+    """Reads the status of coordinators over HTTP."""
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession()
-        self._has_answered: dict[str, bool] = {}  #: Whether an address that was asked has ever answered.
+        self._has_answered: dict[str, bool] = {}  #: Address -> whether it has ever answered.
 
     async def __aenter__(self) -> StatusClient:
         return self
@@ -88,7 +88,7 @@ class StatusClient:
         await self._session.close()
 
     async def ask(self, addresses: Iterable[str]) -> list[CoordinatorStatus]:
-        """The views of all coordinators that answer."""
+        """The statuses of all coordinators that answer."""
         answers = await asyncio.gather(*(self._one(address) for address in addresses))
         return [each for each in answers if each is not None]
 

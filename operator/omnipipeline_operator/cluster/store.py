@@ -1,10 +1,11 @@
-"""What is known of the cluster: the newest seen version of every object that matters, by pipeline.
+"""The newest known version of every pipeline and every child, as plain dicts.
 
-Here: plain dicts, fed by watches, by lists and by the answers to our own writes, so that a decision never looks behind
-what we have just done. Not here: watching (`handlers.watching`), any decision. Called by `controller` and `handlers`.
+Here: objects from watches, from lists and from the answers to our own writes; with the latter a snapshot is never older
+than what was just written. Not here: watching (`handlers.watching`), any decision. Called by `controller` and
+`handlers`.
 
-Objects are kept without what nothing here reads (`slimmed`). The echo of a write of
-ours brings nothing new and wakes nobody; whoever wrote looks once more because `changes` tells him of it.
+Fields that nothing reads are dropped (`slimmed`). The watch event of our own write brings no newer version and queues
+nothing; the reconcile that wrote is repeated because the count of `changes` grew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Key = tuple[str, str]  # namespace, name of the pipeline
 Address = tuple[str, str, str]  # kind, namespace, name
 
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
-MAX_DELETIONS: Final = 1000  # deletions; a page of a list, or the answer to a write, is not older than the last few
+MAX_DELETIONS: Final = 1000  # remembered; a page of a list, or the answer to a write, is not older than these
 
 
 class Store:
@@ -32,13 +33,13 @@ class Store:
         #: Addresses of the children of each pipeline. Every address in here is in ``_objects``.
         self._children: dict[Key, set[Address]] = {}
         self._changes: dict[Key, int] = {}
-        self._deletions: dict[str, float] = {}  #: uid -> version in which an object was deleted, or lost our label.
+        self._deletions: dict[str, float] = {}  #: uid -> version at which an object was deleted or lost our label.
 
     def put(self, manifest: Mapping[str, Any]) -> set[Key]:
-        """Remember an object, unless it or something newer is known; the pipelines that have to be looked at now.
+        """Store an object unless this or a newer version is known; the pipelines to reconcile.
 
-        A page of a list, and the answer to a write, may come in after the news that the object is gone. A child whose
-        label was edited concerns two pipelines: the one that it is labelled with now, and the one that lost it.
+        A page of a list, and the answer to a write, may arrive after the deletion of the object; it is ignored then. A
+        child whose label was edited concerns two pipelines: the one it is labelled with now, and the one that lost it.
         """
         address, key = address_of(manifest), _pipeline_of(manifest)
         if _version(manifest) <= self._deletions.get(_uid(manifest), -1):
@@ -58,13 +59,13 @@ class Store:
         return concerned
 
     def changes(self, key: Key) -> int:
-        """A number that grows with each change of a pipeline's spec or children, but not of its status."""
+        """A count that grows with each change of a pipeline's spec or children, but not of its status."""
         return self._changes.get(key, 0)
 
     def drop(self, manifest: Mapping[str, Any]) -> set[Key]:
-        """Forget an object that is gone, unless its successor is known already, or that it is back (with our label).
+        """Remove a deleted object, unless a newer version or a successor is known; the pipelines to reconcile.
 
-        Without a version it is gone for good: its uid never comes again.
+        Without a resourceVersion the deletion is final: the uid does not return.
         """
         address, version = address_of(manifest), _version(manifest) or math.inf
         self._deletions.pop(_uid(manifest), None)
@@ -80,7 +81,7 @@ class Store:
         return _pipelines_of(manifest, known)
 
     def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[Key]:
-        """Of a kind, what a complete list did not have and what is not newer than the list is a ghost."""
+        """Drop the objects of a kind that a complete list did not have and that are not newer than the list."""
         changed: set[Key] = set()
         for address, known in list(self._objects.items()):
             if address[0] == kind.name and address not in listed and _version(known) <= older_than:
@@ -94,17 +95,17 @@ class Store:
         return (address[1:] for address in self._objects if address[0] == PIPELINE.name)
 
     def children(self, key: Key, kind: Kind) -> list[Manifest]:
-        """All children of a kind that a pipeline's label is on, by name."""
+        """All children of a kind with the pipeline's label, sorted by name."""
         found = sorted(address for address in self._children.get(key, ()) if address[0] == kind.name)
         return [self._objects[address] for address in found]
 
     def child(self, key: Key, kind: Kind, name: str) -> Manifest | None:
-        """One child by name; None too when there is one without our label."""
+        """One child by name; None also for an object without our label."""
         address = (kind.name, key[0], name)
         return self._objects[address] if address in self._children.get(key, ()) else None
 
     def newest(self) -> int:
-        """The highest version seen: a list that is read after this knows everything up to it."""
+        """The highest known version; a list that begins after this call has everything up to it."""
         return max(map(_version, self._objects.values()), default=0)
 
     def __len__(self) -> int:
@@ -119,13 +120,13 @@ class Store:
 
 
 def address_of(manifest: Mapping[str, Any]) -> Address:
-    """Where an object is."""
+    """Kind, namespace and name of an object."""
     metadata = manifest["metadata"]
     return manifest["kind"], metadata["namespace"], metadata["name"]
 
 
 def _pipelines_of(*manifests: Mapping[str, Any] | None) -> set[Key]:
-    """The pipelines that these are of."""
+    """The pipelines that these objects are or belong to."""
     return {key for each in manifests if each is not None and (key := _pipeline_of(each)) is not None}
 
 
@@ -138,7 +139,7 @@ def _pipeline_of(manifest: Mapping[str, Any]) -> Key | None:
 
 
 def _version(manifest: Mapping[str, Any]) -> int:
-    # Comparable by the API's own rules since Kubernetes 1.35, and in practice always: etcd's revision.
+    # Comparable by the API's rules since Kubernetes 1.35; before that in practice, as etcd's revision.
     return int(manifest["metadata"].get("resourceVersion") or 0)
 
 
@@ -147,13 +148,13 @@ def _uid(manifest: Mapping[str, Any]) -> str:
 
 
 def _spec_identity(pipeline: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a look at a pipeline begins with."""
+    """What changes when a pipeline's spec changes or it is deleted."""
     metadata = pipeline["metadata"]
     return _uid(pipeline), metadata.get("generation"), "deletionTimestamp" in metadata
 
 
 def slimmed(manifest: Mapping[str, Any]) -> Manifest:
-    """An object without what nobody reads: managedFields, a third of most objects, and the bulk of some kinds."""
+    """An object without unread fields: managedFields (a third of most objects) and the bulk of some kinds."""
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
     if LAST_APPLIED in metadata.get("annotations", ()):
         metadata["annotations"] = {key: value for key, value in metadata["annotations"].items() if key != LAST_APPLIED}
@@ -161,14 +162,14 @@ def slimmed(manifest: Mapping[str, Any]) -> Manifest:
     if manifest["kind"] == POD.name:
         slim["spec"] = {key: value for key, value in manifest.get("spec", {}).items() if key == "nodeName"}
     elif manifest["kind"] == CONFIG_MAP.name and naming.REVISION_LABEL in metadata.get("labels", ()):
-        slim.pop("data", None)  # a plan, immutable: that it is there is enough
+        slim.pop("data", None)  # a plan, immutable: only its existence matters
     elif manifest["kind"] == DEPLOYMENT.name and "template" in manifest.get("spec", {}):
         slim["spec"] = {**manifest["spec"], "template": _slim_template(manifest["spec"]["template"])}
     return slim
 
 
 def _slim_template(template: Mapping[str, Any]) -> Manifest:
-    """It is written once and never compared: its image, its GPUs and the name of its Secret are read back."""
+    """A pod template is written once and never compared; its image, GPUs and Secret's name are read back."""
     spec = template["spec"]
     containers = [
         {key: value for key, value in each.items() if key in ("name", "image", "resources")}

@@ -1,4 +1,4 @@
-"""The token bucket that all writes pass: whatever goes wrong, the API server is never flooded.
+"""A token bucket that bounds the rate of writes to the API server.
 
 Here: only that. Called by `client` before every write.
 """
@@ -19,7 +19,7 @@ class TokenBucket:
         self.taken = 0
 
     async def take(self) -> None:
-        """Return when a write may be made."""
+        """Wait until one write is allowed."""
         while True:
             now = asyncio.get_running_loop().time()
             self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._rate)

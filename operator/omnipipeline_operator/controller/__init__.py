@@ -1,1 +1,1 @@
-"""One reconcile of one pipeline: read a snapshot, decide, write, report. Knows no kopf; called by `handlers`."""
+"""One reconcile of one pipeline: take a snapshot, decide, write, report. Imports no kopf; called by `handlers`."""

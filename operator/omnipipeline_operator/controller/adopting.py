@@ -1,8 +1,8 @@
-"""Children without an owner: what an earlier resource of this name left (``--cascade=orphan``, a backup) is taken up.
+"""Adopts orphans: children that an earlier resource of this name left without an owner (``--cascade=orphan``).
 
-Here: which are taken, and giving them their owner. Not here: which objects are ours by their marks
-(`changes.comparing`). Called by `reconciling`, before anything is decided: what runs is then known. An object that has
-another owner is never touched.
+Here: giving them their owner. Not here: what proves that an object is ours (`changes.comparing`). Called by
+`reconciling` before it decides anything, so that the adopted workloads are known. An object with another owner is never
+changed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ async def adopt(
 ) -> bool:
     """Give orphans of this pipeline their owner; whether there were any.
 
-    still_there: raises when the resource is gone. A resource that is being deleted with ``--cascade=orphan`` lets go
-    of its children first: given back to it they would be deleted with it.
+    ensure_exists: raises when the resource does not exist or is being deleted. A deletion with ``--cascade=orphan``
+    releases the children first; adopted again, they would be deleted with the resource.
     """
     orphans = snapshot.orphans()
     if not orphans:
@@ -41,16 +41,16 @@ async def adopt(
         try:
             await applier.restore_owner(head, live)
         except (errors.NotFound, errors.Conflict, errors.Invalid):
-            continue  # gone, or another one by now
+            continue  # deleted, or replaced by another object
         log.info(
-            "%s/%s: %s %s is taken up", snapshot.owner.namespace, snapshot.owner.name, live["kind"], metadata["name"]
+            "%s/%s: %s %s is adopted", snapshot.owner.namespace, snapshot.owner.name, live["kind"], metadata["name"]
         )
     await _adopt_history(client, snapshot)
     return True
 
 
 async def _adopt_history(client: Client, snapshot: Snapshot) -> None:
-    """Entries are not watched; where there are orphans, they are looked for, too."""
+    """Adopt the entries of the history too. They are not watched, so they are listed."""
     owner, labels = snapshot.owner, naming.labels(snapshot.owner.name)
     try:
         found = client.listed(CONTROLLER_REVISION, owner.namespace, f"{naming.PIPELINE_LABEL}={owner.name}")
@@ -63,4 +63,4 @@ async def _adopt_history(client: Client, snapshot: Snapshot) -> None:
             body["metadata"] = head | {"ownerReferences": [owner.reference()]}
             await client.apply(body, manager=SCALER)
     except (errors.NotFound, errors.Conflict, errors.Invalid, errors.Forbidden) as error:
-        log.warning("%s/%s: its history is not taken up: %s", owner.namespace, owner.name, error)
+        log.warning("%s/%s: the history is not adopted: %s", owner.namespace, owner.name, error)

@@ -1,7 +1,7 @@
-"""What the coordinators of one pipeline report, and which of their instances are to be excluded.
+"""What the coordinators of one pipeline report, and which of their instances must get no more requests.
 
-Here: asking all that are ready, and joining their answers: in a roll two coordinators answer. Not here: the request
-(`cluster.status_client`). Called by `reconciling` and `reporting`.
+Here: asking all that are ready, and merging their answers: during a roll-out there are two coordinators. Not here: the
+request (`cluster.status_client`). Called by `reconciling` and `reporting`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from omnipipeline_spec.types.pods import COORDINATOR
 
 
 async def ask(status_client: StatusClient, snapshot: Snapshot) -> list[CoordinatorStatus]:
-    """All coordinators that are ready."""
+    """The statuses of all coordinators that are ready and answer."""
     coordinators = [each for each in snapshot.workloads if each.unit == COORDINATOR]
     ready = [pod.ip for each in coordinators for pod in each.pods if pod.ready and not pod.terminating and pod.ip]
     return await status_client.ask(ready)
 
 
 async def aside(client: Client, snapshot: Snapshot, coordinators: Sequence[CoordinatorStatus]) -> list[str]:
-    """Addresses of registered pods that bear the labels of another unit now, or none of ours.
+    """Addresses of registered pods that now have the labels of another unit, or none of ours.
 
-    What a coordinator knows and our watch does not may be new: the API server is asked before it is believed.
+    A pod that a coordinator knows and the snapshot does not may be new: the API server is asked first.
     """
     known = snapshot.addresses()
     strange = {
@@ -48,7 +48,7 @@ async def aside(client: Client, snapshot: Snapshot, coordinators: Sequence[Coord
 def registered(coordinators: Sequence[CoordinatorStatus]) -> dict[tuple[str, str], int] | None:
     """(unit, revision) -> pods that requests can be bound to; None: no coordinator has answered."""
     registered: dict[tuple[str, str], int] | None = None
-    for coordinator in coordinators:  # in a roll two answer; a stage registers with both
+    for coordinator in coordinators:  # during a roll-out a stage registers with both
         counts = coordinator.registered()
         registered = {
             unit: max(counts.get(unit, 0), (registered or {}).get(unit, 0)) for unit in {*counts, *(registered or {})}
@@ -57,5 +57,5 @@ def registered(coordinators: Sequence[CoordinatorStatus]) -> dict[tuple[str, str
 
 
 def loads(coordinators: Sequence[CoordinatorStatus]) -> dict[str, int]:
-    """Address of a pod -> how much it has to do."""
+    """Address of a pod -> requests bound, waiting and running there."""
     return {host: load for coordinator in coordinators for host, load in coordinator.loads().items()}

@@ -1,7 +1,7 @@
-"""Events for people: one for each change of a condition that matters, and a count where it changes to and fro.
+"""Posts Events for the transitions of conditions; a transition that repeats becomes a series with a count.
 
-Here: making and posting them. Not here: which changes matter (`changes.conditions`). Called by `reconciling`. An Event
-that cannot be posted is lost: it must never hold up work.
+Here: making and posting them. Not here: which transitions are worth one (`changes.conditions`). Called by `reporting`.
+An Event that cannot be posted is dropped: it must not delay a reconcile.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from omnipipeline_operator.kinds import EVENT, PIPELINE
 
 log = logging.getLogger(__name__)
 
-MAX_NOTE: Final = 1024  # bytes that the API server takes
-SERIES_GAP_S: Final = 600.0  # the same again within this time is one Event with a count
-BEFORE_SERIES: Final = 3  # the same transition so often in a row is an Event each time; after that a count
-PATCH_S: Final = 60.0  # between two writes of one series' count
-MAX_SERIES: Final = 2000  # series; of more, those go that were told longest ago
+MAX_NOTE: Final = 1024  # bytes that the API server accepts
+SERIES_GAP_S: Final = 600.0  # the same transition within this time continues its series
+BEFORE_SERIES: Final = 3  # so many equal transitions are an Event each; later ones only raise the count
+PATCH_S: Final = 60.0  # least time between two writes of one series' count
+MAX_SERIES: Final = 2000  # above it, the least recently posted series is forgotten
 
 
 class _Series(msgspec.Struct):
     name: str
     count: int
-    at: float  #: When it was told last.
+    at: float  #: When the transition last happened.
     written_at: float
 
 
 class EventRecorder:
-    """Posts Events; what changes to and fro is one Event that counts."""
+    """Posts Events and counts repeated ones."""
 
     def __init__(self, client: Client, *, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class EventRecorder:
         self._series: dict[tuple[str, str, str, str], _Series] = {}
 
     async def report(self, owner: Owner, transitions: Sequence[Transition]) -> None:
-        """Post an Event per transition, or count it with its like."""
+        """Post an Event for each transition, or count it in its series."""
         for transition in transitions:
             condition = transition.condition
             log.info(
@@ -84,7 +84,7 @@ class EventRecorder:
                 await self._client.merge(EVENT, owner.namespace, known.name, patch)
                 return
             except errors.NotFound:
-                pass  # it has expired
+                pass  # the Event has expired
         made = _event(owner, transition, self._name)
         known.name, known.written_at = made["metadata"]["name"], now
         await self._client.create(made)

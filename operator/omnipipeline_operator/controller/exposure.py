@@ -16,13 +16,13 @@ from omnipipeline_spec.pipeline import PipelineConfig
 
 
 def exposure(spec: PipelineConfig, snapshot: Snapshot) -> Exposure:
-    """What the status reports of it."""
+    """The URLs that the status reports, or what has no address yet."""
     url = services.url(spec, snapshot.owner)
     ingress = snapshot.child(kinds.INGRESS, snapshot.owner.name)
     if spec.expose.ingress is not None and ingress is not None:
         scheme = "https" if spec.expose.ingress.tls_secret_name else "http"
         address = _address(ingress)
-        if address is None:  # no controller has taken it: a host alone leads nowhere
+        if address is None:  # no Ingress controller serves it yet
             return Exposure(url=url, pending=f"Ingress {ingress['metadata']['name']} has no address yet")
         return Exposure(url=url, external=f"{scheme}://{spec.expose.ingress.host or address}")
     service = snapshot.child(kinds.SERVICE, naming.service(snapshot.owner.name))
@@ -34,6 +34,6 @@ def exposure(spec: PipelineConfig, snapshot: Snapshot) -> Exposure:
 
 
 def _address(manifest: Mapping[str, Any]) -> str | None:
-    """What an Ingress or a Service of type LoadBalancer was given."""
+    """The address of an Ingress or of a Service of type LoadBalancer."""
     given = manifest.get("status", {}).get("loadBalancer", {}).get("ingress", [])
     return next((each.get("hostname") or each.get("ip") for each in given), None)

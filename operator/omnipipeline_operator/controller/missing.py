@@ -1,8 +1,8 @@
-"""What units wait for that is not there, and what kubelets say of pods that cannot start.
+"""Finds what keeps pods from starting: missing ConfigMaps and Secrets, and warnings of kubelets.
 
-Here: asking the API server, about pods that have not started only. Not here: what is told of it (`changes.status`),
-what is held back for it (`writing`). Called by `reconciling`. Whether a Secret is there is asked by a dry run of
-making it: the operator may read none.
+Here: asking the API server, only about workloads that have not started. Not here: how it is reported
+(`changes.status`), which Deployments are not made because of it (`writing`). Called by `reconciling`. Whether a Secret
+exists is found by a dry run of creating it: the operator may not read Secrets.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from omnipipeline_operator.desired.references import Reference
 
 log = logging.getLogger(__name__)
 
-MOUNT_GRACE_S: Final = 3.0  # a mount takes no longer, where nothing is missing
+MOUNT_GRACE_S: Final = 3.0  # a mount takes no longer when nothing is missing
 MIN_CHECK_S: Final = 2.0
 MAX_CHECK_S: Final = 30.0
-RETRY_REFUSED_S: Final = 10.0  # the ReplicaSet controller's own retries end at one in a quarter of an hour
+RETRY_REFUSED_S: Final = 10.0  # the ReplicaSet controller's own back-off ends at a quarter of an hour
 STUCK_MOUNT_S: Final = 5.0
-RECENT_S: Final = 150.0  # a kubelet tries a mount again at least every 122 s; what it said before that is over
+RECENT_S: Final = 150.0  # a kubelet retries a mount at least every 122 s; an older Event is obsolete
 MAX_RETRY_REFUSED_S: Final = 60.0
-_SCHEDULING: Final = "FailedScheduling"  # a pod condition says that, and when it is over
+_SCHEDULING: Final = "FailedScheduling"  # the pod's condition reports it, and its end
 
 
 class MissingReferences(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found."""
+    """What was found for one pipeline."""
 
     diagnostics: tuple[Diagnostic, ...] = ()
-    held: frozenset[rollout.Key] = frozenset()  #: Unit revisions whose pods could not start now.
+    held: frozenset[rollout.Key] = frozenset()  #: Unit revisions whose pods could not start now: they get no pods yet.
     prefetch_held: bool = False
-    refused: Mapping[str, str] = {}  #: Deployment -> why its pods are refused now, where that is known.
-    again_s: float | None = None  #: When to ask again: nothing will tell us.
+    refused: Mapping[str, str] = {}  #: Deployment -> why its pods are refused now, if known.
+    again_s: float | None = None  #: When to check again; no watch reports it.
 
 
 class ReferenceChecker:
-    """Asks for one pipeline, during one look at it; each object once."""
+    """Checks one pipeline during one reconcile; asks for each object once."""
 
     def __init__(self, client: Client, applier: Applier, owner: Owner, *, now: float) -> None:
         self._client = client
@@ -63,7 +63,10 @@ class ReferenceChecker:
         *,
         every_s: float,
     ) -> MissingReferences:
-        """every_s: the least time until what is missing is asked for again."""
+        """Check all workloads that should have pods.
+
+        every_s: least time until missing references are checked again.
+        """
         by_key = {(each.unit, each.revision): each for each in observed}
         found: list[Diagnostic] = []
         held: set[rollout.Key] = set()
@@ -94,7 +97,7 @@ class ReferenceChecker:
         )
 
     async def _refusals(self, names: Sequence[str]) -> dict[str, str]:
-        """What the API server said of the last attempt; a ReplicaSet's condition keeps what it said of the first."""
+        """Deployment -> the API server's last refusal of a pod; the ReplicaSet's condition keeps only the first."""
         found: dict[str, str] = {}
         for event in await self.events(kind="ReplicaSet") if names else ():
             of = str(event.get("involvedObject", {}).get("name", "")).rpartition("-")[0]
@@ -103,18 +106,18 @@ class ReferenceChecker:
         return found
 
     async def events(self, **about: str) -> list[Manifest]:
-        """Warnings about objects, the newest first; none where they cannot be read."""
+        """Warning Events about objects, newest first; empty when they cannot be read."""
         try:
             listed = await self._client.warnings(self._owner.namespace, **about)
         except errors.ClusterError as error:
-            log.info("%s/%s: events: %s", self._owner.namespace, self._owner.name, error)
+            log.info("%s/%s: cannot read events: %s", self._owner.namespace, self._owner.name, error)
             return []
         return sorted(listed, key=_last_observed_at, reverse=True)
 
     async def _check_pods(
         self, workload: Workload, template: Mapping[str, Any], again: list[float]
     ) -> list[Diagnostic]:
-        """Of pods of which no container has started: why not, as far as their status does not say it."""
+        """Why no container of a workload has started, as far as the pods' status does not report it."""
         for pod in workload.present:
             if pod.reason in workloads.UNPULLABLE:
                 missing = await self._missing(references.pull_secrets(template))
@@ -125,7 +128,7 @@ class ReferenceChecker:
         waiting = [pod for pod in workload.present if pod.waits_for_volumes]
         if not waiting:
             return []
-        pod = min(waiting, key=lambda each: each.created_at)  # one stands for all: each is a request
+        pod = min(waiting, key=lambda each: each.created_at)  # only the oldest: each pod would cost a request
         age = self._now - pod.created_at
         again.append(min(max(MIN_CHECK_S, age / 2), MAX_CHECK_S))
         for event in await self.events(uid=pod.uid) if age > MOUNT_GRACE_S else ():
@@ -143,8 +146,10 @@ class ReferenceChecker:
         if key not in self._known:
             try:
                 self._known[key] = await self._reference_exists(reference)
-            except errors.ClusterError as error:  # a quota, a policy: the kubelet will know
-                log.info("%s/%s: %s: %s", self._owner.namespace, self._owner.name, reference, error)
+            except (
+                errors.ClusterError
+            ) as error:  # such as a quota or a policy: assume it exists, the kubelet will report it if not
+                log.info("%s/%s: cannot check %s: %s", self._owner.namespace, self._owner.name, reference, error)
                 self._known[key] = True
         return self._known[key]
 
@@ -161,14 +166,14 @@ class ReferenceChecker:
 
 
 def pods_are_stuck(observed: Sequence[Workload], now: float) -> bool:
-    """Whether a pod has been about to start for suspiciously long: what it mounts may not be there."""
+    """Whether a pod has waited suspiciously long for its volumes: a mounted Secret may be missing."""
     return any(
         pod.waits_for_volumes and now - pod.created_at > STUCK_MOUNT_S for each in observed for pod in each.present
     )
 
 
 def retry_at(refused: Workload, now: float) -> float:
-    """When to have its pods tried again: often at first, each minute when it has gone on for ten."""
+    """When to retry its refused pods: every 10 s at first, every 60 s after ten minutes."""
     wait = min(max(RETRY_REFUSED_S, (now - refused.refused_since) / 10), MAX_RETRY_REFUSED_S)
     return max(refused.tried_at, refused.refused_since) + wait
 
@@ -178,7 +183,7 @@ def _missing(unit: str, missing: Collection[Reference]) -> Diagnostic:
 
 
 def _named(missing: Collection[Reference]) -> str:
-    return f"{', '.join(map(str, missing))} {'is' if len(missing) == 1 else 'are'} not there"
+    return f"{', '.join(map(str, missing))} {'does' if len(missing) == 1 else 'do'} not exist"
 
 
 def _of_event(unit: str, pod: Pod, reason: str, message: str) -> Diagnostic:

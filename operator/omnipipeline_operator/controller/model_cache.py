@@ -18,7 +18,7 @@ JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 
 
 def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Diagnostic | None:
-    """Why units wait for the Job that fetches their model; None: there is none, or it is done."""
+    """Why units are waiting for the Job that fetches their model; None: there is no Job, or it has succeeded."""
     for desired in created:
         if desired["kind"] != kinds.JOB.name:
             continue
@@ -33,9 +33,9 @@ def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Dia
 
 
 def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int) -> str | None:
-    """What to know of the model cache's claim, which is made once: that several pods cannot share it, or that it waits.
+    """A remark on the model cache's claim: it has no volume yet, or several pods cannot share it; None: neither.
 
-    pods: how many are to mount it.
+    pods: how many will mount it.
     """
     live = next((snapshot.claim(one["metadata"]["name"]) for one in created if one["kind"] == kinds.CLAIM.name), None)
     if live is None:
@@ -44,6 +44,6 @@ def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int) -> 
     if live.get("status", {}).get("phase") == "Pending":
         return f"{named} ({', '.join(modes)}) has no volume yet"
     if pods > 1 and not {"ReadWriteMany", "ReadOnlyMany"}.intersection(modes):
-        cure = "delete it to have another one made, or name one of your own"
-        return f"{named} is {', '.join(modes)}: its {pods} pods start on one node only; {cure}"
+        cure = "delete it, and the operator makes another one, or name your own claim"
+        return f"{named} is {', '.join(modes)}: its {pods} pods can start on one node only; {cure}"
     return None

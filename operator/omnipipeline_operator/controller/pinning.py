@@ -18,14 +18,14 @@ from omnipipeline_spec.types.pods import COORDINATOR
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
-    """What was chosen once and holds while a pipeline revision (its image) or the pipeline (its key) lives."""
+    """What was chosen once, for the life of a pipeline revision (its image) or of the pipeline (its key)."""
 
     image: str
     images: Mapping[str, str]  #: Of other pipeline revisions.
     control_secret: str
-    rekeyed: str | None = None  #: Names the occasion on which all units were made anew: a lost Secret, mixed images.
-    is_new: bool  #: The Secret may not have been made yet.
-    has_mixed_images: bool = False  #: Units of the wanted revision run different images, and more of it is to be made.
+    rekeyed: str | None = None  #: Id of the last forced restart of all units: after a lost Secret, or mixed images.
+    is_new: bool  #: The Secret may not have been created yet.
+    has_mixed_images: bool = False  #: Units of the desired revision run different images, and not all of them exist.
 
 
 def pins(
@@ -38,9 +38,13 @@ def pins(
     default_image: str,
     random_id: str,
 ) -> Pins:
-    """Read back from the revisions ConfigMap and the Deployments, else chosen now.
+    """Read the pins from the revisions ConfigMap and the Deployments, or choose them now.
 
-    update: the wanted revision. coordinator: its coordinator's. image: that the spec names.
+    update:        the desired pipeline revision.
+    coordinator:   the coordinator's desired revision.
+    image:         the spec's; None: it names none.
+    default_image: the chart's stage image.
+    random_id:     suffix of the Secret's name, if one is created.
     """
     live = snapshot.revisions()
     annotations = live["metadata"].get("annotations", {}) if live else {}
@@ -66,8 +70,8 @@ def pins(
 def pinned_image(own: Sequence[Workload], remembered: str | None, default_image: str) -> str:
     """The one image of a pipeline revision, for units whose spec names none.
 
-    What runs decides: it is not restarted, and the rest is to be like it. Where nothing runs and the image cannot be
-    had, the image of the day: it may be the cure. Else what the revision was made with.
+    The image of running pods: they are not restarted, and the others must match them. If none runs and the image cannot
+    be pulled: the chart's present image, which may fix it. Otherwise the image that the revision was made with.
 
     own: the revision's Deployments.
     """
@@ -81,7 +85,7 @@ def pinned_image(own: Sequence[Workload], remembered: str | None, default_image:
 
 
 def rekeyed(snapshot: Snapshot) -> str | None:
-    """What is added to every unit's revision since a Secret was lost."""
+    """The id of the last forced restart; it is part of every unit's revision."""
     live = snapshot.revisions()
     pinned = live["metadata"].get("annotations", {}).get(naming.REKEYED_PIN) if live else None
     return None if pinned is None else str(pinned)

@@ -1,7 +1,7 @@
-"""The plan of each pipeline, made once per spec.
+"""Caches the plan of each pipeline: reading and planning a spec is most of a reconcile.
 
-Here: remembering it; it follows from the spec alone, so a stale one cannot be. Not here: making it (the contract's
-`planning`). Called by `reconciling`. Reading and planning a spec is most of a look, and pods' news changes neither.
+Here: the cache. A plan depends on the spec alone, so an entry with the same uid and generation is never stale. Not
+here: planning (the contract's `planning`). Called by `reconciling`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from omnipipeline_spec.types.plan import PipelinePlan
 
 
 class PlanCache:
-    """By pipeline; each with the uid, generation and occasion that it was made for."""
+    """One plan per pipeline, with the uid, generation and forced restart that it was made for."""
 
     def __init__(self) -> None:
         self._made: dict[Key, tuple[tuple[Any, ...], PipelineConfig, PipelinePlan]] = {}
 
     def of(self, resource: Mapping[str, Any], rekeyed: str | None) -> tuple[PipelineConfig, PipelinePlan]:
-        """The spec as it is carried out, and its plan.
+        """The spec and its plan.
 
         rekeyed: added to every unit's revision; see `pinning.rekeyed`.
         Raises:  SpecError.

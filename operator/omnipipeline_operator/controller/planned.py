@@ -1,6 +1,6 @@
-"""What follows from one spec and from what is pinned for its pipeline.
+"""What follows from one spec and the pins of its pipeline.
 
-Here: one value, and the roll-out's goal in it. Not here: planning (the contract's `planning`), the children
+Here: one value, and the goal of the roll-out in it. Not here: planning (the contract's `planning`), the children
 (`desired.children`). Made by `reconciling`, read by it and by `reporting`.
 """
 
@@ -26,7 +26,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:
-    """What the roll-out of this spec leads to."""
+    """The goal of the roll-out of this spec."""
     units = {unit.name: DesiredUnit(revision=unit.revision, replicas=plan.replicas[unit.name]) for unit in plan.units}
     return Goal(
         units=units,

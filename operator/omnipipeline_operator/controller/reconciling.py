@@ -1,7 +1,7 @@
-"""One look at one pipeline: read, decide, do, report.
+"""One reconcile of one pipeline: take a snapshot, decide, write, take another snapshot, report.
 
-Here: the order of these four, and what becomes of an error. Not here: the parts themselves. Called by `lifecycle`'s
-workers, one look at a time per pipeline. Nothing that was seen or done is remembered between looks.
+Here: the order of these steps, and how errors of a write are reported. Not here: the steps themselves. Called by the
+workers of `handlers.lifecycle`, one reconcile at a time per pipeline. Decisions use no state of earlier reconciles.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from omnipipeline_spec.types.errors import SpecError
 
 log = logging.getLogger(__name__)
 
-SOON_S = 2.0  # a roll that waits for the coordinator, a name that garbage collection is freeing
-MISSING_CHECK_S = 3.0  # between two looks for a Secret that is missing…
-MISSING_CHECK_SHARE_S = 0.1  # …and for each pipeline that lacks something: at most ten such requests a second
-LATER_S = 60.0  # a name that is taken: whoever holds it is not watched
+SOON_S = 2.0  # until a coordinator knows the new revision, or garbage collection has deleted a predecessor's child
+MISSING_CHECK_S = 3.0  # least time between two checks of a missing Secret…
+MISSING_CHECK_SHARE_S = 0.1  # …times the pipelines with missing references: at most ten such requests a second
+LATER_S = 60.0  # a name taken by an object that is not watched
 
 
 class PipelineDeleted(errors.OperatorError):
-    """The resource is gone or going: nothing more is made for it."""
+    """The resource has been deleted or is being deleted: nothing more is created for it."""
 
 
 class Reconciler:
@@ -71,9 +71,10 @@ class Reconciler:
         self._with_missing_references: set[Key] = set()
 
     async def reconcile(self, key: Key) -> float | None:
-        """Do what is to be done now; the seconds after which to look again without being told to.
+        """Bring the pipeline one step closer to its spec.
 
-        Raises: errors.ClusterError: the API server would not; later, perhaps.
+        Returns: seconds after which to reconcile again if nothing changes; None: not needed.
+        Raises:  errors.ClusterError: a request to the API server failed; retry.
         """
         resource = self._store.pipeline(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
@@ -104,7 +105,7 @@ class Reconciler:
     # --- deciding -----------------------------------------------------------------------------------------------
 
     def _plan(self, resource: Manifest, snapshot: Snapshot) -> Planned:
-        """Raises: SpecError, errors.Refused."""
+        """Plan the spec. Raises: SpecError, errors.NotAllowed."""
         spec, plan = self._plan_cache.of(resource, pinning.rekeyed(snapshot))
         pins = pinning.pins(
             snapshot,
@@ -130,13 +131,16 @@ class Reconciler:
         writer = Writer(snapshot, applier, lambda: self._ensure_exists(snapshot.owner))
         if await self._secret_is_lost(planned, snapshot, observed, applier):
             log.warning(
-                "%s/%s: Secret %s is lost", snapshot.owner.namespace, snapshot.owner.name, planned.pins.control_secret
+                "%s/%s: Secret %s is missing: a new one is created, and all units restart",
+                snapshot.owner.namespace,
+                snapshot.owner.name,
+                planned.pins.control_secret,
             )
             await writer.restart_units(snapshot.entries(), planned.pins, rekey=True)
             return SOON_S
         if planned.pins.has_mixed_images:
             log.info(
-                "%s/%s: its units run different images: all are made anew",
+                "%s/%s: the units run different images: all units restart",
                 snapshot.owner.namespace,
                 snapshot.owner.name,
             )
@@ -188,7 +192,7 @@ class Reconciler:
     async def _secret_is_lost(
         self, planned: Planned, snapshot: Snapshot, observed: Sequence[Workload], applier: Applier
     ) -> bool:
-        """Asked before pods of a new revision are made, and when pods hang: without their Secret they never start."""
+        """Whether the key's Secret is missing; asked before new workloads are made, and when pods do not start."""
         if planned.spec.control.security.mode != "Curve" or planned.pins.is_new:
             return False
         existing = {(each.unit, each.revision) for each in observed}
@@ -206,7 +210,7 @@ class Reconciler:
         observed: Sequence[Workload],
         decision: rollout.Decision,
     ) -> MissingReferences:
-        """What keeps pods from starting that no status of theirs says."""
+        """What keeps pods from starting and is not in their status."""
         key = (snapshot.owner.namespace, snapshot.owner.name)
         every_s = max(MISSING_CHECK_S, MISSING_CHECK_SHARE_S * len(self._with_missing_references))
         found = await checker.check(planned.desired, observed, decision.replicas, every_s=every_s)
@@ -214,18 +218,18 @@ class Reconciler:
         return found
 
     async def _ensure_exists(self, owner: Owner) -> None:
-        """Raises: Vanished."""
+        """Ask the API server whether the resource still exists. Raises: PipelineDeleted."""
         try:
             live = await self._client.get(PIPELINE, owner.namespace, owner.name)
         except errors.NotFound as error:
             self._store.drop({"kind": PIPELINE.name, "metadata": msgspec.to_builtins(owner)})
-            raise PipelineDeleted(f"{owner.namespace}/{owner.name} is gone") from error
+            raise PipelineDeleted(f"{owner.namespace}/{owner.name} does not exist") from error
         self._store.put({**live, "kind": PIPELINE.name})
         if live["metadata"]["uid"] != owner.uid or "deletionTimestamp" in live["metadata"]:
-            raise PipelineDeleted(f"{owner.namespace}/{owner.name} is going")
+            raise PipelineDeleted(f"{owner.namespace}/{owner.name} is being deleted")
 
 
 def _child_refusal(error: errors.ClusterError) -> Refusal:
-    """The API server will not have an object as the spec makes it: a quota, a policy, a podTemplate that is none."""
+    """The API server refuses a child as the spec makes it: a quota, a policy, an invalid podTemplate."""
     reason = "QuotaExceeded" if "exceeded quota" in error.message else "ChildRefused"
     return Refusal(reason=reason, message=error.message)

@@ -1,4 +1,4 @@
-"""Writing the status of a pipeline, and an Event for each change in it.
+"""Writes the status of a pipeline, and an Event for each transition of a condition.
 
 Here: what the status is made of, read from a snapshot, and writing it. Not here: the status itself (`changes.status`),
 posting Events (`event_recorder`). Called by `reconciling` after the writes, or when a spec is refused.
@@ -33,7 +33,7 @@ def facts(
     serving: Mapping[str, str],
     missing: MissingReferences,
 ) -> Facts:
-    """What the status is made of. ``snapshot``: taken after the writes."""
+    """The facts that the status is made of. ``snapshot``: taken after the writes."""
     observed = [
         msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
         if each.refused is not None
@@ -59,21 +59,21 @@ def facts(
 
 
 class StatusReporter:
-    """Writes statuses that have changed, and reports the transitions of their conditions as Events."""
+    """Writes a status that has changed, and posts its transitions as Events."""
 
     def __init__(self, event_recorder: EventRecorder, *, clock: Callable[[], float]) -> None:
         self._event_recorder = event_recorder
         self._clock = clock
 
     async def summarise(self, resource: Manifest, facts: Facts, applier: Applier) -> Manifest:
-        """Write the status that holds now; the status."""
+        """Write the status of a spec that is carried out; returns it."""
         before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
         now, reported = status.summarise(facts, before, generation=generation, now=self._clock())
         await self._write(resource, now, reported, applier)
         return now
 
     async def refuse(self, resource: Manifest, snapshot: Snapshot, applier: Applier, refusal: Refusal) -> None:
-        """Report that a spec is not carried out; what runs is left alone."""
+        """Write the status of a spec that is not carried out; running pods are left alone."""
         before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
         available = status.is_available(snapshot.entries(), snapshot.workloads)
         now, reported = status.refused(refusal, before, generation=generation, available=available, now=self._clock())
@@ -93,6 +93,6 @@ class StatusReporter:
         try:
             await applier.write_status(now)
         except (errors.NotFound, errors.Conflict):
-            return  # deleted meanwhile, or made anew: its own event is on the way
+            return  # deleted or recreated meanwhile: the watch will report it
         transitions = conditions.transitions(reported, before.get("conditions", ()))
         await self._event_recorder.report(owner, transitions)

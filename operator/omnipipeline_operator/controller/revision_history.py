@@ -1,7 +1,7 @@
-"""Recording a revision that serves in the pipeline's history, and removing what is beyond its limit.
+"""Records the spec of a revision that serves as a ControllerRevision, and deletes entries beyond the limit.
 
-Called by `reconciling` when a pipeline is Ready. ControllerRevisions are not watched: only this module reads them, and
-only when a revision has just become Ready.
+Here: writing the entries. Not here: their form (`desired.history`). Called by `reconciling` when a pipeline is Ready.
+ControllerRevisions are not watched: only this module reads them, when a revision has just become Ready.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 async def record(
     client: Client, snapshot: Snapshot, resource: Mapping[str, Any], plan: PipelinePlan, limit: int
 ) -> None:
-    """Keep the spec of what serves; a revision that serves again becomes the newest entry.
+    """Record the spec; a revision that serves again becomes the newest entry.
 
     limit:  entries beside the newest.
-    Raises: errors.ClusterError: later, perhaps.
+    Raises: errors.ClusterError: a request failed; retry.
     """
     listed, owner = snapshot.revisions(), snapshot.owner
     named = history.name(owner.name, plan)
@@ -41,8 +41,10 @@ async def record(
         for one in history.beyond([one for one in kept if comparing.is_ours(one, owner)], limit):
             metadata = one["metadata"]
             await client.delete(CONTROLLER_REVISION, owner.namespace, metadata["name"], uid=metadata["uid"])
-    except errors.Forbidden as error:  # the role of an older chart: the pipeline serves without a history
-        log.warning("%s/%s: its history is not recorded: %s", owner.namespace, owner.name, error)
+    except (
+        errors.Forbidden
+    ) as error:  # the role of an older chart lacks the permission: the pipeline serves without a history
+        log.warning("%s/%s: the history is not recorded: %s", owner.namespace, owner.name, error)
         return
     patch = {"metadata": {"annotations": {history.RECORDED: named}}}
     await client.merge(CONFIG_MAP, owner.namespace, listed["metadata"]["name"], patch)
@@ -56,20 +58,20 @@ async def _put(client: Client, snapshot: Snapshot, resource: Mapping[str, Any], 
     except errors.Conflict as taken:
         live = await client.get(CONTROLLER_REVISION, owner.namespace, named)
         if comparing.belongs_to_predecessor(live, owner) and not comparing.is_ours(live, owner):
-            raise taken  # the garbage collector is about to remove it
+            raise taken  # the garbage collector will delete it; retry
         if not comparing.is_ours(live, owner):
-            log.warning("%s/%s: ControllerRevision %s is somebody else's", owner.namespace, owner.name, named)
+            log.warning("%s/%s: ControllerRevision %s has another owner", owner.namespace, owner.name, named)
             return
-        # Made anew: earlier operators made it by POST, and a patch of such a one is refused (see `_made`).
+        # Recreated: earlier operators created it by POST, and a patch of such an object is refused (see `_made`).
         await client.delete(CONTROLLER_REVISION, owner.namespace, named, uid=live["metadata"]["uid"])
         await _made(client, manifest)
 
 
 async def _made(client: Client, manifest: Mapping[str, Any]) -> None:
-    """By an apply that demands absence, so that the API server encodes the data itself.
+    """Create an entry by an apply that requires absence, so that the API server encodes the data itself.
 
-    It keeps the bytes of a POST, encodes them anew with every patch, and refuses the difference, for the data is
-    immutable: the garbage collector could not take its owner away, and ``--cascade=orphan`` would never end.
+    The API server keeps the bytes of a POST, encodes them again at every patch, and refuses the difference because the
+    data is immutable: the garbage collector could not remove the owner, and ``--cascade=orphan`` would never end.
     """
     metadata = {**manifest["metadata"], "resourceVersion": "1"}
     await client.apply({**manifest, "metadata": metadata}, manager=MANAGER)

@@ -36,11 +36,11 @@ class Snapshot:
         return [each for each in self._labelled[kind.name] if self._is_ours(each)]
 
     def claim(self, name: str) -> Manifest | None:
-        """The model cache's claim: it has no owner, its label says that it was made for a pipeline of this name."""
+        """The model cache's claim: it has no owner, only the label of the pipeline that it was made for."""
         return next((each for each in self._labelled[kinds.CLAIM.name] if each["metadata"]["name"] == name), None)
 
     def pods(self, unit: str | None = None) -> list[Manifest]:
-        """Pods by label; their owners are ReplicaSets."""
+        """Pods with the pipeline's label, or with that of one unit; their owners are ReplicaSets."""
         pods = self._labelled[kinds.POD.name]
         return [each for each in pods if unit is None or each["metadata"]["labels"].get(naming.UNIT_LABEL) == unit]
 
@@ -60,12 +60,12 @@ class Snapshot:
         return found
 
     def orphans(self) -> list[Manifest]:
-        """Children of an earlier resource of this name, which left them without an owner."""
+        """Children without an owner that an earlier resource of this name left."""
         live = (each for children in self._labelled.values() for each in children)
         return [each for each in live if comparing.is_orphan(each, self.owner)]
 
     def addresses(self) -> set[tuple[str, str, str]]:
-        """(unit, revision, address) of all pods that bear the labels of a unit."""
+        """(unit, revision, address) of all pods, by their labels."""
         found = set()
         for pod in self.pods():
             labels, address = pod["metadata"]["labels"], pod.get("status", {}).get("podIP", "")

@@ -1,8 +1,8 @@
-"""Which pipelines to look at, and when: one place per pipeline, never two looks at one at a time.
+"""The work queue: which pipelines to reconcile, and when. Each pipeline is in it once and in one reconcile at a time.
 
-Here: the keyed queue with its back-off, and its two lanes: what somebody has asked for is looked at before what has
-only happened (a pod's news, a repeated list). Not here: what a look does (`reconciling`). Called by `watching` (adds)
-and `lifecycle` (takes).
+Here: the keyed queue with its back-off, and its two priorities: an edit of a spec is reconciled before other events (a
+pod's change, a repeated list). Not here: a reconcile (`reconciling`). Called by `handlers.watching` (adds) and
+`handlers.lifecycle` (takes).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_RETRY_S: Final = 60.0
 COOL_DOWN_S: Final = 0.1  # between two reconciles of one pipeline, edits apart: watch events come in bursts
 MAX_COOL_DOWNS: Final = 1000  # above this size, expired cool-downs are pruned
 MAX_CHANGED_DELAY_S: Final = 5.0
-MAX_URGENT_IN_A_ROW: Final = 8  # so many looks of the first lane in a row, then one of the second: neither may starve
-CHANGED_RETRY_S: Final = 1.0  # not at once: the change may be what the failing look itself has written
+MAX_URGENT_IN_A_ROW: Final = 8  # after so many urgent keys in a row another one is taken: neither starves
+CHANGED_RETRY_S: Final = 1.0  # not at once: the failing reconcile may have made the change itself
 
 
 class WorkQueue:
-    """Keys that wait. A key that is added while it is looked at is looked at again afterwards."""
+    """Waiting keys. A key that is added during its reconcile is reconciled again afterwards."""
 
     def __init__(
         self, jitter: Callable[[], float] = random.random, clock: Callable[[], float] = time.monotonic
@@ -35,17 +35,17 @@ class WorkQueue:
         self._jitter = jitter
         self._now = clock
         self._due: dict[Key, float] = {}  #: When each waiting key may be taken.
-        self._heap: list[tuple[float, Key]] = []  #: Has an entry for each of ``_due``, and stale ones.
-        self._urgent: dict[Key, None] = {}  #: Keys that go before all others once they are due, in order.
-        self._urgent_in_a_row = 0  #: Looks of the first lane since the last one of the second.
-        self._in_progress: dict[Key, bool] = {}  #: Being looked at -> added again meanwhile.
+        self._heap: list[tuple[float, Key]] = []  #: An entry for each of ``_due``, and stale ones.
+        self._urgent: dict[Key, None] = {}  #: Keys that are taken before all others once they are due, in order.
+        self._urgent_in_a_row = 0  #: Urgent keys taken since the last other one.
+        self._in_progress: dict[Key, bool] = {}  #: Keys that are being reconciled -> whether they were added again.
         self._failures: dict[Key, int] = {}
         self._cool_down_until: dict[Key, float] = {}
-        self._changed_in_a_row: dict[Key, int] = {}  #: Looks in a row during which something has changed.
+        self._changed_in_a_row: dict[Key, int] = {}  #: Reconciles in a row during which something has changed.
         self._wake = asyncio.Event()
 
     def add(self, key: Key, after_s: float = 0.0, *, urgent: bool = False) -> None:
-        """Look at ``key`` in ``after_s`` seconds, or earlier if that was wanted already. ``first``: before others."""
+        """Reconcile ``key`` in ``after_s`` seconds, or earlier if it is queued so. ``urgent``: before others."""
         if urgent:
             self._urgent[key] = None
         if key in self._in_progress and after_s <= 0:
@@ -60,7 +60,7 @@ class WorkQueue:
             self._wake.set()
 
     async def take(self) -> Key:
-        """The next key that is due and is not being looked at."""
+        """The next key that is due and not being reconciled; waits for one."""
         while True:
             key = self._next()
             if key is not None:
@@ -78,10 +78,10 @@ class WorkQueue:
                 continue
 
     def done(self, key: Key, *, again_s: float | None = None, changed: bool = False) -> None:
-        """The look went well: the next failure waits as briefly as a first one.
+        """A reconcile has succeeded: its back-off is reset.
 
-        stirred: something has changed during the look, perhaps by it: look once more, each time later. Somebody may
-        undo for ever what we do.
+        changed: something has changed meanwhile, perhaps by the reconcile itself: reconcile once more, later each time,
+        because another controller may keep undoing the writes.
         """
         self._failures.pop(key, None)
         self._start_cool_down(key)
@@ -96,17 +96,17 @@ class WorkQueue:
             self.add(key, again_s)
 
     def failed(self, key: Key, *, least_s: float = 0.0) -> float:
-        """The look did not go well: look again later, each time later. Returns when."""
+        """A reconcile has failed: retry with exponential back-off. Returns the delay in seconds."""
         count = self._failures.get(key, 0)
         self._failures[key] = count + 1
         wait: float = min(MIN_RETRY_S * 2.0**count, MAX_RETRY_S) * (1 + 0.2 * self._jitter())
-        if self._in_progress.pop(key):  # something has changed meanwhile: perhaps the cure
+        if self._in_progress.pop(key):  # a change arrived, which may resolve the failure
             wait = min(wait, CHANGED_RETRY_S)
         self.add(key, max(wait, least_s))
         return max(wait, least_s)
 
     def oldest_wait_s(self) -> float:
-        """How long the key that waits longest has been due."""
+        """How long the longest waiting key has been due."""
         return max(0.0, max((self._now() - at for at in self._due.values()), default=0.0))
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class WorkQueue:
         self._cool_down_until[key] = now + COOL_DOWN_S
 
     def _next(self) -> Key | None:
-        """The key whose turn it is; None: nothing is due."""
+        """The key to take now; None: none is due."""
         now, wait = self._now(), self.next_in_s()
         if wait is None or wait > 0:
             return None
@@ -132,7 +132,7 @@ class WorkQueue:
         return self._heap[0][1]
 
     def next_in_s(self) -> float | None:
-        """How long until something is due; None: nothing waits."""
+        """Seconds until a key is due; None: the queue is empty."""
         while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] - self._now() if self._heap else None

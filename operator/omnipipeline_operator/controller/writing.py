@@ -1,8 +1,8 @@
-"""Carrying out what was decided for one pipeline, in an order that is safe to break off anywhere.
+"""Writes the desired state of one pipeline, in an order that can be interrupted anywhere.
 
 Here: the order of writes. Not here: what to write (`desired`, `changes`), how a write is safe (`cluster.applying`).
 Called by `reconciling`. The order: what pods need before they start (key, plans, revisions, Services, policies), then
-Deployments, then what nobody needs any more. Broken off after any write and begun anew, it ends in the same state.
+Deployments, then deletions. Interrupted after any write and started again, it ends in the same state.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ MAX_COST = 2**31 - 1
 
 
 class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is to be so."""
+    """Everything that the writes should lead to."""
 
     desired: children.Children
     decision: Decision
     entries: Sequence[PipelineRevision]
     pins: Pins
-    held: frozenset[Key]  #: Unit revisions whose pods could not start: they name what is not there.
+    held: frozenset[Key]  #: Unit revisions with missing references: their Deployments get no pods yet.
     prefetch_held: bool = False
-    aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: nothing is bound to them.
-    retried: Sequence[Workload] = ()  #: Their pods are refused, and it is time to try again.
+    aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
+    retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.
     curve: bool
     now: float
-    may_shrink: bool  #: Whether the coordinator knows the new revision, so that old pods may go.
-    loads: Mapping[str, int]  #: Address of a pod -> how much it has to do.
+    may_shrink: bool  #: Whether all coordinators know the new revision, so that old pods may be removed.
+    loads: Mapping[str, int]  #: Address of a pod -> requests bound, waiting and running there.
 
 
 class Writer:
@@ -52,11 +52,11 @@ class Writer:
     def __init__(self, snapshot: Snapshot, applier: Applier, ensure_exists: Callable[[], Awaitable[None]]) -> None:
         self._snapshot = snapshot
         self._apply = applier
-        self._ensure_exists = ensure_exists  #: Asked before anything is made; raises when the resource is gone.
+        self._ensure_exists = ensure_exists  #: Called before the first creation; raises when the resource is deleted.
         self._exists = False
 
     async def apply(self, state: DesiredState) -> None:
-        """Make it so. Raises: NameTaken, errors.ClusterError."""
+        """Write what differs from the snapshot. Raises: NameTaken, errors.ClusterError."""
         revisions = await self._write_revisions(state)
         if state.curve and state.pins.is_new:
             await self._create_key(state.pins)
@@ -88,7 +88,7 @@ class Writer:
         return await self._ensure(manifest)
 
     async def restart_units(self, entries: Sequence[PipelineRevision], pins: Pins, *, rekey: bool) -> None:
-        """Have the next look plan every unit anew. ``rekey``: the Secret is lost, and gets a successor."""
+        """Pin a new id, so that the next reconcile plans new revisions of all units. ``rekey``: with a new Secret."""
         occasion = secrets.token_hex(5)
         named = naming.control_secret(self._snapshot.owner.name, occasion) if rekey else pins.control_secret
         await self._ensure(
@@ -103,7 +103,7 @@ class Writer:
         )
 
     async def _create_key(self, pins: Pins) -> None:
-        """Its name stands in the revisions ConfigMap already, so a restart here makes no second one."""
+        """Create the key's Secret, whose name the revisions ConfigMap has already: a restart creates no second one."""
         await self._before_creating()
         key = secrets.token_bytes(config.KEY_BYTES)
         await self._apply.create_secret(config.secret(pins.control_secret, self._snapshot.owner, key))
@@ -116,7 +116,7 @@ class Writer:
                 await self._create(manifest)
 
     async def _ensure(self, manifest: Manifest) -> Manifest:
-        """As it should be, whoever has changed it; what others added to it stays. The child as it is now."""
+        """Create or update a child; fields that others added stay. Returns the live child."""
         manifest = comparing.stamped(manifest)
         live = self._snapshot.child(kinds.of(manifest), manifest["metadata"]["name"])
         if live is None:
@@ -145,9 +145,9 @@ class Writer:
                 await self._scale(live, replicas, state)
 
     async def _is_outdated(self, desired: children.DesiredWorkload, live: Manifest) -> bool:
-        """Of a Deployment that nothing runs of: whether its template is not what would be made now.
+        """Whether a Deployment without running pods has another template than it would be created with now.
 
-        It may have been edited by hand while it was idle, or made with another image than its revision has now.
+        It may have been edited by hand while it was idle, or created with another image.
         """
         observed = next(each for each in self._snapshot.workloads if each.name == live["metadata"]["name"])
         if observed.started:
@@ -161,13 +161,13 @@ class Writer:
     async def _workload(
         self, desired: children.DesiredWorkload, live: Manifest | None, replicas: int, loads: Mapping[str, int]
     ) -> None:
-        """One of the plan's own; its template is written when it is made and never again."""
+        """Write a Deployment of the plan; its template is written only when it is created."""
         if self._snapshot.child(CONFIG_MAP, desired.plan["metadata"]["name"]) is None:
             await self._create_once(desired.plan)
         if live is None:
             spec = {"replicas": replicas, **desired.deployment["spec"]}
             await self._create_once({**desired.deployment, "spec": spec})
-            return  # one that was there after all keeps its replicas: the next look decides, knowing them
+            return  # if it existed after all, it keeps its replicas: the next reconcile knows them
         head = desired.deployment["metadata"]
         same_head = comparing.matches({"labels": head["labels"]}, live["metadata"])
         if live["spec"].get("replicas") != replicas or not same_head:
@@ -175,7 +175,7 @@ class Writer:
             await self._apply.scale(desired.deployment, live, replicas)
 
     async def _scale(self, live: Manifest, replicas: int, state: DesiredState) -> None:
-        """An old one: only its replicas are of interest."""
+        """Write the replicas of an old Deployment."""
         has = live["spec"].get("replicas", 1)
         if replicas == has or (replicas < has and not state.may_shrink):
             return
@@ -190,7 +190,7 @@ class Writer:
         await self._apply.scale(head, live, replicas)
 
     async def _set_deletion_costs(self, deployment: Manifest, replicas: int, loads: Mapping[str, int]) -> None:
-        """Before some of its pods go: the least loaded is to go first."""
+        """Before a Deployment is scaled down: let the least loaded pods be removed first."""
         if not loads or not 0 < replicas < deployment["spec"].get("replicas", 1):
             return
         revision = deployment["spec"]["selector"]["matchLabels"][naming.REVISION_LABEL]
@@ -203,7 +203,7 @@ class Writer:
                 await self._apply.annotate_pod(metadata["name"], {DELETION_COST: cost})
 
     async def _refresh_coordinators(self, revisions: Manifest) -> None:
-        """A changed annotation makes the kubelet write the mounted list at once, not within a minute."""
+        """Annotate the coordinators' pods: the kubelet then updates the mounted list at once, not within a minute."""
         digest = config.digest(revisions)
         for pod in self._snapshot.pods(COORDINATOR):
             metadata = pod["metadata"]
@@ -212,18 +212,18 @@ class Writer:
                 await self._apply.annotate_pod(metadata["name"], {naming.REVISIONS_DIGEST: digest})
 
     def _prefetching(self, created: Sequence[Manifest]) -> bool:
-        """Whether units still wait for the model to be fetched."""
+        """Whether units must wait for the Job that fetches the model."""
         for manifest in created:
             if manifest["kind"] == JOB.name:
                 live = self._snapshot.child(JOB, manifest["metadata"]["name"])
                 return live is None or not live.get("status", {}).get("succeeded")
         return False
 
-    # --- what nobody needs --------------------------------------------------------------------------------------
+    # --- deletions ----------------------------------------------------------------------------------------------
 
     async def _delete_undesired(self, desired: Sequence[Manifest]) -> None:
         names = {(each["kind"], each["metadata"]["name"]) for each in desired}
-        for kind in (*kinds.APPLIED, JOB):  # a claim stays: what was fetched is of use to the next pipeline
+        for kind in (*kinds.APPLIED, JOB):  # a claim stays: the next pipeline can use the fetched model
             for live in self._snapshot.children(kind):
                 if (kind.name, live["metadata"]["name"]) not in names:
                     await self._apply.delete(live)
@@ -241,7 +241,7 @@ class Writer:
             if naming.REVISION_LABEL in labels and plan["metadata"]["name"] not in kept:
                 await self._apply.delete(plan)
 
-    # --- making -------------------------------------------------------------------------------------------------
+    # --- creating -----------------------------------------------------------------------------------------------
 
     async def _create(self, manifest: Manifest) -> Manifest:
         await self._before_creating()
@@ -252,7 +252,7 @@ class Writer:
         return await self._apply.create_once(manifest)
 
     async def _before_creating(self) -> None:
-        """A resource that is gone, and whose deletion no watch has told us, must not fight garbage collection."""
+        """Check once that the resource exists: the watch may not have reported its deletion yet."""
         if not self._exists:
             await self._ensure_exists()
             self._exists = True

@@ -1,1 +1,1 @@
-"""What should exist: a plan becomes Kubernetes objects as plain dicts. Pure: no clock, no cluster, no randomness."""
+"""A plan becomes Kubernetes manifests, as plain dicts. Pure: no clock, no cluster, no randomness."""

@@ -1,8 +1,8 @@
-"""From a plan to all the Kubernetes objects it wants, as plain dicts.
+"""All Kubernetes objects of a plan, as plain dicts.
 
-Here: which objects there are. Not here: how each looks (`pods`, `config`, `services`, `policies`, `storage`), how many
-replicas a Deployment has in mid-roll (`changes.rollout`). Called by `controller`, and offline by ``kubectl omni
-manifests``.
+Here: which objects there are. Not here: the manifest of each (`pods`, `config`, `services`, `policies`, `storage`), how
+many replicas a Deployment has during a roll-out (`changes.rollout`). Called by `controller`, and offline by ``kubectl
+omni manifests``.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from omnipipeline_spec.types.pods import COORDINATOR
 
 
 class DesiredWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """One unit revision: written once."""
+    """The manifests of one unit revision; each is written once."""
 
     unit: str
     revision: str
-    replicas: int  #: Wanted when no roll is under way.
+    replicas: int  #: Desired when no roll-out is in progress.
     deployment: Manifest  #: Without replicas.
     plan: Manifest  #: The ConfigMap that its pods mount.
 
 
 class Children(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a plan wants."""
+    """All desired children of a plan."""
 
     workloads: tuple[DesiredWorkload, ...]  #: Units in spec order, the coordinator last.
-    applied: tuple[Manifest, ...]  #: Kept as they are here; what is no longer among them is deleted.
-    created: tuple[Manifest, ...]  #: Made once and left alone: a claim, a Job.
+    applied: tuple[Manifest, ...]  #: Kept equal to these manifests; those that are no longer here are deleted.
+    created: tuple[Manifest, ...]  #: Created once and never updated: a claim, a Job.
 
 
 def children(
@@ -43,7 +43,7 @@ def children(
 ) -> Children:
     """All children but the revisions ConfigMap and the Secret, which depend on what is observed.
 
-    Raises: Refused: a podTemplate asks for what the operator does not allow.
+    Raises: NotAllowed: a podTemplate asks for what the operator does not allow.
     """
     owner = facts.owner
     workloads = [

@@ -1,4 +1,4 @@
-"""ConfigMaps that tell processes what they are: a unit's plan, the coordinator's list of pipeline revisions; the key.
+"""The ConfigMaps that processes read (a unit's plan, the coordinator's list of pipeline revisions), and the key.
 
 Here: their content, and reading the list back. Not here: which revisions belong in the list (`changes.rollout`).
 Called by `children` and by `controller`.
@@ -46,8 +46,9 @@ def revisions(
 ) -> Manifest:
     """The pipeline revisions that may be served, newest last, and what is pinned for them.
 
-    image:  of the newest. images: of those before, as far as it is known.
-    aside:  addresses of pods that no request is bound to: somebody took them out of their unit. None: there never were.
+    image:  of the newest.
+    images: of the others, as far as known.
+    aside:  addresses of pods that were taken out of their unit and get no more requests. None: there never were any.
     """
     pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
     pinned = {each.revision: images[each.revision] for each in entries[:-1] if each.revision in images}
@@ -64,7 +65,7 @@ def revisions(
 
 
 def read_revisions(manifest: Mapping[str, Any] | None) -> tuple[PipelineRevision, ...]:
-    """The list that a ConfigMap holds; empty when somebody has broken it: the operator then writes it anew."""
+    """The list in a ConfigMap; empty when it cannot be read: the operator then writes it again."""
     if manifest is None:
         return ()
     try:
@@ -75,7 +76,7 @@ def read_revisions(manifest: Mapping[str, Any] | None) -> tuple[PipelineRevision
 
 
 def read_images(manifest: Mapping[str, Any] | None) -> dict[str, str]:
-    """Pipeline revision -> its image, as it was pinned: that of the newest, where none of its own is listed."""
+    """Pipeline revision -> its pinned image; a revision without one of its own has that of the newest."""
     annotations = (manifest or {}).get("metadata", {}).get("annotations", {})
     usual = annotations.get(naming.IMAGE_PIN)
     found = {each.revision: usual for each in read_revisions(manifest)} if usual else {}
@@ -86,17 +87,17 @@ def read_images(manifest: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def has_aside(manifest: Mapping[str, Any] | None) -> bool:
-    """Whether coordinators have been told of any: then they must be told of none."""
+    """Whether the list names pods set aside, perhaps none; once it does, an empty list must be written."""
     return ASIDE_FILE in (manifest or {}).get("data", {})
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """A short name of the list's content, for the annotation that makes kubelets look."""
+    """A hash of the list, for the annotation that makes kubelets update the mounted file."""
     held = manifest["data"]
     return hashlib.sha256((held[REVISIONS_FILE] + held.get(ASIDE_FILE, "")).encode()).hexdigest()[:8]
 
 
 def secret(name: str, owner: Owner, key: bytes) -> Manifest:
-    """The control plane's key; the operator may create Secrets and can never read one."""
+    """The Secret with the control plane's key; the operator may create Secrets and may not read them."""
     manifest = naming.child(kinds.SECRET, name, owner, of=naming.labels(owner.name))
     return {**manifest, "type": "Opaque", "immutable": True, "data": {KEY_FILE: base64.b64encode(key).decode()}}

@@ -15,17 +15,17 @@ from omnipipeline_operator.desired.naming import Manifest, Owner
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import PipelinePlan
 
-#: On the revisions ConfigMap: name of the entry that was recorded last, so that a look at rest writes nothing.
+#: On the revisions ConfigMap: name of the last recorded entry, so that a reconcile without changes writes nothing.
 RECORDED: Final = "omnipipeline.dev/recorded"
 
 
 def name(pipeline: str, plan: PipelinePlan) -> str:
-    """Of the entry: the same for specs that restart nothing when one replaces the other."""
+    """The entry's name; two specs have the same one if changing between them restarts no pod."""
     return f"{pipeline}-{canonical.short_hash([plan.current.revision, plan.coordinator.revision])}"
 
 
 def entry(resource: Mapping[str, Any], plan: PipelinePlan, owner: Owner) -> Manifest:
-    """The spec as it is now, numbered by the resource's generation: a later one has a higher number."""
+    """The spec as it is now, numbered by the resource's generation."""
     labels = naming.labels(owner.name, None, plan.current.revision)
     head = naming.child(kinds.CONTROLLER_REVISION, name(owner.name, plan), owner, of=labels)
     return {**head, "revision": number(resource), "data": {"spec": resource["spec"]}}
@@ -36,5 +36,5 @@ def number(resource: Mapping[str, Any]) -> int:
 
 
 def beyond(entries: Sequence[Manifest], limit: int) -> list[Manifest]:
-    """Those that are to go: all but the newest and ``limit`` more."""
+    """The entries to delete: all but the newest and ``limit`` more."""
     return sorted(entries, key=lambda one: one["revision"], reverse=True)[limit + 1 :]

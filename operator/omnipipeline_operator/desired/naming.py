@@ -1,7 +1,7 @@
 """Names, labels and owner references of a pipeline's children.
 
 Here: how each child is called and how it is found again. Not here: what is in it (`pods`, `services`, `config`).
-Called by every builder and by what reads children back. Two pipelines of one namespace can never mean the same
+Called by every builder and by what reads children back. Two pipelines of one namespace never have children of the same
 name: a name ends in a fixed word, or in a hash over the pipeline's and the unit's name.
 """
 
@@ -21,19 +21,19 @@ Manifest = dict[str, Any]
 PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
 UNIT_LABEL: Final = "omnipipeline.dev/unit"
 REVISION_LABEL: Final = "omnipipeline.dev/revision"
-#: On the revisions ConfigMap: what was chosen once and must not change under a running pipeline: the image of the
-#: newest pipeline revision, those of the others where they differ (JSON), the key. On a Deployment: the image that was
-#: pinned when it was made.
+#: On the revisions ConfigMap: what was chosen once and must not change while the pipeline runs: the image of the newest
+#: pipeline revision, those of the others where they differ (JSON), the key. On a Deployment: the image that was pinned
+#: when it was made.
 IMAGES_PIN: Final = "omnipipeline.dev/images"
 IMAGE_PIN: Final = "omnipipeline.dev/image"
 SECRET_PIN: Final = "omnipipeline.dev/control-secret"
-#: There too: made anew when the Secret was lost; part of every unit's revision, so that all of them roll.
+#: There too: id of the last forced restart (a lost Secret, mixed images). Part of every unit's revision.
 REKEYED_PIN: Final = "omnipipeline.dev/rekeyed"
-#: On a Deployment whose pods are refused: when they were tried again last.
+#: On a Deployment whose pods are refused: when a retry was last requested.
 RETRIED_AT: Final = "omnipipeline.dev/tried"
-#: On every mutable child: hash of what was applied, so that a field that is no longer wanted is noticed.
+#: On every mutable child: hash of what was applied; it changes when a field leaves the manifest.
 APPLIED: Final = "omnipipeline.dev/applied"
-#: On the coordinator's pods: a change makes the kubelet write the mounted file at once (0.7 s, else up to 64 s).
+#: On the coordinator's pods: a change makes the kubelet update the mounted file at once (0.7 s, else up to 64 s).
 REVISIONS_DIGEST: Final = "omnipipeline.dev/revisions"
 MAX_NAME: Final = 63  # a Deployment's name becomes a label and the start of a host name
 
@@ -46,7 +46,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     uid: str
 
     def reference(self) -> Manifest:
-        """Garbage collection follows it. It blocks the owner's foreground deletion, as a controller's does."""
+        """The owner reference. It blocks the owner's foreground deletion, as a controller's does."""
         return {
             "apiVersion": PIPELINE.api_version,
             "kind": PIPELINE.name,
@@ -80,7 +80,7 @@ def service(pipeline: str) -> str:
 
 
 def peers(pipeline: str) -> str:
-    """The headless Service: all coordinators that live. (No pipeline's name may end so.)"""
+    """The headless Service of all live coordinators. (No pipeline's name may end so.)"""
     return f"{pipeline}-peers"
 
 
@@ -109,7 +109,7 @@ def http_policy(pipeline: str) -> str:
 
 
 def selector(pipeline: str, unit: str | None = None, revision: str | None = None) -> dict[str, str]:
-    """The labels that pods are found by."""
+    """The labels that select pods."""
     given = {PIPELINE_LABEL: pipeline, UNIT_LABEL: unit, REVISION_LABEL: revision}
     return {label: value for label, value in given.items() if value is not None}
 
@@ -128,7 +128,7 @@ def labels(pipeline: str, unit: str | None = None, revision: str | None = None) 
 def child(
     kind: Kind, name: str, owner: Owner, *, of: Mapping[str, str], annotations: Mapping[str, str] = {}
 ) -> Manifest:
-    """The head of a child. ``of``: its labels."""
+    """apiVersion, kind and metadata of a child. ``of``: its labels."""
     metadata: Manifest = {"name": name, "namespace": owner.namespace, "labels": dict(of)}
     if annotations:
         metadata["annotations"] = dict(annotations)

@@ -22,7 +22,7 @@ from omnipipeline_spec.types.plan import CoordinatorPlan, UnitPlan
 from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, PROBE_PORT, PUBLISH_PORT
 from omnipipeline_spec.validation.variables import JOINED
 
-PRE_STOP_S: Final = 3  # endpoints and balancers forget a pod before it stops to listen
+PRE_STOP_S: Final = 3  # endpoints and load balancers drop a pod before it stops listening
 USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
 NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
 
@@ -36,7 +36,7 @@ PROFILES_DIR: Final = "/profiles"
 
 
 class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template needs beside the plan; all of it is pinned for as long as a pipeline revision lives."""
+    """What a template needs beside the plan; pinned for the life of a pipeline revision."""
 
     owner: Owner
     image: str  #: Used where the spec names none.
@@ -86,7 +86,7 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
 
 
 def gpus(deployment: Mapping[str, Any]) -> int:
-    """Devices that one pod of a Deployment asks for; the template says which of its limits they are."""
+    """GPUs that one pod of a Deployment requests; an annotation of the template names the resource."""
     template = deployment["spec"]["template"]
     resource = template["metadata"].get("annotations", {}).get(GPU_RESOURCE)
     if not resource:
@@ -96,7 +96,7 @@ def gpus(deployment: Mapping[str, Any]) -> int:
 
 
 def _whole(amount: Any) -> int:
-    """A count of devices; 0 for what the API server refuses as one."""
+    """A number of devices; 0 for what the API server would refuse."""
     return int(amount) if str(amount).isdecimal() else 0
 
 
@@ -138,10 +138,13 @@ def _deployment(
         annotations[GPU_RESOURCE] = settings["gpuResourceName"]
     template: Manifest = {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}
     template = _merged(template, settings.get("podTemplate", {}), unit, facts)
-    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}  # the selector is ours
+    template["metadata"]["labels"] = {
+        **template["metadata"].get("labels", {}),
+        **labels,
+    }  # they must match the selector
     deployment["spec"] = {
         "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
-        # A template edited by hand (kubectl rollout restart) rolls as gently as one of our own revisions.
+        # For a template edited by hand (kubectl rollout restart): no pod is removed before its successor is ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "revisionHistoryLimit": 1,
         "template": template,
@@ -150,7 +153,7 @@ def _deployment(
 
 
 def _merged(template: Manifest, patch: Mapping[str, Any], unit: str, facts: PodFacts) -> Manifest:
-    """The author's ``podTemplate`` over ours; kept within the restricted standard unless the operator allows more."""
+    """The author's ``podTemplate`` merged over ours; checked against the restricted standard unless more is allowed."""
     path = f"{'coordinator' if unit == COORDINATOR else f'processGroups[{unit}]'}.podTemplate"
     generated = template["spec"]["containers"][0]["name"]
     merged = templates.merge(template, patch)
@@ -184,7 +187,7 @@ def _container(
     *,
     groups: int = 1,
 ) -> Manifest:
-    """groups: process groups in the container; the default resources count for each."""
+    """The generated container. ``groups``: process groups in it; each adds the default resources."""
     container: Manifest = {
         "name": name,
         "image": settings.get("image") or facts.image,
@@ -206,7 +209,7 @@ def _container(
 
 
 def _with_authors(environment: list[Manifest], given: Sequence[Mapping[str, Any]]) -> list[Manifest]:
-    """The author's variables over ours. `validation.variables` has refused those that would break the pod."""
+    """The author's variables merged over ours; `validation.variables` has refused those that would break the pod."""
     ours = {variable["name"]: variable for variable in environment}
     joined = [
         {**one, "value": ":".join(filter(None, (ours[JOINED]["value"], one.get("value"))))}
@@ -243,7 +246,7 @@ def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
 
 
 def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> Manifest:
-    """What the author gives for a resource, request or limit, keeps the default of that resource away."""
+    """Requests and limits; a resource for which the author gives either has no default."""
     given = settings.get("resources", {})
     requests, limits = dict(given.get("requests", {})), dict(given.get("limits", {}))
     named = {*requests, *limits}

@@ -1,9 +1,9 @@
-"""The "restricted" pod security standard of Kubernetes 1.36, held by the operator itself.
+"""The "restricted" pod security standard of Kubernetes 1.36, checked by the operator itself.
 
-Here: what of a pod template the standard refuses, with its place; one rule more for the generated containers: their
+Here: what the standard refuses in a pod template, with its place; one more rule for the generated containers: their
 root file system stays read-only. Not here: the generated templates, which satisfy it (`pods`), and the author's merge
-(`templates`). Called by `pods` on a merged template, unless the operator allows privileges. A test asks a real API
-server about the same templates.
+(`templates`). Called by `pods` on a merged template, unless the operator allows privileges. A test sends the same
+templates to a real API server.
 
 Source: kubernetes.io, "Pod Security Standards", the baseline and restricted profiles.
 """
@@ -49,18 +49,18 @@ ADDED_CONTAINER: Final[Mapping[str, Any]] = {"allowPrivilegeEscalation": False, 
 
 
 def refuse(template: Mapping[str, Any], path: str, *, generated: str) -> None:
-    """Refuse a merged pod template that leaves its sandbox.
+    """Refuse a merged pod template that violates the standard.
 
     path:      what the author calls the template, for the message.
     generated: name of the operator's own container.
-    Raises:    Refused: the first place is named.
+    Raises:    NotAllowed: names the first place.
     """
     for place, why in violations(template, generated=generated):
         raise NotAllowed(f"{path}.{place}", f"{why}; this operator does not allow it (allowPrivileged)")
 
 
 def violations(template: Mapping[str, Any], *, generated: str) -> Iterator[Violation]:
-    """Everything that the standard refuses, pod first, then its containers."""
+    """All violations, first of the pod, then of its containers."""
     spec = _map(template.get("spec"))
     yield from _annotations(_map(_map(template.get("metadata")).get("annotations")))
     yield from _pod(spec)
@@ -88,7 +88,7 @@ def _pod(spec: Mapping[str, Any]) -> Iterator[Violation]:
             yield f"spec.{field}", "shares a namespace of the host"
     for index, volume in enumerate(_maps(spec.get("volumes"))):
         for kind in sorted(set(volume) - {"name"} - _VOLUMES):
-            yield f"spec.volumes[{volume.get('name', index)}].{kind}", "is a kind of volume outside the pod's sandbox"
+            yield f"spec.volumes[{volume.get('name', index)}].{kind}", "is a kind of volume that the standard forbids"
     context = _map(spec.get("securityContext"))
     where = "spec.securityContext"
     for index, sysctl in enumerate(_maps(context.get("sysctls"))):

@@ -1,4 +1,4 @@
-"""Who may reach the pods, and what a node's drain may take at once: NetworkPolicies and PodDisruptionBudgets.
+"""NetworkPolicies (who may reach the pods) and PodDisruptionBudgets (how many pods a node drain may evict at once).
 
 Here: these. Not here: Services (`services`). Called by `children`.
 """
@@ -17,7 +17,7 @@ from omnipipeline_spec.types.pods import COORDINATOR, PROBE_PORT
 
 
 def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> list[Manifest]:
-    """Closed but for the pipeline's own pods, HTTP, and whoever reads metrics. (Kubelets' probes always get in.)"""
+    """Allow the pipeline's own pods, HTTP and metrics scrapers only. (Kubelets' probes are always allowed.)"""
     settings = spec.network_policy
     if settings is None or not settings.enabled:
         return []
@@ -25,7 +25,7 @@ def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, 
 
 
 def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner) -> list[Manifest]:
-    """One per unit, over all its revisions; a pod that is still loading blocks no drain."""
+    """One per unit, over all its revisions; a pod that is not ready yet does not block a drain."""
     settings = spec.disruption.pod_disruption_budget
     if settings is None or not settings.enabled:
         return []
@@ -39,7 +39,7 @@ def _pods(extra_egress: Sequence[Any], owner: Owner, scrapers: Sequence[Mapping[
         ingress.append({"from": [dict(peer) for peer in scrapers], "ports": [_port(PROBE_PORT)]})
     spec: Manifest = {"podSelector": own["podSelector"], "policyTypes": ["Ingress"], "ingress": ingress}
     if extra_egress:
-        # Only an author who says where to may close the rest: a stage that downloads its model needs the world.
+        # Egress is restricted only when the author lists targets: a stage that downloads its model needs the internet.
         names = {"ports": [_port(53, "UDP"), _port(53)]}
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": [{"to": [own]}, names, *extra_egress]}
     return _policy(naming.pods_policy(owner.name), owner, spec)

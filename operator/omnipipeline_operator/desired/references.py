@@ -1,8 +1,8 @@
-"""What a pod template names that must be there before its containers can start: ConfigMaps and Secrets.
+"""ConfigMaps and Secrets that a pod template refers to and that must exist before its containers can start.
 
-Here: finding them, with the place in the spec that names them. Not here: whether they are there (`controller.missing`
-asks). Called by `controller`. Claims, service accounts, priority and runtime classes are not among them: the scheduler
-and the API server name those themselves, and try again when they appear.
+Here: finding them, with the place in the spec that names them. Not here: whether they exist (`controller.missing`).
+Called by `controller`. Claims, service accounts, priority and runtime classes are left out: the scheduler and the API
+server report those themselves, and retry when they appear.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-#: Volumes of ours that a field of the spec stands for. The control plane's key is the operator's own affair.
+#: Generated volumes -> the field of the spec that names their source. The control plane's key is the operator's own.
 _VOLUMES: Final = {"code": "code.configMapRef", "api-key": "coordinator.http.apiKeySecretRef"}
 _OWN: Final = ("plan", "revisions", "control")
 
@@ -22,14 +22,14 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
     kind: Literal["ConfigMap", "Secret"]
     name: str
-    place: str  #: What names it, for people.
+    place: str  #: The field that refers to it, for messages.
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name} ({self.place})"
 
 
 def required(template: Mapping[str, Any]) -> list[Reference]:
-    """Without these the kubelet never starts a container."""
+    """References without which the kubelet never starts a container."""
     spec = template["spec"]
     found = set(_of_volumes(_items(spec.get("volumes"))))
     for container in (*_items(spec.get("initContainers")), *_items(spec.get("containers"))):
@@ -38,7 +38,7 @@ def required(template: Mapping[str, Any]) -> list[Reference]:
 
 
 def pull_secrets(template: Mapping[str, Any]) -> list[Reference]:
-    """A missing one matters only where an image cannot be pulled without."""
+    """Image pull secrets; a missing one matters only if the image cannot be pulled without it."""
     named = [each.get("name") for each in _items(template["spec"].get("imagePullSecrets"))]
     return [Reference(kind="Secret", name=str(name), place="imagePullSecrets") for name in named if name]
 
@@ -68,7 +68,7 @@ def _of_environment(container: Mapping[str, Any]) -> Iterator[Reference]:
 
 
 def _items(value: Any) -> list[Mapping[str, Any]]:
-    """A podTemplate may hold anything; what is wrong in it the API server says."""
+    """The maps of a list; a podTemplate may hold anything else, which the API server refuses."""
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list | tuple) else []
 
 

@@ -1,4 +1,4 @@
-"""How a pipeline is reached: the Service, the coordinators' headless Service, the Ingress.
+"""The Service of a pipeline, the headless Service of its coordinators, the Ingress.
 
 Here: these three. Not here: who may reach them (`policies`). Called by `children`.
 """
@@ -13,7 +13,7 @@ from omnipipeline_spec.types.pods import CONTROL_PORT, COORDINATOR, PUBLISH_PORT
 
 
 def http(spec: PipelineConfig, owner: Owner) -> Manifest:
-    """Clients' way in: all ready coordinators, whatever their revision."""
+    """The Service for clients: all ready coordinators of any revision."""
     settings = spec.expose.service
     manifest = naming.child(
         kinds.SERVICE,
@@ -32,7 +32,7 @@ def port_of(spec: PipelineConfig) -> int:
 
 
 def peers(owner: Owner) -> Manifest:
-    """What stages resolve to find every coordinator that lives, ready or not."""
+    """The headless Service that stages resolve to find all live coordinators, ready or not."""
     labels = naming.labels(owner.name, COORDINATOR)
     manifest = naming.child(kinds.SERVICE, naming.peers(owner.name), owner, of=labels)
     ports = [
@@ -50,7 +50,7 @@ def peers(owner: Owner) -> Manifest:
 
 
 def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
-    """The way in from outside, when the spec asks for one."""
+    """The Ingress, if the spec asks for one."""
     settings = spec.expose.ingress
     if settings is None:
         return None
@@ -71,5 +71,5 @@ def ingress(spec: PipelineConfig, owner: Owner) -> Manifest | None:
 
 
 def url(spec: PipelineConfig, owner: Owner) -> str:
-    """Where clients in the cluster reach the pipeline."""
+    """The pipeline's URL inside the cluster."""
     return f"http://{naming.service(owner.name)}.{owner.namespace}.svc:{port_of(spec)}"

@@ -34,7 +34,7 @@ except Exception as error:
 
 
 def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:
-    """The claim that the operator makes. It has no owner: weights survive the pipeline that fetched them."""
+    """The claim that the operator creates. It has no owner: the model survives the pipeline that fetched it."""
     cache = spec.model_cache
     if cache.type != "PersistentVolumeClaim" or cache.claim_name:
         return None
@@ -53,7 +53,7 @@ def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest
 
 
 def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:
-    """One Job per model and revision of it."""
+    """The Job that fetches one revision of one model."""
     cache = spec.model_cache
     if not cache.prefetch.enabled or spec.model_path is None:
         return None
@@ -81,7 +81,7 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
         "containers": [fetch],
         "volumes": [volume for volume in like["volumes"] if volume["name"] in ("models", "tmp")],
         "automountServiceAccountToken": False,
-        "restartPolicy": "Never",  # a failed pod stays, with its last words; one that restarts goes with its Job
+        "restartPolicy": "Never",  # a failed pod keeps its termination message; a restarted one is deleted
     }
     template = {"metadata": {"labels": naming.labels(owner.name)}, "spec": pod}
     return {**manifest, "spec": {"backoffLimit": 6, "template": template}}

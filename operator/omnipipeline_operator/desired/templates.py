@@ -1,7 +1,7 @@
-"""The author's ``podTemplate`` laid over a generated pod template.
+"""Merges the author's ``podTemplate`` over a generated pod template.
 
 Here: the merge (containers, their env, ports and mounts, and volumes by name; all else as a JSON merge patch) and the
-form of its result. Not here: the generated template (`pods`), what may not be asked for (`podsecurity`). Called by
+form of its result. Not here: the generated template (`pods`), what is not allowed (`podsecurity`). Called by
 `pods`.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from omnipipeline_operator.errors import NotAllowed
 
-#: Lists whose items have a key; the others are replaced as a whole, as a JSON merge patch does.
+#: Lists that are merged by a key of their items; other lists are replaced, as in a JSON merge patch.
 _KEYS: Final = {
     "containers": "name",
     "initContainers": "name",
@@ -25,7 +25,7 @@ _KEYS: Final = {
 
 
 def merge(template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """``patch`` over ``template``; null removes. Neither is changed."""
+    """``patch`` merged over ``template``; null removes a field. Neither argument is changed."""
     merged = dict(template)
     for key, value in patch.items():
         held = merged.get(key)
@@ -41,10 +41,10 @@ def merge(template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, An
 
 
 def check_form(template: Mapping[str, Any], path: str, *, generated: str) -> None:
-    """Refuse what is no pod template, as far as the operator reads it; the API server checks the rest.
+    """Refuse a value that is not a pod template, as far as the operator reads it; the API server checks the rest.
 
-    generated: name of the operator's own container, which must still be there.
-    Raises:    Refused: the first place is named.
+    generated: name of the operator's own container, which must be kept.
+    Raises:    NotAllowed: names the first place.
     """
     metadata, spec = template.get("metadata"), template.get("spec")
     for place, given in (("metadata", metadata), ("spec", spec)):

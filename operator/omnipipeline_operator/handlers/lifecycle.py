@@ -1,7 +1,7 @@
 """The operator's process: what is started, in which order, and how it ends.
 
-Here: wiring. Not here: any of the parts. Called by `cli`. A standby keeps its store warm, so that taking over costs
-no more than the lease. Whatever ends unexpectedly ends the process: the kubelet starts a clean one.
+Here: wiring. Not here: any of the parts. Called by `cli`. A standby keeps its store up to date, so that
+it takes over as soon as it has the Lease. If any part ends unexpectedly, the process ends and the kubelet restarts it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from omnipipeline_operator.settings import Settings
 
 log = logging.getLogger(__name__)
 
-STUCK_S: Final = 120.0  # a pipeline that is due and not looked at for so long
+STUCK_S: Final = 120.0  # the liveness probe fails when a pipeline has been due for so long
 RELIST_RETRY_S: Final = 2.0
 
 
 class Stopped(errors.OperatorError):
-    """The process was told to end; this ends its other parts."""
+    """A signal has asked the process to end; raised to end its other parts."""
 
 
 class Operator:
@@ -51,16 +51,16 @@ class Operator:
         self._lease = Lease(client, settings.lease)
         self._metrics = served
         self._reconciler = Reconciler(client, self._store, status_client, settings, clock=time.time)
-        self._listed_at: float | None = None  #: Monotonic time of the last complete list…
-        self._listed_from = -math.inf  #: …and when it began: nothing that was so then is unknown.
+        self._listed_at: float | None = None  #: Monotonic time at which the last complete list ended…
+        self._listed_from = -math.inf  #: …and at which it began: the store is not older than that.
         self._relist_now = asyncio.Event()
         self._leads = False
         self._serve_metrics()
 
     async def run(self) -> None:
-        """Until SIGTERM.
+        """Run until SIGTERM.
 
-        Raises: an exception group with what ended one of the parts: LeaseLost, a fault.
+        Raises: an exception group with what ended a part: LeaseLost, a fault.
         """
         live, ready = self._why_not_live, self._why_not_ready
         async with probes.serving(self._settings.probe_port, live=live, ready=ready, registry=self._metrics.registry):
@@ -70,16 +70,16 @@ class Operator:
                     group.create_task(self._relist_forever())
                     group.create_task(self._lead(group))
             except* Stopped:
-                log.info("told to stop")
+                log.info("stopped by a signal")
             finally:
                 self._leads = False
                 await self._lease.release()
 
     async def _watch(self) -> None:
-        """kopf's operator, once everything could be listed. It takes SIGTERM and SIGINT, and returns on them alone.
+        """Run kopf's operator after the first complete list, until SIGTERM or SIGINT.
 
-        It asks once which kinds there are, and an API server that has just begun refuses some of the answers: it would
-        never watch those.
+        kopf discovers the kinds once. An API server that is just starting refuses some of the answers, and kopf would
+        never watch those kinds.
         """
         stop = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -87,23 +87,25 @@ class Operator:
         while self._listed_at is None and not stop.is_set():
             await asyncio.sleep(0.05)
         if stop.is_set():
-            raise Stopped("told to stop")
+            raise Stopped("stopped by a signal")
         await kopf.operator(
             registry=self._watcher.registry(),
             standalone=True,
-            # Of peering, which is off. Unset, kopf asks for its user's name, and a uid of OpenShift's choice has none.
+            # For peering, which is off. Without it kopf looks up the user's name, which an arbitrary uid does not have.
             identity=cast(Any, self._settings.lease.identity),
             clusterwide=not self._settings.namespaces,
             namespaces=self._settings.namespaces,
             stop_flag=stop,
         )
-        raise Stopped("told to stop")
+        raise Stopped("stopped by a signal")
 
     async def _relist_forever(self) -> None:
         while True:
             wait, began = self._settings.relist_s, time.monotonic()
             try:
-                spread_s = self._settings.relist_s / 5 if self._leads else 0.0  # at once by one who takes over
+                spread_s = (
+                    self._settings.relist_s / 5 if self._leads else 0.0
+                )  # a process that is taking over reconciles at once
                 await self._watcher.relist(self._client, self._settings.namespaces, spread_s=spread_s)
                 self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("success").inc()
@@ -117,13 +119,13 @@ class Operator:
             self._relist_now.clear()
 
     async def _lead(self, group: asyncio.TaskGroup) -> None:
-        """Write, once everything is known and nobody else writes."""
+        """Start the workers once this process holds the Lease and has a complete list."""
         known_from = -math.inf
         if self._settings.lease.enabled:
             await self._lease.acquire()
             group.create_task(self._lease.keep())
-            # A standby's watches may have broken off unseen: it would carry out a spec of yesterday. A list that began
-            # while the last holder had the lease to lose is new enough.
+            # A standby's watch may have broken unnoticed, and its store may be old. A list that began within the last
+            # lease duration is recent enough.
             known_from = time.monotonic() - self._settings.lease.duration_s
             if self._listed_from < known_from:
                 self._relist_now.set()
@@ -141,27 +143,27 @@ class Operator:
                 await self._reconcile(key)
 
     async def _reconcile(self, key: tuple[str, str]) -> None:
-        """The outermost boundary: whatever a pipeline does to us, the others are looked after."""
+        """Reconcile one pipeline. The outermost error boundary: a failure does not affect other pipelines."""
         name, changes = "/".join(key), self._store.changes(key)
         try:
             again_s = await self._reconciler.reconcile(key)
         except errors.ClusterError as error:
             wait = self._queue.failed(key, least_s=error.retry_after_s)
             self._metrics.reconcile_errors.labels(type(error).__name__).inc()
-            log.warning("%s: %s; again in %.1f s", name, error, wait)
+            log.warning("%s: %s; retry in %.1f s", name, error, wait)
         except Exception:
             wait = self._queue.failed(key, least_s=1.0)
             self._metrics.reconcile_errors.labels("Unexpected").inc()
-            log.exception("%s: a fault of the operator's; again in %.1f s", name, wait)
+            log.exception("%s: unexpected error; retry in %.1f s", name, wait)
         else:
-            # What it has written, and any edit that came in with an answer, is seen by one more look: no watch will
-            # tell of it, for it is known already.
+            # Our own writes, and edits that arrived with their answers, cause no watch event with a newer version: the
+            # change count tells whether to reconcile again.
             self._queue.done(key, again_s=again_s, changed=self._store.changes(key) != changes)
 
     # --- health -------------------------------------------------------------------------------------------------
 
     def _why_not_ready(self) -> str | None:
-        return None if self._listed_at is not None else "nothing has been listed yet"
+        return None if self._listed_at is not None else "no complete list yet"
 
     def _why_not_live(self) -> str | None:
         patience = 2 * self._settings.relist_s + STUCK_S
@@ -187,7 +189,7 @@ class Operator:
 
 
 async def run(settings: Settings, writes: WriteLimiter) -> None:
-    """Run one operator until SIGTERM. ``writes``: what every write passes."""
+    """Run one operator until SIGTERM. ``writes``: limits the rate of all writes."""
     async with contextlib.AsyncExitStack() as stack:
         served = Metrics()
         client = await stack.enter_async_context(await Client.connect(writes, served.count_request))

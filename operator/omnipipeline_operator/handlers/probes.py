@@ -1,7 +1,7 @@
 """`/livez`, `/readyz`, `/metrics` of the operator.
 
-Here: the HTTP server and what the two probes mean. Called by `lifecycle`. Live: the lists succeed and no pipeline waits
-for ever. Ready: everything has been listed once; a standby is ready too.
+Here: the HTTP server and what the two probes mean. Called by `lifecycle`. Live: lists succeed, and no pipeline has
+been due for too long. Ready: one list has been completed; a standby is ready too.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-Health = Callable[[], str | None]  #: Why not; None: well.
+Health = Callable[[], str | None]  #: The reason of a failed probe; None: it succeeds.
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
 async def serving(port: int, *, live: Health, ready: Health, registry: CollectorRegistry) -> AsyncIterator[int]:
-    """Serve while the block runs; gives the port."""
+    """Serve while the block runs; yields the port."""
     app = web.Application()
     app.router.add_get("/livez", _probe(live))
     app.router.add_get("/readyz", _probe(ready))

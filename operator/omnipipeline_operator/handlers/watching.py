@@ -1,8 +1,8 @@
-"""Watches feed the store and the queue: kopf's on.event for pipelines and for their labelled children, and re-lists.
+"""Feeds the store and the work queue: kopf's watches of pipelines and of their labelled children, and re-lists.
 
-Here: which kinds are watched and how, and the list every few minutes that drops ghosts. Not here: what a change means
-(`reconciling`). Called by `lifecycle`. Of kopf only the watching is used: bookmarks, chunked lists, reconnects and
-time-outs were measured to be right; indices, daemons, finalizers and peering are not wanted.
+Here: which kinds are watched and how, and the periodic list that drops deleted objects. Not here: what a change means
+(`controller.reconciling`). Called by `lifecycle`. Of kopf only the watches are used: its bookmarks, chunked lists,
+reconnects and timeouts were measured and work; its indices, daemons, finalizers and peering are not used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from omnipipeline_operator.kinds import PIPELINE, WATCHED, Kind
 log = logging.getLogger(__name__)
 
 CHUNK: Final = 50
-IDLE_S: Final = 75.0  # the API server sends a bookmark every minute: a silent stream is dead
+IDLE_S: Final = 75.0  # the API server sends a bookmark every minute, so a silent stream is broken
 CONNECT_S: Final = 10.0
-WORKER_S: Final = 0.5  # kopf's task of an object holds its last event, whole, for so long: 7,000 of them after a list
+WORKER_S: Final = 0.5  # kopf keeps an object's last event in memory for so long: 7,000 events after a list
 
 
 class Watcher:
-    """What comes in."""
+    """Puts watch events and lists into the store and the work queue."""
 
     def __init__(self, store: Store, queue: WorkQueue) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class Watcher:
         return registry
 
     def on_event(self, kind: Kind, event: str | None, manifest: Mapping[str, Any]) -> None:
-        """Something has changed. ``event``: ADDED, MODIFIED, DELETED; None: it is there."""
+        """Handle one watch event. ``event``: ADDED, MODIFIED, DELETED; None: an object of the initial list."""
         self.events += 1
         manifest = {**manifest, "kind": kind.name, "apiVersion": kind.api_version}
         before = self._store.pipeline(_key(manifest)) if kind is PIPELINE else None
@@ -54,10 +54,10 @@ class Watcher:
             self._queue.add(key, urgent=kind is PIPELINE and event is not None and _is_edit(before, manifest))
 
     async def relist(self, client: Client, namespaces: tuple[str, ...], *, spread_s: float) -> None:
-        """Read everything anew: what a watch has missed is put right, and what is gone is forgotten.
+        """List everything again: apply what a watch has missed, and drop what no longer exists.
 
-        spread_s: the time in which pipelines are looked at of which the lists said nothing new.
-        Raises: errors.ClusterError: nothing was forgotten on account of a list that broke off.
+        spread_s: unchanged pipelines are queued at random times within this period.
+        Raises: errors.ClusterError: a list failed; nothing of its kind is dropped.
         """
         for kind in (PIPELINE, *WATCHED):
             known_up_to, listed = self._store.newest(), set()
@@ -84,12 +84,12 @@ def _key(manifest: Mapping[str, Any]) -> Key:
 
 
 def _is_edit(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """Somebody has asked for something and is waiting: a new pipeline or spec. Not: our own status, written back."""
+    """Whether a pipeline is new or its spec was edited; a write of our own status is no edit."""
     return before is None or before["metadata"].get("generation") != now["metadata"].get("generation")
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
-    """kopf compares no object with an earlier state of it: its copies were two thirds of all processor time."""
+    """Stores no last-handled state: kopf's copies of it were two thirds of all processor time."""
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
         return kopf.BodyEssence({})

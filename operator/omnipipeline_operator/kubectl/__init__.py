@@ -1,8 +1,8 @@
-"""``kubectl omni``: what people ask of a pipeline that kubectl itself can't answer.
+"""``kubectl omni``: commands for pipelines that kubectl itself does not have.
 
-    cli        the commands                         offline   plan, validate, manifests: no cluster is asked
+    cli        the commands                         offline   plan, validate, manifests: without a cluster
     access     runs kubectl, the only I/O           tree      a pipeline and its pods as a tree (pure)
     acting     restart, drain                       picture   plan and faults, drawn (pure)
 
-A person's tool: kubectl's own context, namespace and credentials are used by running kubectl itself.
+It runs kubectl itself, and so uses its context, namespace and credentials.
 """

@@ -1,7 +1,7 @@
-"""Running kubectl, with the context and the namespace that its user chose.
+"""Runs kubectl with the context and the namespace that the user chose.
 
 Here: reading objects, streaming logs, patching, evicting. Not here: what is shown or decided. Called by the commands.
-kubectl is run rather than the API asked, so that every credential plugin and every flag of its configuration counts.
+kubectl is run instead of calling the API, so that its credential plugins and its configuration apply.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ RESOURCE: Final = f"{PLURAL}.{GROUP}"
 
 
 class KubectlError(Exception):
-    """kubectl said no; the message is its own."""
+    """kubectl failed; the message is kubectl's."""
 
 
 class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
-    """How kubectl is called."""
+    """kubectl with its global flags."""
 
     namespace: str | None = None
     context: str | None = None
@@ -54,7 +54,7 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         return done.stdout
 
     def show(self, *arguments: str) -> int:
-        """Let kubectl write to the terminal itself; its exit code."""
+        """Let kubectl write to the terminal; its exit code."""
         return subprocess.run(self.command(*arguments)).returncode
 
     def pipeline(self, name: str) -> Manifest:
@@ -72,7 +72,7 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         self.run("patch", RESOURCE, name, "--type=merge", f"--patch={json.dumps({'spec': dict(spec)})}")
 
     def replace_spec(self, name: str, spec: Mapping[str, Any], version: str) -> None:
-        """Put ``spec`` in the place of the resource's, if nobody has changed it since ``version``."""
+        """Replace the resource's spec, unless the resource has changed since ``version``."""
         patch = [
             {"op": "test", "path": "/metadata/resourceVersion", "value": version},
             {"op": "replace", "path": "/spec", "value": dict(spec)},
@@ -80,7 +80,7 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         self.run("patch", RESOURCE, name, "--type=json", f"--patch={json.dumps(patch)}")
 
     def evict(self, pod: Manifest) -> None:
-        """Ask for a pod to leave, within what its disruption budget allows. Raises: KubectlError: not now."""
+        """Evict a pod, as far as its disruption budget allows. Raises: KubectlError: not now."""
         metadata = pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/eviction"
         body = {

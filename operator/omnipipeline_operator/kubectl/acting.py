@@ -1,7 +1,7 @@
-"""Restarting a pipeline and draining its pods.
+"""Restarts a pipeline and drains its pods.
 
-Here: the order of things, and waiting. Not here: what the operator then does (a new revision is rolled out; a drained
-pod's Deployment has made another one already). Called by the commands.
+Here: the order of requests, and waiting. Not here: what follows from them (the operator rolls out a new revision; a
+drained pod's Deployment makes another one). Called by the commands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Report = Callable[[str], None]
 
 
 def restart(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
-    """Make a new revision of every unit; the operator rolls it out beside the old one. The stamp that was set."""
+    """Make new revisions of all units, which the operator rolls out. Returns the time that was set."""
     stamp = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
     kubectl.patch(name, {"restartedAt": stamp})
     return stamp
@@ -29,7 +29,7 @@ def restart(kubectl: Kubectl, name: str, *, now: datetime | None = None) -> str:
 def chosen(
     pods: Sequence[Manifest], *, names: Sequence[str], units: Sequence[str] | None, node: str | None
 ) -> list[Manifest]:
-    """The pods that all of the given conditions mean; those on their way out, or over, are not among them."""
+    """The pods that match all given conditions, without those that are terminating or have ended."""
     return [
         pod
         for pod in pods
@@ -41,9 +41,9 @@ def chosen(
 
 
 def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: float, report: Report) -> bool:
-    """Evict ``pods`` one after another, each when the one before is gone and its unit is complete again.
+    """Evict ``pods`` one by one, each when the previous one has ended and its unit is complete again.
 
-    A pod finishes what is bound to it before it ends. False: not within ``timeout_s``.
+    A pod finishes its bound requests before it ends. Returns False if not done within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     for pod in pods:
@@ -74,7 +74,7 @@ def _evicted(kubectl: Kubectl, pod: Manifest, report: Report, refused: str) -> b
 
 
 def _is_replaced(kubectl: Kubectl, name: str, left: Manifest) -> bool:
-    """Gone, and every other pod of its unit is ready."""
+    """Whether the pod no longer exists and every other pod of its unit is ready."""
     unit = left["metadata"]["labels"].get(naming.UNIT_LABEL)
     pods = kubectl.listed("pods", naming.selector(name, unit))
     if any(pod["metadata"]["uid"] == left["metadata"]["uid"] for pod in pods):
@@ -84,7 +84,7 @@ def _is_replaced(kubectl: Kubectl, name: str, left: Manifest) -> bool:
 
 
 def _is_active(pod: Manifest) -> bool:
-    """It works or is about to: not a prefetch that is done, nor a pod that a full node has thrown out."""
+    """Whether a pod runs or will run: not one that has ended, nor one that is terminating."""
     over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     return not over and "deletionTimestamp" not in pod["metadata"]
 

@@ -1,6 +1,6 @@
 """``kubectl omni``: the commands.
 
-Here: options, exit codes, printing. Not here: what is found out or done (the modules beside it). The entry point is
+Here: options, exit codes, printing. Not here: what the commands do (the modules beside it). The entry point is
 ``kubectl-omni``: kubectl finds a plugin by that name on the PATH.
 """
 
@@ -43,7 +43,7 @@ def file_options(function: Function) -> Function:
 @click.option("--kubeconfig", help="The kubeconfig's path.")
 @click.pass_context
 def main(context: click.Context, namespace: str | None, kube_context: str | None, kubeconfig: str | None) -> None:
-    """Pipelines on Kubernetes: how they are and why, what a file would become, restart and drain."""
+    """Pipelines on Kubernetes: their status and why, the plan of a file, restart, drain, history."""
     context.obj = Kubectl(namespace=namespace, context=kube_context, kubeconfig=kubeconfig)
 
 
@@ -64,7 +64,7 @@ def status(kubectl: Kubectl, name: str) -> None:
 @main.command()
 @click.argument("name")
 @click.option("--stage", help="Pods that run this stage; unset is all pods.")
-@click.option("-f", "--follow", is_flag=True, help="Go on as lines come.")
+@click.option("-f", "--follow", is_flag=True, help="Stream new lines.")
 @click.option("--previous", is_flag=True, help="Of the container before its last restart.")
 @click.option("--tail", type=int, default=100, show_default=True, help="Lines of each pod; -1 is all.")
 @click.option("--since", help="Such as 10m.")
@@ -84,7 +84,7 @@ def logs(
 @main.command()
 @file_options
 def plan(file: str, overrides: tuple[str, ...]) -> None:
-    """What a file would become: pods, processes, GPUs, edges. No cluster is asked."""
+    """The plan of a file: pods, processes, GPUs, edges. Needs no cluster."""
     with errors_as_messages():
         _, planned = offline.read(file, overrides)
     _console().print(picture.plan(planned))
@@ -93,7 +93,7 @@ def plan(file: str, overrides: tuple[str, ...]) -> None:
 @main.command()
 @file_options
 def validate(file: str, overrides: tuple[str, ...]) -> None:
-    """Every fault of a file with its place. No cluster is asked. Exit code 1 when there is one."""
+    """Every fault of a file with its place. Needs no cluster. Exit code 1 when there is one."""
     with errors_as_messages():
         _, planned = offline.read(file, overrides)
     click.echo(f"{file}: {planned.pipeline} is sound (revision {planned.current.revision})")
@@ -105,7 +105,7 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
 @click.option("--with-key", is_flag=True, help="Add the control plane's Secret with a fresh key: not for a repository.")
 @click.pass_obj
 def manifests(kubectl: Kubectl, file: str, overrides: tuple[str, ...], image: str, with_key: bool) -> None:
-    """Every object the operator would make of a file, as YAML, for review. No cluster is asked.
+    """Every object that the operator would make of a file, as YAML, for review. Needs no cluster.
 
     The same file gives the same text. With --with-key it runs without an operator: pipe it into kubectl apply -f -.
     """
@@ -123,7 +123,7 @@ def manifests(kubectl: Kubectl, file: str, overrides: tuple[str, ...], image: st
 @click.option("--timeout", default="30m", show_default=True, help="How long to wait.")
 @click.pass_obj
 def restart(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
-    """Replace every pod of a pipeline, new beside old: no request is lost."""
+    """Replace all pods of a pipeline, new before old: no request is lost."""
     with errors_as_messages():
         stamp = acting.restart(kubectl, name)
     click.echo(f"{name} restarts (restartedAt {stamp})")
@@ -141,7 +141,7 @@ def restart(kubectl: Kubectl, name: str, wait: bool, timeout: str) -> None:
 def drain(
     kubectl: Kubectl, name: str, pods: tuple[str, ...], stage: str | None, node: str | None, timeout: float
 ) -> None:
-    """Let pods of a pipeline finish what they do and leave; their replacements start at once.
+    """Let pods of a pipeline finish their requests and end; their replacements start at once.
 
     Name PODS, or a --stage, or a --node. Disruption budgets hold. Exit code 1: not within the timeout.
     """
@@ -204,7 +204,7 @@ def undo(kubectl: Kubectl, name: str, number: int | None, wait: bool, timeout: s
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """A fault of the user's, or kubectl's refusal, ends the command with its message alone."""
+    """Errors of the user or of kubectl end the command with their message, without a traceback."""
     try:
         yield
     except InvalidPipeline as invalid:
@@ -223,12 +223,12 @@ def _wait_ready(kubectl: Kubectl, name: str, timeout: str) -> int:
 
 
 def _console() -> Console:
-    """Lines wrap in a terminal; a pipe gets them whole: rich would cut them at 80 columns, and reasons stand last."""
+    """Lines wrap in a terminal; in a pipe they stay whole, where rich would cut them at 80 columns."""
     return Console(width=None if sys.stdout.isatty() else WHOLE_LINES, highlight=False)
 
 
 def _stages(pipeline: Manifest) -> dict[str, tuple[str, ...]]:
-    """unit -> stages; empty of a spec that the operator has refused: its conditions say why."""
+    """unit -> stages; empty for an invalid spec: its conditions report the faults."""
     try:
         return offline.stages_of(offline.of_resource(pipeline))
     except SpecError:

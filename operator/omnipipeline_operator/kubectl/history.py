@@ -1,4 +1,4 @@
-"""The history of a pipeline, and going back in it.
+"""The history of a pipeline, and undoing to one of its entries.
 
 Here: reading the entries, what differs between two specs, the spec that `undo` writes. Not here: recording (the
 operator's `controller.revision_history`). Called by the commands.
@@ -28,7 +28,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def entries(kubectl: Kubectl, name: str) -> list[Entry]:
-    """Oldest first. Raises: KubectlError."""
+    """The entries, oldest first. Raises: KubectlError."""
     pipeline = kubectl.pipeline(name)
     live, uid = pipeline["spec"], pipeline["metadata"]["uid"]
     listed = [
@@ -67,9 +67,9 @@ def chosen(found: list[Entry], number: int | None) -> Entry:
 
 
 def undo(kubectl: Kubectl, name: str, entry: Entry) -> None:
-    """Give the resource the spec of ``entry``; what was scaled, suspended or paused since then stays so.
+    """Give the resource the spec of ``entry``; replicas, ``suspend`` and ``rollout.paused`` stay as they are.
 
-    Raises: KubectlError: also when somebody edits the resource at the same time.
+    Raises: KubectlError: also when the resource is edited at the same time.
     """
     pipeline = kubectl.pipeline(name)
     kubectl.replace_spec(name, restored(entry.spec, pipeline["spec"]), pipeline["metadata"]["resourceVersion"])
@@ -97,7 +97,7 @@ def restored(old: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields that `undo` would change, those of a stage with its name."""
+    """The fields that `undo` would change, those of a stage with its name."""
     old, new = restored(old, new), dict(new)
     names = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and _said(old, key) != _said(new, key)]
     found: list[str] = []
@@ -119,7 +119,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _said(spec: Mapping[str, Any], key: str) -> Any:
-    """A refinement that says nothing but a name is none."""
+    """A field's value for comparison; a process group with nothing but a name equals none."""
     value = spec.get(key)
     if key == "processGroups":
         return sorted((group for group in value or () if len(group) > 1), key=lambda group: str(group["name"])) or None

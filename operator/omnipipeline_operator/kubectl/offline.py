@@ -1,7 +1,7 @@
-"""What can be said of a pipeline's file without a cluster: its faults, its plan, its manifests.
+"""The faults, the plan and the manifests of a pipeline's file, without a cluster.
 
-Here: from a file (or a resource) to values. Not here: drawing them (`picture`). Called by the commands. The rooms that
-the operator renders with are used, so that what is reviewed is what would run.
+Here: from a file (or a resource) to values. Not here: drawing them (`picture`). Called by the commands. The manifests
+are made by the operator's own builders, so that what is reviewed is what will run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def manifests(
 ) -> list[Manifest]:
     """Every object that the operator would make, in an order in which they can be applied.
 
-    key:    of the control plane. None leaves the Secret out: for review, where a key has no place.
-    Raises: Refused: a podTemplate asks for what operators refuse unless told otherwise.
+    key:    of the control plane. None leaves the Secret out, for review.
+    Raises: NotAllowed: a podTemplate asks for what an operator refuses by default.
     """
     owner = Owner(namespace=namespace, name=plan.pipeline, uid="")
     facts = PodFacts(owner=owner, image=image, control_secret=naming.control_secret(plan.pipeline, NO_KEY))
@@ -51,6 +51,6 @@ def stages_of(plan: PipelinePlan) -> dict[str, tuple[str, ...]]:
 
 
 def _unowned(manifest: Manifest) -> Manifest:
-    """Without the reference to a resource whose uid nobody knows yet: garbage collection would take it for gone."""
+    """Without the owner reference: the resource has no uid yet, and garbage collection would delete the object."""
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "ownerReferences"}
     return {**manifest, "metadata": metadata}

@@ -1,4 +1,4 @@
-"""A plan as tables, faults as lines. Pure. Called by the commands."""
+"""Draws a plan as tables and faults as lines. Pure. Called by the commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 
 
 def plan(plan: PipelinePlan) -> Group:
-    """Units with what runs in them, then the edges between stages."""
+    """The units with their processes and stages, then the edges between stages."""
     units = Table(title=f"{plan.pipeline}: pods of revision {plan.current.revision}", title_justify="left", box=None)
     for column in ("UNIT", "REVISION", "REPLICAS", "GPUS", "PROCESSES", "STAGES"):
         units.add_column(column)
@@ -35,13 +35,13 @@ def plan(plan: PipelinePlan) -> Group:
 
 
 def fault(fault: Fault, source: str) -> Text:
-    """``file:line: path: message``, as compilers say it."""
+    """``file:line: path: message``, as compilers print it."""
     place = f"{source}:{fault.line}: " if fault.line else f"{source}: "
     return Text.assemble((place, "dim"), (f"{fault.path}: " if fault.path else "", "bold"), fault.message)
 
 
 def _gpus(unit: UnitPlan) -> str:
-    """How many devices a pod asks for, and which of the author's ids they are."""
+    """The number of GPUs of a pod, and the author's ids of them."""
     if not unit.gpu_ids:
         return "-"
     return f"{len(unit.gpu_ids)} ({', '.join(map(str, unit.gpu_ids))})"

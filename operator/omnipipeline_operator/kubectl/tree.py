@@ -1,7 +1,7 @@
-"""A pipeline, its conditions, its units and their pods, as a tree to read.
+"""Draws a pipeline, its conditions, its units and their pods as a tree.
 
-Here: what is shown of objects that were read. Pure. Not here: reading them (`access`), why a unit is not ready (the
-operator says it in the status). Called by ``kubectl omni status``.
+Here: what is shown of live objects. Pure. Not here: reading them (`access`), why a unit is not ready (the operator
+reports it in the status). Called by ``kubectl omni status``.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _title(pipeline: Manifest) -> Text:
     elif current:
         title.append(f"  revision {current}", style="dim")
     if not status:
-        title.append("  no operator has looked at it yet", style="red")
+        title.append("  no operator has reconciled it yet", style="red")
     elif status.get("observedGeneration") != metadata.get("generation"):
-        title.append("  (the operator has not seen the last change yet)", style="yellow")
+        title.append("  (the operator has not reconciled the last change yet)", style="yellow")
     return title
 
 
@@ -111,7 +111,7 @@ def _pod(pod: Manifest) -> Text:
 
 
 def _state(pod: Manifest) -> tuple[str, str]:
-    """In one or a few words, worst first."""
+    """The pod's state in a few words and its colour; the worst of its containers."""
     status = pod.get("status", {})
     if "deletionTimestamp" in pod["metadata"]:
         return "draining", "yellow"

@@ -83,8 +83,8 @@ def test_pods_of_a_unit_that_the_spec_no_longer_has_are_shown_too() -> None:
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ({}, "no operator has looked at it yet"),
-        ({"observedGeneration": 1}, "the operator has not seen the last change yet"),
+        ({}, "no operator has reconciled it yet"),
+        ({"observedGeneration": 1}, "the operator has not reconciled the last change yet"),
         ({"observedGeneration": 2, "revision": {"current": "aa", "update": "bb"}}, "revision aa → bb"),
     ],
 )
