@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WAV ?= examples/voice/question.wav
 
-.PHONY: help demo test check lint types floors format crds pictures voice-test cluster-test hops clean
+.PHONY: help demo test check lint types floors coverage format crds pictures voice-test cluster-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,6 +27,9 @@ types: $(VENV)/.dev
 
 floors: $(VENV)/.dev
 	$(BIN)/lint-imports
+
+coverage: $(VENV)/.dev ## the tests of `make test`, and which lines and branches they reach (in this process alone)
+	$(BIN)/pytest -m "not cluster and not voice and not gpu and not rdma" --cov --cov-report=term
 
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .
