@@ -141,7 +141,7 @@ async def http(two: Running, *, rounds: int, total: int) -> dict[str, Any]:
     settings = WebSettings(model="hops")
     inputs = {"text": "x" * 64}
     samples = []
-    async with Server(make_app(two.desk, settings, codecs=CodecPool()), port=0, drain_s=0) as server:
+    async with Server(make_app(two.manager, settings, codecs=CodecPool()), port=0, drain_s=0) as server:
         for number in range(rounds + 1):
             began = time.process_time()
             manager = await rate(lambda: two.once(inputs), CONCURRENCY, total)

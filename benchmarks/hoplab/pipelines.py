@@ -1,4 +1,4 @@
-"""Echo pipelines whose stages are processes of their own, driven at the desk."""
+"""Echo pipelines whose stages are processes of their own, driven at the request manager."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def pipeline(stages: int, *, processes: int, relay: Literal["auto", "tcp"] = "au
 
 
 class Running:
-    """A pipeline under way: its desk in this process, its stages in their own."""
+    """A pipeline under way: its request manager in this process, its stages in their own."""
 
     def __init__(self, coordinator: Coordinator, pids: list[int]) -> None:
-        self.desk = coordinator.desk
+        self.manager = coordinator.manager
         self.pids = pids  #: Of the stages.
 
     async def once(self, inputs: object) -> None:
-        ticket = self.desk.admit(OmniRequest(id=secrets.token_hex(8), inputs=inputs))
-        async for _ in ticket.events():
+        handle = self.manager.admit(OmniRequest(id=secrets.token_hex(8), inputs=inputs))
+        async for _ in handle.events():
             pass
 
     async def latency_us(self, inputs: object, rounds: int) -> float:
@@ -111,7 +111,7 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
                 argv = [sys.executable, "-m", "stage_runtime", "stage", group.name]
                 children.append(subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL))
         try:
-            while not coordinator.roster.membership.complete():
+            while not coordinator.membership.state.complete():
                 await asyncio.sleep(0.05)
                 dead = [child.args for child in children if child.poll() is not None]
                 if dead:
@@ -121,7 +121,7 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
             for child in children:
                 child.terminate()
             await asyncio.gather(*(asyncio.to_thread(child.wait) for child in children))
-            coordinator.desk.close()
+            coordinator.manager.close()
             relays.close()
             channels.close()
 

@@ -1,6 +1,6 @@
 """What must be known of a request before anything is sent: its terminals, its encoded body, its deadline, its retries.
 
-Whatever is refused here has touched nobody. Called by the desk alone.
+Whatever is refused here has touched nobody. Called by the request manager alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
-from stage_runtime.coordinator.asking import HOOK, Asked
+from stage_runtime.coordinator.terminal_stages import HOOK, TerminalStagesResult
 from stage_runtime.errors import InvalidRequest, RequestError, ValueRefused, told
 from stage_runtime.relays import payloads
 from stage_runtime.relays.payloads import Extracted
@@ -68,7 +68,7 @@ class Admission:
         self.kept_nbytes -= extracted.nbytes
 
     def wanted_terminals(
-        self, request: OmniRequest, revisions: Sequence[PipelineRevision], asked: Asked | None
+        self, request: OmniRequest, revisions: Sequence[PipelineRevision], hook_result: TerminalStagesResult | None
     ) -> tuple[str, ...] | None:
         """The terminals that the request waits for; None: all of them.
 
@@ -79,7 +79,7 @@ class Admission:
         if self._terminal_stages is None or not revisions:
             return None
         try:
-            returned = asked.answer() if asked is not None else self._terminal_stages(request)
+            returned = hook_result.value() if hook_result is not None else self._terminal_stages(request)
             if returned is None:
                 return None
             names = set(names_of(returned) or ())

@@ -1,4 +1,7 @@
-"""The coordinator's ear: what is said to it goes to the roster or to the desk. `sockets.channels.Handler`."""
+"""The coordinator's ear: what is said to it goes to membership or to the request manager.
+
+`sockets.channels.Handler`.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
-from stage_runtime.coordinator.desk import RequestDesk
-from stage_runtime.coordinator.roster import Roster
+from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.relays.choosing import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
-    AbortPassed,
     Beat,
     Complete,
+    ForwardAbort,
+    ForwardAbortReply,
     Goodbye,
     HandBack,
     Hello,
     Message,
-    PassAbort,
     Ready,
     Release,
     RequestRef,
@@ -37,8 +40,8 @@ log = logging.getLogger(__name__)
 class Coordinator:
     """One coordinator without its sockets: `wire` brings them. On the I/O thread."""
 
-    roster: Roster
-    desk: RequestDesk
+    membership: Membership
+    manager: RequestManager
 
     def __init__(self, plan: CoordinatorPlan, *, incarnation: str, loop: asyncio.AbstractEventLoop) -> None:
         self.incarnation = incarnation
@@ -46,18 +49,18 @@ class Coordinator:
         self._loop = loop
         self._releases: dict[str, list[int]] = {}
         self._channels: Channels
-        self._handle: dict[type, Callable[[str, Any], None]] = {
-            Stream: lambda sender, message: self.desk.stream(sender, message),
-            Complete: lambda sender, message: self.desk.complete(sender, message),
-            HandBack: lambda sender, message: self.desk.hand_back(sender, message),
-            Stalled: lambda sender, message: self.desk.readers.stalled(sender, message.source, message.stalled),
-            PassAbort: self._pass_abort,
-            AbortPassed: lambda sender, message: self.desk.elsewhere.answered(sender, message),
-            Release: lambda sender, message: self.desk.lanes.released(sender, message.transfers),
-            Beat: lambda sender, message: self.roster.beat(sender, message),
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
+            Stream: lambda sender, message: self.manager.stream(sender, message),
+            Complete: lambda sender, message: self.manager.complete(sender, message),
+            HandBack: lambda sender, message: self.manager.hand_back(sender, message),
+            Stalled: lambda sender, message: self.manager.readers.stalled(sender, message.source, message.stalled),
+            ForwardAbort: self._forward_abort,
+            ForwardAbortReply: lambda sender, message: self.manager.abort_forwarding.answered(sender, message),
+            Release: lambda sender, message: self.manager.lanes.released(sender, message.transfers),
+            Beat: lambda sender, message: self.membership.beat(sender, message),
             Ready: self._ready,
-            Severed: lambda sender, message: self.desk.severed(sender, message.peer),
-            Goodbye: lambda sender, message: self.roster.goodbye(sender, message),
+            Severed: lambda sender, message: self.manager.severed(sender, message.peer),
+            Goodbye: lambda sender, message: self.membership.goodbye(sender, message),
             Hello: self._hello_again,
         }
 
@@ -76,7 +79,7 @@ class Coordinator:
         endpoint, publisher: as the others must know them. terminal_stages: the pipeline's terminalStagesFn.
         """
         self._channels = channels
-        self.roster = Roster(
+        self.membership = Membership(
             pipeline=self._plan.pipeline,
             incarnation=self.incarnation,
             endpoint=endpoint,
@@ -84,11 +87,11 @@ class Coordinator:
             revisions=revisions,
             channels=channels,
             relays=relays,
-            bound_to=lambda incarnation: self.desk.bound_to(incarnation),
+            bound_to=lambda incarnation: self.manager.bound_to(incarnation),
         )
-        self.desk = RequestDesk(
+        self.manager = RequestManager(
             self._plan,
-            self.roster,
+            self.membership,
             loop=self._loop,
             relays=relays,
             say=channels.send,
@@ -100,22 +103,22 @@ class Coordinator:
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, Hello):
-            self.roster.stranger(sender)
+            self.membership.stranger(sender)
             return False
         return self._hello(sender, message)
 
     def heard(self, sender: str, message: Message) -> None:
-        handle = self._handle.get(type(message))
-        if handle is not None:
-            handle(sender, message)
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(sender, message)
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
         if request is not None:
-            self.desk.unreadable(sender, request, problem)
+            self.manager.unreadable(sender, request, problem)
 
     def lost(self, peer: str) -> None:
-        if self.roster.bury(peer):
-            self.desk.instance_lost(peer)
+        if self.membership.bury(peer):
+            self.manager.instance_lost(peer)
 
     # --- what the process does with it --------------------------------------------------------------------------
 
@@ -127,13 +130,13 @@ class Coordinator:
 
     def update_revisions(self, revisions: Sequence[PipelineRevision]) -> None:
         """The list of revisions has changed: new requests may go to other instances."""
-        self.roster.update(revisions)
-        self.desk.instances_changed()
+        self.membership.update(revisions)
+        self.manager.instances_changed()
 
     def set_aside(self, hosts: Sequence[str]) -> None:
         """Bind nothing new to what runs at these addresses."""
-        self.roster.set_aside(hosts)
-        self.desk.instances_changed()
+        self.membership.set_aside(hosts)
+        self.manager.instances_changed()
 
     def shut_down(self, incarnation: str, reason: str) -> bool:
         """Ask an instance to drain and exit. False when it is not a member."""
@@ -142,25 +145,25 @@ class Coordinator:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _hello(self, sender: str, message: Hello) -> bool:
-        before = set(self.roster.membership.instances)
-        welcome = self.roster.hello(sender, message)
-        for replaced in before - set(self.roster.membership.instances):
-            self.desk.instance_lost(replaced)
+        before = set(self.membership.state.instances)
+        welcome = self.membership.hello(sender, message)
+        for replaced in before - set(self.membership.state.instances):
+            self.manager.instance_lost(replaced)
         if sender not in before and welcome and message.member.ready:
-            self.desk.instances_changed()  # one that was buried comes back loaded
+            self.manager.instances_changed()  # one that was buried comes back loaded
         return welcome
 
     def _hello_again(self, sender: str, message: Hello) -> None:
         self._hello(sender, message)
 
-    def _pass_abort(self, sender: str, message: PassAbort) -> None:
+    def _forward_abort(self, sender: str, message: ForwardAbort) -> None:
         """Another coordinator was asked to abort it, and an instance says so."""
-        aborted = self.desk.abort(message.request_id, message.reason)
-        self._channels.send(sender, AbortPassed(message.request_id, message.asker, aborted))
+        aborted = self.manager.abort(message.request_id, message.reason)
+        self._channels.send(sender, ForwardAbortReply(message.request_id, message.asker, aborted))
 
     def _ready(self, sender: str, message: Ready) -> None:
-        if self.roster.ready_now(sender):
-            self.desk.instances_changed()
+        if self.membership.ready_now(sender):
+            self.manager.instances_changed()
 
     def _send_releases(self) -> None:
         releases, self._releases = self._releases, {}

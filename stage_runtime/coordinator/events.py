@@ -1,4 +1,4 @@
-"""What the desk tells whoever waits for a request: the only words between `coordinator` and `web`."""
+"""What the request manager tells whoever waits for a request: the only words between `coordinator` and `web`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stage_runtime.coordinator.asking import Asked
+from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
 from stage_runtime.wire.values import OmniRequest
 
 
@@ -52,7 +52,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: dict[str, Any] | None = None
 
 
-class RequestHandle(Protocol):
+class RequestHandleApi(Protocol):
     """One admitted request. Whoever holds it must read it to its end, or `abort` it."""
 
     @property
@@ -69,10 +69,12 @@ class RequestHandle(Protocol):
         """End it as ``cancelled``; False when it is over already."""
 
 
-class Desk(Protocol):
-    """What the web room calls. Implemented by `coordinator.desk`; knows no HTTP."""
+class RequestManagerApi(Protocol):
+    """What the web room calls. Implemented by `coordinator.request_manager`; knows no HTTP."""
 
-    async def ask(self, request: OmniRequest, *, timeout_s: float | None = None) -> Asked | None:
+    async def call_terminal_stages(
+        self, request: OmniRequest, *, timeout_s: float | None = None
+    ) -> TerminalStagesResult | None:
         """What the author's terminalStagesFn says of a request; goes to `admit`.
 
         Raises: RequestError: deadline: it has not answered in the request's time; rate_limited, unavailable.
@@ -84,8 +86,8 @@ class Desk(Protocol):
         *,
         timeout_s: float | None = None,
         trace: str | None = None,
-        asked: Asked | None = None,
-    ) -> RequestHandle:
+        hook_result: TerminalStagesResult | None = None,
+    ) -> RequestHandleApi:
         """Take a request and send it off.
 
         timeout_s: the deadline from now; None: the pipeline's own; capped by it.
@@ -101,7 +103,7 @@ class Desk(Protocol):
     def abort(self, request_id: str, reason: str) -> bool:
         """End a request as ``cancelled``. False when no such request is in flight."""
 
-    async def abort_elsewhere(self, request_id: str, reason: str) -> bool:
+    async def forward_abort(self, request_id: str, reason: str) -> bool:
         """As `abort`, by the coordinator that owns the request: in a roll there are two."""
 
     def record(self, request_id: str) -> RequestRecord | None: ...

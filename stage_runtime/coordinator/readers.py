@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 from weakref import WeakSet
 
-from stage_runtime.coordinator.tickets import Ticket
+from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.rules.readers import Reader, TakeEarly, decide
 from stage_runtime.rules.streams import STREAM_WINDOW
 
@@ -22,15 +22,17 @@ class Readers:
         self,
         loop: asyncio.AbstractEventLoop,
         *,
-        bound_to: Callable[[str], Iterable[Ticket]],
-        end: Callable[[Ticket, str], object],
+        bound_to: Callable[[str], Iterable[RequestHandle]],
+        end: Callable[[RequestHandle, str], object],
     ) -> None:
         """bound_to: the requests in flight at an instance. end: ends one, for this reason."""
         self._loop = loop
         self._bound_to = bound_to
         self._end = end
         self._stalled: set[tuple[str, str]] = set()  #: (instance, stage): its workers wait for clients, others for it.
-        self._holders: WeakSet[Ticket] = WeakSet()  #: Chunks of these were taken early; they may have ended since.
+        self._holders: WeakSet[RequestHandle] = (
+            WeakSet()
+        )  #: Chunks of these were taken early; they may have ended since.
         self._timer: asyncio.TimerHandle | None = None
 
     def stalled(self, instance: str, stage: str, stalled: bool) -> None:
@@ -56,15 +58,15 @@ class Readers:
             self._make_way(instance, stage)
 
     def _make_way(self, instance: str, stage: str) -> None:
-        waited_for = {ticket for ticket in self._bound_to(instance) if stage in ticket.tracked.waiting}
+        waited_for = {handle for handle in self._bound_to(instance) if stage in handle.tracked.waiting}
         found = []
-        for ticket in waited_for | set(self._holders):
-            fresh = ticket.unread(stage) if ticket in waited_for else 0
-            reader = Reader(ticket, fresh if fresh > FULL else 0, ticket.early, ticket.read_at)
+        for handle in waited_for | set(self._holders):
+            fresh = handle.unread(stage) if handle in waited_for else 0
+            reader = Reader(handle, fresh if fresh > FULL else 0, handle.early, handle.read_at)
             if reader.fresh or reader.early:
                 found.append(reader)
             if not reader.early:
-                self._holders.discard(ticket)
+                self._holders.discard(handle)
         for step in decide(found, now=self._loop.time()):
             if isinstance(step, TakeEarly):
                 step.request.take_early(stage)

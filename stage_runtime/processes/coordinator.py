@@ -1,4 +1,4 @@
-"""Wiring of the coordinator's process: sockets, relays, desk, HTTP servers; and how it ends."""
+"""Wiring of the coordinator's process: sockets, relays, request manager, HTTP servers; and how it ends."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ async def _serve(settings: CoordinatorSettings) -> int:
 
     async with contextlib.AsyncExitStack() as stack:
         coordinator = _planes(settings, stack)
-        desk = coordinator.desk
-        metrics = Metrics(desk)
+        manager = coordinator.manager
+        metrics = Metrics(manager)
         codecs = await stack.enter_async_context(CodecPool())
         if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()
         shown = _web_settings(settings)
-        app = web.make_app(desk, shown, codecs=codecs, metrics=metrics)
+        app = web.make_app(manager, shown, codecs=codecs, metrics=metrics)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)
         server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=drain_s)
         await server.__aenter__()
@@ -78,7 +78,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         serving.start("HTTP server", server.ended())
         if settings.probe_port:
             probing = Server(
-                probes.make_probes(desk, metrics), host=settings.http_host, port=settings.probe_port, drain_s=0
+                probes.make_probes(manager, metrics), host=settings.http_host, port=settings.probe_port, drain_s=0
             )
             await stack.enter_async_context(probing)
             serving.start("probe server", probing.ended())
@@ -86,7 +86,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         if settings.api_key_file is not None:
             _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
         _watch(settings.revisions.with_name(ASIDE), _hosts, coordinator.set_aside, tasks, known=b"[]")
-        tasks.start("memory", _give_memory_back(lambda: desk.tallies.outcomes.total()))
+        tasks.start("memory", _give_memory_back(lambda: manager.stats.outcomes.total()))
         statuspipe.report(settings.status_fd, statuspipe.Serving(url=server.url))
         log.info("serving %s at %s", settings.plan.pipeline, server.url)
         stopping = asyncio.create_task(stop.wait())
@@ -95,19 +95,19 @@ async def _serve(settings: CoordinatorSettings) -> int:
         serving.cancel()  # it is we who stop the servers
         if crashed.done():
             stopping.cancel()
-            desk.fail_all("the coordinator has crashed")
+            manager.fail_all("the coordinator has crashed")
             await server.stop(drain_s=0)
             raise crashed.result()
         statuspipe.report(settings.status_fd, statuspipe.Draining())
         stop.clear()
-        desk.refuse("the coordinator is draining")
+        manager.refuse("the coordinator is draining")
         draining = asyncio.create_task(server.stop(drain_s=drain_s))
         again = asyncio.create_task(stop.wait())
         await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
-        desk.fail_all("the coordinator has stopped")
+        manager.fail_all("the coordinator has stopped")
         await server.stop(drain_s=0)
         again.cancel()
-        desk.close()
+        manager.close()
     return 0
 
 

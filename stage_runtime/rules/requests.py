@@ -1,7 +1,8 @@
 """A request's life at the coordinator, as a table: events in, instructions out, one end.
 
-The desk turns what happens into events and carries the instructions out; nothing here sends, waits or keeps time.
-An event that a state does not list is late or foreign and changes nothing (`IGNORED`): messages cross on the wire.
+The request manager turns what happens into events and carries the instructions out; nothing here sends, waits or keeps
+time. An event that a state does not list is late or foreign and changes nothing (`IGNORED`): messages cross on the
+wire.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class DeadlinePassed(Event, frozen=True):
 
 
 class Instruction(Enum):
-    """What the desk must do, in this order."""
+    """What the request manager must do, in this order."""
 
     DELIVER = "deliver"  #: Pass the event on to the client.
     ABORT = "abort"  #: Tell every bound instance to drop this attempt.

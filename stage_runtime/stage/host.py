@@ -34,7 +34,6 @@ from stage_runtime.stage.watching import Watch, Watched
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.messages import (
     Abort,
-    AbortPassed,
     Admin,
     Beat,
     Body,
@@ -43,13 +42,14 @@ from stage_runtime.wire.messages import (
     DataReady,
     Ended,
     Failure,
+    ForwardAbort,
+    ForwardAbortReply,
     Goodbye,
     HandBack,
     Header,
     Member,
     Members,
     Message,
-    PassAbort,
     ProfilerStart,
     ProfilerStop,
     RankFailed,
@@ -120,14 +120,14 @@ class Host:
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         } - set(self.stages)
-        self._handle: dict[type, Callable[[str, Any], None]] = {
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
             Submit: self._submit,
             DataReady: self._data_ready,
             Skip: self._skip,
             Stalled: self._stalled,
             Abort: self._abort,
-            PassAbort: self._pass_abort,
-            AbortPassed: self._abort_passed,
+            ForwardAbort: self._forward_abort,
+            ForwardAbortReply: self._forward_abort_reply,
             Ended: self._ended,
             Release: self._release,
             Consumed: self._consumed,
@@ -172,11 +172,11 @@ class Host:
         return False
 
     def heard(self, sender: str, message: Message) -> None:
-        handle = self._handle.get(type(message))
-        if handle is None:
+        handler = self._handlers.get(type(message))
+        if handler is None:
             self.counters["unexpected"] += 1
             return
-        handle(sender, message)
+        handler(sender, message)
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
         """Its owner ends the request, here too. What belongs to none is counted and logged by the link."""
@@ -389,17 +389,17 @@ class Host:
         if self._watch is not None:
             self._watch.forget(key)
 
-    def _pass_abort(self, sender: str, message: PassAbort) -> None:
+    def _forward_abort(self, sender: str, message: ForwardAbort) -> None:
         """One coordinator is asked to abort what another one owns: we know them all."""
         owners = forwarding.owners(message.asker, self.registration.coordinators)
         for owner in owners:
             self.say(owner, message)
         if not owners:
-            self.say(sender, AbortPassed(message.request_id, message.asker, False))
+            self.say(sender, ForwardAbortReply(message.request_id, message.asker, False))
 
-    def _abort_passed(self, sender: str, message: AbortPassed) -> None:
+    def _forward_abort_reply(self, sender: str, message: ForwardAbortReply) -> None:
         owners = len(forwarding.owners(message.asker, self.registration.coordinators))
-        self.say(message.asker, AbortPassed(message.request_id, message.asker, message.aborted, owners))
+        self.say(message.asker, ForwardAbortReply(message.request_id, message.asker, message.aborted, owners))
 
     def _ended(self, sender: str, message: Ended) -> None:
         for request_id, attempt in message.requests:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
 
-from stage_runtime.coordinator.events import Desk
+from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.web import openai, openapi, pipeline, probes
 from stage_runtime.web.bare import bare_app
 from stage_runtime.web.endpoints import Service
@@ -24,7 +24,7 @@ from stage_runtime.web.sound.pool import CodecPool
 
 
 def make_app(
-    desk: Desk,
+    manager: RequestManagerApi,
     settings: WebSettings,
     *,
     codecs: CodecPool,
@@ -37,12 +37,12 @@ def make_app(
     metrics: given when another port shows them too (`probes.make_probes`): both then count into the same.
     admin: routers of others (the profiler's) that belong on this port; they are behind the API keys.
     """
-    metrics = metrics or Metrics(desk)
+    metrics = metrics or Metrics(manager)
     app = bare_app(title=settings.model)
-    service = Service(desk=desk, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
+    service = Service(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
     app.router.routes[:0] = [*openai.routes(service), *pipeline.routes(service)]
     if settings.probes:
-        app.router.routes.extend(probes.routes(desk, metrics))
+        app.router.routes.extend(probes.routes(manager, metrics))
     for router in admin:
         app.include_router(router)
     app.openapi = lambda: openapi.document(settings)  # type: ignore[method-assign]

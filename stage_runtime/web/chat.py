@@ -42,10 +42,10 @@ class _Chat:
         if call.stream:
             chunks = CompletionChunks(call=call, request_id=request_id, model=settings.model, created=created)
             voice = _ChunkVoice(chunks, request_id, service.codecs, call.audio)
-            await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
             return
         answer = Completion(call=call, request_id=request_id, model=settings.model, created=created)
-        await serving.collect(service.desk, exchange, request, timeout_s, answer.add)
+        await serving.collect(service.manager, exchange, request, timeout_s, answer.add)
         answer.check()
         sound = await self._sound(call.audio, answer) if call.audio is not None and answer.audio else None
         await exchange.reply(msgspec.json.encode(answer.finish(sound)))

@@ -1,4 +1,4 @@
-"""What all routes share: the desk and the settings behind them, and how a handler becomes a route."""
+"""What all routes share: the request manager and the settings behind them, and how a handler becomes a route."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from stage_runtime.coordinator.events import Desk
+from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.errors import RequestError
 from stage_runtime.web import strictjson
 from stage_runtime.web.errors import Refused
@@ -27,7 +27,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Service(msgspec.Struct, frozen=True, kw_only=True):
     """What handlers work with."""
 
-    desk: Desk
+    manager: RequestManagerApi
     settings: WebSettings
     fetcher: Fetcher
     codecs: CodecPool
@@ -46,7 +46,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         Raises: RequestError: there is no room for another request (before the body is read); as `Exchange.body`;
                 and what ``decode`` raises.
         """
-        self.desk.check_room()
+        self.manager.check_room()
         return await apart(exchange, decode, await exchange.body(self.settings.max_body_bytes))
 
     async def read_json(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:

@@ -23,7 +23,8 @@ TYPES: Final[dict[str, str]] = {
     "rate_limited": "rate_limit_error",
 }
 
-#: Seconds for Retry-After where the desk names none: a restarted stage process is back within about this time.
+#: Seconds for Retry-After where the request manager names none: a restarted stage process is back within about this
+#: time.
 RETRY_AFTER_S: Final = 1.0
 
 

@@ -1,6 +1,6 @@
 """One HTTP request and its answer, as routes see them. Raw ASGI: no framework between a stage's word and the socket.
 
-Counts what the log line says. Knows no desk and no OpenAI. Made by `front.Front`, used by the routes.
+Counts what the log line says. Knows no request manager and no OpenAI. Made by `front.Front`, used by the routes.
 """
 
 from __future__ import annotations

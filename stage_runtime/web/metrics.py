@@ -1,6 +1,8 @@
-"""Prometheus' text of what the desk counts and what HTTP sees. Called by the probes and, per request, by `front`.
+"""Prometheus' text of what the request manager counts and what HTTP sees. Called by the probes and, per request, by
+`front`.
 
-The desk's numbers are read when asked for. Names begin with ``omnipipeline_``; what each key of `Desk.metrics`
+The request manager's numbers are read when asked for. Names begin with ``omnipipeline_``; what each key of
+`RequestManagerApi.metrics`
 becomes:
 
     requests            {(kind, outcome): n}          requests_total{kind,outcome}
@@ -31,7 +33,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from stage_runtime.coordinator.events import Desk
+from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.web.exchange import Exchange
 
 CONTENT_TYPE: Final[bytes] = CONTENT_TYPE_PLAIN_0_0_4.encode()
@@ -45,11 +47,11 @@ Families = dict[str, Any]  # by name; prometheus_client's base type of families 
 class Metrics:
     """All metrics of the coordinator's process."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, manager: RequestManagerApi) -> None:
         # the library's second series for each of ours, which no dashboard reads
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_DeskCollector(desk))
+        registry.register(_ManagerCollector(manager))
         labels = ("route",)
         self._answers = Counter(
             f"{_PREFIX}http_requests",
@@ -91,13 +93,13 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _DeskCollector(Collector):
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+class _ManagerCollector(Collector):
+    def __init__(self, manager: RequestManagerApi) -> None:
+        self._manager = manager
 
     def collect(self) -> Iterator[Metric]:
         families: Families = {}
-        for key, value in self._desk.metrics().items():
+        for key, value in self._manager.metrics().items():
             match key:
                 case "requests":
                     for (kind, outcome), number in value.items():

@@ -42,26 +42,26 @@ class _Pipeline:
         timeout_s = exchange.timeout_s(body.timeout)
         if request.stream:
             voice = _NamedVoice(request_id)
-            await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
             return
         results = pipelines.Results()
-        await serving.collect(service.desk, exchange, request, timeout_s, results.add)
+        await serving.collect(service.manager, exchange, request, timeout_s, results.add)
         await exchange.reply(msgspec.json.encode({"id": request_id, "results": results.finish()}))
 
     async def show(self, exchange: Exchange) -> None:
         """GET /v1/requests/{id}."""
         request_id = _asked_for(exchange)
-        record = self._service.desk.record(request_id)
+        record = self._service.manager.record(request_id)
         if record is None:
             raise _unknown(request_id)
         await exchange.reply(msgspec.json.encode(record))
 
     async def cancel(self, exchange: Exchange) -> None:
         """DELETE /v1/requests/{id}: 200 whether it was still in flight or not, 404 when nobody knows it."""
-        desk, reason = self._service.desk, "cancelled by DELETE /v1/requests"
+        manager, reason = self._service.manager, "cancelled by DELETE /v1/requests"
         request_id = _asked_for(exchange)
-        cancelled = desk.abort(request_id, reason) or await desk.abort_elsewhere(request_id, reason)
-        if not cancelled and desk.record(request_id) is None:
+        cancelled = manager.abort(request_id, reason) or await manager.forward_abort(request_id, reason)
+        if not cancelled and manager.record(request_id) is None:
             raise _unknown(request_id)
         await exchange.reply(msgspec.json.encode({"id": request_id, "cancelled": cancelled}))
 

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from stage_runtime.coordinator.events import Desk
+from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.web import endpoints
 from stage_runtime.web.bare import bare_app
 from stage_runtime.web.exchange import Exchange
@@ -16,8 +16,8 @@ from stage_runtime.web.front import Front
 from stage_runtime.web.metrics import CONTENT_TYPE, Metrics
 
 
-def routes(desk: Desk, metrics: Metrics) -> list[Route]:
-    made = _Probes(desk, metrics)
+def routes(manager: RequestManagerApi, metrics: Metrics) -> list[Route]:
+    made = _Probes(manager, metrics)
     return [
         endpoints.route("/livez", ["GET"], made.live),
         endpoints.route("/readyz", ["GET"], made.ready),
@@ -26,17 +26,17 @@ def routes(desk: Desk, metrics: Metrics) -> list[Route]:
     ]
 
 
-def make_probes(desk: Desk, metrics: Metrics) -> FastAPI:
+def make_probes(manager: RequestManagerApi, metrics: Metrics) -> FastAPI:
     """The probes as an application of their own, without API keys: give it the same ``metrics`` as `make_app`."""
     app = bare_app(title="probes")
-    app.router.routes[:] = routes(desk, metrics)
+    app.router.routes[:] = routes(manager, metrics)
     app.add_middleware(Front)
     return app
 
 
 class _Probes:
-    def __init__(self, desk: Desk, metrics: Metrics) -> None:
-        self._desk = desk
+    def __init__(self, manager: RequestManagerApi, metrics: Metrics) -> None:
+        self._manager = manager
         self._metrics = metrics
 
     async def live(self, exchange: Exchange) -> None:
@@ -44,7 +44,7 @@ class _Probes:
         await exchange.reply(b"ok\n", content_type=b"text/plain")
 
     async def ready(self, exchange: Exchange) -> None:
-        if self._desk.ready():
+        if self._manager.ready():
             await exchange.reply(b"ready\n", content_type=b"text/plain")
         else:
             await exchange.reply(
@@ -52,7 +52,7 @@ class _Probes:
             )
 
     async def status(self, exchange: Exchange) -> None:
-        await exchange.reply(msgspec.json.encode(self._desk.status(), enc_hook=_as_text))
+        await exchange.reply(msgspec.json.encode(self._manager.status(), enc_hook=_as_text))
 
     async def metrics(self, exchange: Exchange) -> None:
         await exchange.reply(self._metrics.render(), content_type=CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""A request at the desk for the length of an HTTP exchange: admitted, read, and let go of whatever happens.
+"""A request at the request manager for the length of an HTTP exchange: admitted, read, and let go of whatever happens.
 
 Called by the routes. Knows events and sockets, but nothing of what events mean.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stage_runtime.coordinator.events import ChunkEvent, Desk, ResultEvent
+from stage_runtime.coordinator.events import ChunkEvent, RequestManagerApi, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
 from stage_runtime.web.exchange import Exchange
@@ -50,11 +50,11 @@ class Voice(Protocol):
 
 @asynccontextmanager
 async def admitted(
-    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None
+    manager: RequestManagerApi, exchange: Exchange, request: OmniRequest, timeout_s: float | None
 ) -> AsyncIterator[AsyncIterator[Event]]:
     """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
-    asked = await desk.ask(request, timeout_s=timeout_s)
-    handle = desk.admit(request, timeout_s=timeout_s, trace=exchange.trace(), asked=asked)
+    hook_result = await manager.call_terminal_stages(request, timeout_s=timeout_s)
+    handle = manager.admit(request, timeout_s=timeout_s, trace=exchange.trace(), hook_result=hook_result)
     watch = exchange.watch(lambda: handle.abort("the client disconnected"))
     events = handle.events()
     try:
@@ -67,19 +67,28 @@ async def admitted(
 
 
 async def collect(
-    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None, add: Callable[[Event], object]
+    manager: RequestManagerApi,
+    exchange: Exchange,
+    request: OmniRequest,
+    timeout_s: float | None,
+    add: Callable[[Event], object],
 ) -> None:
     """Hand every event to ``add``, up to the end."""
-    async with admitted(desk, exchange, request, timeout_s) as events:
+    async with admitted(manager, exchange, request, timeout_s) as events:
         async for event in events:
             add(event)
 
 
 async def stream(
-    desk: Desk, exchange: Exchange, request: OmniRequest, timeout_s: float | None, voice: Voice, heartbeat_s: float
+    manager: RequestManagerApi,
+    exchange: Exchange,
+    request: OmniRequest,
+    timeout_s: float | None,
+    voice: Voice,
+    heartbeat_s: float,
 ) -> None:
     """Answer with server-sent events. The head goes out with the first of them: until then an error has a status."""
-    async with admitted(desk, exchange, request, timeout_s) as events, EventStream(exchange, heartbeat_s) as out:
+    async with admitted(manager, exchange, request, timeout_s) as events, EventStream(exchange, heartbeat_s) as out:
         try:
             async with aclosing(voice.frames(events)) as frames:
                 async for ready in frames:

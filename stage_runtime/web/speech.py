@@ -38,9 +38,9 @@ class _Speech:
         format = speaking.format_name(body)
         if body.stream_format == "sse":
             voice = _SoundVoice(service.codecs, format, request_id)
-            await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
             return
-        async with serving.admitted(service.desk, exchange, request, timeout_s) as events:
+        async with serving.admitted(service.manager, exchange, request, timeout_s) as events:
             await _send(exchange, formats.FORMATS[format].mime, _pieces(events, Outputs(), service.codecs, format))
 
 

@@ -37,9 +37,9 @@ class _Transcriptions:
         transcript = Transcript()
         if request.stream:
             voice = _DeltaVoice(transcript, request_id)
-            await serving.stream(service.desk, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
             return
-        await serving.collect(service.desk, exchange, request, timeout_s, lambda event: list(transcript.add(event)))
+        await serving.collect(service.manager, exchange, request, timeout_s, lambda event: list(transcript.add(event)))
         transcript.check()
         if call.format == "text":
             await exchange.reply(transcript.text.encode(), content_type=b"text/plain; charset=utf-8")

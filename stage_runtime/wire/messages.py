@@ -180,7 +180,7 @@ class HandBack(Said, frozen=True, tag=8):
     source: Name
 
 
-class PassAbort(Said, frozen=True, tag=10):
+class ForwardAbort(Said, frozen=True, tag=10):
     """Coordinator → instances → every other coordinator: abort this request, if it is yours. It is not ``asker``'s."""
 
     request_id: RequestId
@@ -188,7 +188,7 @@ class PassAbort(Said, frozen=True, tag=10):
     reason: str
 
 
-class AbortPassed(Said, frozen=True, tag=11):
+class ForwardAbortReply(Said, frozen=True, tag=11):
     """The way back: an owner's answer to the instance, and the instance's to ``asker``."""
 
     request_id: RequestId
@@ -385,8 +385,8 @@ Message: TypeAlias = (
     | Consumed
     | Ended
     | HandBack
-    | PassAbort
-    | AbortPassed
+    | ForwardAbort
+    | ForwardAbortReply
     | Skip
     | Stalled
     | Hello

@@ -26,8 +26,8 @@ from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS
 from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types import metrics
-from stage_runtime.coordinator import desk
-from stage_runtime.coordinator.tallies import Tallies
+from stage_runtime.coordinator import request_manager
+from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.processes import pod
 from stage_runtime.processes.instances import ProcessView
 from stage_runtime.web.metrics import Metrics as CoordinatorMetrics
@@ -60,13 +60,13 @@ def served(*texts: str) -> dict[str, frozenset[str]]:
 
 
 def of_coordinator() -> str:
-    tallies = Tallies()
-    tallies.timed([Timing("split", 1000, 2000)])
-    source = ast.parse(textwrap.dedent(inspect.getsource(desk.RequestDesk.metrics)))
+    stats = RequestStats()
+    stats.timed([Timing("split", 1000, 2000)])
+    source = ast.parse(textwrap.dedent(inspect.getsource(request_manager.RequestManager.metrics)))
     tables = [node for node in ast.walk(source) if isinstance(node, ast.Dict)]
     keys = [str(key.value) for table in tables for key in table.keys if isinstance(key, ast.Constant)]
     numbers: dict[str, Any] = dict.fromkeys(keys, 1.0)
-    shaped = {"requests": {("chat", "completed"): 1}, "stages": tallies.stages(), "control": {}, "relay": {}}
+    shaped = {"requests": {("chat", "completed"): 1}, "stages": stats.stages(), "control": {}, "relay": {}}
     assert set(shaped) <= set(numbers)
     counted: Any = SimpleNamespace(metrics=lambda: numbers | shaped | {"instances_ready": {"front": 1}})
     metrics = CoordinatorMetrics(counted)

@@ -69,7 +69,7 @@ class Got:
 
 
 class MemoryRelays:
-    """What hosts and desks ask of `relays.choosing.Relays`; one per process, all in one dictionary."""
+    """What hosts and request managers ask of `relays.choosing.Relays`; one per process, all in one dictionary."""
 
     def __init__(self, world: World, me: str, slots: int) -> None:
         self._world = world

@@ -18,7 +18,16 @@ import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
 from stage_runtime.relays import memory
 from stage_runtime.rules.streams import STREAM_WINDOW
-from stage_runtime.wire.messages import AbortPassed, Complete, Ended, HandBack, Member, Members, PassAbort, Severed
+from stage_runtime.wire.messages import (
+    Complete,
+    Ended,
+    ForwardAbort,
+    ForwardAbortReply,
+    HandBack,
+    Member,
+    Members,
+    Severed,
+)
 from tests.stage.stage_kit import World, plan, world
 
 LARGE = 40_000
@@ -392,16 +401,16 @@ async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_
     async with world() as made:
         one_stage(made, echo)
         host = made.hosts["pa"]
-        asked = PassAbort("r1", "cc", "DELETE")
+        asked = ForwardAbort("r1", "cc", "DELETE")
         made.say("cc", "pa", asked)
-        await made.until(lambda: made.told == [AbortPassed("r1", "cc", False, 0)])  # there is no other
+        await made.until(lambda: made.told == [ForwardAbortReply("r1", "cc", False, 0)])  # there is no other
         made.told.clear()
         made.known.add("other")
         host.registration.coordinators["other"] = None  # type: ignore[assignment]
         made.say("cc", "pa", asked)
         await made.until(lambda: made.told == [asked])
-        made.say("other", "pa", AbortPassed("r1", "cc", True))
-        await made.until(lambda: made.told == [asked, AbortPassed("r1", "cc", True, 1)])
+        made.say("other", "pa", ForwardAbortReply("r1", "cc", True))
+        await made.until(lambda: made.told == [asked, ForwardAbortReply("r1", "cc", True, 1)])
 
 
 async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through() -> None:

@@ -1,4 +1,4 @@
-"""A real server on a real socket, over a desk in memory."""
+"""A real server on a real socket, over a request manager in memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stage_runtime.web.app import make_app
 from stage_runtime.web.connections import Limits
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
-from tests.web.desk import Script, ScriptedDesk
+from tests.web.scripted_manager import Script, ScriptedManager
 
 ALL = WebSettings(model="org/hello", serves=("chat", "speech", "transcription"), created=1700000000)
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A server and the desk behind it."""
+    """A server and the request manager behind it."""
 
-    desk: ScriptedDesk
+    manager: ScriptedManager
     server: server.Server
     codecs: CodecPool
 
@@ -36,8 +36,8 @@ Serve = Callable[..., AbstractAsyncContextManager[Running]]
 async def start(
     script: Script, settings: WebSettings = ALL, *, cap: int = 8, limits: Limits | None = None
 ) -> AsyncIterator[Running]:
-    desk = ScriptedDesk(script, cap=cap)
+    manager = ScriptedManager(script, cap=cap)
     async with CodecPool() as codecs:
-        app = make_app(desk, settings, codecs=codecs)
+        app = make_app(manager, settings, codecs=codecs)
         async with server.Server(app, port=0, drain_s=2.0, limits=limits) as running:
-            yield Running(desk, running, codecs)
+            yield Running(manager, running, codecs)

@@ -9,8 +9,8 @@ import msgspec
 
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Finish, Text, Usage
-from tests.web.desk import chunk, play
 from tests.web.running import start
+from tests.web.scripted_manager import chunk, play
 
 URL = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "say hi"}]}
@@ -95,4 +95,4 @@ async def test_an_error_before_the_first_event_has_its_status_and_one_after_it_i
     facts = {"message": "gone", "type": "server_error", "code": "unavailable", "param": None, "stage": "talk"}
     assert frames(answer.text)[-1] == {"error": {**facts, "request_id": "r-1"}}
     assert "[DONE]" not in answer.text
-    assert running.desk.last.outcome == "unavailable"
+    assert running.manager.last.outcome == "unavailable"

@@ -23,8 +23,8 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web.sound import messages, session
 from stage_runtime.web.sound.pool import SPARES, CodecPool
 from stage_runtime.wire.values import Audio, Text
-from tests.web.desk import chunk, play
 from tests.web.running import start
+from tests.web.scripted_manager import chunk, play
 
 RATE = 24_000
 TONE = (0.5 * np.sin(np.arange(RATE) / RATE * 2764)).astype(np.float32)

@@ -17,8 +17,8 @@ import pytest
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.connections import Limits
 from stage_runtime.wire.values import Text
-from tests.web.desk import Event, ScriptedHandle, chunk, play
 from tests.web.running import ALL, Running, start
+from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
 from tests.web.test_http_limits import until
 
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
@@ -79,7 +79,7 @@ async def test_a_head_that_is_too_large_is_431_before_there_is_a_request(head: b
     async with start(OK) as running:
         status, body, rest = await answered(running, head)
         assert (status, body["error"]["code"], rest) == (431, "too_large", b"")
-        assert running.desk.handles == []
+        assert running.manager.handles == []
         await serves(running)
 
 
@@ -137,7 +137,7 @@ async def test_what_is_no_http_is_a_400_of_ours(raw: bytes) -> None:
             async with asyncio.timeout(5):
                 status, body, _ = await answer_of(reader)
         assert (status, body["error"]["code"]) in [(400, "invalid_request"), (404, "unsupported_endpoint")], body
-        assert running.desk.handles == []
+        assert running.manager.handles == []
         await serves(running)
 
 
@@ -163,7 +163,7 @@ async def test_a_connection_that_brings_no_whole_head_is_closed(begun: bytes) ->
 async def test_a_head_that_drips_has_no_more_time() -> None:
     async with start(OK, limits=QUICK) as running, connected(running) as (reader, writer):
         async with asyncio.timeout(5):
-            while not reader.at_eof() and not running.desk.handles:
+            while not reader.at_eof() and not running.manager.handles:
                 writer.write(b"x")
                 await asyncio.sleep(0.02)
                 if running.server.open_connections == 0:
@@ -176,7 +176,7 @@ async def test_a_connection_at_rest_is_closed_and_one_that_waits_for_us_is_not()
     async with start(play(gate, ResultEvent(stage="talk", data=1)), limits=QUICK) as running:
         async with connected(running) as (reader, writer):
             writer.write(WHOLE)
-            await until(lambda: running.desk.handles)
+            await until(lambda: running.manager.handles)
             async with connected(running) as (idle, _):
                 async with asyncio.timeout(5):
                     assert await idle.read() == b""  # opened later, closed before
@@ -195,7 +195,7 @@ async def test_a_body_that_does_not_come_is_408(framing: bytes) -> None:
             status, body, _ = await answer_of(reader)
             assert await reader.read() == b""  # the rest is waited for a little, then no more
     assert (status, body["error"]["code"]) == (408, "deadline")
-    assert running.desk.handles == []
+    assert running.manager.handles == []
 
 
 async def test_the_rest_of_a_refused_body_is_not_read_for_ever() -> None:
@@ -254,7 +254,7 @@ async def test_a_body_that_is_compressed_is_415_and_never_read_as_it_comes(
     async with start(OK) as running:
         status, answer, _ = await answered(running, head.encode("latin-1") + sent)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (415, "invalid_request", name)
-        assert running.desk.handles == []
+        assert running.manager.handles == []
         await serves(running)
 
 
@@ -272,7 +272,7 @@ async def test_trailers_mean_nothing() -> None:
         writer.write(trailers)
         async with asyncio.timeout(5):
             assert (await answer_of(reader))[0] == 200
-    assert running.desk.last.id != "mine"
+    assert running.manager.last.id != "mine"
 
 
 async def endless(_: ScriptedHandle) -> AsyncIterator[Event]:
@@ -294,7 +294,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_one_that_reads_slowly_is
                 client.setblocking(False)
                 await loop.sock_connect(client, ("127.0.0.1", running.server.port))
                 await loop.sock_sendall(client, request)
-            await until(lambda: len(running.desk.handles) == 2)
+            await until(lambda: len(running.manager.handles) == 2)
             taken = 0
             async with asyncio.timeout(10):
                 while running.server.open_connections == 2:

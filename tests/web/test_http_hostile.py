@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.coordinator.asking import Asked
 from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
 from stage_runtime.errors import CODES, InvalidRequest, RequestError, ValueRefused
 from stage_runtime.relays import payloads
 from stage_runtime.web import errors
@@ -30,8 +30,8 @@ from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage
-from tests.web.desk import Event, ScriptedDesk, ScriptedHandle
 from tests.web.running import ALL
+from tests.web.scripted_manager import Event, ScriptedHandle, ScriptedManager
 
 STATUSES = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431}
 LIMITED = msgspec.structs.replace(
@@ -46,8 +46,8 @@ EXAMPLES = 50
 SOUND = np.zeros(240, np.float32)
 
 
-class Desk(ScriptedDesk):
-    """Refuses what the coordinator's own desk refuses: values that cannot travel."""
+class HostileManager(ScriptedManager):
+    """Refuses what the coordinator's own request manager refuses: values that cannot travel."""
 
     def admit(
         self,
@@ -55,13 +55,13 @@ class Desk(ScriptedDesk):
         *,
         timeout_s: float | None = None,
         trace: str | None = None,
-        asked: Asked | None = None,
+        hook_result: TerminalStagesResult | None = None,
     ) -> ScriptedHandle:
         try:
             payloads.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
             raise InvalidRequest(f"{error.path}: {error.problem}", param=error.path) from error
-        return super().admit(request, timeout_s=timeout_s, trace=trace, asked=asked)
+        return super().admit(request, timeout_s=timeout_s, trace=trace, hook_result=hook_result)
 
 
 async def answer(_: ScriptedHandle) -> AsyncIterator[Event]:
@@ -302,7 +302,7 @@ def served(settings: WebSettings) -> Callable[[Callable[[Checked], None]], None]
             async def opened() -> tuple[CodecPool, Server]:
                 codecs = CodecPool()
                 server = Server(
-                    make_app(Desk(answer, cap=50), settings, codecs=codecs), port=0, drain_s=0.5, limits=QUICK
+                    make_app(HostileManager(answer, cap=50), settings, codecs=codecs), port=0, drain_s=0.5, limits=QUICK
                 )
                 return await codecs.__aenter__(), await server.__aenter__()
 

@@ -15,8 +15,8 @@ from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.intake import Holding, Intake
-from tests.web.desk import play
 from tests.web.running import ALL, Running, start
+from tests.web.scripted_manager import play
 from tests.web.test_http_connections import POST, answer_of, connected
 from tests.web.test_http_limits import until
 
@@ -60,10 +60,10 @@ async def test_bodies_in_flight_are_bounded_as_a_sum_and_given_back() -> None:
         async with httpx.AsyncClient(base_url=running.url, timeout=20) as client:
             large = {"inputs": "x" * 60_000}
             first = asyncio.create_task(client.post("/v1/pipeline", json=large))
-            await until(lambda: running.desk.in_flight)
+            await until(lambda: running.manager.in_flight)
             second = await client.post("/v1/pipeline", json=large)
             small = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": 1}))
-            await until(lambda: len(running.desk.in_flight) == 2)
+            await until(lambda: len(running.manager.in_flight) == 2)
             during = held(running, (await client.get("/metrics")).text)
             gate.set()
             assert [(await first).status_code, (await small).status_code] == [200, 200]
@@ -82,7 +82,7 @@ async def test_who_has_no_length_is_refused_when_it_gets_too_much() -> None:
     async with start(play(gate, ResultEvent(stage="talk", data=1)), settings) as running:
         async with httpx.AsyncClient(base_url=running.url, timeout=20) as client:
             first = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": "x" * 60_000}))
-            await until(lambda: running.desk.in_flight)
+            await until(lambda: running.manager.in_flight)
 
             async def pieces() -> AsyncIterator[bytes]:
                 for _ in range(10):
@@ -105,7 +105,7 @@ async def test_a_request_that_cannot_be_taken_is_refused_before_its_body_is_read
             if reason in ("full", "no room"):
                 raw = msgspec.json.encode({"inputs": "x" * 600})
                 busy.write(POST + b"content-length: %d\r\n\r\n" % len(raw) + raw)
-                await until(lambda: running.desk.in_flight)
+                await until(lambda: running.manager.in_flight)
             nbytes = 20_000 if reason == "too large" else 600
             head = POST if reason != "no json" else POST.replace(b"application/json", b"text/plain")
             writer.write(head + b"content-length: %d\r\n\r\n" % nbytes)

@@ -16,8 +16,8 @@ import pytest
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Text
-from tests.web.desk import Event, ScriptedHandle, chunk, play
 from tests.web.running import ALL, Running, start
+from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 JSON = {"content-type": "application/json"}
@@ -62,10 +62,10 @@ async def test_a_client_that_goes_away_ends_its_request_at_once(path: str, body:
     first: list[Any] = [chunk([Text("a"), Audio(np.zeros(9000, np.float32), 24_000)])] if begun else []
     async with start(play(*first, asyncio.Event())) as running:
         client = await opened(running, path, body)
-        await until(lambda: running.desk.handles and running.desk.last.pulled == len(first))
+        await until(lambda: running.manager.handles and running.manager.last.pulled == len(first))
         client.close()
-        await until(lambda: running.desk.last.outcome)
-        handle = running.desk.last
+        await until(lambda: running.manager.last.outcome)
+        handle = running.manager.last
     assert (handle.outcome, handle.reason) == ("cancelled", "the client disconnected")
 
 
@@ -76,22 +76,22 @@ async def test_a_client_that_stops_reading_stops_the_events() -> None:
 
     async with start(endless) as running:
         client = await opened(running, "/v1/pipeline", {"inputs": 1, "stream": True}, receive_buffer=65_536)
-        await until(lambda: running.desk.handles and running.desk.last.pulled)
+        await until(lambda: running.manager.handles and running.manager.last.pulled)
         pulled = -1
-        while pulled != running.desk.last.pulled:  # until nothing moves for a while
-            pulled = running.desk.last.pulled
+        while pulled != running.manager.last.pulled:  # until nothing moves for a while
+            pulled = running.manager.last.pulled
             await asyncio.sleep(0.2)
         client.close()
-        await until(lambda: running.desk.last.outcome == "cancelled")
+        await until(lambda: running.manager.last.outcome == "cancelled")
     assert pulled * 65_536 < 32 << 20  # the kernel's buffers, and one write buffer; not the 6.5 GB there are
 
 
 async def test_a_request_that_is_over_does_not_wait_for_its_reader() -> None:
     async with start(OK) as running:
         client = await opened(running, "/v1/chat/completions", CHAT)
-        await until(lambda: running.desk.handles and running.desk.last.outcome)
+        await until(lambda: running.manager.handles and running.manager.last.outcome)
         client.close()
-    assert running.desk.last.outcome == "completed"
+    assert running.manager.last.outcome == "completed"
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -112,7 +112,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(declared: bool
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
     assert answer.json()["error"]["message"] == "the body is larger than 100000 bytes"
     assert after.status_code == 200
-    assert len(running.desk.handles) == 1
+    assert len(running.manager.handles) == 1
 
 
 async def test_keys_open_v1_and_nothing_else_does() -> None:
@@ -138,10 +138,10 @@ async def test_keys_open_v1_and_nothing_else_does() -> None:
 async def test_a_desk_that_is_full_says_when_to_come_again() -> None:
     async with start(play(asyncio.Event()), cap=1) as running, httpx.AsyncClient(base_url=running.url) as client:
         first = await opened(running, "/v1/pipeline", {"inputs": 1})
-        await until(lambda: running.desk.in_flight)
+        await until(lambda: running.manager.in_flight)
         answer = await client.post("/v1/pipeline", json={"inputs": 1})
         first.close()
-        await until(lambda: not running.desk.in_flight)
+        await until(lambda: not running.manager.in_flight)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
     assert answer.json()["error"]["type"] == "rate_limit_error"
 
@@ -168,7 +168,7 @@ async def test_a_sane_request_id_is_kept_and_any_other_replaced(given: str, kept
     async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": given})
     echoed = answer.headers["x-request-id"]
-    assert echoed == running.desk.last.id == answer.json()["id"]
+    assert echoed == running.manager.last.id == answer.json()["id"]
     assert (echoed == given) is kept
     assert kept or (echoed.startswith("chatcmpl-") and len(echoed) == len("chatcmpl-") + 32)
 

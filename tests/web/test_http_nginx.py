@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from stage_runtime.wire.values import Text
-from tests.web.desk import chunk, play
 from tests.web.running import start
+from tests.web.scripted_manager import chunk, play
 
 pytestmark = pytest.mark.nginx
 STREAM = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -107,8 +107,8 @@ async def test_a_client_that_leaves_nginx_ends_its_request(tmp_path: Path) -> No
             async with client.stream("POST", "/v1/chat/completions", json=STREAM) as answer:
                 await anext(answer.aiter_text())
         async with asyncio.timeout(5):
-            await running.desk.last.ended.wait()
-    assert running.desk.last.outcome == "cancelled"
+            await running.manager.last.ended.wait()
+    assert running.manager.last.outcome == "cancelled"
 
 
 def free_port() -> int:

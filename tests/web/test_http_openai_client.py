@@ -17,8 +17,8 @@ from openai import AsyncOpenAI
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import CODES, RequestError
 from stage_runtime.wire.values import Audio, Finish, Note, OmniRequest, Text, Usage
-from tests.web.desk import ScriptedDesk, chunk, play
 from tests.web.running import Running, start
+from tests.web.scripted_manager import ScriptedManager, chunk, play
 
 USER: Any = [{"role": "user", "content": "hi"}]
 TONE = np.sin(np.arange(12_000) * 2 * np.pi * 440 / 24_000).astype(np.float32) / 2
@@ -34,10 +34,10 @@ def client_of(running: Running, **options: Any) -> AsyncOpenAI:
 
 
 async def asked(**body: Any) -> OmniRequest:
-    """What the desk gets of a chat call."""
+    """What the request manager gets of a chat call."""
     async with start(play(chunk(Text("ok")))) as running, client_of(running) as client:
         await client.chat.completions.create(model="any", **{"messages": USER, **body})
-        return running.desk.last.request
+        return running.manager.last.request
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
         first = await client.chat.completions.create(model="any", messages=USER)
         history = [*USER, first.choices[0].message, *USER]
         await client.chat.completions.create(model="any", messages=history)
-    roles = [(item["role"], item["content"][0]["text"]) for item in running.desk.last.request.messages()]
+    roles = [(item["role"], item["content"][0]["text"]) for item in running.manager.last.request.messages()]
     assert roles == [("user", "hi"), ("assistant", "ok"), ("user", "hi")]
 
 
@@ -173,7 +173,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name(
     facts: Any = caught.value.body
     assert facts["message"].startswith(f"{param}: ")
     assert message is None or facts["message"] == message
-    assert running.desk.handles == []
+    assert running.manager.handles == []
 
 
 async def test_text_and_audio_of_two_terminals_are_one_message() -> None:
@@ -199,7 +199,7 @@ async def test_text_and_audio_of_two_terminals_are_one_message() -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 12, 16)
     assert answer.choices[0].finish_reason == "stop"
     assert answer.model_extra == {"notes": [{"stage": "voice", "name": "voice", "value": "amy"}]}
-    assert running.desk.last.request.modalities == ["text", "audio"]
+    assert running.manager.last.request.modalities == ["text", "audio"]
 
 
 async def test_a_stream_of_text_and_audio_adds_up_to_the_answer() -> None:
@@ -300,12 +300,12 @@ async def test_a_stage_that_failed_is_not_asked_again_by_the_client_and_one_that
         async with AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=2) as client:
             with pytest.raises(openai.InternalServerError):
                 await client.chat.completions.create(model="any", messages=USER)
-    assert len(running.desk.handles) == 1
+    assert len(running.manager.handles) == 1
     async with start(play(RequestError("unavailable", "no", retry_after_s=0.1))) as running:
         async with AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=1) as client:
             with pytest.raises(openai.InternalServerError):
                 await client.chat.completions.create(model="any", messages=USER)
-    assert len(running.desk.handles) == 2
+    assert len(running.manager.handles) == 2
 
 
 async def test_the_synchronous_client_sees_the_same() -> None:
@@ -335,7 +335,7 @@ async def test_speech_is_the_sound_in_the_format_asked_for_and_mp3_by_default(fo
         assert file.format == {"mp3": "MP3", "opus": "OGG", "flac": "FLAC", "wav": "WAV", "pcm": "RAW"}[format or "mp3"]
     assert 0.5 <= len(back) / 24_000 < 0.6
     assert np.sqrt(np.mean(back**2)) == pytest.approx(0.35, rel=0.2)
-    request = running.desk.last.request
+    request = running.manager.last.request
     assert request.inputs == {"text": "hi", "voice": "amy", "format": format or "mp3", "speed": 1.5}
     assert (request.kind, request.modalities, request.stream) == ("speech", ["audio"], True)
 
@@ -390,22 +390,22 @@ Call = Callable[[AsyncOpenAI], Awaitable[Any]]
 FILE = ("q.wav", WAV.getvalue(), "audio/wav")
 
 
-async def transcribed(call: Call) -> tuple[Any, ScriptedDesk]:
+async def transcribed(call: Call) -> tuple[Any, ScriptedManager]:
     notes = [Note("language", "english"), Note("segments", [{"id": 0, "start": 0.0, "end": 0.5, "text": "hello you"}])]
     script = play(chunk(Text("hello ")), chunk(Text("you"), index=1), ResultEvent(stage="talk", data=notes))
     async with start(script) as running, client_of(running) as client:
-        return await call(client), running.desk
+        return await call(client), running.manager
 
 
 async def test_a_transcription_is_text_and_says_the_length_of_the_file() -> None:
-    answer, desk = await transcribed(
+    answer, manager = await transcribed(
         lambda client: client.audio.transcriptions.create(
             model="any", file=FILE, language="en", prompt="names", temperature=0.2
         )
     )
     assert answer.text == "hello you"
     assert (answer.usage.type, answer.usage.seconds) == ("duration", 0.5)
-    request = desk.last.request
+    request = manager.last.request
     assert request.inputs == {"audio": WAV.getvalue(), "mime": "audio/wav", "language": "en", "prompt": "names"}
     assert (request.kind, request.params, request.stream) == ("transcription", {"temperature": 0.2}, False)
 
@@ -418,14 +418,14 @@ async def test_a_transcription_may_be_bare_text() -> None:
 
 
 async def test_a_verbose_transcription_says_what_stages_know_and_no_more() -> None:
-    answer, desk = await transcribed(
+    answer, manager = await transcribed(
         lambda client: client.audio.transcriptions.create(
             model="any", file=FILE, response_format="verbose_json", timestamp_granularities=["segment"]
         )
     )
     assert (answer.text, answer.language, answer.duration) == ("hello you", "english", 0.5)
     assert (answer.segments[0].text, answer.words) == ("hello you", None)
-    assert desk.last.request.params == {"timestamp_granularities": ["segment"]}
+    assert manager.last.request.params == {"timestamp_granularities": ["segment"]}
 
 
 async def test_a_transcription_streams_deltas_and_ends_with_the_whole() -> None:
@@ -433,13 +433,13 @@ async def test_a_transcription_streams_deltas_and_ends_with_the_whole() -> None:
         stream = await client.audio.transcriptions.create(model="any", file=FILE, stream=True)
         return [event.to_dict() async for event in stream]
 
-    events, desk = await transcribed(call)
+    events, manager = await transcribed(call)
     assert events == [
         {"type": "transcript.text.delta", "delta": "hello "},
         {"type": "transcript.text.delta", "delta": "you"},
         {"type": "transcript.text.done", "text": "hello you"},
     ]
-    assert desk.last.request.stream
+    assert manager.last.request.stream
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from openai import AsyncOpenAI
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Text
-from tests.web.desk import play
 from tests.web.running import ALL, start
+from tests.web.scripted_manager import play
 
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
 LOCAL = msgspec.structs.replace(ALL, local=True, hosts=("models.lan",))
@@ -32,7 +32,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_415(path: str, content_type
         answer = await client.post(path, content=CHAT, headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (415, "invalid_request", "content-type")
-    assert running.desk.handles == []
+    assert running.manager.handles == []
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ async def test_a_page_of_another_site_changes_nothing_here(headers: dict[str, st
         ]
     assert [answer.status_code for answer in answers] == [403] * 4
     assert {answer.json()["error"]["code"] for answer in answers} == {"unauthorized"}
-    assert running.desk.handles == []
+    assert running.manager.handles == []
 
 
 async def test_with_a_key_no_origin_is_asked_for() -> None:

@@ -14,8 +14,8 @@ import pytest
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Audio, RawTensor, Text
-from tests.web.desk import chunk, play
 from tests.web.running import start
+from tests.web.scripted_manager import chunk, play
 
 FLOATS = RawTensor("float32", (2,), np.array([1.0, 2.0], np.float32).tobytes())
 FLOATS_JSON = {"dtype": "float32", "shape": [2], "data": base64.b64encode(bytes(FLOATS.data)).decode()}
@@ -47,7 +47,7 @@ async def test_results_are_by_stage_and_chunks_stand_in_where_there_is_no_result
     async with start(script) as running, httpx.AsyncClient(base_url=running.url) as client:
         answer = await client.post("/v1/pipeline", json={"inputs": {"x": 1}}, headers={"x-request-id": "p-1"})
     assert answer.json() == {"id": "p-1", "results": {"words": ["a", "b"], "voice": VALUES_JSON, "quiet": []}}
-    request = running.desk.last.request
+    request = running.manager.last.request
     assert (request.kind, request.inputs, request.modalities, request.stream) == ("pipeline", {"x": 1}, [], False)
 
 
@@ -73,7 +73,7 @@ async def test_a_stream_is_chunks_and_results_by_name() -> None:
         ("result", {"stage": "talk", "data": [1]}),
         ("result", {"stage": "quiet"}),
     ]
-    assert running.desk.last.request.inputs == "hi"
+    assert running.manager.last.request.inputs == "hi"
 
 
 async def test_a_stream_that_fails_says_so_as_its_last_event() -> None:
@@ -84,7 +84,7 @@ async def test_a_stream_that_fails_says_so_as_its_last_event() -> None:
     assert events(answer.text)[1:] == [("error", {"error": {**facts, "request_id": "p-2"}})]
 
 
-async def test_everything_in_the_body_reaches_the_desk() -> None:
+async def test_everything_in_the_body_reaches_the_request_manager() -> None:
     body = {
         "inputs": [1, {"a": None}],
         "params": {"p": 1},
@@ -98,7 +98,7 @@ async def test_everything_in_the_body_reaches_the_desk() -> None:
         async with httpx.AsyncClient(base_url=running.url) as client:
             await client.post("/v1/pipeline", json=body, headers=headers)
             await client.post("/v1/pipeline", json=body, headers={"traceparent": "junk"})
-    first, second = running.desk.handles
+    first, second = running.manager.handles
     request = first.request
     assert (request.inputs, request.params, request.modalities) == ([1, {"a": None}], {"p": 1}, ["text"])
     assert request.metadata == {"m": "n"}
@@ -117,7 +117,7 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
         async with httpx.AsyncClient(base_url=running.url) as client:
             answer = await client.post("/v1/pipeline", data=fields, files=files)
     assert answer.status_code == 200
-    request = running.desk.last.request
+    request = running.manager.last.request
     assert request.inputs == {"text": "hi", "audio": b"RIFF\r\n--x", "pages": [b"one", b""]}
     assert request.metadata == {
         "files": {
@@ -154,13 +154,13 @@ async def test_a_body_that_is_wrong_is_refused_with_the_place(send: dict[str, An
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "invalid_request")
     assert error["message"].startswith(message)
-    assert running.desk.handles == []
+    assert running.manager.handles == []
 
 
 async def test_a_request_can_be_looked_at_and_cancelled_by_its_id() -> None:
     async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
         waiting = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": 1}, headers={"x-request-id": "p-3"}))
-        while not running.desk.in_flight:
+        while not running.manager.in_flight:
             await asyncio.sleep(0.001)
         shown = (await client.get("/v1/requests/p-3")).json()
         again = await client.post("/v1/pipeline", json={"inputs": 1}, headers={"x-request-id": "p-3"})
@@ -180,16 +180,16 @@ async def test_a_request_can_be_looked_at_and_cancelled_by_its_id() -> None:
 async def test_an_id_that_no_request_can_have_is_404_and_asked_of_nobody(method: str) -> None:
     async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
         for request_id in ("x" * 129, "x" * 8000):
-            running.desk.elsewhere.add(request_id)
+            running.manager.owned_elsewhere.add(request_id)
             answer = await client.request(method, f"/v1/requests/{request_id}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
             assert len(answer.content) < 1000
-    assert len(running.desk.elsewhere) == 2, "the other coordinators are not asked"
+    assert len(running.manager.owned_elsewhere) == 2, "the other coordinators are not asked"
 
 
 async def test_a_request_of_another_coordinator_is_cancelled_there() -> None:
     async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
-        running.desk.elsewhere.add("theirs")
+        running.manager.owned_elsewhere.add("theirs")
         gone = await client.delete("/v1/requests/theirs")
         late = await client.delete("/v1/requests/theirs")
     assert (gone.status_code, gone.json()) == (200, {"id": "theirs", "cancelled": True})

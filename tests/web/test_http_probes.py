@@ -16,8 +16,8 @@ from stage_runtime.web.probes import make_probes
 from stage_runtime.web.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text
-from tests.web.desk import ScriptedDesk, play
 from tests.web.running import ALL, start
+from tests.web.scripted_manager import ScriptedManager, play
 
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
 NUMBERS = {
@@ -48,9 +48,9 @@ def samples(text: str) -> dict[str, float]:
     }
 
 
-async def test_what_the_desk_counts_is_what_prometheus_reads() -> None:
+async def test_what_the_request_manager_counts_is_what_prometheus_reads() -> None:
     async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
-        running.desk.numbers = NUMBERS
+        running.manager.numbers = NUMBERS
         answer = await client.get("/metrics")
     found = {name: value for name, value in samples(answer.text).items() if "_http_" not in name}
     assert found == {
@@ -87,10 +87,10 @@ async def test_answers_are_counted_by_pattern_and_never_by_what_a_client_wrote()
     assert found[f"{prefix}first_byte_seconds_count,route=POST /v1/pipeline"] == 1
 
 
-async def test_ready_follows_the_desk_and_live_does_not() -> None:
+async def test_ready_follows_the_request_manager_and_live_does_not() -> None:
     async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
         ready = await client.get("/readyz")
-        running.desk.is_ready = False
+        running.manager.is_ready = False
         waiting, live, status = await client.get("/readyz"), await client.get("/livez"), await client.get("/status")
     assert (ready.status_code, waiting.status_code, live.status_code) == (200, 503, 200)
     assert "/status" in waiting.text
@@ -98,10 +98,10 @@ async def test_ready_follows_the_desk_and_live_does_not() -> None:
 
 
 async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> None:
-    desk = ScriptedDesk(OK)
-    metrics = Metrics(desk)
-    public = make_app(desk, msgspec.structs.replace(ALL, probes=False), codecs=CodecPool(), metrics=metrics)
-    async with Server(public, port=0) as first, Server(make_probes(desk, metrics), port=0) as second:
+    manager = ScriptedManager(OK)
+    metrics = Metrics(manager)
+    public = make_app(manager, msgspec.structs.replace(ALL, probes=False), codecs=CodecPool(), metrics=metrics)
+    async with Server(public, port=0) as first, Server(make_probes(manager, metrics), port=0) as second:
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"{first.url}/metrics")).status_code == 404
             assert (await client.get(f"{second.url}/v1/models")).status_code == 404
@@ -117,8 +117,8 @@ async def test_admin_routers_of_others_are_behind_the_keys_and_fail_in_our_shape
     async def begin(run_id: int) -> dict[str, int]:
         return {"run_id": run_id}
 
-    desk = ScriptedDesk(OK)
-    app = make_app(desk, msgspec.structs.replace(ALL, api_keys=ApiKeys(("k",))), codecs=CodecPool(), admin=[router])
+    manager = ScriptedManager(OK)
+    app = make_app(manager, msgspec.structs.replace(ALL, api_keys=ApiKeys(("k",))), codecs=CodecPool(), admin=[router])
     async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
         closed = await client.post("/start_profile?run_id=1")
         client.headers["authorization"] = "Bearer k"

@@ -13,16 +13,16 @@ from stage_runtime.web.app import make_app
 from stage_runtime.web.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text
-from tests.web.desk import ScriptedDesk, chunk, play
 from tests.web.running import ALL
+from tests.web.scripted_manager import ScriptedManager, chunk, play
 
 STREAM = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
 async def test_open_streams_end_while_it_drains_and_nobody_new_is_let_in() -> None:
     gate = asyncio.Event()
-    desk = ScriptedDesk(play(chunk(Text("a")), gate, chunk(Text("b"), index=1)))
-    server = Server(make_app(desk, ALL, codecs=CodecPool()), port=0, drain_s=10)
+    manager = ScriptedManager(play(chunk(Text("a")), gate, chunk(Text("b"), index=1)))
+    server = Server(make_app(manager, ALL, codecs=CodecPool()), port=0, drain_s=10)
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("POST", "/v1/chat/completions", json=STREAM) as answer:
             pieces = answer.aiter_text()
@@ -33,12 +33,12 @@ async def test_open_streams_end_while_it_drains_and_nobody_new_is_let_in() -> No
             rest = "".join([piece async for piece in pieces])
         await asyncio.wait_for(stopping, 5)
     assert rest.endswith("data: [DONE]\n\n")
-    assert desk.last.outcome == "completed"
+    assert manager.last.outcome == "completed"
 
 
 async def test_what_is_open_after_the_drain_is_cut_off_and_aborted() -> None:
-    desk = ScriptedDesk(play(chunk(Text("a")), asyncio.Event()))
-    server = Server(make_app(desk, ALL, codecs=CodecPool()), port=0)
+    manager = ScriptedManager(play(chunk(Text("a")), asyncio.Event()))
+    server = Server(make_app(manager, ALL, codecs=CodecPool()), port=0)
     async with server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("POST", "/v1/chat/completions", json=STREAM) as answer:
             pieces = answer.aiter_text()
@@ -46,25 +46,25 @@ async def test_what_is_open_after_the_drain_is_cut_off_and_aborted() -> None:
             await asyncio.wait_for(server.stop(drain_s=0.05), 5)
             with pytest.raises(httpx.RemoteProtocolError):
                 await anext(pieces)
-    assert desk.last.outcome == "cancelled"
-    assert desk.in_flight == {}
+    assert manager.last.outcome == "cancelled"
+    assert manager.in_flight == {}
 
 
 async def test_a_drain_is_cut_short_by_a_second_stop_and_who_waits_is_told() -> None:
-    desk = ScriptedDesk(play(asyncio.Event()))
-    server = Server(make_app(desk, ALL, codecs=CodecPool()), port=0, drain_s=60)
+    manager = ScriptedManager(play(asyncio.Event()))
+    server = Server(make_app(manager, ALL, codecs=CodecPool()), port=0, drain_s=60)
     async with server, httpx.AsyncClient(base_url=server.url) as client:
-        asking = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": 1}))
-        while not desk.in_flight:
+        caller = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": 1}))
+        while not manager.in_flight:
             await asyncio.sleep(0.001)
         draining = asyncio.create_task(server.stop())
         await refused(server.port)
         assert not draining.done()
         await asyncio.wait_for(server.stop(drain_s=0), 5)
-        answer = await asking
+        answer = await caller
         await asyncio.wait_for(draining, 5)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-    assert desk.last.outcome == "cancelled"
+    assert manager.last.outcome == "cancelled"
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
@@ -73,12 +73,12 @@ async def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
-            async with Server(make_app(ScriptedDesk(play()), ALL, codecs=CodecPool()), port=port):
+            async with Server(make_app(ScriptedManager(play()), ALL, codecs=CodecPool()), port=port):
                 pass
 
 
 async def test_it_stops_once_however_often_it_is_told() -> None:
-    server = Server(make_app(ScriptedDesk(play()), ALL, codecs=CodecPool()), port=0)
+    server = Server(make_app(ScriptedManager(play()), ALL, codecs=CodecPool()), port=0)
     async with server:
         await server.stop()
         await server.stop()

@@ -1,1 +1,4 @@
-"""HTTP bodies to `OmniRequest`, events to what OpenAI's clients read. Pure: no socket, no desk, no clock of its own."""
+"""HTTP bodies to `OmniRequest`, events to what OpenAI's clients read.
+
+Pure: no socket, no request manager, no clock of its own.
+"""

@@ -39,7 +39,7 @@ class Histogram:
         return {"buckets": buckets, "sum": self._sum_s}
 
 
-class Tallies:
+class RequestStats:
     """All counts of one coordinator."""
 
     def __init__(self) -> None:

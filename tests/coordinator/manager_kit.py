@@ -1,4 +1,6 @@
-"""A coordinator whose processes are played by the test: real desk, roster, rules and lanes; links in memory."""
+"""A coordinator whose processes are played by the test: real request manager, membership, rules and lanes; links in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
-from stage_runtime.coordinator.tickets import Ticket
+from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import RequestError, TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
@@ -155,14 +157,14 @@ class Played:
             revisions=revisions,
             terminal_stages=terminal_stages,
         )
-        self.desk = self.coordinator.desk
-        self.roster = self.coordinator.roster
+        self.manager = self.coordinator.manager
+        self.membership = self.coordinator.membership
 
     # --- processes ----------------------------------------------------------------------------------------------
 
     def record(self, request_id: str) -> RequestRecord:
-        """What the desk knows of a request that it has admitted."""
-        found = self.desk.record(request_id)
+        """What the request manager knows of a request that it has admitted."""
+        found = self.manager.record(request_id)
         assert found is not None
         return found
 
@@ -249,7 +251,7 @@ async def played(
     try:
         yield made
     finally:
-        made.desk.close()
+        made.manager.close()
 
 
 async def came(look: Callable[[], Any]) -> Any:
@@ -260,14 +262,14 @@ async def came(look: Callable[[], Any]) -> Any:
     return found
 
 
-async def read(ticket: Ticket) -> list[ChunkEvent | ResultEvent]:
+async def read(handle: RequestHandle) -> list[ChunkEvent | ResultEvent]:
     async with asyncio.timeout(PATIENCE_S):
-        return [event async for event in ticket.events()]
+        return [event async for event in handle.events()]
 
 
-async def error_of(ticket: Ticket) -> RequestError:
+async def error_of(handle: RequestHandle) -> RequestError:
     try:
-        await read(ticket)
+        await read(handle)
     except RequestError as error:
         return error
     raise AssertionError("the request did not fail")
@@ -277,8 +279,8 @@ def asked(request_id: str = "r1", *, stream: bool = False, inputs: Any = "hello"
     return OmniRequest(id=request_id, inputs=inputs, stream=stream)
 
 
-def events_of(ticket: Ticket) -> AsyncGenerator[ChunkEvent | ResultEvent]:
+def events_of(handle: RequestHandle) -> AsyncGenerator[ChunkEvent | ResultEvent]:
     """Its events, for a reader that may close them early."""
-    events = ticket.events()
+    events = handle.events()
     assert isinstance(events, AsyncGenerator)
     return events

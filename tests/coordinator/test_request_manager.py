@@ -1,4 +1,4 @@
-"""Requests at the desk: admitted, bound, followed to their one end."""
+"""Requests at the request manager: admitted, bound, followed to their one end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.coordinator.desk import BODY_CREDITS, RECONNECT_S
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.coordinator.readers import LOOK_EVERY_S
+from stage_runtime.coordinator.request_manager import BODY_CREDITS, RECONNECT_S
 from stage_runtime.errors import RequestError
 from stage_runtime.rules import edges
 from stage_runtime.rules.readers import ROOM
@@ -33,7 +33,7 @@ from stage_runtime.wire.messages import (
     Unbound,
 )
 from stage_runtime.wire.values import OmniRequest, RawTensor
-from tests.coordinator.desk_kit import REVISION, Played, asked, came, error_of, events_of, played, read, request_of
+from tests.coordinator.manager_kit import REVISION, Played, asked, came, error_of, events_of, played, read, request_of
 
 
 def only(made: Played, incarnation: str = "f1") -> Any:
@@ -43,7 +43,7 @@ def only(made: Played, incarnation: str = "f1") -> Any:
 
 async def test_a_request_goes_to_the_entry_stage_with_its_bindings_and_deadline() -> None:
     async with played(request_timeout_s=60.0) as made:
-        made.desk.admit(asked(inputs={"text": "hi"}), timeout_s=5.0, trace="00-ab-cd-01")
+        made.manager.admit(asked(inputs={"text": "hi"}), timeout_s=5.0, trace="00-ab-cd-01")
         sent = only(made)
         assert sent.target == "split"
         assert sent.header.bindings == {"split": "f1", "shout": "v1", "write": "v1"}
@@ -54,35 +54,35 @@ async def test_a_request_goes_to_the_entry_stage_with_its_bindings_and_deadline(
 
 async def test_a_client_may_shorten_the_pipelines_deadline_and_not_lengthen_it() -> None:
     async with played(request_timeout_s=2.0) as made:
-        made.desk.admit(asked(), timeout_s=900.0)
+        made.manager.admit(asked(), timeout_s=900.0)
         assert only(made).header.remaining_ms <= 2000
 
 
 async def test_a_request_is_complete_when_all_its_terminals_are() -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "write", "text")
         assert made.record("r1").waiting_for == ("shout",)
         made.complete(sent, "shout", has_data=False)
-        assert await read(ticket) == [
+        assert await read(handle) == [
             ResultEvent(stage="write", data="text"),
             ResultEvent(stage="shout", has_data=False),
         ]
         record = made.record("r1")
         assert (record.state, record.attempt, record.waiting_for) == ("completed", 1, ())
         assert record.stages["write"].run_ms == 2.0
-        assert made.desk.in_flight == 0
+        assert made.manager.in_flight == 0
 
 
 async def test_a_subset_of_terminals_is_waited_for_and_others_are_ignored() -> None:
     async with played(terminal_stages=lambda request: ["write"]) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "shout", "nobody asked")
         made.chunk(sent, "shout", 0, "nobody asked")
         made.complete(sent, "write", "text")
-        assert await read(ticket) == [ResultEvent(stage="write", data="text")]
+        assert await read(handle) == [ResultEvent(stage="write", data="text")]
 
 
 @pytest.mark.parametrize("returned", [[], "write", ["ghost"], ValueError("broken")])
@@ -94,22 +94,22 @@ async def test_a_wrong_subset_is_refused_before_anything_is_sent(returned: Any) 
 
     async with played(terminal_stages=choose) as made:
         with pytest.raises(RequestError) as caught:
-            made.desk.admit(asked())
+            made.manager.admit(asked())
         assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminal_stages_fn")
         assert made.submitted("f1") == []
-        assert made.desk.in_flight == 0
-        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+        assert made.manager.in_flight == 0
+        assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
 async def test_chunks_are_read_in_order_before_the_result_whatever_came_first() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked(stream=True))
+        handle = made.manager.admit(asked(stream=True))
         sent = only(made)
         made.complete(sent, "shout", "end", chunks=3)  # short messages overtake long ones
         made.chunk(sent, "shout", 2, "c")
         made.chunk(sent, "shout", 0, "a")
         made.chunk(sent, "shout", 1, "b")
-        events = await read(ticket)
+        events = await read(handle)
         assert [(one.index, one.data) for one in events if isinstance(one, ChunkEvent)] == [
             (0, "a"),
             (1, "b"),
@@ -121,15 +121,15 @@ async def test_chunks_are_read_in_order_before_the_result_whatever_came_first() 
 @pytest.mark.parametrize(("again", "code"), [(True, "duplicate_request"), (False, None)])
 async def test_an_id_is_refused_while_it_is_in_flight_and_welcome_afterwards(again: bool, code: str | None) -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         first = only(made)
         if again:
             with pytest.raises(RequestError) as caught:
-                made.desk.admit(asked())
+                made.manager.admit(asked())
             assert caught.value.code == code
         made.complete(first, "shout", "one")
-        assert await read(ticket) == [ResultEvent(stage="shout", data="one")]
-        second = made.desk.admit(asked())
+        assert await read(handle) == [ResultEvent(stage="shout", data="one")]
+        second = made.manager.admit(asked())
         sent = made.submitted("f1")[-1]
         assert sent.header.attempt > first.header.attempt  # or stages would take it for the dead one
         made.complete(first, "shout", "late")
@@ -139,13 +139,13 @@ async def test_an_id_is_refused_while_it_is_in_flight_and_welcome_afterwards(aga
 
 async def test_admission_is_capped_before_anything_is_sent() -> None:
     async with played(max_in_flight=2) as made:
-        made.desk.admit(asked("r1"))
-        made.desk.admit(asked("r2"))
+        made.manager.admit(asked("r1"))
+        made.manager.admit(asked("r2"))
         with pytest.raises(RequestError) as caught:
-            made.desk.admit(asked("r3"))
+            made.manager.admit(asked("r3"))
         assert (caught.value.code, caught.value.retry_after_s) == ("rate_limited", 1.0)
-        made.desk.abort("r1", "enough")
-        made.desk.admit(asked("r3"))
+        made.manager.abort("r1", "enough")
+        made.manager.admit(asked("r3"))
         assert len(made.submitted("f1")) == 3
 
 
@@ -153,7 +153,7 @@ async def test_without_an_instance_of_a_group_its_name_is_told() -> None:
     async with played(joined=False) as made:
         made.join("f1", "front")
         with pytest.raises(RequestError, match="no ready instance of voice") as caught:
-            made.desk.admit(asked())
+            made.manager.admit(asked())
         assert (caught.value.code, caught.value.stage, caught.value.retry_after_s) == ("unavailable", "voice", 1.0)
 
 
@@ -173,34 +173,34 @@ async def test_a_request_that_never_meets_a_stage_is_served_while_that_stage_is_
     async with played(joined=False, revisions=(BRANCHES,), terminal_stages=terminals) as made:
         made.join("f1", "front", edges=schemas["front"])
         made.join("v1", "voice", edges=schemas["voice"])
-        ticket = made.desk.admit(asked("heard", inputs="shout"))
+        handle = made.manager.admit(asked("heard", inputs="shout"))
         [sent] = made.submitted("f1")
         assert sent.header.bindings == {"split": "f1", "shout": "v1"}
         with pytest.raises(RequestError, match="no ready instance of paper"):
-            made.desk.admit(asked("written", inputs="write"))
+            made.manager.admit(asked("written", inputs="write"))
         made.coordinator.lost("v1")  # and the retry needs no more than the first attempt
         made.join("v2", "voice", edges=schemas["voice"])
         again = made.submitted("f1")[-1]
         assert again.header.bindings == {"split": "f1", "shout": "v2"}
         made.complete(again, "shout", "HELLO")
-        assert [event.data for event in await read(ticket)] == ["HELLO"]
+        assert [event.data for event in await read(handle)] == ["HELLO"]
 
 
 async def test_a_value_that_cannot_travel_is_the_clients_fault() -> None:
     async with played() as made:
         with pytest.raises(RequestError, match=r"inputs\['x'\]") as caught:
-            made.desk.admit(asked(inputs={"x": (1, 2)}))
+            made.manager.admit(asked(inputs={"x": (1, 2)}))
         assert caught.value.code == "invalid_request"
-        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+        assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
 async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_it() -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "write", "partial")
         made.fail(sent, "shout", message="ValueError: no", hook="run")
-        error = await error_of(ticket)
+        error = await error_of(handle)
         assert (error.code, error.stage, error.hook, error.message) == (
             "stage_failed",
             "shout",
@@ -209,18 +209,18 @@ async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_i
         )
         assert made.aborted("f1") == made.aborted("v1") == [("r1", sent.header.attempt)]
         assert len(made.channels.published) == 1
-        assert made.desk.in_flight == 0
-        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+        assert made.manager.in_flight == 0
+        assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
 async def test_an_aborted_request_is_cancelled_once() -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked())
-        assert made.desk.abort("r1", "enough")
-        assert not made.desk.abort("r1", "again")
-        assert not ticket.abort("again")
-        assert not made.desk.abort("ghost", "who")
-        assert (await error_of(ticket)).code == "cancelled"
+        handle = made.manager.admit(asked())
+        assert made.manager.abort("r1", "enough")
+        assert not made.manager.abort("r1", "again")
+        assert not handle.abort("again")
+        assert not made.manager.abort("ghost", "who")
+        assert (await error_of(handle)).code == "cancelled"
         assert made.aborted("v1") == [("r1", only(made).header.attempt)]
         made.complete(only(made), "shout", "late")
         assert made.record("r1").state == "cancelled"
@@ -228,14 +228,14 @@ async def test_an_aborted_request_is_cancelled_once() -> None:
 
 async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does_not() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked(stream=True))
-        events = events_of(ticket)
+        handle = made.manager.admit(asked(stream=True))
+        events = events_of(handle)
         made.chunk(only(made), "shout", 0, "a")
         assert (await anext(events)).data == "a"
         await events.aclose()
         assert made.record("r1").state == "cancelled"
         assert len(made.aborted("f1")) == 1
-        whole = made.desk.admit(asked("r2"))
+        whole = made.manager.admit(asked("r2"))
         made.complete(made.submitted("f1")[-1], "shout", "all")
         await read(whole)
         assert len(made.aborted("f1")) == 1
@@ -243,8 +243,8 @@ async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does
 
 async def test_a_cancelled_reader_aborts_the_request() -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked())
-        reader = asyncio.create_task(read(ticket))
+        handle = made.manager.admit(asked())
+        reader = asyncio.create_task(read(handle))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         reader.cancel()
@@ -256,9 +256,9 @@ async def test_a_cancelled_reader_aborts_the_request() -> None:
 
 async def test_a_deadline_that_passes_ends_the_request_and_names_what_it_waited_for() -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked(), timeout_s=0.02)
+        handle = made.manager.admit(asked(), timeout_s=0.02)
         made.complete(only(made), "write", "text")
-        error = await error_of(ticket)
+        error = await error_of(handle)
         assert error.code == "deadline"
         assert "['shout']" in error.message
         assert len(made.aborted("v1")) == 1
@@ -269,7 +269,7 @@ async def test_a_deadline_that_passes_ends_the_request_and_names_what_it_waited_
 
 async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         first = only(made)
         made.join("v2", "voice")
         made.coordinator.lost("v1")
@@ -279,82 +279,82 @@ async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
         assert made.aborted("f1") == [("r1", first.header.attempt)]
         made.complete(first, "shout", "of the dead")
         made.complete(second, "shout", "alive")
-        assert await read(ticket) == [ResultEvent(stage="shout", data="alive")]
+        assert await read(handle) == [ResultEvent(stage="shout", data="alive")]
         assert made.record("r1").attempt == 2
 
 
 async def test_without_another_instance_a_request_waits_for_the_next_life() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         made.coordinator.lost("v1")
-        assert made.desk.status()["stranded"] == 1
+        assert made.manager.status()["stranded"] == 1
         assert len(made.submitted("f1")) == 1
         made.join("v2", "voice")
-        assert made.desk.status()["stranded"] == 0
+        assert made.manager.status()["stranded"] == 0
         made.complete(made.submitted("f1")[-1], "shout", "alive")
-        assert await read(ticket) == [ResultEvent(stage="shout", data="alive")]
+        assert await read(handle) == [ResultEvent(stage="shout", data="alive")]
 
 
 async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> None:
     """It was buried by mistake or frozen, and has its models still."""
     async with played() as made:
-        made.desk.admit(asked())
+        made.manager.admit(asked())
         made.coordinator.lost("v1")
         assert made.hello("v2", "voice", ready=True)
-        assert made.desk.status()["stranded"] == 0
+        assert made.manager.status()["stranded"] == 0
         assert [one.header.bindings["shout"] for one in made.submitted("f1")] == ["v1", "v2"]
 
 
 @pytest.mark.parametrize("end", ["abort", "deadline"])
 async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked(), timeout_s=0.05 if end == "deadline" else None)
+        handle = made.manager.admit(asked(), timeout_s=0.05 if end == "deadline" else None)
         made.coordinator.lost("v1")
         if end == "abort":
-            made.desk.abort("r1", "enough")
-        assert (await error_of(ticket)).code == ("cancelled" if end == "abort" else "deadline")
-        assert made.desk.status()["stranded"] == 0
+            made.manager.abort("r1", "enough")
+        assert (await error_of(handle)).code == ("cancelled" if end == "abort" else "deadline")
+        assert made.manager.status()["stranded"] == 0
         made.join("v2", "voice")
         assert len(made.submitted("f1")) == 1
 
 
 async def test_a_second_loss_ends_the_request_with_its_reason() -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         made.join("v2", "voice")
         made.coordinator.lost("v1")
         made.coordinator.lost("v2")
-        error = await error_of(ticket)
+        error = await error_of(handle)
         assert (error.code, error.stage, error.retry_after_s) == ("unavailable", "shout", 1.0)
 
 
 async def test_what_was_streamed_to_the_client_is_not_sent_again() -> None:
     async with played() as made:
-        ticket = made.desk.admit(asked(stream=True))
+        handle = made.manager.admit(asked(stream=True))
         made.join("v2", "voice")
         made.chunk(only(made), "shout", 0, "said")
         made.coordinator.lost("v1")
-        assert (await error_of(ticket)).code == "unavailable"
+        assert (await error_of(handle)).code == "unavailable"
         assert len(made.submitted("f1")) == 1
 
 
 async def test_a_client_that_waits_for_all_of_it_gets_one_attempts_answer_alone() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked(stream=False))
+        handle = made.manager.admit(asked(stream=False))
         made.join("v2", "voice")
         made.chunk(only(made), "shout", 0, "of the dead")
         made.coordinator.lost("v1")
         second = made.submitted("f1")[-1]
         made.chunk(second, "shout", 0, "alive")
         made.complete(second, "shout", "end", chunks=1)
-        events = await read(ticket)
+        events = await read(handle)
         assert [one.data for one in events] == ["alive", "end"]
 
 
 async def test_only_the_requests_of_a_lost_instance_notice() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         made.join("v2", "voice")
-        tickets = [made.desk.admit(asked(f"r{number}")) for number in range(6)]
+        handles = [made.manager.admit(asked(f"r{number}")) for number in range(6)]
         sent = made.submitted("f1")
         hurt = {one.header.request_id for one in sent if one.header.bindings["shout"] == "v1"}
         assert len(hurt) == 3
@@ -363,15 +363,15 @@ async def test_only_the_requests_of_a_lost_instance_notice() -> None:
         assert {one.header.request_id for one in again} == hurt
         for one in [*sent, *again]:
             made.complete(one, "shout", one.header.bindings["shout"])
-        for ticket in tickets:
-            assert await read(ticket) == [ResultEvent(stage="shout", data="v2")]
+        for handle in handles:
+            assert await read(handle) == [ResultEvent(stage="shout", data="v2")]
 
 
 async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         made.join("f2", "front")
         made.join("v2", "voice")
-        made.desk.admit(asked())
+        made.manager.admit(asked())
         (first,) = made.submitted("f1") + made.submitted("f2")
         made.fail(first, "shout", "transport_failed", "no connection")
         everything = made.submitted("f1") + made.submitted("f2")
@@ -381,8 +381,8 @@ async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
 
 async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried_on_others() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        stuck = made.desk.admit(asked("stuck"))
-        made.desk.admit(asked("through"))
+        stuck = made.manager.admit(asked("stuck"))
+        made.manager.admit(asked("through"))
         (first, second) = made.submitted("f1")
         made.join("f2", "front")
         made.join("v2", "voice")
@@ -400,75 +400,75 @@ async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried
 
 async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         made.coordinator.heard("f1", Severed("v1"))
         made.coordinator.lost("v1")
         made.join("v2", "voice")
         (_, again) = made.submitted("f1")
         await asyncio.sleep(RECONNECT_S * 1.2)  # what was said of the first attempt does not touch the second
         made.complete(again, "shout", "served")
-        assert await read(ticket) == [ResultEvent(stage="shout", data="served")]
+        assert await read(handle) == [ResultEvent(stage="shout", data="served")]
 
 
 async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> None:
     async with played(retries=0) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         header = only(made).header
         made.coordinator.heard("v1", Complete("r1", header.attempt, "shout", Body(transfer=b"gone")))
-        error = await error_of(ticket)
+        error = await error_of(handle)
         assert (error.code, error.stage) == ("transport_failed", "shout")
 
 
 async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
     async with played(retries=1) as made:
         made.relays.unreachable.add("f1")
-        ticket = made.desk.admit(asked(inputs=b"x" * 100_000))
-        error = await error_of(ticket)
+        handle = made.manager.admit(asked(inputs=b"x" * 100_000))
+        error = await error_of(handle)
         assert (error.code, error.message) == ("transport_failed", "no relay reaches f1")
-        assert made.desk.in_flight == 0
-        assert made.desk.lanes.outstanding == made.desk.lanes.queued == 0
-        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
+        assert made.manager.in_flight == 0
+        assert made.manager.lanes.outstanding == made.manager.lanes.queued == 0
+        assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
 async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None:
     async with played() as made:
-        made.desk.admit(asked(inputs=b"x" * 100_000))
+        made.manager.admit(asked(inputs=b"x" * 100_000))
         sent = only(made)
         assert sent.body.transfer
         assert sent.body.inline == b""
-        assert made.desk.metrics()["lanes_outstanding"] == 1
+        assert made.manager.metrics()["lanes_outstanding"] == 1
         made.coordinator.heard("f1", Release((1,)))
-        assert made.desk.metrics()["lanes_outstanding"] == 0
+        assert made.manager.metrics()["lanes_outstanding"] == 0
         assert made.relays.held == {}
 
 
 async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost() -> None:
     async with played(retries=0, terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         made.join("f2", "front")
         made.coordinator.heard("f1", HandBack("r1", only(made).header.attempt, "split"))
         made.coordinator.heard("f1", Goodbye("SIGTERM"))
         (again,) = made.submitted("f2")
         made.complete(again, "shout", "served")
-        assert await read(ticket) == [ResultEvent(stage="shout", data="served")]
+        assert await read(handle) == [ResultEvent(stage="shout", data="served")]
         assert any(isinstance(one, Unbound) for one in made.channels.said["f1"])
-        assert made.desk.metrics()["retried_total"] == 0
+        assert made.manager.metrics()["retried_total"] == 0
 
 
 async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        made.desk.admit(asked())
+        made.manager.admit(asked())
         made.coordinator.heard("v1", Goodbye("SIGTERM"))
         assert Unbound() not in made.channels.said["v1"]
         with pytest.raises(RequestError, match="voice"):
-            made.desk.admit(asked("r2"))
+            made.manager.admit(asked("r2"))
         made.complete(only(made), "shout", "done")
         assert made.channels.said["v1"].count(Unbound()) == 1
 
 
 async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its_end() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        made.desk.admit(asked())
+        made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "shout", "done")
         async with asyncio.timeout(5):
@@ -478,12 +478,12 @@ async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its
 
 async def test_a_reader_lets_its_producer_go_on() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked(stream=True))
+        handle = made.manager.admit(asked(stream=True))
         sent = only(made)
         for index in range(128):
             made.chunk(sent, "shout", index, index)
         assert not any(isinstance(one, Consumed) for one in made.channels.said["v1"])
-        events = events_of(ticket)
+        events = events_of(handle)
         for _ in range(128):
             await anext(events)
         told = [one for one in made.channels.said["v1"] if isinstance(one, Consumed)]
@@ -501,26 +501,26 @@ def taken(made: Played) -> int:
 
 async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_order_later() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked(stream=True))
+        handle = made.manager.admit(asked(stream=True))
         sent = only(made)
         made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
         nearly = STREAM_WINDOW * 3 // 4
         for index in range(nearly):
             made.chunk(sent, "shout", index, index)
         await asyncio.sleep(3 * LOOK_EVERY_S)
-        assert (taken(made), ticket.early) == (0, 0), "nobody waits for this client"
+        assert (taken(made), handle.early) == (0, 0), "nobody waits for this client"
         for index in range(nearly, STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
         await came(lambda: taken(made))
-        assert (taken(made), ticket.early) == (STREAM_WINDOW, STREAM_WINDOW)
+        assert (taken(made), handle.early) == (STREAM_WINDOW, STREAM_WINDOW)
         made.coordinator.heard("v1", Stalled("shout", "coordinator", False))
         for index in range(STREAM_WINDOW, 2 * STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
         await asyncio.sleep(3 * LOOK_EVERY_S)
         assert taken(made) == STREAM_WINDOW, "nobody waits any more"
         made.complete(sent, "shout", "done", chunks=2 * STREAM_WINDOW)
-        chunks = [event.data for event in await read(ticket) if isinstance(event, ChunkEvent)]
-        assert (chunks, ticket.early) == (list(range(2 * STREAM_WINDOW)), 0)
+        chunks = [event.data for event in await read(handle) if isinstance(event, ChunkEvent)]
+        assert (chunks, handle.early) == (list(range(2 * STREAM_WINDOW)), 0)
 
 
 @pytest.mark.parametrize("complete", [False, True])
@@ -528,70 +528,70 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
     """Whether it is in flight or complete and unread."""
     half = ROOM // 2
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        tickets = [made.desk.admit(asked(name, stream=True)) for name in ("r1", "r2", "r3")]
+        handles = [made.manager.admit(asked(name, stream=True)) for name in ("r1", "r2", "r3")]
         sents = made.submitted("f1")
         made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
-        for ticket, sent in zip(tickets[:2], sents[:2], strict=True):
+        for handle, sent in zip(handles[:2], sents[:2], strict=True):
             for index in range(half):
                 made.chunk(sent, "shout", index, index)
-            await came(partial(lambda ticket: ticket.early == half, ticket))
+            await came(partial(lambda handle: handle.early == half, handle))
             if complete:
                 made.complete(sent, "shout", "done", chunks=half)
         for index in range(STREAM_WINDOW):
             made.chunk(sents[2], "shout", index, index)
-        await came(lambda: tickets[2].early)
-        error = await error_of(tickets[0])
+        await came(lambda: handles[2].early)
+        error = await error_of(handles[0])
         assert (error.code, error.message) == ("cancelled", "its client does not read")
-        assert tickets[0].record().state == ("completed" if complete else "cancelled")
-        assert [ticket.early for ticket in tickets] == [0, half, STREAM_WINDOW]
+        assert handles[0].record().state == ("completed" if complete else "cancelled")
+        assert [handle.early for handle in handles] == [0, half, STREAM_WINDOW]
 
 
 async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
-        ticket = made.desk.admit(asked(stream=False))
+        handle = made.manager.admit(asked(stream=False))
         sent = only(made)
         made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
         for index in range(ROOM + STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
         await asyncio.sleep(3 * LOOK_EVERY_S)
-        assert (ticket.early, taken(made), made.aborted("v1")) == (0, ROOM + STREAM_WINDOW, [])
+        assert (handle.early, taken(made), made.aborted("v1")) == (0, ROOM + STREAM_WINDOW, [])
 
 
 @pytest.mark.parametrize("waited_for", [True, False])
 async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_else(waited_for: bool) -> None:
     async with played(terminal_stages=lambda request: ["write", "shout"] if waited_for else ["write"]) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         sent = only(made)
         skipped = Complete(sent.header.request_id, sent.header.attempt, "shout", skipped=True)
         made.coordinator.heard("v1", skipped)
         made.complete(sent, "write", "text")
         if waited_for:
-            error = await error_of(ticket)
+            error = await error_of(handle)
             assert (error.code, error.stage) == ("stage_failed", "shout")
         else:
-            assert await read(ticket) == [ResultEvent(stage="write", data="text")]
+            assert await read(handle) == [ResultEvent(stage="write", data="text")]
 
 
-async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_desk() -> None:
+async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_request_manager() -> None:
     async with played(retries=0) as made:
-        ticket = made.desk.admit(asked())
+        handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "shout", "end", chunks=1)
         made.chunk(sent, "shout", 5, "beyond")
-        assert (await error_of(ticket)).code == "transport_failed"
+        assert (await error_of(handle)).code == "transport_failed"
 
 
 async def test_a_desk_that_refuses_says_why_and_one_that_fails_ends_everything() -> None:
     async with played() as made:
-        tickets = [made.desk.admit(asked(f"r{number}")) for number in range(3)]
-        made.desk.refuse("shutting down")
+        handles = [made.manager.admit(asked(f"r{number}")) for number in range(3)]
+        made.manager.refuse("shutting down")
         with pytest.raises(RequestError, match="shutting down") as caught:
-            made.desk.admit(asked("r9"))
+            made.manager.admit(asked("r9"))
         assert caught.value.code == "unavailable"
-        made.desk.fail_all("the coordinator ends")
-        for ticket in tickets:
-            assert (await error_of(ticket)).message == "the coordinator ends"
-        assert made.desk.in_flight == 0
+        made.manager.fail_all("the coordinator ends")
+        for handle in handles:
+            assert (await error_of(handle)).message == "the coordinator ends"
+        assert made.manager.in_flight == 0
 
 
 EVENTS = ["complete shout", "complete write", "chunk", "fail", "transport", "lose", "join", "abort", "old", "hand back"]
@@ -600,8 +600,8 @@ EVENTS = ["complete shout", "complete write", "chunk", "fail", "transport", "los
 async def live(steps: list[str], stream: bool) -> None:
     """One request under any events; at the end its deadline."""
     async with played() as made:
-        ticket = made.desk.admit(asked(stream=stream), timeout_s=0.05)
-        reader = asyncio.create_task(read(ticket))
+        handle = made.manager.admit(asked(stream=stream), timeout_s=0.05)
+        reader = asyncio.create_task(read(handle))
         born = 1
         chunks = {1: 0}
         for step in steps:
@@ -624,7 +624,7 @@ async def live(steps: list[str], stream: bool) -> None:
                     born += 1
                     made.join(f"v{born}", "voice")
                 case "abort":
-                    made.desk.abort("r1", "enough")
+                    made.manager.abort("r1", "enough")
                 case "old":
                     made.complete(sent[0], "shout", "old", chunks=99)
                 case "hand back":
@@ -636,11 +636,11 @@ async def live(steps: list[str], stream: bool) -> None:
         assert isinstance(outcome, RequestError) == (record.state != "completed"), outcome
         if not isinstance(outcome, BaseException):
             assert sorted(one.stage for one in outcome if isinstance(one, ResultEvent)) == ["shout", "write"]
-        assert made.desk.in_flight == 0
-        assert made.desk.status()["stranded"] == 0
-        assert sum(made.desk.metrics()["requests"].values()) == 1
-        assert all(one.bound == 0 for one in made.roster.membership.instances.values())
-        assert all(made.desk.bound_to(name) == 0 for name in made.channels.said)
+        assert made.manager.in_flight == 0
+        assert made.manager.status()["stranded"] == 0
+        assert sum(made.manager.metrics()["requests"].values()) == 1
+        assert all(one.bound == 0 for one in made.membership.state.instances.values())
+        assert all(made.manager.bound_to(name) == 0 for name in made.channels.said)
 
 
 @settings(max_examples=60)
@@ -658,14 +658,14 @@ async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
     large = "x" * 100_000
     async with played(max_in_flight=100) as made:
         for number in range(BODY_CREDITS):
-            made.desk.admit(asked(f"r{number}", inputs=large))
+            made.manager.admit(asked(f"r{number}", inputs=large))
         sent = made.submitted("f1")
-        made.desk.admit(asked("waits", inputs=large))
-        assert made.desk.lanes.queued == 1
+        made.manager.admit(asked("waits", inputs=large))
+        assert made.manager.lanes.queued == 1
         made.coordinator.heard(
             "v1", Complete("waits", sent[-1].header.attempt + 1, "shout", failure=Failure("transport_failed", "no"))
         )
-        assert made.desk.lanes.queued == 1, "only the second attempt's"
+        assert made.manager.lanes.queued == 1, "only the second attempt's"
         (slot,) = [put.transfer for put in made.relays.held.values()][:1]
         made.coordinator.heard("f1", Release((slot,)))
         (late,) = made.submitted("f1")[BODY_CREDITS:]
@@ -679,18 +679,18 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
     parts = [RawTensor("uint8", (4,), b"%04d" % (index % 1000)) for index in range(25_000)]
     async with played(max_in_flight=100) as made:
         for number in range(BODY_CREDITS if busy else 0):
-            made.desk.admit(asked(f"r{number}", inputs="x" * 100_000))
+            made.manager.admit(asked(f"r{number}", inputs="x" * 100_000))
         before = len(made.submitted("f1"))
-        error = await error_of(made.desk.admit(asked("bad", inputs=parts)))
+        error = await error_of(made.manager.admit(asked("bad", inputs=parts)))
         assert (error.code, error.status) == ("invalid_request", 400)
-        assert "over" in error.message and made.desk.lanes.queued == 0
-        made.desk.admit(asked("good"))
+        assert "over" in error.message and made.manager.lanes.queued == 0
+        made.manager.admit(asked("good"))
         assert [one.header.request_id for one in made.submitted("f1")[before:]] == ["good"]
 
 
 async def test_what_an_instance_said_and_nobody_could_read_ends_its_request_at_once_and_no_other() -> None:
     async with played() as made:
-        bad, good = made.desk.admit(asked("bad")), made.desk.admit(asked("good"))
+        bad, good = made.manager.admit(asked("bad")), made.manager.admit(asked("good"))
         sent = made.submitted("f1")[0]
         for attempt in (sent.header.attempt + 9, sent.header.attempt):
             assert bad.tracked.failure is None, "of another attempt: said before, and nobody waits for it"

@@ -1,4 +1,4 @@
-"""A desk in memory: obeys the `Desk` protocol, runs a script in place of stages."""
+"""A request manager in memory: obeys the `RequestManagerApi` protocol, runs a script in place of stages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from stage_runtime.coordinator.asking import Asked
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
+from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import OmniRequest
 
@@ -18,8 +18,10 @@ Script = Callable[["ScriptedHandle"], AsyncIterator[Event]]
 class ScriptedHandle:
     """One request, played by a script."""
 
-    def __init__(self, desk: ScriptedDesk, request: OmniRequest, timeout_s: float | None, trace: str | None) -> None:
-        self.desk = desk
+    def __init__(
+        self, manager: ScriptedManager, request: OmniRequest, timeout_s: float | None, trace: str | None
+    ) -> None:
+        self.manager = manager
         self.request = request
         self.timeout_s = timeout_s
         self.trace = trace
@@ -33,7 +35,7 @@ class ScriptedHandle:
         return self.request.id
 
     async def events(self) -> AsyncIterator[Event]:
-        script = self.desk.script(self)
+        script = self.manager.script(self)
         try:
             while (event := await self._next(script)) is not None:
                 self.pulled += 1
@@ -73,7 +75,7 @@ class ScriptedHandle:
     def _end(self, outcome: str) -> None:
         self.outcome = self.outcome or outcome
         self.ended.set()
-        self.desk.in_flight.pop(self.id, None)
+        self.manager.in_flight.pop(self.id, None)
 
 
 async def _step(coming: Awaitable[Event]) -> Event | None:
@@ -83,7 +85,7 @@ async def _step(coming: Awaitable[Event]) -> Event | None:
         return None
 
 
-class ScriptedDesk:
+class ScriptedManager:
     """Admits up to ``cap`` requests at once and plays ``script`` for each."""
 
     def __init__(self, script: Script, *, cap: int = 8) -> None:
@@ -91,7 +93,7 @@ class ScriptedDesk:
         self.cap = cap
         self.handles: list[ScriptedHandle] = []
         self.in_flight: dict[str, ScriptedHandle] = {}
-        self.elsewhere: set[str] = set()  #: Requests of another coordinator.
+        self.owned_elsewhere: set[str] = set()  #: Requests of another coordinator.
         self.is_ready = True
         self.numbers: Mapping[str, Any] = {"in_flight": 0}
 
@@ -103,7 +105,7 @@ class ScriptedDesk:
         if len(self.in_flight) >= self.cap:
             raise RequestError("rate_limited", "too many requests in flight", retry_after_s=2.5)
 
-    async def ask(self, request: OmniRequest, *, timeout_s: float | None = None) -> None:
+    async def call_terminal_stages(self, request: OmniRequest, *, timeout_s: float | None = None) -> None:
         return None
 
     def admit(
@@ -112,7 +114,7 @@ class ScriptedDesk:
         *,
         timeout_s: float | None = None,
         trace: str | None = None,
-        asked: Asked | None = None,
+        hook_result: TerminalStagesResult | None = None,
     ) -> ScriptedHandle:
         if request.id in self.in_flight:
             raise RequestError("duplicate_request", f"{request.id!r} is in flight", request_id=request.id)
@@ -126,10 +128,10 @@ class ScriptedDesk:
         handle = self.in_flight.get(request_id)
         return handle is not None and handle.abort(reason)
 
-    async def abort_elsewhere(self, request_id: str, reason: str) -> bool:
-        if request_id not in self.elsewhere:
+    async def forward_abort(self, request_id: str, reason: str) -> bool:
+        if request_id not in self.owned_elsewhere:
             return False
-        self.elsewhere.remove(request_id)
+        self.owned_elsewhere.remove(request_id)
         return True
 
     def record(self, request_id: str) -> RequestRecord | None:

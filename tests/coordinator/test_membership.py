@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.coordinator import roster
+from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Beat, Goodbye, Members, Refused, Welcome
-from tests.coordinator.desk_kit import REVISION, SCHEMAS, Played, asked, came, played
+from tests.coordinator.manager_kit import REVISION, SCHEMAS, Played, asked, came, played
 
 
 def said(made: Played, incarnation: str, kind: type) -> list[object]:
@@ -45,7 +45,7 @@ async def test_who_says_hello_again_is_welcomed_again_and_nobody_else_is_trouble
         assert last.via == "tcp://[::1]:1"
         assert [one.incarnation for one in last.members] == ["f1"]
         assert len(said(made, "f1", Members)) == news
-        assert made.roster.membership.instances["v1"].ready
+        assert made.membership.state.instances["v1"].ready
 
 
 @pytest.mark.parametrize(
@@ -58,16 +58,16 @@ async def test_who_does_not_belong_here_is_refused_with_the_reason(fields: dict[
         (refused,) = made.refused("x1")
         assert reason in refused.reason
         assert not refused.buried
-        assert made.roster.membership.instances == {}
+        assert made.membership.state.instances == {}
 
 
 async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_and_status_says_why() -> None:
     async with played() as made:
         made.join("v2", "voice", edges=SCHEMAS["front"])
         for number in range(4):
-            made.desk.admit(asked(f"r{number}"))
+            made.manager.admit(asked(f"r{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")} == {"v1"}
-        told = {one["incarnation"]: one["misfit"] for one in made.desk.status()["instances"]}
+        told = {one["incarnation"]: one["misfit"] for one in made.manager.status()["instances"]}
         assert told == {
             "f1": None,
             "v1": None,
@@ -97,9 +97,9 @@ async def test_one_that_was_buried_and_still_speaks_is_told() -> None:
 
 async def test_another_life_at_the_same_endpoint_buries_the_one_before_and_its_requests_move() -> None:
     async with played() as made:
-        made.desk.admit(asked())
+        made.manager.admit(asked())
         made.join("v2", "voice", endpoint="ipc:///v1")
-        assert set(made.roster.membership.instances) == {"f1", "v2"}
+        assert set(made.membership.state.instances) == {"f1", "v2"}
         assert made.submitted("f1")[-1].header.bindings["shout"] == "v2"
         (welcome,) = said(made, "v2", Welcome)
         assert isinstance(welcome, Welcome)
@@ -111,50 +111,50 @@ async def test_an_instance_is_bound_only_once_it_is_ready() -> None:
         made.join("f1", "front")
         assert made.hello("v1", "voice")
         with pytest.raises(RequestError, match="voice"):
-            made.desk.admit(asked())
-        assert made.desk.status()["lacking"] == ["voice"]
+            made.manager.admit(asked())
+        assert made.manager.status()["lacking"] == ["voice"]
 
 
 async def test_a_coordinator_that_was_complete_once_stays_ready() -> None:
     async with played(joined=False) as made:
-        assert not made.desk.ready()
+        assert not made.manager.ready()
         made.join("f1", "front")
         made.join("v1", "voice")
-        assert made.desk.ready()
+        assert made.manager.ready()
         made.coordinator.lost("v1")
-        assert made.desk.ready()
-        assert not made.desk.status()["complete"]
+        assert made.manager.ready()
+        assert not made.manager.status()["complete"]
 
 
 async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_protocol(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with played(joined=False) as made:
-        monkeypatch.setattr(roster, "READY_AFTER_S", 0.05)
+        monkeypatch.setattr(membership, "READY_AFTER_S", 0.05)
         made.channels.other_protocol_at = time.monotonic() + 0.2
         await asyncio.sleep(0.1)
-        assert not made.desk.ready(), "an older coordinator serves them, and goes when this one is ready"
-        await came(made.desk.ready)
+        assert not made.manager.ready(), "an older coordinator serves them, and goes when this one is ready"
+        await came(made.manager.ready)
         assert time.monotonic() > made.channels.other_protocol_at + 0.05
 
 
 async def test_beats_carry_load_and_are_forgotten_with_their_instance() -> None:
     async with played() as made:
         made.coordinator.heard("v1", Beat({"shout": 3}, {"shout": 2}, {"shout": 9}, {"kv_blocks": 7.0}))
-        assert made.desk.metrics()["stages"]["shout"] == {"waiting": 3, "running": 2}
-        (voice,) = [one for one in made.desk.status()["instances"] if one["incarnation"] == "v1"]
+        assert made.manager.metrics()["stages"]["shout"] == {"waiting": 3, "running": 2}
+        (voice,) = [one for one in made.manager.status()["instances"] if one["incarnation"] == "v1"]
         assert (voice["waiting"], voice["running"], voice["gauges"]) == (3, 2, {"kv_blocks": 7.0})
         made.coordinator.lost("v1")
-        assert made.desk.metrics()["stages"] == {}
+        assert made.manager.metrics()["stages"] == {}
         made.coordinator.heard("v1", Beat({"shout": 3}, {}, {}))  # was on its way
-        assert made.desk.metrics()["stages"] == {}
+        assert made.manager.metrics()["stages"] == {}
 
 
 async def test_a_draining_instance_without_requests_is_let_go_at_once() -> None:
     async with played() as made:
         made.coordinator.heard("v1", Goodbye("SIGTERM"))
         assert type(made.channels.said["v1"][-1]).__name__ == "Unbound"
-        assert made.desk.status()["instances"][1]["draining"]
+        assert made.manager.status()["instances"][1]["draining"]
 
 
 @pytest.fixture
@@ -166,14 +166,14 @@ async def test_a_request_never_mixes_revisions_in_a_roll(newer: PipelineRevision
     async with played(max_in_flight=100) as made:
         made.join("w1", "voice", revision="v2")
         for number in range(10):
-            made.desk.admit(asked(f"a{number}"))
+            made.manager.admit(asked(f"a{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")} == {"v1"}
         made.coordinator.update_revisions((REVISION, newer))
         for number in range(10):
-            made.desk.admit(asked(f"b{number}"))
+            made.manager.admit(asked(f"b{number}"))
         bound = [one.header.bindings["shout"] for one in made.submitted("f1")[10:]]
         assert sorted(bound) == ["v1"] * 5 + ["w1"] * 5
         made.coordinator.update_revisions((newer,))
         for number in range(10):
-            made.desk.admit(asked(f"c{number}"))
+            made.manager.admit(asked(f"c{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")[20:]} == {"w1"}

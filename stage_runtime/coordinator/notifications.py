@@ -14,7 +14,7 @@ ENDED_EVERY_S: Final = 0.02
 CONSUMED_EVERY: Final = STREAM_WINDOW // 4
 
 
-class Endings:
+class EndedNotifier:
     """Requests that are complete while some stage may still hold something of them: unread streams, branches not
     taken. One message per instance and `ENDED_EVERY_S`, not one per request.
     """
@@ -26,36 +26,36 @@ class Endings:
 
     def add(self, instances: Iterable[str], request_id: str, attempt: int) -> None:
         if not self._ended:
-            self._loop.call_later(ENDED_EVERY_S, self._tell)
+            self._loop.call_later(ENDED_EVERY_S, self._send_ended)
         for incarnation in instances:
             self._ended.setdefault(incarnation, []).append((request_id, attempt))
 
     def forget(self, incarnation: str) -> None:
         self._ended.pop(incarnation, None)
 
-    def _tell(self) -> None:
+    def _send_ended(self) -> None:
         ended, self._ended = self._ended, {}
         for incarnation, requests in ended.items():
             self._say(incarnation, Ended(tuple(requests)))
 
 
-class Readings:
+class ConsumedNotifier:
     """The weight of chunks that clients have read, and their producers have not been told of."""
 
     def __init__(self, owner: str, say: Callable[[str, Message], bool]) -> None:
         self._owner = owner
         self._say = say
-        self._untold: dict[tuple[str, str], int] = {}  #: (request id, stage)
+        self._unreported: dict[tuple[str, str], int] = {}  #: (request id, stage)
 
     def read(self, request_id: str, attempt: int, stage: str, producer: str, weight: int) -> None:
         """A client took one chunk of ``stage``; its producer may send more."""
         key = (request_id, stage)
-        untold = self._untold.get(key, 0) + weight
-        if untold >= CONSUMED_EVERY:
-            self._say(producer, Consumed(request_id, attempt, self._owner, stage, COORDINATOR, untold))
-            untold = 0
-        self._untold[key] = untold
+        unreported = self._unreported.get(key, 0) + weight
+        if unreported >= CONSUMED_EVERY:
+            self._say(producer, Consumed(request_id, attempt, self._owner, stage, COORDINATOR, unreported))
+            unreported = 0
+        self._unreported[key] = unreported
 
     def forget(self, request_id: str, stages: Iterable[str]) -> None:
         for stage in stages:
-            self._untold.pop((request_id, stage), None)
+            self._unreported.pop((request_id, stage), None)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from stage_runtime.coordinator.asking import AT_ONCE, Asking
+from stage_runtime.coordinator.terminal_stages import AT_ONCE, TerminalStagesCaller
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import OmniRequest
 
@@ -18,9 +18,9 @@ def asked(inputs: object = "hello") -> OmniRequest:
 
 async def test_one_that_blocks_fails_its_own_request_and_the_loop_goes_on() -> None:
     gate = threading.Event()
-    asking = Asking(lambda request: gate.wait() if request.inputs == "block" else ["write"])
-    blocked = asyncio.create_task(asking.ask(asked("block"), 0.3))
-    assert (await asking.ask(asked(), 5.0)).answer() == ["write"]
+    caller = TerminalStagesCaller(lambda request: gate.wait() if request.inputs == "block" else ["write"])
+    blocked = asyncio.create_task(caller.call(asked("block"), 0.3))
+    assert (await caller.call(asked(), 5.0)).value() == ["write"]
     with pytest.raises(RequestError) as failed:
         await blocked
     assert (failed.value.code, failed.value.hook) == ("deadline", "terminal_stages_fn")
@@ -34,13 +34,13 @@ async def test_those_that_never_return_are_bounded_and_give_their_places_back_wh
         began.release()
         gate.wait()
 
-    asking = Asking(hook)
-    stuck = [asyncio.create_task(asking.ask(asked(), 0.2)) for _ in range(AT_ONCE + 8)]
+    caller = TerminalStagesCaller(hook)
+    stuck = [asyncio.create_task(caller.call(asked(), 0.2)) for _ in range(AT_ONCE + 8)]
     outcomes = await asyncio.gather(*stuck, return_exceptions=True)
     assert all(isinstance(one, RequestError) and one.code == "deadline" for one in outcomes)
     assert sum(began.acquire(blocking=False) for _ in stuck) == AT_ONCE
     gate.set()
-    assert (await asking.ask(asked(), 5.0)).answer() is None
+    assert (await caller.call(asked(), 5.0)).value() is None
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
@@ -48,9 +48,9 @@ async def test_what_it_raises_is_its_answer(error: BaseException) -> None:
     def hook(request: OmniRequest) -> None:
         raise error
 
-    found = await Asking(hook).ask(asked(), 5.0)
+    found = await TerminalStagesCaller(hook).call(asked(), 5.0)
     with pytest.raises(type(error)):
-        found.answer()
+        found.value()
 
 
 async def test_what_it_writes_into_a_request_reaches_nobody() -> None:
@@ -58,9 +58,9 @@ async def test_what_it_writes_into_a_request_reaches_nobody() -> None:
         request.inputs["words"].append("more")
 
     request = asked({"words": ["one"]})
-    await Asking(hook).ask(request, 5.0)
+    await TerminalStagesCaller(hook).call(request, 5.0)
     assert request.inputs == {"words": ["one"]}
 
 
 async def test_a_value_that_cannot_travel_is_left_for_admission_to_refuse() -> None:
-    assert (await Asking(lambda request: ["write"]).ask(asked({1, 2}), 5.0)).answer() is None
+    assert (await TerminalStagesCaller(lambda request: ["write"]).call(asked({1, 2}), 5.0)).value() is None

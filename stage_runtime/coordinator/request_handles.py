@@ -1,4 +1,7 @@
-"""One admitted request at the desk: its events on the way to whoever reads them. `events.RequestHandle`."""
+"""One admitted request at the request manager: its events on the way to whoever reads them.
+
+`events.RequestHandleApi`.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +50,10 @@ class Sending(msgspec.Struct):
     aborted: bool = False
 
 
-class Ticket:
-    """Everything the desk knows of one request. Owned by the I/O thread.
+class RequestHandle:
+    """Everything the request manager knows of one request. Owned by the I/O thread.
 
-    cancel, consumed: how it speaks to the desk, so that it does not hold it.
+    cancel, consumed: how it speaks to the request manager, so that it does not hold it.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class Ticket:
         tracked: Tracked,
         extracted: Extracted,
         *,
-        cancel: Callable[[Ticket, str], bool],
-        consumed: Callable[[Ticket, str, int], None],
+        cancel: Callable[[RequestHandle, str], bool],
+        consumed: Callable[[RequestHandle, str, int], None],
         owner: str,
         traceparent: str | None,
         deadline: float,
@@ -78,7 +81,7 @@ class Ticket:
         self.timings: dict[str, Timing] = {}
         self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
         self.streams: dict[str, Inbound[Streamed]] = {}
-        self.endings: dict[str, tuple[int, Fetched | None]] = {}  #: stage -> (chunks, result), not delivered yet
+        self.undelivered: dict[str, tuple[int, Fetched | None]] = {}  #: stage -> (chunks, result), not delivered yet
         self.admitted_at = time.monotonic()
         self.first_event_at: float | None = None
         self.ended_at: float | None = None
@@ -114,19 +117,19 @@ class Ticket:
         finally:
             if not self._finished and self._failure is None:
                 self._cancel(self, "the client went away")
-            self._events.clear()  # nobody reads them now, and the ticket stays known for a while
+            self._events.clear()  # nobody reads them now, and the handle stays known for a while
 
     def abort(self, reason: str) -> bool:
         self._events.clear()
         return self._cancel(self, reason)
 
-    # --- the desk's side ----------------------------------------------------------------------------------------
+    # --- the request manager's side -----------------------------------------------------------------------------------
 
     def begin_attempt(self) -> None:
         """A new attempt begins: what an earlier one said partly is dropped."""
         self.sending = Sending(self.owner, self.id, self.tracked.attempt)
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
-        self.endings.clear()
+        self.undelivered.clear()
         if self._whole:
             self._events.clear()
 
@@ -211,7 +214,7 @@ class Ticket:
     def _let_go(self) -> None:
         """What will not be delivered any more holds slots of its senders."""
         self.streams = {}
-        self.endings.clear()
+        self.undelivered.clear()
 
     def _chunks(self) -> Iterator[Streamed]:
         return (event for event in self._events if isinstance(event, Streamed))

@@ -71,7 +71,7 @@ def host_of(endpoint: str) -> str:
     return host.strip("[]")
 
 
-class Membership:
+class MembershipState:
     """All instances, by incarnation."""
 
     def __init__(self, revisions: Sequence[PipelineRevision]) -> None:
@@ -107,7 +107,7 @@ class Membership:
             known.member, known.edges = member, schema
         return gone
 
-    def misfit(self, instance: Instance) -> str | None:
+    def ineligible_reason(self, instance: Instance) -> str | None:
         """Why nothing is ever bound to it, as things are; None: it may serve."""
         member = instance.member
         its_own = [one for one in self.revisions if one.units.get(member.unit) == member.revision]

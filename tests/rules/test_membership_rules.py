@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import edges
-from stage_runtime.rules.members import Membership, Unbindable
+from stage_runtime.rules.membership import MembershipState, Unbindable
 from stage_runtime.wire.messages import Member
 
 GROUPS = {"front": "u1", "voice": "u2"}
@@ -41,8 +41,8 @@ def member(incarnation: str, group: str, unit_revision: str, *, ready: bool = Tr
     return Member(incarnation, group, GROUPS[group], unit_revision, endpoint or incarnation, {}, (), ready)
 
 
-def membership(*members: Member, revisions: tuple[PipelineRevision, ...] = (OLD,)) -> Membership:
-    made = Membership(revisions)
+def membership(*members: Member, revisions: tuple[PipelineRevision, ...] = (OLD,)) -> MembershipState:
+    made = MembershipState(revisions)
     for one in members:
         made.join(one, SCHEMAS[one.group])
     return made
@@ -166,9 +166,9 @@ def test_what_is_lacking_is_named_for_the_newest_revision() -> None:
     made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1", ready=False), revisions=(OLD, NEW))
     assert made.lacking() == ["voice"]
     assert not made.complete()
-    assert Membership(()).lacking() == ["(no pipeline revision known)"]
+    assert MembershipState(()).lacking() == ["(no pipeline revision known)"]
     with pytest.raises(Unbindable):
-        Membership(()).bind()
+        MembershipState(()).bind()
 
 
 def test_a_new_list_of_revisions_is_followed_at_once() -> None:
@@ -183,20 +183,23 @@ def test_whose_declared_edges_are_not_the_revision_s_is_never_bound_and_says_why
     made = membership(member("f1", "front", "a1"))
     made.join(member("odd", "voice", "b1"), SCHEMAS["front"])
     assert made.lacking() == ["voice"]
-    assert made.misfit(made.instances["odd"]) == "declares other edges than 'voice' has in pipeline revision old"
+    assert (
+        made.ineligible_reason(made.instances["odd"])
+        == "declares other edges than 'voice' has in pipeline revision old"
+    )
     made.join(member("v1", "voice", "b1"), SCHEMAS["voice"])
     assert {made.bind()[1]["shout"] for _ in range(5)} == {"v1"}
-    assert made.misfit(made.instances["v1"]) is None
+    assert made.ineligible_reason(made.instances["v1"]) is None
 
 
 def test_one_whose_revision_is_not_listed_yet_is_bound_once_it_is() -> None:
     """A new pod may be there before the list of revisions is read again."""
     made = membership(member("f1", "front", "a1"), member("v2", "voice", "b2"))
-    assert made.misfit(made.instances["v2"]) == (
+    assert made.ineligible_reason(made.instances["v2"]) == (
         "unit revision b2 of 'u2' stands in no pipeline revision that is served"
     )
     made.update((OLD, NEW))
-    assert made.misfit(made.instances["v2"]) is None
+    assert made.ineligible_reason(made.instances["v2"]) is None
     assert made.bind()[1]["shout"] == "v2"
 
 
@@ -230,8 +233,8 @@ BRANCHES = PipelineRevision(
 )
 
 
-def branches(*groups: str) -> Membership:
-    made = Membership((BRANCHES,))
+def branches(*groups: str) -> MembershipState:
+    made = MembershipState((BRANCHES,))
     schemas = edges.of_revision(BRANCHES)
     for group in groups:
         made.join(Member(group, group, group, "u", group, {}, (), True), schemas[group])

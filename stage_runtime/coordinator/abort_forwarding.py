@@ -12,53 +12,53 @@ from typing import Final
 from stage_runtime.errors import ValueRefused
 from stage_runtime.rules.forwarding import Inquiry
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import AbortPassed, Message, PassAbort
+from stage_runtime.wire.messages import ForwardAbort, ForwardAbortReply, Message
 
 ANSWER_S: Final = 2.0  # an owner that is alive answers in milliseconds; one that is dead is known to be after 4 s
-ASKED_MOST: Final = 64  # at once: each question costs a message to every instance
+OPEN_MOST: Final = 64  # at once: each question costs a message to every instance
 
 
-class Elsewhere:
+class AbortForwarding:
     """Questions that are open."""
 
     def __init__(self, me: str, say: Callable[[str, Message], bool]) -> None:
         self._me = me
         self._say = say
-        self._asked: dict[str, tuple[Inquiry, asyncio.Event]] = {}  #: By request id.
+        self._open: dict[str, tuple[Inquiry, asyncio.Event]] = {}  #: By request id.
 
     async def abort(self, request_id: str, reason: str, instances: Iterable[str]) -> bool:
         """Have another coordinator abort it. False: none has it in flight, or none says so in time."""
-        if request_id not in self._asked:
-            if len(self._asked) >= ASKED_MOST:
+        if request_id not in self._open:
+            if len(self._open) >= OPEN_MOST:
                 return False
-            said = PassAbort(request_id, self._me, reason)
+            said = ForwardAbort(request_id, self._me, reason)
             try:
                 codec.check(said)
             except ValueRefused:
                 return False  # no request has such an id
             inquiry = Inquiry([one for one in instances if self._say(one, said)])
-            self._asked[request_id] = (inquiry, asyncio.Event())
-        inquiry, news = self._asked[request_id]
+            self._open[request_id] = (inquiry, asyncio.Event())
+        inquiry, changed = self._open[request_id]
         try:
             async with asyncio.timeout(ANSWER_S):
                 while inquiry.outcome is None:
-                    news.clear()
-                    await news.wait()
+                    changed.clear()
+                    await changed.wait()
         except TimeoutError:
             return False
         finally:
-            self._asked.pop(request_id, None)
+            self._open.pop(request_id, None)
         return inquiry.outcome
 
-    def answered(self, sender: str, message: AbortPassed) -> None:
+    def answered(self, sender: str, message: ForwardAbortReply) -> None:
         """An instance brings what an owner said."""
-        if message.request_id in self._asked:
-            inquiry, news = self._asked[message.request_id]
+        if message.request_id in self._open:
+            inquiry, changed = self._open[message.request_id]
             inquiry.answered(sender, aborted=message.aborted, owners=message.owners)
-            news.set()
+            changed.set()
 
     def forget(self, instance: str) -> None:
         """It is gone, and answers nothing."""
-        for inquiry, news in self._asked.values():
+        for inquiry, changed in self._open.values():
             inquiry.gone(instance)
-            news.set()
+            changed.set()

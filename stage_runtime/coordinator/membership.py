@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.relays.choosing import Relays
-from stage_runtime.rules.members import Membership
+from stage_runtime.rules.membership import MembershipState
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
     PROTOCOL,
@@ -32,7 +32,7 @@ BURIED_KEPT: Final = 1000
 BURIED: Final = "this incarnation was declared dead"
 
 
-class Roster:
+class Membership:
     """All members and the revisions they may serve. On the I/O thread."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Roster:
         bound_to: Callable[[str], int],
     ) -> None:
         self.incarnation = incarnation
-        self.membership = Membership(revisions)
+        self.state = MembershipState(revisions)
         self._pipeline = pipeline
         self._endpoint = endpoint
         self._publisher = publisher
@@ -72,10 +72,10 @@ class Roster:
             self._channels.dismiss(sender, message.member.endpoint, said)
             return False
         member = message.member
-        known = sender in self.membership.instances
+        known = sender in self.state.instances
         self._channels.connect(sender, member.endpoint)
         self._relays.open(sender, member.relays)
-        for gone in self.membership.join(member, message.edges):
+        for gone in self.state.join(member, message.edges):
             self.bury(gone)
         me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
         # A member that says Hello again has found us at a second address, or has given up its link to us.
@@ -85,7 +85,7 @@ class Roster:
             log.info(
                 "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint
             )
-            self._log_misfits(sender)
+            self._log_ineligible(sender)
         return True
 
     def stranger(self, sender: str) -> None:
@@ -96,32 +96,32 @@ class Roster:
 
     def ready_now(self, sender: str) -> bool:
         """An instance takes requests from now on."""
-        if not self.membership.mark(sender, ready=True):
+        if not self.state.mark(sender, ready=True):
             return False
-        self._was_complete = self._was_complete or self.membership.complete()
-        log.info("%s (%s) is ready", self.membership.instances[sender].member.group, sender)
+        self._was_complete = self._was_complete or self.state.complete()
+        log.info("%s (%s) is ready", self.state.instances[sender].member.group, sender)
         return True
 
     def beat(self, sender: str, message: Beat) -> None:
-        if sender not in self.membership.instances:
+        if sender not in self.state.instances:
             return  # refused, and not gone yet
         self._beats[sender] = message
-        self.membership.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
+        self.state.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
 
     def goodbye(self, sender: str, message: Goodbye) -> None:
-        if self.membership.mark(sender, draining=True):
+        if self.state.mark(sender, draining=True):
             log.info("%s is draining: %s", sender, message.reason)
             self.unbound(sender)
 
     def unbound(self, incarnation: str) -> None:
         """A request less is bound to it; a draining instance is told when it was the last."""
-        instance = self.membership.instances.get(incarnation)
+        instance = self.state.instances.get(incarnation)
         if instance is not None and instance.draining and not self._bound_to(incarnation):
             self._channels.send(incarnation, Unbound())
 
     def bury(self, incarnation: str) -> bool:
         """It is gone for good: late words of this life are ignored. False when it was no member."""
-        instance = self.membership.leave(incarnation)
+        instance = self.state.leave(incarnation)
         if instance is None:
             return False
         self._buried[incarnation] = instance.member.endpoint
@@ -146,7 +146,7 @@ class Roster:
 
     def ready_count(self) -> dict[str, int]:
         counts: Counter[str] = Counter()
-        for instance in self.membership.instances.values():
+        for instance in self.state.instances.values():
             counts[instance.member.group] += instance.eligible
         return dict(counts)
 
@@ -156,14 +156,14 @@ class Roster:
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
         """The list of revisions has changed."""
-        self.membership.update(revisions)
+        self.state.update(revisions)
         self._rests = _rests(revisions)
-        self._log_misfits(*self.membership.instances)
+        self._log_ineligible(*self.state.instances)
 
     def set_aside(self, hosts: Sequence[str]) -> None:
         """The pods at these addresses were taken out of their units: what is bound to them ends, nothing new is."""
-        for incarnation in self.membership.set_aside(hosts):
-            instance = self.membership.instances[incarnation]
+        for incarnation in self.state.set_aside(hosts):
+            instance = self.state.instances[incarnation]
             said = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
             log.info("%s (%s) %s", instance.member.group, incarnation, said)
 
@@ -182,9 +182,9 @@ class Roster:
 
     def status(self) -> Mapping[str, Any]:
         return {
-            "complete": self.membership.complete(),
-            "lacking": [] if self.membership.complete() else self.membership.lacking(any_revision=True),
-            "revisions": [one.revision for one in self.membership.revisions],
+            "complete": self.state.complete(),
+            "lacking": [] if self.state.complete() else self.state.lacking(any_revision=True),
+            "revisions": [one.revision for one in self.state.revisions],
             "instances": [
                 {
                     "incarnation": incarnation,
@@ -196,14 +196,14 @@ class Roster:
                     "ready": instance.ready,
                     "draining": instance.draining,
                     "aside": instance.aside,
-                    "misfit": self.membership.misfit(instance),
+                    "misfit": self.state.ineligible_reason(instance),
                     "waiting": instance.waiting,
                     "running": instance.running,
                     "bound": instance.bound,
                     "served": instance.served,
                     "gauges": self._beats[incarnation].gauges if incarnation in self._beats else {},
                 }
-                for incarnation, instance in self.membership.instances.items()
+                for incarnation, instance in self.state.instances.items()
             ],
         }
 
@@ -221,18 +221,18 @@ class Roster:
             return f"speaks edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
         return None
 
-    def _log_misfits(self, *incarnations: str) -> None:
+    def _log_ineligible(self, *incarnations: str) -> None:
         for incarnation in incarnations:
-            instance = self.membership.instances[incarnation]
-            misfit = self.membership.misfit(instance)
-            if misfit is not None:
-                log.info("%s (%s) gets no requests: %s", instance.member.group, incarnation, misfit)
+            instance = self.state.instances[incarnation]
+            ineligible_reason = self.state.ineligible_reason(instance)
+            if ineligible_reason is not None:
+                log.info("%s (%s) gets no requests: %s", instance.member.group, incarnation, ineligible_reason)
 
     def _others(self, incarnation: str) -> tuple[Member, ...]:
-        return tuple(one.member for name, one in self.membership.instances.items() if name != incarnation)
+        return tuple(one.member for name, one in self.state.instances.items() if name != incarnation)
 
     def _tell_all(self, message: Message, *, but: str = "") -> None:
-        for incarnation in self.membership.instances:
+        for incarnation in self.state.instances:
             if incarnation != but:
                 self._channels.send(incarnation, message)
 

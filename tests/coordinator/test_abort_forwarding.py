@@ -1,0 +1,57 @@
+"""DELETE at the coordinator that does not own the request: the other one aborts it, through an instance."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from stage_runtime.wire.messages import ForwardAbort, ForwardAbortReply
+from tests.coordinator.manager_kit import ME, Played, asked, error_of, played
+
+
+def questions(made: Played, incarnation: str) -> list[ForwardAbort]:
+    return [one for one in made.channels.said[incarnation] if isinstance(one, ForwardAbort)]
+
+
+async def caller(made: Played, request_id: str = "theirs") -> asyncio.Task[bool]:
+    task = asyncio.create_task(made.manager.forward_abort(request_id, "DELETE"))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_an_abort_that_another_coordinator_passes_on_ends_the_request_and_says_so() -> None:
+    async with played() as made:
+        handle = made.manager.admit(asked("mine"))
+        made.coordinator.heard("f1", ForwardAbort("mine", "other", "DELETE"))
+        assert made.channels.said["f1"][-1] == ForwardAbortReply("mine", "other", True)
+        assert (await error_of(handle)).code == "cancelled"
+        made.coordinator.heard("v1", ForwardAbort("mine", "other", "DELETE"))
+        assert made.channels.said["v1"][-1] == ForwardAbortReply("mine", "other", False), "once"
+
+
+async def test_every_instance_is_asked_and_the_owner_s_yes_is_enough() -> None:
+    async with played() as made:
+        answer = await caller(made)
+        assert questions(made, "f1") == questions(made, "v1") == [ForwardAbort("theirs", ME, "DELETE")]
+        made.coordinator.heard("v1", ForwardAbortReply("theirs", ME, True, 1))
+        assert await asyncio.wait_for(answer, 10)
+
+
+@pytest.mark.parametrize("request_id", ["x" * 129, "", "\udc80"], ids=["long", "empty", "surrogate"])
+async def test_an_id_that_no_request_can_have_is_asked_of_nobody(request_id: str) -> None:
+    async with played() as made:
+        assert not await made.manager.forward_abort(request_id, "DELETE")
+        assert questions(made, "f1") == questions(made, "v1") == []
+
+
+async def test_no_is_known_as_soon_as_everybody_has_answered_or_is_gone() -> None:
+    async with played() as made:
+        answer = await caller(made)
+        again = await caller(made)
+        assert len(questions(made, "f1")) == 1, "one question for two who ask the same"
+        made.coordinator.heard("f1", ForwardAbortReply("theirs", ME, False, 0))
+        await asyncio.sleep(0)
+        assert not answer.done()
+        made.coordinator.lost("v1")
+        assert list(await asyncio.gather(answer, again)) == [False, False]
