@@ -148,14 +148,14 @@ class _Outbox:
         ours = _ours(work)
         if not ours.over:
             outputs.check_chunk(chunk)
-            said = msgspec.structs.replace(
+            kept = msgspec.structs.replace(
                 chunk,
                 data=_copied(chunk.data, "chunk.data"),
                 metadata=_copied(chunk.metadata, "chunk.metadata"),
                 source=STAGE,
                 index=len(ours.emitted.chunks),
             )
-            ours.emitted.chunks.append(said)
+            ours.emitted.chunks.append(kept)
             given = {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata}
             self._watch.gave(self._name, work.request_id, given)
         return None

@@ -21,9 +21,9 @@ OPEN_MOST: Final = 64  # at once: each question costs a message to every instanc
 class AbortForwarding:
     """Questions that are open."""
 
-    def __init__(self, me: str, say: Callable[[str, Message], bool]) -> None:
+    def __init__(self, me: str, send: Callable[[str, Message], bool]) -> None:
         self._me = me
-        self._say = say
+        self._send = send
         self._open: dict[str, tuple[Inquiry, asyncio.Event]] = {}  #: By request id.
 
     async def abort(self, request_id: str, reason: str, instances: Iterable[str]) -> bool:
@@ -31,12 +31,12 @@ class AbortForwarding:
         if request_id not in self._open:
             if len(self._open) >= OPEN_MOST:
                 return False
-            said = ForwardAbort(request_id, self._me, reason)
+            question = ForwardAbort(request_id, self._me, reason)
             try:
-                codec.check(said)
+                codec.check(question)
             except ValueRefused:
                 return False  # no request has such an id
-            inquiry = Inquiry([one for one in instances if self._say(one, said)])
+            inquiry = Inquiry([one for one in instances if self._send(one, question)])
             self._open[request_id] = (inquiry, asyncio.Event())
         inquiry, changed = self._open[request_id]
         try:

@@ -18,16 +18,16 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
     Beat,
     Complete,
+    Deregister,
     ForwardAbort,
     ForwardAbortReply,
-    Goodbye,
     HandBack,
     Hello,
     Message,
+    PeerUnreachable,
     Ready,
     Release,
     RequestRef,
-    Severed,
     Shutdown,
     Stalled,
     Stream,
@@ -59,8 +59,8 @@ class Coordinator:
             Release: lambda sender, message: self.manager.lanes.released(sender, message.transfers),
             Beat: lambda sender, message: self.membership.beat(sender, message),
             Ready: self._ready,
-            Severed: lambda sender, message: self.manager.severed(sender, message.peer),
-            Goodbye: lambda sender, message: self.membership.goodbye(sender, message),
+            PeerUnreachable: lambda sender, message: self.manager.peer_unreachable(sender, message.peer),
+            Deregister: lambda sender, message: self.membership.deregister(sender, message),
             Hello: self._hello_again,
         }
 
@@ -94,7 +94,7 @@ class Coordinator:
             self.membership,
             loop=self._loop,
             relays=relays,
-            say=channels.send,
+            send=channels.send,
             publish=channels.publish,
             terminal_stages=terminal_stages,
         )
@@ -103,11 +103,11 @@ class Coordinator:
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, Hello):
-            self.membership.stranger(sender)
+            self.membership.unknown_peer(sender)
             return False
         return self._hello(sender, message)
 
-    def heard(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, message: Message) -> None:
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(sender, message)
@@ -117,7 +117,7 @@ class Coordinator:
             self.manager.unreadable(sender, request, problem)
 
     def lost(self, peer: str) -> None:
-        if self.membership.bury(peer):
+        if self.membership.fence(peer):
             self.manager.instance_lost(peer)
 
     # --- what the process does with it --------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Coordinator:
         for replaced in before - set(self.membership.state.instances):
             self.manager.instance_lost(replaced)
         if sender not in before and welcome and message.member.ready:
-            self.manager.instances_changed()  # one that was buried comes back loaded
+            self.manager.instances_changed()  # one that was fenced comes back loaded
         return welcome
 
     def _hello_again(self, sender: str, message: Hello) -> None:

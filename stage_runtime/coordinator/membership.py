@@ -15,12 +15,12 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
     PROTOCOL,
     Beat,
-    Goodbye,
+    Deregister,
     Hello,
     Member,
     Members,
     Message,
-    Refused,
+    Rejected,
     Unbound,
     Welcome,
 )
@@ -28,8 +28,8 @@ from stage_runtime.wire.messages import (
 log = logging.getLogger(__name__)
 
 READY_AFTER_S: Final = 30.0  # a coordinator without a complete set is ready then: a 503 that names a stage says more
-BURIED_KEPT: Final = 1000
-BURIED: Final = "this incarnation was declared dead"
+FENCED_KEPT: Final = 1000
+FENCED: Final = "this incarnation was declared dead"
 
 
 class Membership:
@@ -56,7 +56,7 @@ class Membership:
         self._relays = relays
         self._bound_to = bound_to
         self._beats: dict[str, Beat] = {}
-        self._buried: dict[str, str] = {}  #: Incarnations declared dead -> their endpoints; oldest first.
+        self._fenced: dict[str, str] = {}  #: Incarnations declared dead -> their endpoints; oldest first.
         self._started_at = time.monotonic()
         self._was_complete = False
         self._rests = _rests(revisions)
@@ -68,15 +68,15 @@ class Membership:
         refusal = self._refusal(sender, message)
         if refusal is not None:
             log.warning("%s of group %s is refused: %s", sender, message.member.group, refusal)
-            said = Refused(sender, refusal, buried=sender in self._buried)
-            self._channels.dismiss(sender, message.member.endpoint, said)
+            rejection = Rejected(sender, refusal, fenced=sender in self._fenced)
+            self._channels.dismiss(sender, message.member.endpoint, rejection)
             return False
         member = message.member
         known = sender in self.state.instances
         self._channels.connect(sender, member.endpoint)
         self._relays.open(sender, member.relays)
         for gone in self.state.join(member, message.edges):
-            self.bury(gone)
+            self.fence(gone)
         me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
         # A member that says Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._others(sender)))
@@ -88,11 +88,11 @@ class Membership:
             self._log_ineligible(sender)
         return True
 
-    def stranger(self, sender: str) -> None:
-        """Somebody speaks to us who has no link. One that we buried, by mistake or frozen, must learn of it."""
-        endpoint = self._buried.get(sender)
+    def unknown_peer(self, sender: str) -> None:
+        """Somebody speaks to us who has no link. One that we fenced, by mistake or frozen, must learn of it."""
+        endpoint = self._fenced.get(sender)
         if endpoint is not None:
-            self._channels.dismiss(sender, endpoint, Refused(sender, BURIED, buried=True))
+            self._channels.dismiss(sender, endpoint, Rejected(sender, FENCED, fenced=True))
 
     def ready_now(self, sender: str) -> bool:
         """An instance takes requests from now on."""
@@ -108,7 +108,7 @@ class Membership:
         self._beats[sender] = message
         self.state.beat(sender, sum(message.waiting.values()), sum(message.running.values()))
 
-    def goodbye(self, sender: str, message: Goodbye) -> None:
+    def deregister(self, sender: str, message: Deregister) -> None:
         if self.state.mark(sender, draining=True):
             log.info("%s is draining: %s", sender, message.reason)
             self.unbound(sender)
@@ -119,14 +119,14 @@ class Membership:
         if instance is not None and instance.draining and not self._bound_to(incarnation):
             self._channels.send(incarnation, Unbound())
 
-    def bury(self, incarnation: str) -> bool:
+    def fence(self, incarnation: str) -> bool:
         """It is gone for good: late words of this life are ignored. False when it was no member."""
         instance = self.state.leave(incarnation)
         if instance is None:
             return False
-        self._buried[incarnation] = instance.member.endpoint
-        if len(self._buried) > BURIED_KEPT:
-            del self._buried[next(iter(self._buried))]
+        self._fenced[incarnation] = instance.member.endpoint
+        if len(self._fenced) > FENCED_KEPT:
+            del self._fenced[next(iter(self._fenced))]
         self._beats.pop(incarnation, None)
         self._channels.drop(incarnation)
         self._tell_all(Members(gone=(incarnation,)))
@@ -164,8 +164,8 @@ class Membership:
         """The pods at these addresses were taken out of their units: what is bound to them ends, nothing new is."""
         for incarnation in self.state.set_aside(hosts):
             instance = self.state.instances[incarnation]
-            said = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
-            log.info("%s (%s) %s", instance.member.group, incarnation, said)
+            change = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
+            log.info("%s (%s) %s", instance.member.group, incarnation, change)
 
     def loads(self) -> dict[str, dict[str, int]]:
         """Per stage, what the last beats say is waiting and running, all instances together."""
@@ -213,8 +213,8 @@ class Membership:
         member = message.member
         if sender != member.incarnation:
             return f"says it is {member.incarnation}"
-        if sender in self._buried:
-            return BURIED
+        if sender in self._fenced:
+            return FENCED
         if message.pipeline != self._pipeline:
             return f"belongs to pipeline {message.pipeline!r}, this is {self._pipeline!r}"
         if not message.edges.startswith(f"{PROTOCOL}:"):

@@ -19,9 +19,9 @@ class EndedNotifier:
     taken. One message per instance and `ENDED_EVERY_S`, not one per request.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, say: Callable[[str, Message], bool]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[str, Message], bool]) -> None:
         self._loop = loop
-        self._say = say
+        self._send = send
         self._ended: dict[str, list[tuple[str, int]]] = {}
 
     def add(self, instances: Iterable[str], request_id: str, attempt: int) -> None:
@@ -36,15 +36,15 @@ class EndedNotifier:
     def _send_ended(self) -> None:
         ended, self._ended = self._ended, {}
         for incarnation, requests in ended.items():
-            self._say(incarnation, Ended(tuple(requests)))
+            self._send(incarnation, Ended(tuple(requests)))
 
 
 class ConsumedNotifier:
     """The weight of chunks that clients have read, and their producers have not been told of."""
 
-    def __init__(self, owner: str, say: Callable[[str, Message], bool]) -> None:
+    def __init__(self, owner: str, send: Callable[[str, Message], bool]) -> None:
         self._owner = owner
-        self._say = say
+        self._send = send
         self._unreported: dict[tuple[str, str], int] = {}  #: (request id, stage)
 
     def read(self, request_id: str, attempt: int, stage: str, producer: str, weight: int) -> None:
@@ -52,7 +52,7 @@ class ConsumedNotifier:
         key = (request_id, stage)
         unreported = self._unreported.get(key, 0) + weight
         if unreported >= CONSUMED_EVERY:
-            self._say(producer, Consumed(request_id, attempt, self._owner, stage, COORDINATOR, unreported))
+            self._send(producer, Consumed(request_id, attempt, self._owner, stage, COORDINATOR, unreported))
             unreported = 0
         self._unreported[key] = unreported
 

@@ -80,27 +80,27 @@ class RequestManager:
         *,
         loop: asyncio.AbstractEventLoop,
         relays: Relays,
-        say: Callable[[str, Message], bool],
+        send: Callable[[str, Message], bool],
         publish: Callable[[Message], None],
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
     ) -> None:
         self.stats = RequestStats()
-        self.lanes = Lanes(relays, say)
-        self.abort_forwarding = AbortForwarding(membership.incarnation, say)
+        self.lanes = Lanes(relays, send)
+        self.abort_forwarding = AbortForwarding(membership.incarnation, send)
         self._plan = plan
         self._membership = membership
         self._loop = loop
         self._relays = relays
         self._fetching = Fetching(relays, loop)
-        self._say = say
+        self._send = send
         self._publish = publish
         self._admission = Admission(plan, terminal_stages)
         self._terminal_stages_caller = TerminalStagesCaller(terminal_stages) if terminal_stages is not None else None
         self._deadlines = Deadlines(
             loop, passed=self._deadline_passed, wanted=lambda one, deadline: self._deadline_of(one) == deadline
         )
-        self._ended_notifier = EndedNotifier(loop, say)
-        self._consumed_notifier = ConsumedNotifier(membership.incarnation, say)
+        self._ended_notifier = EndedNotifier(loop, send)
+        self._consumed_notifier = ConsumedNotifier(membership.incarnation, send)
         self.readers = Readers(loop, bound_to=self._bound_here, end=self._end_unread)
         self._handles: dict[str, RequestHandle] = {}
         self._by_instance: dict[str, set[str]] = {}  #: incarnation -> ids of requests bound to it
@@ -285,7 +285,7 @@ class RequestManager:
             self._happen(handle, InstanceLost(stage, handle.tracked.attempt))
         self._by_instance.pop(incarnation, None)
 
-    def severed(self, sender: str, peer: str) -> None:
+    def peer_unreachable(self, sender: str, peer: str) -> None:
         """Two instances have lost each other, and with it what was under way between them.
 
         If one of them is dead, that is known soon and `instance_lost` says more. Else their requests would wait for
@@ -504,10 +504,10 @@ class RequestManager:
 
     def _abort_attempt(self, handle: RequestHandle) -> None:
         """Tell everybody that this attempt could have reached; then its instances carry one less."""
-        said = Abort(handle.id, handle.tracked.attempt, self._membership.incarnation, handle.tracked.state.value)
+        abort = Abort(handle.id, handle.tracked.attempt, self._membership.incarnation, handle.tracked.state.value)
         for incarnation in set(handle.bindings.values()):
-            self._say(incarnation, said)
-        self._publish(said)
+            self._send(incarnation, abort)
+        self._publish(abort)
         self._unbind(handle)
         handle.sending.aborted = True
         self.lanes.drop_cancelled()

@@ -143,12 +143,12 @@ class NamedOutbox:
         self._ids = inbox.ids
         self._outbox = outbox
 
-    def put(self, said: events.Outgoing) -> Gate | None:
+    def put(self, output: events.Outgoing) -> Gate | None:
         """Raises: TypeError: something else, which names no request that could fail for it."""
-        name = getattr(said, "request_id", None)
+        name = getattr(output, "request_id", None)
         work = self._ids.find(name) if isinstance(name, str) else None
-        if not isinstance(said, events.Outgoing):
-            error = TypeError(f"outbox.put takes Emit, Done or Failed, not {type(said).__name__}")
+        if not isinstance(output, events.Outgoing):
+            error = TypeError(f"outbox.put takes Emit, Done or Failed, not {type(output).__name__}")
             if work is None:
                 raise error
             self._ids.end(str(name))
@@ -156,25 +156,25 @@ class NamedOutbox:
             return None
         if work is None:
             return None
-        match said:
+        match output:
             case events.Emit():
-                return self._emit(work, said)
+                return self._emit(work, output)
             case events.Done():
-                self._ids.end(said.request_id)
-                self._outbox.done(work, said.data)
+                self._ids.end(output.request_id)
+                self._outbox.done(work, output.data)
                 self._outbox.settle()
             case events.Failed():
-                self._ids.end(said.request_id)
-                error = said.error if isinstance(said.error, BaseException) else RuntimeError(said.error)
+                self._ids.end(output.request_id)
+                error = output.error if isinstance(output.error, BaseException) else RuntimeError(output.error)
                 self._outbox.fail(work, error)
         return None
 
-    def _emit(self, work: Work, said: events.Emit) -> Gate | None:
+    def _emit(self, work: Work, output: events.Emit) -> Gate | None:
         try:
-            gate = self._outbox.emit(work, said.chunk)
+            gate = self._outbox.emit(work, output.chunk)
             self._outbox.settle()
             return gate
         except BaseException as error:
-            self._ids.end(said.request_id)
+            self._ids.end(output.request_id)
             self._outbox.fail(work, error)
             return None

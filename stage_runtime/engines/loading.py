@@ -56,16 +56,16 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
 def _no_module(missing: str, name: str) -> str:
     """What to say of a module that is not there: the nearest one that is, or where it lies instead."""
     package, _, last = missing.rpartition(".")
-    said = f"no module named {missing!r} (in {name!r})"
+    problem = f"no module named {missing!r} (in {name!r})"
     path = getattr(sys.modules.get(package), "__path__", ()) if package else None
     known = {module.name for module in pkgutil.iter_modules(path)} - {last}
     near = difflib.get_close_matches(last, known, n=1, cutoff=NEAR_MODULE)
     if near:
-        return f"{said}; did you mean {package}{'.' if package else ''}{near[0]}?"
+        return f"{problem}; did you mean {package}{'.' if package else ''}{near[0]}?"
     here = os.path.join(os.getcwd(), last)
     if not package and (os.path.isfile(f"{here}.py") or os.path.isdir(here)):
-        return f"{said}; it lies in the working directory, and stages import from the pipeline file's folder"
-    return said
+        return f"{problem}; it lies in the working directory, and stages import from the pipeline file's folder"
+    return problem
 
 
 def _functions_of(holder: Any) -> Iterator[str]:

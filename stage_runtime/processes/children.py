@@ -48,7 +48,7 @@ class Child:
         self.command = command
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._fatal: list[str] = []  #: From where a crash begins: stacks of many threads are longer than the tail.
-        self.said: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
+        self.events: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
         self.failure: statuspipe.Failed | None = None
         self.last_sign = time.monotonic()  #: When it last said or printed something.
         self._on_event, self._on_line = on_event, on_line
@@ -91,7 +91,7 @@ class Child:
     @property
     def ready(self) -> bool:
         """It has said all that its command awaits."""
-        return self.command.awaits <= {type(event) for event in self.said}
+        return self.command.awaits <= {type(event) for event in self.events}
 
     @property
     def cause(self) -> str:
@@ -120,8 +120,8 @@ class Child:
         if isinstance(event, statuspipe.Failed):
             self.failure = self.failure or event
         if isinstance(event, statuspipe.Loading):
-            self.said = [other for other in self.said if not isinstance(other, statuspipe.Loading)]
-        self.said.append(event)
+            self.events = [other for other in self.events if not isinstance(other, statuspipe.Loading)]
+        self.events.append(event)
         self._on_event(self)
 
     def _take_output(self, line: bytes) -> None:

@@ -33,7 +33,7 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
     stage: StagePlan | None = None  #: Of a factory: its arguments must fit, too.
 
 
-class _Said(msgspec.Struct, frozen=True, kw_only=True):
+class _Result(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the child. ``problem`` None: about to import it; empty: it is there."""
 
     at: int
@@ -66,19 +66,19 @@ def faults(pipeline: LocalPipeline) -> tuple[Fault, ...]:
     with tempfile.TemporaryDirectory(prefix="omni-imports-") as folder:
         environment = {**pipeline.plan.coordinator.env_defaults, **pipeline.environment(Path(folder) / "code")}
         while wanted:
-            said, code = _ask(wanted, environment, Path(folder) / "said")
-            found += [Fault(path=one.path, message=one.problem) for one in said if one.problem]
+            results, code = _run(wanted, environment, Path(folder) / "said")
+            found += [Fault(path=one.path, message=one.problem) for one in results if one.problem]
             if code == 0:
                 break
             # It ended while it imported this one: the rest is asked of the next child.
-            last = wanted[said[-1].at if said else 0]
+            last = wanted[results[-1].at if results else 0]
             message = f"importing {last.name!r} ends the process ({describe_exit(code)})"
             found.append(Fault(path=last.path, message=message))
             wanted = wanted[wanted.index(last) + 1 :]
     return tuple(found)
 
 
-def _ask(wanted: Sequence[Named], environment: Mapping[str, str], answers: Path) -> tuple[list[_Said], int]:
+def _run(wanted: Sequence[Named], environment: Mapping[str, str], answers: Path) -> tuple[list[_Result], int]:
     answers.write_bytes(b"")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "stage_runtime", "imports", str(answers)],
@@ -87,7 +87,7 @@ def _ask(wanted: Sequence[Named], environment: Mapping[str, str], answers: Path)
         stdout=sys.stderr.fileno(),  # what modules print is no answer of ours
         check=False,
     )
-    return [msgspec.json.decode(line, type=_Said) for line in answers.read_bytes().splitlines()], done.returncode
+    return [msgspec.json.decode(line, type=_Result) for line in answers.read_bytes().splitlines()], done.returncode
 
 
 def answer(answers: str) -> int:
@@ -95,9 +95,9 @@ def answer(answers: str) -> int:
     faulthandler.disable()  # whoever asked says which import it was
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Named, ...])
     for at, one in enumerate(wanted):
-        _say(answers, _Said(at=at))
+        _report(answers, _Result(at=at))
         path, problem = _problem(one)
-        _say(answers, _Said(at=at, path=path, problem=problem))
+        _report(answers, _Result(at=at, path=path, problem=problem))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads and exit handlers of imported modules are none of ours to wait for
@@ -118,6 +118,6 @@ def _problem(one: Named) -> tuple[str, str]:
     return one.path, ""
 
 
-def _say(answers: str, said: _Said) -> None:
+def _report(answers: str, result: _Result) -> None:
     with open(answers, "ab") as file:
-        file.write(msgspec.json.encode(said) + b"\n")
+        file.write(msgspec.json.encode(result) + b"\n")

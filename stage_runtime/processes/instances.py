@@ -197,8 +197,8 @@ class Instance:
         if self._stopping.is_set():
             return "draining", ""
         if child.ready:
-            return "ready", next((event.url for event in child.said if isinstance(event, statuspipe.Serving)), "")
-        match next((event for event in reversed(child.said) if not isinstance(event, statuspipe.Failed)), None):
+            return "ready", next((event.url for event in child.events if isinstance(event, statuspipe.Serving)), "")
+        match next((event for event in reversed(child.events) if not isinstance(event, statuspipe.Failed)), None):
             case statuspipe.Loading(stage=stage, message=text):
                 return "loading", f"{stage}: {text}" if text else stage
             case statuspipe.Ready():
@@ -244,12 +244,12 @@ class Instance:
         started: list[Child] = []
         try:
             for command in self.spec.commands():
-                started.append(Child(command, on_event=self._heard, on_line=self._on_line))
+                started.append(Child(command, on_event=self._on_event, on_line=self._on_line))
         finally:
             self.children = tuple(started)
         self._on_change(self)
 
-    def _heard(self, child: Child) -> None:
+    def _on_event(self, child: Child) -> None:
         if not self.was_ready and all(other.ready for other in self.children):
             self.was_ready = True
         self._on_change(self)
@@ -260,12 +260,12 @@ class Instance:
         if idle is None or idle[1] < self.patience.startup_s:
             return None
         child, idle_s = idle
-        said = self._state(child)[1]
+        detail = self._state(child)[1]
         child.signal(signal.SIGABRT)  # faulthandler prints every thread's stack: where it hangs
         await asyncio.wait([child.exited], timeout=STACKS_S)
         return StartupFailed(
             child.command.name,
-            f"no progress for {idle_s:.0f} s while starting{f' ({said})' if said else ''}: no output, "
+            f"no progress for {idle_s:.0f} s while starting{f' ({detail})' if detail else ''}: no output, "
             "no processor time, no input or output",
             tail=child.tail,
             hung=True,
@@ -348,14 +348,14 @@ def _to_blame(dead: Sequence[Child]) -> Child:
 
 
 def _failure(child: Child) -> StartupFailed:
-    said = child.failure
+    failure = child.failure
     return StartupFailed(
         child.command.name,
         _problem(child),
-        stage=said.stage if said is not None else "",
-        traceback=said.traceback if said is not None else "",
+        stage=failure.stage if failure is not None else "",
+        traceback=failure.traceback if failure is not None else "",
         tail=child.tail,
-        reported=said is not None,
+        reported=failure is not None,
     )
 
 

@@ -26,7 +26,7 @@ class JsonFormatter(logging.Formatter):
         self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
             "process": self._name,
@@ -34,11 +34,11 @@ class JsonFormatter(logging.Formatter):
             "message": printed(record.getMessage(), limit=TRACEBACK_LIMIT),
         }
         if record.exc_info and record.exc_info[1] is not None:
-            said["traceback"] = traced(record.exc_info[1])
+            entry["traceback"] = traced(record.exc_info[1])
         for given, value in _fields(record).items():
             name = printed(given, limit=MAX_NAME)
-            said[f"extra.{name}" if name in said else name] = _plain(value)
-        return msgspec.json.encode(said).decode()
+            entry[f"extra.{name}" if name in entry else name] = _plain(value)
+        return msgspec.json.encode(entry).decode()
 
 
 class TextFormatter(logging.Formatter):

@@ -228,7 +228,7 @@ class StageProcess(Process):
             on_failed=self._failed,
             on_shutdown=self._stop,
             on_unbound=self._unbound.add,
-            on_buried=lambda: self._buried.set(),
+            on_fenced=lambda: self._fenced.set(),
             watch=Watch() if self._settings.debug_values else None,
             leader=self._leader,
         )
@@ -250,9 +250,9 @@ class StageProcess(Process):
         return self._over.result()
 
     async def _life(self, *, first: bool) -> None:
-        """One incarnation, until the end or until it is buried. The stages and their engines outlive it."""
-        self._buried = asyncio.Event()
-        buried = asyncio.ensure_future(self._buried.wait())
+        """One incarnation, until the end or until it is fenced. The stages and their engines outlive it."""
+        self._fenced = asyncio.Event()
+        fenced = asyncio.ensure_future(self._fenced.wait())
         async with contextlib.AsyncExitStack() as stack:
             self._wire(stack)
             tasks = stack.enter_context(Tasks(self._task_ended))
@@ -262,9 +262,9 @@ class StageProcess(Process):
                 self._host.load(self._make)
             elif self._loaded:
                 self._host.announce_ready()
-            ends: list[asyncio.Future[Any]] = [self._over, buried]
+            ends: list[asyncio.Future[Any]] = [self._over, fenced]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            buried.cancel()
+            fenced.cancel()
 
     # --- wiring -------------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class StageProcess(Process):
         self._stopping = True
         statuspipe.report(self._settings.status_fd, statuspipe.Draining())
         log.info("draining: %s", reason)
-        self._host.goodbye(reason)
+        self._host.deregister(reason)
         self._tasks.start_finite("drain", self._drain())
 
     async def _drain(self) -> None:

@@ -95,7 +95,7 @@ class Arrivals:
         self._lost: collections.OrderedDict[Key, str] = collections.OrderedDict()
         self._unclaimed_bytes = 0
         self._counts = dict.fromkeys(
-            ("received_transfers", "received_bytes", "garbage_messages", "dropped_transfers"), 0
+            ("received_transfers", "received_bytes", "malformed_messages", "dropped_transfers"), 0
         )
 
     def open(self, peer: Peer) -> None:
@@ -106,8 +106,8 @@ class Arrivals:
         """One message, in the receiving thread."""
         header = self._header(frames)
         if header is None:
-            self._counts["garbage_messages"] += 1
-            if self._counts["garbage_messages"] == 1:
+            self._counts["malformed_messages"] += 1
+            if self._counts["malformed_messages"] == 1:
                 log.warning("tcp relay: dropped a message of nobody known, or without sense; more will only be counted")
             return
         key = (Peer(header.sender), TransferId(header.transfer))
@@ -213,7 +213,7 @@ class Arrivals:
         transfer = self._coming.get(key)
         if transfer is None:
             if key in self._here or key in self._pins:
-                self._counts["garbage_messages"] += 1
+                self._counts["malformed_messages"] += 1
                 return None
             claimed = key in self._claims
             if not claimed and self._unclaimed_bytes + header.nbytes > self._settings.unclaimed_bytes:

@@ -95,8 +95,8 @@ class Relays:
             return known
         reach = []
         for name, relay in self._relays.items():
-            said = facts.get(name)
-            if isinstance(said, Mapping) and relay.open(Peer(peer), said):
+            peer_facts = facts.get(name)
+            if isinstance(peer_facts, Mapping) and relay.open(Peer(peer), peer_facts):
                 reach.append(name)
         self._reach[Peer(peer)] = tuple(reach)
         log.info("relays to %s: %s", peer, ", ".join(reach) or "none")

@@ -122,4 +122,4 @@ class Fetching:
             failed(error)
 
     def _landed(self, body: Body, buffer: memoryview, then: Callable[[Fetched], None]) -> None:
-        then(Fetched(body, bytearray(buffer) if body.pressed else buffer))
+        then(Fetched(body, bytearray(buffer) if body.copy_now else buffer))

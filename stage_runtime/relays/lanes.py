@@ -26,7 +26,7 @@ from stage_runtime.wire.messages import Body, Message
 log = logging.getLogger(__name__)
 
 Edge: TypeAlias = tuple[str, str, str]  #: source stage, target stage, the peer's incarnation
-Say: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there a link; any thread
+Send: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there a link; any thread
 Make: TypeAlias = Callable[[Body], Message]
 Lost: TypeAlias = Callable[[BaseException], None]
 
@@ -82,9 +82,9 @@ class Lane:
 class Lanes:
     """All payloads that this process sends."""
 
-    def __init__(self, relays: Relays, say: Say) -> None:
+    def __init__(self, relays: Relays, send: Send) -> None:
         self._relays = relays
-        self._say = say
+        self._send = send
         self._lanes: dict[Edge, Lane] = {}
         #: (peer, transfer) -> the operation, kept until it is released, and the lane whose credit it has.
         self._out: dict[tuple[str, int], tuple[RelayOperation, Lane]] = {}
@@ -100,8 +100,8 @@ class Lanes:
         extracted = parcel.extracted
         refs = tuple(extracted.refs)
         if extracted.is_inline:
-            return self._say(edge[2], parcel.make(Body(extracted.value_bytes, refs, extracted.flat())))
-        codec.check(parcel.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), pressed=True)))
+            return self._send(edge[2], parcel.make(Body(extracted.value_bytes, refs, extracted.flat())))
+        codec.check(parcel.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), copy_now=True)))
         lane = self._lane(edge, credits)
         with lane.lock:
             if lane.closed:
@@ -237,18 +237,18 @@ class Lanes:
         with self._lock:
             self._out[key] = (operation, lane)
         refs = tuple(extracted.refs)
-        body = Body(extracted.value_bytes, refs, transfer=operation.metadata, pressed=lane.window.exhausted)
+        body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=lane.window.exhausted)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
-        said = False
+        sent = False
         try:
-            said = self._say(peer, parcel.make(body))
+            sent = self._send(peer, parcel.make(body))
         finally:
-            if not said:
+            if not sent:
                 with self._lock:
                     self._out.pop(key, None)
                 lane.window.give()
                 self._relays.discard(operation)
-        if not said:
+        if not sent:
             raise TransferError(f"no connection to {peer}")
         return True
 

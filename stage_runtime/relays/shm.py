@@ -107,15 +107,15 @@ class ShmRelay:
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         """As `base.Relay.get`. holder: who will look at the bytes, for `pins`."""
-        said = self._said(metadata, peer)
+        announced = self._decoded(metadata, peer)
         mapping = self._peers.get(peer)
         if mapping is None:
-            raise TransferError(f"shm transfer {said.transfer} from {peer}, whose arena is not mapped")
-        transfer = TransferId(said.transfer)
-        region = self._region(mapping, said, peer)
-        self._pins.add(region, peer, transfer, request_id=request_id, holder=holder, nbytes=said.nbytes)
+            raise TransferError(f"shm transfer {announced.transfer} from {peer}, whose arena is not mapped")
+        transfer = TransferId(announced.transfer)
+        region = self._region(mapping, announced, peer)
+        self._pins.add(region, peer, transfer, request_id=request_id, holder=holder, nbytes=announced.nbytes)
         self._counts["received_transfers"] += 1
-        self._counts["received_bytes"] += said.nbytes
+        self._counts["received_bytes"] += announced.nbytes
         operation = GetOperation(Completion(self._loop), transfer, peer, metadata)
         operation.arrived(memory.view(region))
         return operation
@@ -124,7 +124,7 @@ class ShmRelay:
         return self.get(metadata, request_id=request_id, peer=peer)
 
     def decline(self, metadata: bytes, *, peer: Peer) -> None:
-        self._context.on_release(peer, TransferId(self._said(metadata, peer).transfer))
+        self._context.on_release(peer, TransferId(self._decoded(metadata, peer).transfer))
 
     def released(self, peer: Peer, transfer: TransferId) -> bool:
         """As `base.Relay.released`. Returns: whether it was a transfer of ours."""
@@ -205,22 +205,25 @@ class ShmRelay:
         put.finish(error)
         self._arena.released(put.resource[0])
 
-    def _said(self, metadata: bytes, peer: Peer) -> Metadata:
+    def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
         try:
             return _decode(metadata)
         except msgspec.DecodeError as error:
             raise TransferError(f"shm metadata from {peer}: {error}") from None
 
-    def _region(self, mapping: mmap.mmap, said: Metadata, peer: Peer) -> Any:
-        inside = arena.PAGE <= said.start <= said.offset - ALIGNMENT and said.offset + said.nbytes <= len(mapping)
-        if said.nbytes < 0 or not inside:
+    def _region(self, mapping: mmap.mmap, announced: Metadata, peer: Peer) -> Any:
+        inside = (
+            arena.PAGE <= announced.start <= announced.offset - ALIGNMENT
+            and announced.offset + announced.nbytes <= len(mapping)
+        )
+        if announced.nbytes < 0 or not inside:
             raise TransferError(
-                f"shm transfer {said.transfer} from {peer}: not inside its arena of {len(mapping)} bytes"
+                f"shm transfer {announced.transfer} from {peer}: not inside its arena of {len(mapping)} bytes"
             )
-        generation, size = arena.HEADER.unpack_from(mapping, said.start)
-        if generation != said.generation or said.offset + said.nbytes > said.start + size:
-            raise TransferError(f"shm transfer {said.transfer} from {peer}: its slot has another use now")
-        return memory.region(mapping, said.offset, said.nbytes)
+        generation, size = arena.HEADER.unpack_from(mapping, announced.start)
+        if generation != announced.generation or announced.offset + announced.nbytes > announced.start + size:
+            raise TransferError(f"shm transfer {announced.transfer} from {peer}: its slot has another use now")
+        return memory.region(mapping, announced.offset, announced.nbytes)
 
 
 def _own_facts(own: Arena) -> Facts:

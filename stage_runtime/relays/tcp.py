@@ -83,7 +83,7 @@ class TcpRelay:
         self._routes: dict[Peer, _Route] = {}
         self._lock = threading.Lock()
         self._unreleased_bytes = 0
-        self._counts = dict.fromkeys(("sent_transfers", "sent_bytes", "turned_away"), 0)
+        self._counts = dict.fromkeys(("sent_transfers", "sent_bytes", "handshake_failures"), 0)
         self._told: set[zmq.Event] = set()  #: Why somebody was turned away, as far as it is in the log.
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
@@ -106,14 +106,14 @@ class TcpRelay:
             return True
         socket = self._zmq.socket(zmq.PUSH)
         try:
-            said = msgspec.convert(facts, Facts)
-            token = bytes.fromhex(said.token)
+            announced = msgspec.convert(facts, Facts)
+            token = bytes.fromhex(announced.token)
             self._tune(socket)
             socket.ipv6 = True
             socket.sndhwm = 0  # `unreleased_bytes` bounds it, and nothing is copied to wait here
-            if self._context.security is not None and said.endpoint.startswith("tcp://"):
+            if self._context.security is not None and announced.endpoint.startswith("tcp://"):
                 self._context.security.client(socket)
-            socket.connect(said.endpoint)
+            socket.connect(announced.endpoint)
         except (ValueError, zmq.ZMQError):  # ValidationError is a ValueError
             socket.close(linger=0)
             return False
@@ -150,11 +150,11 @@ class TcpRelay:
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         """As `base.Relay.get`. holder: who will look at the bytes, for `pins`."""
-        said = self._said(metadata, peer)
+        announced = self._decoded(metadata, peer)
         operation = GetOperation(
-            Completion(self._loop), TransferId(said.transfer), peer, metadata, lambda: self._movement.last(peer)
+            Completion(self._loop), TransferId(announced.transfer), peer, metadata, lambda: self._movement.last(peer)
         )
-        self._arrivals.claim(operation, said.nbytes, request_id=request_id, holder=holder)
+        self._arrivals.claim(operation, announced.nbytes, request_id=request_id, holder=holder)
         return operation
 
     async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
@@ -163,7 +163,7 @@ class TcpRelay:
         return operation
 
     def decline(self, metadata: bytes, *, peer: Peer) -> None:
-        self._arrivals.decline(peer, TransferId(self._said(metadata, peer).transfer))
+        self._arrivals.decline(peer, TransferId(self._decoded(metadata, peer).transfer))
 
     def released(self, peer: Peer, transfer: TransferId) -> bool:
         """As `base.Relay.released`. Returns: whether it was a transfer of ours."""
@@ -276,7 +276,7 @@ class TcpRelay:
                 route.socket.send(_encode(header), zmq.SNDMORE)
                 route.socket.send(body, copy=False)
 
-    def _said(self, metadata: bytes, peer: Peer) -> Metadata:
+    def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
         try:
             return _decode(metadata)
         except msgspec.DecodeError as error:
@@ -292,8 +292,8 @@ class TcpRelay:
         self._arrivals.expire(time.monotonic())
         self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
 
-    def _at_the_door(self, said: Mapping[str, Any]) -> None:
-        event, descriptor = zmq.Event(said["event"]), int(said["value"])
+    def _at_the_door(self, announced: Mapping[str, Any]) -> None:
+        event, descriptor = zmq.Event(announced["event"]), int(announced["value"])
         if event == zmq.EVENT_ACCEPTED:
             self._movement.accepted(descriptor)
         elif event == zmq.EVENT_DISCONNECTED:
@@ -303,7 +303,7 @@ class TcpRelay:
 
     def _turned_away(self, why: zmq.Event) -> None:
         """Counted each time, told once a reason."""
-        self._counts["turned_away"] += 1
+        self._counts["handshake_failures"] += 1
         if why not in self._told:
             self._told.add(why)
             log.warning("tcp relay: somebody was turned away at %s: %s", self._endpoint, why.name)

@@ -36,7 +36,7 @@ CURES: Final[dict[type, str]] = {
 }
 
 
-class Refused(Exception):
+class CheckFailed(Exception):
     """Inside a walk: the value at the end of the trail cannot travel."""
 
 
@@ -69,7 +69,7 @@ class Walk:
                 return self.walk_fields(value)
             kind = type(value)
             return value if kind in self.plain else (self.walkers.get(kind) or self.learn(value))(self, value)
-        except Refused as refused:
+        except CheckFailed as refused:
             raise ValueRefused(path_of(where, self.trail), str(refused)) from None
 
     def learn(self, value: Any) -> Walker:
@@ -85,18 +85,18 @@ class Walk:
         elif isinstance(value, msgspec.Struct) and values.REGISTRY.get(values.message_name(kind)) is kind:
             walker = type(self).walk_struct
         else:
-            raise Refused(_problem(value))
+            raise CheckFailed(_problem(value))
         self.walkers[kind] = walker
         return walker
 
     def walk_dict(self, value: dict[Any, Any]) -> dict[str, Any]:
         trail, plain, walkers = self.trail, self.plain, self.walkers
         if len(trail) >= self.deepest:
-            raise Refused(_too_deep())
+            raise CheckFailed(_too_deep())
         copy = value.copy() if self.rebuild else None
         for key, item in value.items():
             if type(key) is not str:
-                raise Refused(f"{type(key).__name__} key {printed(key, limit=40, how=repr)}: use str keys")
+                raise CheckFailed(f"{type(key).__name__} key {printed(key, limit=40, how=repr)}: use str keys")
             if copy is not None and not key.isascii():  # else the encoder looks
                 check_str(self, key)
             kind = type(item)
@@ -114,7 +114,7 @@ class Walk:
     def walk_list(self, value: list[Any]) -> list[Any]:
         trail, plain, walkers = self.trail, self.plain, self.walkers
         if len(trail) >= self.deepest:
-            raise Refused(_too_deep())
+            raise CheckFailed(_too_deep())
         copy = value.copy() if self.rebuild else None
         for index, item in enumerate(value):
             kind = type(item)
@@ -133,7 +133,7 @@ class Walk:
         """The items of ``fields``, walked, in a new dict; refusals call them ``.name``, not ``['name']``."""
         trail, plain, walkers = self.trail, self.plain, self.walkers
         if len(trail) >= self.deepest:
-            raise Refused(_too_deep())
+            raise CheckFailed(_too_deep())
         walked = {}
         for name, item in fields.items():
             kind = type(item)
@@ -147,19 +147,19 @@ class Walk:
     def struct_fields(self, value: msgspec.Struct) -> dict[str, Any]:
         problem = outputs.problem(value)
         if problem is not None:
-            raise Refused(problem)
+            raise CheckFailed(problem)
         return self.walk_fields({name: getattr(value, name) for name in value.__struct_fields__})
 
     def walk_tensor(self, value: Any) -> Any:
         problem = leaves.tensor_problem(value)
         if problem is not None:
-            raise Refused(problem)
+            raise CheckFailed(problem)
         return self.tensor(value)
 
     def walk_array(self, value: np.ndarray[Any, Any]) -> Any:
         problem = leaves.array_problem(value)
         if problem is not None:
-            raise Refused(problem)
+            raise CheckFailed(problem)
         return self.array(value)
 
     def walk_raw(self, value: values.RawTensor) -> Any:
@@ -189,7 +189,7 @@ def _shown(step: str | int) -> str:
 
 def check_int(_: Walk, value: int) -> int:
     if not INT_RANGE[0] <= value <= INT_RANGE[1]:
-        raise Refused(f"int of {value.bit_length()} bits: use at most 64, or a str")
+        raise CheckFailed(f"int of {value.bit_length()} bits: use at most 64, or a str")
     return value
 
 
@@ -198,7 +198,7 @@ def check_str(_: Walk, value: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise Refused("str with a lone surrogate: use text that is valid Unicode") from None
+            raise CheckFailed("str with a lone surrogate: use text that is valid Unicode") from None
     return value
 
 

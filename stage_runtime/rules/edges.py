@@ -51,5 +51,5 @@ def _of_group(revision: PipelineRevision, group: str, edges: Iterable[Edge]) -> 
 
 def _schema(stages: Iterable[str], edges: Collection[Edge]) -> str:
     """The protocol in plain sight: one who speaks another one is refused, whatever its edges."""
-    said = msgspec.msgpack.encode([sorted(stages), sorted(edges)])
-    return f"{PROTOCOL}:{hashlib.blake2b(said, digest_size=8).hexdigest()}"
+    encoded = msgspec.msgpack.encode([sorted(stages), sorted(edges)])
+    return f"{PROTOCOL}:{hashlib.blake2b(encoded, digest_size=8).hexdigest()}"

@@ -52,13 +52,13 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
 
 def log_failure(request_id: str, failure: Failure, error: BaseException) -> None:
     """One line; with the traceback where the author did not mean to refuse the request."""
-    said = "request %s failed in %s.%s: %s"
+    template = "request %s failed in %s.%s: %s"
     facts = (request_id, failure.stage, failure.hook, failure.message)
     try:
         if isinstance(error, RequestError):
-            log.info(said, *facts)
+            log.info(template, *facts)
         else:
-            log.error(said + "\n%s", *facts, traced(error).rstrip())
+            log.error(template + "\n%s", *facts, traced(error).rstrip())
     except BaseException:  # a handler's own trouble: the request fails all the same
         pass
 

@@ -20,7 +20,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._last = 0  #: The newest sequence number given out.
-        self._unheard: deque[tuple[int, bytes]] = deque()  #: Given to the socket, not acknowledged; ascending.
+        self._unacked: deque[tuple[int, bytes]] = deque()  #: Given to the socket, not acknowledged; ascending.
         self._waiting: deque[tuple[int, bytes]] = deque()  #: Not given to the socket; all after ``_unheard``.
 
     def number(self) -> int:
@@ -37,14 +37,14 @@ class Outgoing:
         return self._waiting[0][1] if self._waiting else None
 
     def sent(self) -> None:
-        self._unheard.append(self._waiting.popleft())
+        self._unacked.append(self._waiting.popleft())
 
-    def heard(self, ack: int) -> bool:
+    def acked(self, ack: int) -> bool:
         """The receiver has everything up to ``ack``. True when that freed something. A lie frees nothing."""
         if ack > self._last:
             return False
         freed = False
-        for queue in (self._unheard, self._waiting):  # after a rewind, heard frames may wait again
+        for queue in (self._unacked, self._waiting):  # after a rewind, heard frames may wait again
             while queue and queue[0][0] <= ack:
                 queue.popleft()
                 freed = True
@@ -52,15 +52,15 @@ class Outgoing:
 
     def rewind(self) -> int:
         """Send everything unheard again: the connection broke or frames are missing. Returns how many."""
-        again = len(self._unheard)
-        self._waiting.extendleft(reversed(self._unheard))
-        self._unheard.clear()
+        again = len(self._unacked)
+        self._waiting.extendleft(reversed(self._unacked))
+        self._unacked.clear()
         return again
 
     @property
-    def unheard(self) -> int:
+    def unacked(self) -> int:
         """Frames given to the socket and not acknowledged yet."""
-        return len(self._unheard)
+        return len(self._unacked)
 
     @property
     def backlog(self) -> int:
@@ -69,7 +69,7 @@ class Outgoing:
 
     def frames(self) -> Iterator[bytes]:
         """Everything that the receiver may not have."""
-        yield from (frame for queue in (self._unheard, self._waiting) for _, frame in queue)
+        yield from (frame for queue in (self._unacked, self._waiting) for _, frame in queue)
 
 
 class Verdict(Enum):
@@ -99,47 +99,49 @@ class Incoming:
 
     def __init__(self, session: int, before: Incoming | None = None) -> None:
         self.session = session
-        self.hears = 0  #: The peer's session that all frames here belong to; 0: none has come yet.
-        self.heard = 0  #: Everything up to here has been delivered.
+        self.peer_session = 0  #: The peer's session that all frames here belong to; 0: none has come yet.
+        self.last_received = 0  #: Everything up to here has been delivered.
         self.owed = 0  #: Frames delivered since the last ack went out.
         self._asked = False
-        self._hears_us = False  #: A frame has shown that the peer hears this very link.
+        self._peer_has_session = False  #: A frame has shown that the peer hears this very link.
         self._void = 0  #: No session of the peer's up to here is heard.
         self._resumed = (0, 0)  #: A session of the peer's, and what of it was heard on the link before.
         if before is not None:
-            self._void = max(before._void, before.hears if before._hears_us else 0)
-            self._resumed = (before.hears, before.heard) if before.hears > self._void else before._resumed
+            self._void = max(before._void, before.peer_session if before._peer_has_session else 0)
+            self._resumed = (
+                (before.peer_session, before.last_received) if before.peer_session > self._void else before._resumed
+            )
 
-    def stand(self, session: int, hears: int) -> Standing:
-        """Place a frame of the peer's ``session``, which has heard our session ``hears``."""
+    def stand(self, session: int, ack_session: int) -> Standing:
+        """Place a frame of the peer's ``session``, which has heard our session ``ack_session``."""
         if session == 0:  # said before its sender knew us: an introduction
             return Standing.CURRENT
         if session <= self._void:
             return Standing.LAGGING
-        if 0 < self.hears < session:  # whichever link of ours it hears: it has given up the one that we hear
+        if 0 < self.peer_session < session:  # whichever link of ours it hears: it has given up the one that we hear
             return Standing.RENEWED
-        if hears not in (0, self.session):
+        if ack_session not in (0, self.session):
             return Standing.LAGGING
-        if self.hears == 0:
-            self.hears = session
+        if self.peer_session == 0:
+            self.peer_session = session
             if session == self._resumed[0]:
-                self.heard = self._resumed[1]
-        if session == self.hears:
-            self._hears_us = self._hears_us or hears == self.session
+                self.last_received = self._resumed[1]
+        if session == self.peer_session:
+            self._peer_has_session = self._peer_has_session or ack_session == self.session
             return Standing.CURRENT
-        return Standing.OLD if session < self.hears else Standing.RENEWED
+        return Standing.OLD if session < self.peer_session else Standing.RENEWED
 
     def accept(self, seq: int) -> Verdict:
         if seq == 0:
             return Verdict.DELIVER
-        following = seq == self.heard + 1
+        following = seq == self.last_received + 1
         if following:
-            self.heard = seq
+            self.last_received = seq
         self.owed += 1  # after ``heard``: an ack that another thread writes in between covers it or is owed again
         if following:
             self._asked = False
             return Verdict.DELIVER
-        if seq <= self.heard:
+        if seq <= self.last_received:
             return Verdict.DUPLICATE
         asked, self._asked = self._asked, True
         return Verdict.ASKED if asked else Verdict.GAP
@@ -147,4 +149,4 @@ class Incoming:
     def acked(self) -> int:
         """What to write into an outgoing frame's ``ack``; nothing is owed afterwards."""
         self.owed = 0
-        return self.heard
+        return self.last_received

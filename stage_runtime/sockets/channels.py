@@ -57,7 +57,7 @@ class Handler(Protocol):
         Any message: a sender that was given up does not know that it has no link any more.
         """
 
-    def heard(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, message: Message) -> None:
         """A message, in order, exactly once. Must not raise for a request's sake."""
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
@@ -89,7 +89,10 @@ class Channels:
         self._loop = loop
         self._dead_after_s = dead_after_s
         self._sockets = Sockets(
-            loop, security=security, dead_after_s=dead_after_s, turned_away=lambda why: self._refuse("turned_away", why)
+            loop,
+            security=security,
+            dead_after_s=dead_after_s,
+            handshake_failed=lambda why: self._refuse("handshake_failures", why),
         )
         self._pulls: list[zmq.Socket[bytes]] = []
         self._subscriptions: dict[str, zmq.Socket[bytes]] = {}
@@ -103,7 +106,7 @@ class Channels:
         self._owing: set[Link] = set()
         self._ack_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._strangers: set[str] = set()
+        self._logged_refusals: set[str] = set()
         self._closed = False
         self._watch = loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
 
@@ -131,7 +134,7 @@ class Channels:
         subscription.subscribe(b"")
         self._sockets.connect(subscription, endpoint)
         self._subscriptions[endpoint] = subscription
-        self._sockets.read(subscription, lambda: self._drain(subscription, self._overhear))
+        self._sockets.read(subscription, lambda: self._drain(subscription, self._take_broadcast))
 
     def unsubscribe(self, endpoint: str) -> None:
         subscription = self._subscriptions.pop(endpoint, None)
@@ -260,7 +263,7 @@ class Channels:
             self.other_protocol_at = time.monotonic()
             self._refuse("other_protocol", str(error))
         except ProtocolError as error:
-            self._refuse("garbage", str(error))
+            self._refuse("malformed", str(error))
         return None
 
     def _take(self, data: bytes) -> None:
@@ -273,7 +276,7 @@ class Channels:
         link = self._link_of(frame)
         if link is None:
             return
-        if frame.hears and frame.ack and link.heard(frame.ack):
+        if frame.ack_session and frame.ack and link.acked(frame.ack):
             self._resends.pop(link, None)
         verdict = link.incoming.accept(frame.seq)
         if verdict is Verdict.DELIVER:
@@ -294,8 +297,8 @@ class Channels:
             message = codec.read(frame)
         except ProtocolError as error:
             self.counters["unreadable"] += 1
-            if not link.misread:
-                link.misread = True
+            if not link.unreadable_logged:
+                link.unreadable_logged = True
                 log.error("a message of %s cannot be read (told once per peer): %s", frame.sender, error)
             self._handler.unreadable(frame.sender, frame.request, str(error))
             return
@@ -305,7 +308,7 @@ class Channels:
             return
         self.counters["received"] += 1
         try:
-            self._handler.heard(frame.sender, message)
+            self._handler.received(frame.sender, message)
         except Exception as error:  # the outermost loop: one message must not end what others wait for
             self.counters["handler_errors"] += 1
             log.exception("%s of %s could not be dealt with", type(message).__name__, frame.sender)
@@ -314,18 +317,18 @@ class Channels:
     def _link_of(self, frame: Envelope) -> Link | None:
         """The link that ``frame`` belongs to; None when it is to be dropped."""
         link = self._links.get(frame.sender)
-        standing = link.incoming.stand(frame.session, frame.hears) if link is not None else None
+        standing = link.incoming.stand(frame.session, frame.ack_session) if link is not None else None
         if link is not None and standing is Standing.RENEWED:
             log.info("peer %s has given up its link to us", frame.sender)
             self._lose(link)
             link = None
         if link is None:
             link = self._introduce(frame)
-            standing = link.incoming.stand(frame.session, frame.hears) if link is not None else None
+            standing = link.incoming.stand(frame.session, frame.ack_session) if link is not None else None
         if standing is Standing.CURRENT:
             return link
         if link is not None:
-            self.counters["outdated"] += 1
+            self.counters["stale_sessions"] += 1
             if standing is Standing.LAGGING:
                 link.acknowledge()
         return None
@@ -336,27 +339,27 @@ class Channels:
             return None
         if self._handler.introduced(frame.sender, message):
             return self._links.get(frame.sender)
-        self._refuse("strangers", f"{type(message).__name__} from {frame.sender!r}, whom nobody introduced")
+        self._refuse("unknown_peers", f"{type(message).__name__} from {frame.sender!r}, whom nobody introduced")
         return None
 
-    def _overhear(self, data: bytes) -> None:
+    def _take_broadcast(self, data: bytes) -> None:
         frame = self._opened(data)
         message = self._read(frame) if frame is not None and frame.sender in self._links else None
         if frame is not None and isinstance(message, Abort):
-            self._handler.heard(frame.sender, message)
+            self._handler.received(frame.sender, message)
 
     def _read(self, frame: Envelope) -> Message | None:
         """A message outside of any order; None: it is garbage."""
         try:
             return codec.read(frame)
         except ProtocolError as error:
-            self._refuse("garbage", str(error))
+            self._refuse("malformed", str(error))
             return None
 
     def _refuse(self, kind: str, why: str) -> None:
         self.counters[kind] += 1
-        if why not in self._strangers and len(self._strangers) < 100:
-            self._strangers.add(why)
+        if why not in self._logged_refusals and len(self._logged_refusals) < 100:
+            self._logged_refusals.add(why)
             log.warning("dropped (%s): %s", kind, why)
 
     def _drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
@@ -416,13 +419,13 @@ class Channels:
         """Frames that nobody has heard for a while: lost with a connection, or said to somebody not introduced yet."""
         now = self._loop.time()
         for link in list(self._links.values()):
-            if not link.unheard:
+            if not link.unacked:
                 self._resends.pop(link, None)
                 continue
-            due, patience = self._resends.setdefault(link, (now + RESEND_AFTER_S, RESEND_AFTER_S))
+            due, delay_s = self._resends.setdefault(link, (now + RESEND_AFTER_S, RESEND_AFTER_S))
             if now >= due and link.connected:
-                patience = min(patience * 2, RESEND_MOST_S)
-                self._resends[link] = (now + patience, patience)
+                delay_s = min(delay_s * 2, RESEND_MOST_S)
+                self._resends[link] = (now + delay_s, delay_s)
                 self._send_again(link)
         self._watch = self._loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
 
@@ -461,6 +464,6 @@ class Channels:
         self._owing.discard(link)
         self._resends.pop(link, None)
         monitor = self._monitors.pop(link)
-        self._sockets.deafen(monitor)
+        self._sockets.stop_reading(monitor)
         link.close()
         monitor.close(linger=0)

@@ -35,7 +35,7 @@ class Link:
         self.connected = False
         self.breaks = 0  #: How often its connection has broken.
         self.lost = False
-        self.misread = False  #: A message of the peer's could not be read, and the log has it.
+        self.unreadable_logged = False  #: A message of the peer's could not be read, and the log has it.
         self._me = me
         self._socket = socket
         self._stalled = stalled  #: Told (in any thread) that frames wait for the socket.
@@ -44,9 +44,9 @@ class Link:
         self._closed = False
 
     def send(self, message: Message) -> None:
-        """Say ``message``, in order, exactly once if the peer lives. Never blocks.
+        """Send ``message``, in order and acknowledged: exactly once if the peer lives. Never blocks.
 
-        Raises: ValueRefused: it cannot be said; nothing else notices.
+        Raises: ValueRefused: it cannot be encoded; no sequence number is spent.
         """
         with self._lock:
             if self._closed:
@@ -57,20 +57,20 @@ class Link:
         if waiting:
             self._stalled()
 
-    def say(self, message: Message) -> None:
-        """Say it outside the order, once, perhaps in vain (Hello, Ack)."""
+    def send_unordered(self, message: Message) -> None:
+        """Send ``message`` outside the order and unacknowledged; it may be lost (Hello, Ack)."""
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(zmq.Again):
                     self._socket.send(self._frame(0, message), zmq.NOBLOCK)
 
     def acknowledge(self, *, gap: bool = False) -> None:
-        self.say(Ack(gap))
+        self.send_unordered(Ack(gap))
 
-    def heard(self, ack: int) -> bool:
+    def acked(self, ack: int) -> bool:
         """The peer has everything up to ``ack``. True when that was news."""
         with self._lock:
-            return self._outgoing.heard(ack)
+            return self._outgoing.acked(ack)
 
     def rewind(self) -> int:
         """Send everything unheard again. Returns how many frames."""
@@ -87,12 +87,12 @@ class Link:
             return not self._closed and self._flush()
 
     @property
-    def unheard(self) -> int:
-        return self._outgoing.unheard
+    def unacked(self) -> int:
+        return self._outgoing.unacked
 
     @property
     def undelivered(self) -> int:
-        return self._outgoing.unheard + self._outgoing.backlog
+        return self._outgoing.unacked + self._outgoing.backlog
 
     def close(self) -> None:
         with self._lock:
@@ -102,8 +102,8 @@ class Link:
     def _frame(self, seq: int, message: Message) -> bytes:
         incoming = self.incoming
         session = incoming.session if self.peer else 0  # who we are to a peer begins when we know it
-        hears = incoming.hears
-        return codec.encode(Frame(PROTOCOL, self._me, self.peer, session, hears, seq, incoming.acked(), message))
+        ack_session = incoming.peer_session
+        return codec.encode(Frame(PROTOCOL, self._me, self.peer, session, ack_session, seq, incoming.acked(), message))
 
     def _flush(self) -> bool:
         outgoing = self._outgoing

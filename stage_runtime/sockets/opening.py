@@ -18,7 +18,7 @@ from stage_runtime.sockets.addresses import Security, check, is_local
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
 BUFFERED: Final = 2000  # frames on either side of a socket
 #: Why somebody who connected to us did not get as far as a word.
-TURNED_AWAY: Final[dict[int, str]] = {
+HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or said nothing in time",
@@ -44,15 +44,15 @@ class Sockets:
         *,
         security: Security | None,
         dead_after_s: float,
-        turned_away: Callable[[str], None],
+        handshake_failed: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._security = security
         self._dead_after_s = dead_after_s
-        self._turned_away = turned_away
+        self._handshake_failed = handshake_failed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._guard = security.guard(self._context) if security else None
-        self._doors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
+        self._accept_monitors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
 
     def make(self, kind: int) -> zmq.Socket[bytes]:
         """A socket that is neither bound nor connected; heartbeats find a frozen peer."""
@@ -67,11 +67,11 @@ class Sockets:
         """Returns the endpoint as bound. Whom libzmq turns away at it, and why, is told."""
         if self._security is not None and not is_local(check(endpoint)):
             self._security.server(socket)
-        door = self._door(socket)
+        monitor = self._accept_monitor(socket)
         socket.bind(check(endpoint))
         bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-        self._doors.append(door)
-        self.read(door, lambda: self._watch(door, bound))
+        self._accept_monitors.append(monitor)
+        self.read(monitor, lambda: self._watch(monitor, bound))
         return bound
 
     def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
@@ -84,35 +84,35 @@ class Sockets:
         self._loop.add_reader(_descriptor(socket), ready)
         self._loop.call_soon(ready)  # an edge may have come before we listened
 
-    def deafen(self, socket: zmq.Socket[bytes]) -> None:
+    def stop_reading(self, socket: zmq.Socket[bytes]) -> None:
         """Before a socket that is read is closed."""
         self._loop.remove_reader(_descriptor(socket))
 
     def forget(self, socket: zmq.Socket[bytes]) -> None:
         """Close a socket that is read."""
-        self.deafen(socket)
+        self.stop_reading(socket)
         socket.close(linger=0)
 
     def close(self) -> None:
-        for door in self._doors:
-            self.forget(door)
+        for monitor in self._accept_monitors:
+            self.forget(monitor)
         if self._guard is not None:
             self._guard.stop()
         self._context.term()
 
-    def _door(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    def _accept_monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         """Where libzmq says whom it turned away at ``socket``."""
-        address = f"inproc://door-{len(self._doors)}"
-        socket.monitor(address, sum(TURNED_AWAY))
-        door: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        door.rcvhwm = 0  # a full one would block libzmq's thread, and with it our heartbeats, while we compute
-        door.connect(address)
-        return door
+        address = f"inproc://monitor-{len(self._accept_monitors)}"
+        socket.monitor(address, sum(HANDSHAKE_FAILURES))
+        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        monitor.rcvhwm = 0  # a full one would block libzmq's thread, and with it our heartbeats, while we compute
+        monitor.connect(address)
+        return monitor
 
-    def _watch(self, door: zmq.Socket[bytes], endpoint: str) -> None:
-        for event in events_of(door):
-            if event in TURNED_AWAY:
-                self._turned_away(f"at {endpoint}: {TURNED_AWAY[event]}")
+    def _watch(self, monitor: zmq.Socket[bytes], endpoint: str) -> None:
+        for event in events_of(monitor):
+            if event in HANDSHAKE_FAILURES:
+                self._handshake_failed(f"at {endpoint}: {HANDSHAKE_FAILURES[event]}")
 
 
 def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:

@@ -14,9 +14,9 @@ from stage_runtime.wire.messages import Admin, AdminReply, Message, ProfilerStar
 class Administration:
     """Knows which operations wait for their engine."""
 
-    def __init__(self, stages: Mapping[str, Stage], say: Callable[[str, Message], bool]) -> None:
+    def __init__(self, stages: Mapping[str, Stage], send: Callable[[str, Message], bool]) -> None:
         self._stages = stages
-        self._say = say
+        self._send = send
         self._asked: set[tuple[str, str, str]] = set()  #: (coordinator, call, stage) that engines have not answered.
 
     def ask(self, sender: str, message: Admin) -> None:
@@ -24,7 +24,7 @@ class Administration:
         stage = self._stages.get(message.stage)
         if stage is None or stage.intake.engine is None or not stage.intake.engine.takes_admin:
             problem = f"no stage {message.stage!r} here that takes operations"
-            self._say(sender, AdminReply(message.call_id, message.stage, 0, None, problem))
+            self._send(sender, AdminReply(message.call_id, message.stage, 0, None, problem))
             return
         call = (sender, message.call_id, message.stage)
         self._asked.add(call)
@@ -50,6 +50,6 @@ class Administration:
         if call in self._asked:
             self._asked.discard(call)
             try:
-                self._say(sender, AdminReply(call_id, stage, 0, value, error))
+                self._send(sender, AdminReply(call_id, stage, 0, value, error))
             except ValueRefused as refused:
-                self._say(sender, AdminReply(call_id, stage, 0, None, str(refused)))
+                self._send(sender, AdminReply(call_id, stage, 0, None, str(refused)))

@@ -84,7 +84,7 @@ class FollowerHost:
         self._answer()
         return True
 
-    def heard(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, message: Message) -> None:
         if isinstance(message, RankWork):
             if message.body is None:
                 self._follower.work(message, None)
@@ -120,8 +120,8 @@ class FollowerHost:
 
     def _answer(self) -> None:
         if self._leader is not None:
-            said = RankHello(self._rank, self._endpoint, self._relays.facts(), self._via, self._loaded)
-            self._channels.send(self._leader, said)
+            message = RankHello(self._rank, self._endpoint, self._relays.facts(), self._via, self._loaded)
+            self._channels.send(self._leader, message)
 
     def _run(self, make: Callable[[StagePlan], Engine]) -> None:
         engine = make(self._plan)

@@ -1,6 +1,6 @@
 """One process of a process group: its stages, and everything that is said to them. `sockets.channels.Handler`.
 
-Holds no thread of its own: the I/O thread calls `heard`, the stages' threads call what `outbox.Surroundings` lists.
+Holds no thread of its own: the I/O thread calls `received`, the stages' threads call what `outbox.Surroundings` lists.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from stage_runtime.wire.messages import (
     Complete,
     Consumed,
     DataReady,
+    Deregister,
     Ended,
     Failure,
     ForwardAbort,
     ForwardAbortReply,
-    Goodbye,
     HandBack,
     Header,
     Member,
     Members,
     Message,
+    PeerUnreachable,
     ProfilerStart,
     ProfilerStop,
     RankFailed,
     Ready,
-    Refused,
+    Rejected,
     Release,
     RequestRef,
-    Severed,
     Shutdown,
     Skip,
     Stalled,
@@ -86,7 +86,7 @@ class Host:
         on_failed: Callable[[str, BaseException], None],
         on_shutdown: Callable[[str], None],
         on_unbound: Callable[[str], None],
-        on_buried: Callable[[], None],
+        on_fenced: Callable[[], None],
         watch: Watch | None = None,
         leader: Leader | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class Host:
         self._on_failed = on_failed
         self._on_shutdown = on_shutdown
         self._on_unbound = on_unbound
-        self._on_buried = on_buried
+        self._on_fenced = on_fenced
         self._watch = watch
         self._leader = leader
         self._ranks: RankPlane | None = None
@@ -116,7 +116,7 @@ class Host:
             plan.name: Stage(plan, self, crashed=self._stage_crashed, loop=loop, leader=leader) for plan in plans
         }
         self._rest = Rest(self.stages.values())
-        self._administration = Administration(self.stages, self.say)
+        self._administration = Administration(self.stages, self.send)
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         } - set(self.stages)
@@ -138,7 +138,7 @@ class Host:
             Admin: self._administration.ask,
             ProfilerStart: self._administration.tell_all,
             ProfilerStop: self._administration.tell_all,
-            Refused: self._refused,
+            Rejected: self._rejected,
         }
 
     def wire(self, channels: Channels, registration: Registration, relays: Relays) -> None:
@@ -167,11 +167,11 @@ class Host:
         if isinstance(message, Welcome):
             self._lost_owners.pop(sender, None)  # its frames before this one may be heard again first
             return self.registration.welcomed(sender, message)
-        if isinstance(message, Refused):
-            self._refused(sender, message)
+        if isinstance(message, Rejected):
+            self._rejected(sender, message)
         return False
 
-    def heard(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, message: Message) -> None:
         handler = self._handlers.get(type(message))
         if handler is None:
             self.counters["unexpected"] += 1
@@ -185,12 +185,12 @@ class Host:
         stage = next(iter(self.stages))
         failure = Failure("stage_failed", f"a message of {sender} could not be read: {problem}", stage, "receive")
         with contextlib.suppress(ValueRefused):  # no id that anybody knows
-            self.say(request.owner, Complete(request.request_id, request.attempt, stage, failure=failure))
+            self.send(request.owner, Complete(request.request_id, request.attempt, stage, failure=failure))
 
     def lost(self, peer: str) -> None:
         if peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
             for coordinator in self.registration.coordinators:
-                self.say(coordinator, Severed(peer))
+                self.send(coordinator, PeerUnreachable(peer))
             # Until then it may still look at what we sent: its slots must not be written again.
             self.lanes.cut(peer)
             self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
@@ -206,7 +206,7 @@ class Host:
         stage = self.stages.get(name)
         return stage.intake if stage is not None else None
 
-    def say(self, peer: str, message: Message) -> bool:
+    def send(self, peer: str, message: Message) -> bool:
         return self.channels.send(peer, message)
 
     def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
@@ -221,11 +221,11 @@ class Host:
             self._watch.gave(stage, work.key, values)
 
     def stalled(self, source: str, target: str, peer: str, stalled: bool) -> None:
-        said = Stalled(source, target, stalled)
+        outgoing = Stalled(source, target, stalled)
         if peer == self.incarnation:
-            self._stalled(peer, said)
+            self._stalled(peer, outgoing)
         else:
-            self.say(peer, said)
+            self.send(peer, outgoing)
 
     def began(self, stage: str, work: RequestWork) -> None:
         if self._watch is not None:
@@ -246,14 +246,14 @@ class Host:
     def beat(self) -> None:
         """Tell every coordinator how it goes."""
         self._rest.beat(self.relays)
-        said = Beat(
+        outgoing = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
             {name: stage.inbox.taken for name, stage in self.stages.items()},
             self.gauges(),
         )
         for coordinator in self.registration.coordinators:
-            self.say(coordinator, said)
+            self.send(coordinator, outgoing)
 
     def gauges(self) -> dict[str, float]:
         found: dict[str, float] = {f"relay_{name}": float(value) for name, value in self.relays.stats().items()}
@@ -278,9 +278,9 @@ class Host:
         if self._leaving is not None:
             return
         for coordinator in self.registration.coordinators:
-            self.say(coordinator, Ready())
+            self.send(coordinator, Ready())
 
-    def goodbye(self, reason: str) -> None:
+    def deregister(self, reason: str) -> None:
         """Bind nothing new to us; and what has not begun here may go to another instance, if there is one.
 
         Coordinators that come later, or know us by a later incarnation only, are told when they say Welcome.
@@ -290,9 +290,9 @@ class Host:
             if stage.plan.entry:
                 for work in stage.intake.works():
                     if work.began_at is None:
-                        self.say(work.owner, HandBack(work.request_id, work.attempt, stage.plan.name))
+                        self.send(work.owner, HandBack(work.request_id, work.attempt, stage.plan.name))
         for coordinator in self.registration.coordinators:
-            self.say(coordinator, Goodbye(reason))
+            self.send(coordinator, Deregister(reason))
 
     @property
     def idle(self) -> bool:
@@ -309,11 +309,11 @@ class Host:
         self._fetching.close()
         return all(ended)
 
-    def _refused(self, sender: str, message: Refused) -> None:
+    def _rejected(self, sender: str, message: Rejected) -> None:
         log.error("a coordinator refuses this process: %s", message.reason)
-        self.counters["refused"] += 1
-        if message.buried:
-            self._on_buried()
+        self.counters["rejected"] += 1
+        if message.fenced:
+            self._on_fenced()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -393,13 +393,13 @@ class Host:
         """One coordinator is asked to abort what another one owns: we know them all."""
         owners = forwarding.owners(message.asker, self.registration.coordinators)
         for owner in owners:
-            self.say(owner, message)
+            self.send(owner, message)
         if not owners:
-            self.say(sender, ForwardAbortReply(message.request_id, message.asker, False))
+            self.send(sender, ForwardAbortReply(message.request_id, message.asker, False))
 
     def _forward_abort_reply(self, sender: str, message: ForwardAbortReply) -> None:
         owners = len(forwarding.owners(message.asker, self.registration.coordinators))
-        self.say(message.asker, ForwardAbortReply(message.request_id, message.asker, message.aborted, owners))
+        self.send(message.asker, ForwardAbortReply(message.request_id, message.asker, message.aborted, owners))
 
     def _ended(self, sender: str, message: Ended) -> None:
         for request_id, attempt in message.requests:
@@ -422,7 +422,7 @@ class Host:
         """Whether the request's coordinator is gone: nobody would ever end it."""
         if header.owner not in self._lost_owners:
             return False
-        self.counters["orphans"] += 1
+        self.counters["orphaned_requests"] += 1
         if body is not None and body.transfer:
             with contextlib.suppress(TransferError):
                 self.relays.decline(body.transfer, peer=sender)
@@ -442,9 +442,9 @@ class Host:
         self.relays.open(sender, message.coordinator.relays)
         self._meet(message.members)
         if self._leaving is not None:
-            self.say(sender, Goodbye(self._leaving))
+            self.send(sender, Deregister(self._leaving))
         elif self._ready:
-            self.say(sender, Ready())
+            self.send(sender, Ready())
 
     def _members(self, sender: str, message: Members) -> None:
         self._meet(message.joined)
@@ -522,4 +522,4 @@ class Host:
     def _send_releases(self) -> None:
         releases, self._releases = self._releases, {}
         for peer, transfers in releases.items():
-            self.say(peer, Release(tuple(transfers)))
+            self.send(peer, Release(tuple(transfers)))

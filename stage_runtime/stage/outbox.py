@@ -55,7 +55,7 @@ class Surroundings(Protocol):
     def sibling(self, name: str) -> Intake | None:
         """The intake of a stage of this process."""
 
-    def say(self, peer: str, message: Message) -> bool:
+    def send(self, peer: str, message: Message) -> bool:
         """False: there is no link to ``peer``."""
 
     def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
@@ -175,13 +175,13 @@ class StageOutbox:
             for target in self._plan.stream_to:
                 self._send_skip(work, target, chunks=0)
         if self._plan.terminal:
-            self._around.say(work.owner, Complete(work.request_id, work.attempt, self._plan.name, skipped=True))
+            self._around.send(work.owner, Complete(work.request_id, work.attempt, self._plan.name, skipped=True))
         self._end(work)
 
     def refuse(self, header: Header, source: str) -> None:
         """``source`` streams to a request that is over here: it need not wait for anybody."""
-        said = Consumed(header.request_id, header.attempt, header.owner, source, self._plan.name, 0, over=True)
-        self._say_consumed(header.bindings.get(source, ""), said)
+        message = Consumed(header.request_id, header.attempt, header.owner, source, self._plan.name, 0, over=True)
+        self._say_consumed(header.bindings.get(source, ""), message)
 
     def turn_away(self, work: Work, error: RequestError) -> None:
         self._take_back(_ours(work), error, "streams")
@@ -190,7 +190,7 @@ class StageOutbox:
         """A request that is over here turns out to be wrong. Too late when it is over everywhere."""
         failure = failure_of(error, self._plan.name, error.hook)
         log_failure(header.request_id, failure, error)
-        self._around.say(header.owner, Complete(header.request_id, header.attempt, self._plan.name, failure=failure))
+        self._around.send(header.owner, Complete(header.request_id, header.attempt, self._plan.name, failure=failure))
 
     def consumed(self, work: Work, source: str, count: int) -> int:
         ours = _ours(work)
@@ -199,8 +199,8 @@ class StageOutbox:
         weight = ours.taken(source, count)
         told = weight if here else 0 if ours.dead else ours.note_consumed(source, weight)
         if told:
-            said = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
-            self._say_consumed(producer, said)
+            message = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
+            self._say_consumed(producer, message)
         return weight
 
     # --- results ------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class StageOutbox:
             self._ship(work, COORDINATOR, work.owner, extracted, make)
             self._around.gave(self._plan.name, work, {"result": data})
         else:
-            self._around.say(work.owner, make(None))
+            self._around.send(work.owner, make(None))
 
     def _pass_on(self, work: RequestWork, data: Any) -> None:
         targets, own = self._hooks.route(work.request_id, data)
@@ -340,7 +340,7 @@ class StageOutbox:
             return  # the request has no instance of it: nobody waits there
         if peer == self._around.incarnation:
             self._sibling(target).skip(work.header(), self._plan.name, chunks)
-        elif not self._around.say(peer, Skip(work.header(), self._plan.name, target, chunks)):
+        elif not self._around.send(peer, Skip(work.header(), self._plan.name, target, chunks)):
             raise TransferError(f"no connection to the instance of {target!r}")
 
     def _send_control(
@@ -359,8 +359,8 @@ class StageOutbox:
             if intake is not None:
                 intake.broken(header, self._plan.name, failure)
             return
-        said = DataReady(header, self._plan.name, target, None, chunk_id, is_done, failure)
-        if not self._around.say(peer, said) and failure is None:
+        message = DataReady(header, self._plan.name, target, None, chunk_id, is_done, failure)
+        if not self._around.send(peer, message) and failure is None:
             raise TransferError(f"no connection to the instance of {target!r}")
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -378,8 +378,8 @@ class StageOutbox:
         self._tell_failed(work, failure)
 
     def _tell_failed(self, work: RequestWork, failure: Failure, timings: tuple[Timing, ...] = ()) -> None:
-        said = Complete(work.request_id, work.attempt, self._plan.name, failure=failure, timings=timings)
-        self._around.say(work.owner, said)
+        message = Complete(work.request_id, work.attempt, self._plan.name, failure=failure, timings=timings)
+        self._around.send(work.owner, message)
 
     def _sibling(self, target: str) -> Intake:
         intake = self._around.sibling(target)
@@ -387,11 +387,11 @@ class StageOutbox:
             raise TransferError(f"{target!r} is not in this process, though the request is bound to it here")
         return intake
 
-    def _say_consumed(self, producer: str, said: Consumed) -> None:
+    def _say_consumed(self, producer: str, message: Consumed) -> None:
         if producer == self._around.incarnation:
-            tell_consumed(self._around.sibling(said.source), said)
+            tell_consumed(self._around.sibling(message.source), message)
         else:
-            self._around.say(producer, said)
+            self._around.send(producer, message)
 
     def _end(self, work: RequestWork) -> None:
         self._forget(work)
@@ -404,11 +404,11 @@ class StageOutbox:
         return work.timing(self._plan.name)
 
 
-def tell_consumed(producer: Intake | None, said: Consumed) -> None:
+def tell_consumed(producer: Intake | None, message: Consumed) -> None:
     """A consumer has taken chunks of a stage of this process."""
-    work = producer.find(said.owner, said.request_id, said.attempt) if producer is not None else None
+    work = producer.find(message.owner, message.request_id, message.attempt) if producer is not None else None
     if work is not None:
-        work.consumed(said.target, said.weight, over=said.over)
+        work.consumed(message.target, message.weight, over=message.over)
 
 
 def _met(work: RequestWork, targets: Sequence[str]) -> list[str]:

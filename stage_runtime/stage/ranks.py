@@ -73,7 +73,7 @@ class RankPlane:
         self._relays.open(sender, message.relays)
         return True
 
-    def heard(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, message: Message) -> None:
         match message:
             case RankHello(ready=True):
                 self._leader.ready.add(sender)

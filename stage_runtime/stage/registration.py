@@ -53,7 +53,7 @@ class Registration:
                 targets = found
             for endpoint in targets:
                 if endpoint not in self._known:
-                    self._channels.connect("", endpoint).say(self._hello(endpoint))
+                    self._channels.connect("", endpoint).send_unordered(self._hello(endpoint))
             await asyncio.sleep(HELLO_EVERY_S if len(self._known) < len(targets) else RESOLVE_EVERY_S / 4)
 
     def welcomed(self, sender: str, message: Welcome) -> bool:

@@ -58,7 +58,7 @@ class Stage:
             workers=lambda: self.intake.engine.concurrency if self.intake.engine is not None else 1,
             works=self.intake.works,
             others=lambda: any(self._queued(work) for work in self.intake.works()),
-            say=lambda target, peer, stalled: around.stalled(plan.name, target, peer, stalled),
+            notify=lambda target, peer, stalled: around.stalled(plan.name, target, peer, stalled),
             loop=loop,
         )
         self._crashed = crashed

@@ -17,7 +17,7 @@ from stage_runtime.stage.work import RequestWork
 PATIENCE_S: Final = 0.05  # a reader that is only slower opens its window again and again: nothing is said of that
 OTHERS_EVERY_S: Final = 0.2  # a stage whose workers wait for clients looks so often whether other requests wait here
 
-Say = Callable[[str, str, bool], None]  #: (target stage, its instance, stalled or not)
+Notify = Callable[[str, str, bool], None]  #: (target stage, its instance, stalled or not)
 
 
 class Stalling:
@@ -30,56 +30,56 @@ class Stalling:
         workers: Callable[[], int],
         works: Callable[[], Iterable[RequestWork]],
         others: Callable[[], bool],
-        say: Say,
+        notify: Notify,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._parking = parking
         self._workers = workers
         self._works = works
         self._others = others
-        self._say = say
+        self._notify = notify
         self._loop = loop
         self._looking = False
-        self._told: set[tuple[str, str]] = set()
+        self._notified: set[tuple[str, str]] = set()
         parking.on_change = self._changed
 
     def _changed(self) -> None:
         """In any thread: a worker has come to a gate, or left one."""
-        if not self._looking and (self._told or self._parking.at_gates >= self._workers()):
+        if not self._looking and (self._notified or self._parking.at_gates >= self._workers()):
             self._looking = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._begin_look)
 
     def _begin_look(self) -> None:
-        if self._told and self._parking.at_gates < self._workers():
-            self._tell_moving()
+        if self._notified and self._parking.at_gates < self._workers():
+            self._notify_moving()
         self._loop.call_later(PATIENCE_S, self._look, self._parking.left)
 
     def _look(self, left: int) -> None:
         self._looking = False
         if self._parking.at_gates < self._workers():
-            self._tell_moving()
+            self._notify_moving()
         elif self._parking.left != left:
-            self._tell_moving()
+            self._notify_moving()
             self._changed()
         else:
-            clients = self._tell_stalled()
+            clients = self._notify_stalled()
             if self._parking.left != left:  # a worker left while it was said
                 self._changed()
             elif clients:
                 self._looking = True
                 self._loop.call_later(OTHERS_EVERY_S, self._look, left)
 
-    def _tell_stalled(self) -> bool:
+    def _notify_stalled(self) -> bool:
         """Returns whether a coordinator is among the consumers: what it is told depends on what else waits here."""
         clients, others = False, self._others()
         for target, peer in set(self._consumers()):
-            told = (target, peer) in self._told
+            notified = (target, peer) in self._notified
             stalled = others or target != COORDINATOR
             clients = clients or target == COORDINATOR
-            if stalled != told:
-                (self._told.add if stalled else self._told.discard)((target, peer))
-                self._say(target, peer, stalled)
+            if stalled != notified:
+                (self._notified.add if stalled else self._notified.discard)((target, peer))
+                self._notify(target, peer, stalled)
         return clients
 
     def _consumers(self) -> Iterator[tuple[str, str]]:
@@ -90,7 +90,7 @@ class Stalling:
                 if peer is not None:
                     yield target, peer
 
-    def _tell_moving(self) -> None:
-        told, self._told = self._told, set()
-        for target, peer in told:
-            self._say(target, peer, False)
+    def _notify_moving(self) -> None:
+        notified, self._notified = self._notified, set()
+        for target, peer in notified:
+            self._notify(target, peer, False)

@@ -75,7 +75,7 @@ class LeaderInbox(Inbox):
     def _told(self, event: events.Incoming | None) -> bool:
         """Tell the followers. False: it cannot travel (what a merge gave, say): its request fails, no rank has it."""
         try:
-            self._say(event)
+            self._send(event)
         except ValueRefused as error:
             if event is None or isinstance(event, events.Admin | events.Stalled):
                 raise
@@ -83,7 +83,7 @@ class LeaderInbox(Inbox):
             return False
         return True
 
-    def _say(self, event: events.Incoming | None) -> None:
+    def _send(self, event: events.Incoming | None) -> None:
         match event:
             case None:
                 self._tell("close" if self.closed else "nothing")
@@ -243,7 +243,7 @@ class Leader:
         """Say who leads, to whoever has not answered."""
         for endpoint in self.endpoints:
             if endpoint not in self._answered:
-                self._channels.connect("", endpoint).say(me(endpoint))
+                self._channels.connect("", endpoint).send_unordered(me(endpoint))
 
     def introduced(self, sender: str, message: RankHello) -> bool:
         """A follower has answered."""

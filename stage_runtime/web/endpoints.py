@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.errors import RequestError
 from stage_runtime.web import strictjson
-from stage_runtime.web.errors import Refused
+from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import KEY, Exchange
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.settings import WebSettings
@@ -58,7 +58,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         given = (exchange.only_header(b"content-type") or "").partition(";")[0].strip().lower()
         if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
             told = f"content-type: application/json is needed, not {given or 'none'}"
-            raise Refused(415, "invalid_request", told, param="content-type")
+            raise RequestRefused(415, "invalid_request", told, param="content-type")
         return await self.read(exchange, decode)
 
 

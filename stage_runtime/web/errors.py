@@ -28,7 +28,7 @@ TYPES: Final[dict[str, str]] = {
 RETRY_AFTER_S: Final = 1.0
 
 
-class Refused(RequestError):
+class RequestRefused(RequestError):
     """An error of the closed list whose status says more than its code's: 403, 408, 415."""
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:

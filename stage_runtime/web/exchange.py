@@ -14,7 +14,7 @@ from typing import Any, Final
 from starlette.types import Message, Receive, Scope, Send
 
 from stage_runtime.errors import InvalidRequest, RequestError
-from stage_runtime.web.errors import Headers, Refused
+from stage_runtime.web.errors import Headers, RequestRefused
 from stage_runtime.web.intake import Holding
 
 KEY: Final = "omni.exchange"  #: Where `Front` puts it into the ASGI scope.
@@ -137,7 +137,7 @@ class Exchange:
             codings = {coding.strip().lower() for value in given for coding in value.split(",")}
             if codings - plain:
                 told = f"{name.decode()}: {', '.join(given)[:80]}: send the body uncompressed"
-                raise Refused(415, "invalid_request", told, param=name.decode())
+                raise RequestRefused(415, "invalid_request", told, param=name.decode())
 
     async def _next(self, begun: float) -> Message:
         patience_s = self.holding.patience_s(self.body_nbytes)
@@ -146,7 +146,7 @@ class Exchange:
                 return await self._receive()
         except TimeoutError:
             told = f"{self.body_nbytes} bytes of the body came within {patience_s:g} s"
-            raise Refused(408, "deadline", told) from None
+            raise RequestRefused(408, "deadline", told) from None
 
     def watch(self, gone: Callable[[], Any]) -> asyncio.Task[None]:
         """Call ``gone`` once the client has disconnected. After `body`; cancel the task when the answer is out."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web.errors import Refused
+from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
 
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -35,7 +35,7 @@ class Origins:
             raise InvalidRequest("host: required", param="host")
         if self._local and host is not None and not self._is_ours(_name(host)):
             told = "no name of this server; others are allowed by OMNI_HTTP_HOSTS"
-            raise Refused(403, "unauthorized", f"host: {host!r} is {told}", param="host")
+            raise RequestRefused(403, "unauthorized", f"host: {host!r} is {told}", param="host")
         if exchange.method not in _SAFE:
             self._check_origin(exchange, host)
 
@@ -48,7 +48,7 @@ class Origins:
             foreign = name not in self._hosts and (host is None or (name, port) != (_name(host), _port(host, origin)))
         if foreign:
             told = "a page of another site asks, and no key is asked for; others are allowed by OMNI_HTTP_HOSTS"
-            raise Refused(403, "unauthorized", f"origin: {told}", param="origin")
+            raise RequestRefused(403, "unauthorized", f"origin: {told}", param="origin")
 
     def _is_ours(self, name: str) -> bool:
         if name in self._hosts or name == "localhost" or name.endswith(".localhost"):

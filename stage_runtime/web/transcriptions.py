@@ -10,7 +10,7 @@ from starlette.routing import Route
 from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, multipart, serving
 from stage_runtime.web.endpoints import Service
-from stage_runtime.web.errors import Refused
+from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import transcribing
 from stage_runtime.web.translating.outputs import Event
@@ -67,5 +67,5 @@ def _form_type(exchange: Exchange) -> str:
     given = exchange.only_header(b"content-type")
     if given is None or not multipart.is_form(given):
         told = "content-type: transcriptions take multipart/form-data with a file"
-        raise Refused(415, "invalid_request", told, param="content-type")
+        raise RequestRefused(415, "invalid_request", told, param="content-type")
     return given

@@ -33,8 +33,8 @@ def encode(frame: Frame) -> bytes:
     """
     message = frame.message
     try:
-        said = _encoder.encode(message)
-        _messages.decode(said)
+        encoded = _encoder.encode(message)
+        _messages.decode(encoded)
     except (*_MISREAD, TypeError, ValueError, OverflowError) as error:
         raise _refused(message, error) from error
     data = _encoder.encode(
@@ -43,11 +43,11 @@ def encode(frame: Frame) -> bytes:
             frame.sender,
             frame.receiver,
             frame.session,
-            frame.hears,
+            frame.ack_session,
             frame.seq,
             frame.ack,
             _request(message),
-            said,
+            encoded,
         )
     )
     if len(data) > FRAME_LIMIT:
@@ -90,7 +90,7 @@ def read(envelope: Envelope) -> Message:
 def decode(data: bytes | memoryview) -> Frame:
     """Read one frame, both steps at once. Raises: as they do."""
     envelope = opened(data)
-    numbers = (envelope.session, envelope.hears, envelope.seq, envelope.ack)
+    numbers = (envelope.session, envelope.ack_session, envelope.seq, envelope.ack)
     return Frame(envelope.protocol, envelope.sender, envelope.receiver, *numbers, read(envelope))
 
 

@@ -25,7 +25,7 @@ RequestId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_L
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True, tag_field="type", forbid_unknown_fields=True):
+class BaseMessage(msgspec.Struct, frozen=True, array_like=True, tag_field="type", forbid_unknown_fields=True):
     """Base of all messages."""
 
 
@@ -50,7 +50,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     refs: tuple[TensorRef, ...] = ()
     inline: bytes = b""
     transfer: bytes = b""
-    pressed: bool = False  #: The sender's last credit of this edge: copy it out and release at once.
+    copy_now: bool = False  #: The sender's last credit of this edge: copy it out and release at once.
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +87,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 # --- a request on its way ---------------------------------------------------------------------------------------
 
 
-class Submit(Said, frozen=True, tag=1):
+class Submit(BaseMessage, frozen=True, tag=1):
     """Coordinator → entry stage: a request begins."""
 
     header: Header
@@ -95,7 +95,7 @@ class Submit(Said, frozen=True, tag=1):
     body: Body
 
 
-class DataReady(Said, frozen=True, tag=2):
+class DataReady(BaseMessage, frozen=True, tag=2):
     """Stage → stage: a payload (``chunk_id`` None), a stream's chunk, its end, or its failure.
 
     ``is_done``: the stream from ``source`` is over after ``chunk_id`` chunks; of an empty one, ``body`` brings the
@@ -114,7 +114,7 @@ class DataReady(Said, frozen=True, tag=2):
     weight: Count = 1  #: Of a chunk: what it takes of the stream's window (`rules.streams`); `Consumed` gives it back.
 
 
-class Stream(Said, frozen=True, tag=3):
+class Stream(BaseMessage, frozen=True, tag=3):
     """Terminal stage → coordinator: a chunk for the client."""
 
     request_id: RequestId
@@ -126,7 +126,7 @@ class Stream(Said, frozen=True, tag=3):
     weight: Count = 1  #: As of `DataReady`.
 
 
-class Complete(Said, frozen=True, tag=4):
+class Complete(BaseMessage, frozen=True, tag=4):
     """Stage → coordinator: a terminal stage is through (``chunks`` were streamed), or the request failed here."""
 
     request_id: RequestId
@@ -139,7 +139,7 @@ class Complete(Said, frozen=True, tag=4):
     skipped: bool = False  #: Nothing of the request can reach this terminal stage: it gives no result.
 
 
-class Abort(Said, frozen=True, tag=5):
+class Abort(BaseMessage, frozen=True, tag=5):
     """Coordinator → all (published: a hint) and → every bound instance (pushed: the authority)."""
 
     request_id: RequestId
@@ -148,13 +148,13 @@ class Abort(Said, frozen=True, tag=5):
     reason: str
 
 
-class Release(Said, frozen=True, tag=6):
+class Release(BaseMessage, frozen=True, tag=6):
     """Receiver → sender: these transfers' slots are free again, and their credits with them."""
 
     transfers: tuple[int, ...]
 
 
-class Consumed(Said, frozen=True, tag=7):
+class Consumed(BaseMessage, frozen=True, tag=7):
     """Stream consumer → producer: chunks of this weight in all have been taken; send as much again."""
 
     request_id: RequestId
@@ -166,13 +166,13 @@ class Consumed(Said, frozen=True, tag=7):
     over: bool = False  #: The consumer takes nothing more of this stream: it waits for no one.
 
 
-class Ended(Said, frozen=True, tag=9):
+class Ended(BaseMessage, frozen=True, tag=9):
     """Coordinator → bound instances, in batches: these are complete; drop what is left of them."""
 
     requests: tuple[tuple[RequestId, Count], ...]  #: (id, attempt)
 
 
-class HandBack(Said, frozen=True, tag=8):
+class HandBack(BaseMessage, frozen=True, tag=8):
     """Draining stage → coordinator: this request has not begun here; take it elsewhere. No retry is spent."""
 
     request_id: RequestId
@@ -180,7 +180,7 @@ class HandBack(Said, frozen=True, tag=8):
     source: Name
 
 
-class ForwardAbort(Said, frozen=True, tag=10):
+class ForwardAbort(BaseMessage, frozen=True, tag=10):
     """Coordinator → instances → every other coordinator: abort this request, if it is yours. It is not ``asker``'s."""
 
     request_id: RequestId
@@ -188,7 +188,7 @@ class ForwardAbort(Said, frozen=True, tag=10):
     reason: str
 
 
-class ForwardAbortReply(Said, frozen=True, tag=11):
+class ForwardAbortReply(BaseMessage, frozen=True, tag=11):
     """The way back: an owner's answer to the instance, and the instance's to ``asker``."""
 
     request_id: RequestId
@@ -197,7 +197,7 @@ class ForwardAbortReply(Said, frozen=True, tag=11):
     owners: Count = 0  #: How many coordinators the instance has passed it on to; one such answer comes of each.
 
 
-class Skip(Said, frozen=True, tag=12):
+class Skip(BaseMessage, frozen=True, tag=12):
     """Stage → stage: ``source`` sends ``target`` nothing more of this request on this edge. It begins nothing there.
 
     ``chunks`` None: no payload comes. Else: the stream ends after so many chunks, without the signal that it is done.
@@ -209,7 +209,7 @@ class Skip(Said, frozen=True, tag=12):
     chunks: Count | None = None
 
 
-class Stalled(Said, frozen=True, tag=13):
+class Stalled(BaseMessage, frozen=True, tag=13):
     """Stage → stage: all workers of ``source`` in this process wait for a full stream window, one of them for
     ``target``'s. Until it is said that they do not, ``source`` begins no other request.
 
@@ -224,7 +224,7 @@ class Stalled(Said, frozen=True, tag=13):
 # --- membership -------------------------------------------------------------------------------------------------
 
 
-class Hello(Said, frozen=True, tag=20):
+class Hello(BaseMessage, frozen=True, tag=20):
     """Process → coordinator, unsequenced and repeated until Welcome: who I am and how I am reached."""
 
     member: Member
@@ -233,7 +233,7 @@ class Hello(Said, frozen=True, tag=20):
     via: str  #: The endpoint that this was said to; Welcome repeats it.
 
 
-class Welcome(Said, frozen=True, tag=21):
+class Welcome(BaseMessage, frozen=True, tag=21):
     """Coordinator → process: you are known; these are the others."""
 
     publisher: str
@@ -242,29 +242,29 @@ class Welcome(Said, frozen=True, tag=21):
     members: tuple[Member, ...] = ()
 
 
-class Refused(Said, frozen=True, tag=22):
+class Rejected(BaseMessage, frozen=True, tag=22):
     """Coordinator → process, outside the order: not as you are.
 
-    ``buried``: ``incarnation`` was declared dead; come back under a new one.
+    ``fenced``: ``incarnation`` was declared dead; come back under a new one.
     """
 
     incarnation: Name
     reason: str
-    buried: bool = False
+    fenced: bool = False
 
 
-class Members(Said, frozen=True, tag=23):
+class Members(BaseMessage, frozen=True, tag=23):
     """Coordinator → processes: who has joined or changed, and who is proven gone."""
 
     joined: tuple[Member, ...] = ()
     gone: tuple[str, ...] = ()
 
 
-class Ready(Said, frozen=True, tag=24):
+class Ready(BaseMessage, frozen=True, tag=24):
     """Process → coordinator: loaded and warmed up; bind requests to me."""
 
 
-class Beat(Said, frozen=True, tag=25):
+class Beat(BaseMessage, frozen=True, tag=25):
     """Process → coordinator, about once a second: load and progress, never proof of life."""
 
     waiting: dict[str, int]  #: stage -> requests in its queue
@@ -273,17 +273,17 @@ class Beat(Said, frozen=True, tag=25):
     gauges: dict[str, float] = {}
 
 
-class Goodbye(Said, frozen=True, tag=26):
+class Deregister(BaseMessage, frozen=True, tag=26):
     """Process → coordinator: I am draining; bind nothing new to me. What is bound I finish."""
 
     reason: str
 
 
-class Unbound(Said, frozen=True, tag=27):
+class Unbound(BaseMessage, frozen=True, tag=27):
     """Coordinator → draining process: none of my requests is bound to you any more."""
 
 
-class Severed(Said, frozen=True, tag=28):
+class PeerUnreachable(BaseMessage, frozen=True, tag=28):
     """Process → coordinator: my connection to ``peer`` broke. What was under way between us may be lost, even if you
     still hear us both.
     """
@@ -294,14 +294,14 @@ class Severed(Said, frozen=True, tag=28):
 # --- control ----------------------------------------------------------------------------------------------------
 
 
-class Shutdown(Said, frozen=True, tag=40):
+class Shutdown(BaseMessage, frozen=True, tag=40):
     """Coordinator → process: drain and exit."""
 
     reason: str
     grace_ms: Count = 0
 
 
-class ProfilerStart(Said, frozen=True, tag=41):
+class ProfilerStart(BaseMessage, frozen=True, tag=41):
     """Coordinator → process: record events (and a torch trace) under this run."""
 
     run_id: Name
@@ -310,13 +310,13 @@ class ProfilerStart(Said, frozen=True, tag=41):
     config: dict[str, Any] = {}
 
 
-class ProfilerStop(Said, frozen=True, tag=42):
+class ProfilerStop(BaseMessage, frozen=True, tag=42):
     """Coordinator → process: stop the run; None stops whatever is active."""
 
     run_id: str | None = None
 
 
-class Admin(Said, frozen=True, tag=43):
+class Admin(BaseMessage, frozen=True, tag=43):
     """Coordinator → process: an engine's own operation."""
 
     call_id: Name
@@ -325,7 +325,7 @@ class Admin(Said, frozen=True, tag=43):
     arguments: dict[str, Any] = {}
 
 
-class AdminReply(Said, frozen=True, tag=44):
+class AdminReply(BaseMessage, frozen=True, tag=44):
     """Process → coordinator: what the operation gave; one per rank."""
 
     call_id: Name
@@ -335,7 +335,7 @@ class AdminReply(Said, frozen=True, tag=44):
     error: str | None = None
 
 
-class Ack(Said, frozen=True, tag=60):
+class Ack(BaseMessage, frozen=True, tag=60):
     """Nothing but the frame's ``ack``. ``gap``: I miss frames after it; send them again."""
 
     gap: bool = False
@@ -344,7 +344,7 @@ class Ack(Said, frozen=True, tag=60):
 # --- between the ranks of a TP stage ----------------------------------------------------------------------------
 
 
-class RankHello(Said, frozen=True, tag=70):
+class RankHello(BaseMessage, frozen=True, tag=70):
     """Rank 0 → follower, repeated: I lead; and back: I follow (``ready`` when my engine is loaded)."""
 
     rank: Count
@@ -354,7 +354,7 @@ class RankHello(Said, frozen=True, tag=70):
     ready: bool = False
 
 
-class RankWork(Said, frozen=True, tag=71):
+class RankWork(BaseMessage, frozen=True, tag=71):
     """Rank 0 → followers: the next thing that happens, in the one order that all ranks see."""
 
     index: Count
@@ -365,7 +365,7 @@ class RankWork(Said, frozen=True, tag=71):
     body: Body | None = None
 
 
-class RankFailed(Said, frozen=True, tag=72):
+class RankFailed(BaseMessage, frozen=True, tag=72):
     """Follower → rank 0: computing this request failed here."""
 
     rank: Count
@@ -391,13 +391,13 @@ Message: TypeAlias = (
     | Stalled
     | Hello
     | Welcome
-    | Refused
+    | Rejected
     | Members
     | Ready
     | Beat
-    | Goodbye
+    | Deregister
     | Unbound
-    | Severed
+    | PeerUnreachable
     | Shutdown
     | ProfilerStart
     | ProfilerStop
@@ -428,7 +428,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     sender: Name
     receiver: Name  #: Empty in a Hello, when the other end's incarnation is not known yet.
     session: Count  #: Which link of the sender's to the receiver this is; higher: a later one. 0 in a Hello.
-    hears: Count  #: The receiver's session that ``ack`` is about; 0: nothing was heard on this link yet.
+    ack_session: Count  #: The receiver's session that ``ack`` is about; 0: nothing was heard on this link yet.
     seq: Count  #: 1.. per session; 0: outside the order, may be lost.
     ack: Count  #: All frames of the receiver's up to this one have been heard.
     request: RequestRef | None  #: Who must learn of it when the message cannot be read.
@@ -442,7 +442,7 @@ class Frame(msgspec.Struct, frozen=True):
     sender: str
     receiver: str
     session: int
-    hears: int
+    ack_session: int
     seq: int
     ack: int
     message: Message

@@ -32,7 +32,7 @@ from stage_runtime.wire.messages import (
     Member,
     Message,
     Ready,
-    Refused,
+    Rejected,
     Stream,
     Submit,
     Timing,
@@ -188,7 +188,7 @@ class Played:
 
     def join(self, incarnation: str, group: str, **fields: Any) -> None:
         assert self.hello(incarnation, group, **fields)
-        self.coordinator.heard(incarnation, Ready())
+        self.coordinator.received(incarnation, Ready())
 
     def submitted(self, incarnation: str) -> list[Submit]:
         return [one for one in self.channels.said[incarnation] if isinstance(one, Submit)]
@@ -196,15 +196,15 @@ class Played:
     def aborted(self, incarnation: str) -> list[tuple[str, int]]:
         return [(one.request_id, one.attempt) for one in self.channels.said[incarnation] if isinstance(one, Abort)]
 
-    def refused(self, incarnation: str) -> list[Refused]:
-        return [one for one in self.channels.said[incarnation] if isinstance(one, Refused)]
+    def refused(self, incarnation: str) -> list[Rejected]:
+        return [one for one in self.channels.said[incarnation] if isinstance(one, Rejected)]
 
     # --- what stages say ----------------------------------------------------------------------------------------
 
     def chunk(self, sent: Submit, source: str, index: int, data: Any, *, attempt: int | None = None) -> None:
         header = sent.header
         said = Stream(header.request_id, attempt or header.attempt, source, index, body({"data": data}))
-        self.coordinator.heard(header.bindings.get(source, "v1"), said)
+        self.coordinator.received(header.bindings.get(source, "v1"), said)
 
     def complete(self, sent: Submit, source: str, data: Any = None, *, chunks: int = 0, has_data: bool = True) -> None:
         header = sent.header
@@ -212,12 +212,12 @@ class Played:
         said = Complete(
             header.request_id, header.attempt, source, body(data) if has_data else None, chunks, timings=timings
         )
-        self.coordinator.heard(header.bindings.get(source, "v1"), said)
+        self.coordinator.received(header.bindings.get(source, "v1"), said)
 
     def fail(self, sent: Submit, source: str, code: str = "stage_failed", message: str = "no", **facts: Any) -> None:
         header = sent.header
         said = Complete(header.request_id, header.attempt, source, failure=Failure(code, message, source, **facts))
-        self.coordinator.heard(header.bindings.get(source, "v1"), said)
+        self.coordinator.received(header.bindings.get(source, "v1"), said)
 
 
 def codec_replace(said: Hello, name: str, value: Any) -> Hello:

@@ -23,10 +23,10 @@ async def caller(made: Played, request_id: str = "theirs") -> asyncio.Task[bool]
 async def test_an_abort_that_another_coordinator_passes_on_ends_the_request_and_says_so() -> None:
     async with played() as made:
         handle = made.manager.admit(asked("mine"))
-        made.coordinator.heard("f1", ForwardAbort("mine", "other", "DELETE"))
+        made.coordinator.received("f1", ForwardAbort("mine", "other", "DELETE"))
         assert made.channels.said["f1"][-1] == ForwardAbortReply("mine", "other", True)
         assert (await error_of(handle)).code == "cancelled"
-        made.coordinator.heard("v1", ForwardAbort("mine", "other", "DELETE"))
+        made.coordinator.received("v1", ForwardAbort("mine", "other", "DELETE"))
         assert made.channels.said["v1"][-1] == ForwardAbortReply("mine", "other", False), "once"
 
 
@@ -34,7 +34,7 @@ async def test_every_instance_is_asked_and_the_owner_s_yes_is_enough() -> None:
     async with played() as made:
         answer = await caller(made)
         assert questions(made, "f1") == questions(made, "v1") == [ForwardAbort("theirs", ME, "DELETE")]
-        made.coordinator.heard("v1", ForwardAbortReply("theirs", ME, True, 1))
+        made.coordinator.received("v1", ForwardAbortReply("theirs", ME, True, 1))
         assert await asyncio.wait_for(answer, 10)
 
 
@@ -50,7 +50,7 @@ async def test_no_is_known_as_soon_as_everybody_has_answered_or_is_gone() -> Non
         answer = await caller(made)
         again = await caller(made)
         assert len(questions(made, "f1")) == 1, "one question for two who ask the same"
-        made.coordinator.heard("f1", ForwardAbortReply("theirs", ME, False, 0))
+        made.coordinator.received("f1", ForwardAbortReply("theirs", ME, False, 0))
         await asyncio.sleep(0)
         assert not answer.done()
         made.coordinator.lost("v1")

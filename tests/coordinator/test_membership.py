@@ -1,4 +1,4 @@
-"""Who belongs to the pipeline: hello, welcome, refused, buried, replaced."""
+"""Who belongs to the pipeline: hello, welcome, refused, fenced, replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
-from stage_runtime.wire.messages import Beat, Goodbye, Members, Refused, Welcome
+from stage_runtime.wire.messages import Beat, Deregister, Members, Rejected, Welcome
 from tests.coordinator.manager_kit import REVISION, SCHEMAS, Played, asked, came, played
 
 
@@ -57,7 +57,7 @@ async def test_who_does_not_belong_here_is_refused_with_the_reason(fields: dict[
         assert not made.hello("x1", "voice", **fields)
         (refused,) = made.refused("x1")
         assert reason in refused.reason
-        assert not refused.buried
+        assert not refused.fenced
         assert made.membership.state.instances == {}
 
 
@@ -82,7 +82,7 @@ async def test_the_dead_may_not_come_back_under_their_old_name() -> None:
         assert isinstance(gone, Members)
         assert gone.gone == ("v1",)
         assert not made.hello("v1", "voice")
-        assert made.refused("v1")[-1] == Refused("v1", "this incarnation was declared dead", True)
+        assert made.refused("v1")[-1] == Rejected("v1", "this incarnation was declared dead", True)
 
 
 async def test_one_that_was_buried_and_still_speaks_is_told() -> None:
@@ -90,7 +90,7 @@ async def test_one_that_was_buried_and_still_speaks_is_told() -> None:
     async with played() as made:
         made.coordinator.lost("v1")
         assert not made.coordinator.introduced("v1", Beat({}, {}, {}))
-        assert [one.buried for one in made.refused("v1")] == [True]
+        assert [one.fenced for one in made.refused("v1")] == [True]
         assert not made.coordinator.introduced("stranger", Beat({}, {}, {}))
         assert made.refused("stranger") == []
 
@@ -140,19 +140,19 @@ async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_pro
 
 async def test_beats_carry_load_and_are_forgotten_with_their_instance() -> None:
     async with played() as made:
-        made.coordinator.heard("v1", Beat({"shout": 3}, {"shout": 2}, {"shout": 9}, {"kv_blocks": 7.0}))
+        made.coordinator.received("v1", Beat({"shout": 3}, {"shout": 2}, {"shout": 9}, {"kv_blocks": 7.0}))
         assert made.manager.metrics()["stages"]["shout"] == {"waiting": 3, "running": 2}
         (voice,) = [one for one in made.manager.status()["instances"] if one["incarnation"] == "v1"]
         assert (voice["waiting"], voice["running"], voice["gauges"]) == (3, 2, {"kv_blocks": 7.0})
         made.coordinator.lost("v1")
         assert made.manager.metrics()["stages"] == {}
-        made.coordinator.heard("v1", Beat({"shout": 3}, {}, {}))  # was on its way
+        made.coordinator.received("v1", Beat({"shout": 3}, {}, {}))  # was on its way
         assert made.manager.metrics()["stages"] == {}
 
 
 async def test_a_draining_instance_without_requests_is_let_go_at_once() -> None:
     async with played() as made:
-        made.coordinator.heard("v1", Goodbye("SIGTERM"))
+        made.coordinator.received("v1", Deregister("SIGTERM"))
         assert type(made.channels.said["v1"][-1]).__name__ == "Unbound"
         assert made.manager.status()["instances"][1]["draining"]
 

@@ -22,13 +22,13 @@ from stage_runtime.wire.messages import (
     Body,
     Complete,
     Consumed,
+    Deregister,
     Ended,
     Failure,
-    Goodbye,
     HandBack,
+    PeerUnreachable,
     Release,
     RequestRef,
-    Severed,
     Stalled,
     Unbound,
 )
@@ -296,7 +296,7 @@ async def test_without_another_instance_a_request_waits_for_the_next_life() -> N
 
 
 async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> None:
-    """It was buried by mistake or frozen, and has its models still."""
+    """It was fenced by mistake or frozen, and has its models still."""
     async with played() as made:
         made.manager.admit(asked())
         made.coordinator.lost("v1")
@@ -386,7 +386,7 @@ async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried
         (first, second) = made.submitted("f1")
         made.join("f2", "front")
         made.join("v2", "voice")
-        made.coordinator.heard("f1", Severed("v1"))
+        made.coordinator.received("f1", PeerUnreachable("v1"))
         made.complete(second, "shout", "in time")
         (again,) = await came(lambda: made.submitted("f2"))
         assert again.header.request_id == "stuck"
@@ -401,7 +401,7 @@ async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried
 async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
-        made.coordinator.heard("f1", Severed("v1"))
+        made.coordinator.received("f1", PeerUnreachable("v1"))
         made.coordinator.lost("v1")
         made.join("v2", "voice")
         (_, again) = made.submitted("f1")
@@ -414,7 +414,7 @@ async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> 
     async with played(retries=0) as made:
         handle = made.manager.admit(asked())
         header = only(made).header
-        made.coordinator.heard("v1", Complete("r1", header.attempt, "shout", Body(transfer=b"gone")))
+        made.coordinator.received("v1", Complete("r1", header.attempt, "shout", Body(transfer=b"gone")))
         error = await error_of(handle)
         assert (error.code, error.stage) == ("transport_failed", "shout")
 
@@ -437,7 +437,7 @@ async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None
         assert sent.body.transfer
         assert sent.body.inline == b""
         assert made.manager.metrics()["lanes_outstanding"] == 1
-        made.coordinator.heard("f1", Release((1,)))
+        made.coordinator.received("f1", Release((1,)))
         assert made.manager.metrics()["lanes_outstanding"] == 0
         assert made.relays.held == {}
 
@@ -446,8 +446,8 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
     async with played(retries=0, terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
         made.join("f2", "front")
-        made.coordinator.heard("f1", HandBack("r1", only(made).header.attempt, "split"))
-        made.coordinator.heard("f1", Goodbye("SIGTERM"))
+        made.coordinator.received("f1", HandBack("r1", only(made).header.attempt, "split"))
+        made.coordinator.received("f1", Deregister("SIGTERM"))
         (again,) = made.submitted("f2")
         made.complete(again, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
@@ -458,7 +458,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
 async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         made.manager.admit(asked())
-        made.coordinator.heard("v1", Goodbye("SIGTERM"))
+        made.coordinator.received("v1", Deregister("SIGTERM"))
         assert Unbound() not in made.channels.said["v1"]
         with pytest.raises(RequestError, match="voice"):
             made.manager.admit(asked("r2"))
@@ -503,7 +503,7 @@ async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_ord
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=True))
         sent = only(made)
-        made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
+        made.coordinator.received("v1", Stalled("shout", "coordinator", True))
         nearly = STREAM_WINDOW * 3 // 4
         for index in range(nearly):
             made.chunk(sent, "shout", index, index)
@@ -513,7 +513,7 @@ async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_ord
             made.chunk(sent, "shout", index, index)
         await came(lambda: taken(made))
         assert (taken(made), handle.early) == (STREAM_WINDOW, STREAM_WINDOW)
-        made.coordinator.heard("v1", Stalled("shout", "coordinator", False))
+        made.coordinator.received("v1", Stalled("shout", "coordinator", False))
         for index in range(STREAM_WINDOW, 2 * STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
         await asyncio.sleep(3 * LOOK_EVERY_S)
@@ -530,7 +530,7 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         handles = [made.manager.admit(asked(name, stream=True)) for name in ("r1", "r2", "r3")]
         sents = made.submitted("f1")
-        made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
+        made.coordinator.received("v1", Stalled("shout", "coordinator", True))
         for handle, sent in zip(handles[:2], sents[:2], strict=True):
             for index in range(half):
                 made.chunk(sent, "shout", index, index)
@@ -550,7 +550,7 @@ async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=False))
         sent = only(made)
-        made.coordinator.heard("v1", Stalled("shout", "coordinator", True))
+        made.coordinator.received("v1", Stalled("shout", "coordinator", True))
         for index in range(ROOM + STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
         await asyncio.sleep(3 * LOOK_EVERY_S)
@@ -563,7 +563,7 @@ async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_els
         handle = made.manager.admit(asked())
         sent = only(made)
         skipped = Complete(sent.header.request_id, sent.header.attempt, "shout", skipped=True)
-        made.coordinator.heard("v1", skipped)
+        made.coordinator.received("v1", skipped)
         made.complete(sent, "write", "text")
         if waited_for:
             error = await error_of(handle)
@@ -628,7 +628,7 @@ async def live(steps: list[str], stream: bool) -> None:
                 case "old":
                     made.complete(sent[0], "shout", "old", chunks=99)
                 case "hand back":
-                    made.coordinator.heard("f1", HandBack("r1", attempt, "split"))
+                    made.coordinator.received("f1", HandBack("r1", attempt, "split"))
             await asyncio.sleep(0)
         outcome = (await asyncio.gather(reader, return_exceptions=True))[0]
         record = made.record("r1")
@@ -662,12 +662,12 @@ async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
         sent = made.submitted("f1")
         made.manager.admit(asked("waits", inputs=large))
         assert made.manager.lanes.queued == 1
-        made.coordinator.heard(
+        made.coordinator.received(
             "v1", Complete("waits", sent[-1].header.attempt + 1, "shout", failure=Failure("transport_failed", "no"))
         )
         assert made.manager.lanes.queued == 1, "only the second attempt's"
         (slot,) = [put.transfer for put in made.relays.held.values()][:1]
-        made.coordinator.heard("f1", Release((slot,)))
+        made.coordinator.received("f1", Release((slot,)))
         (late,) = made.submitted("f1")[BODY_CREDITS:]
         assert (late.header.request_id, late.header.attempt) == ("waits", sent[-1].header.attempt + 2)
 

@@ -239,9 +239,9 @@ PLACES = (
 # --- the positive control ---------------------------------------------------------------------------------------
 
 
-def _send_unread(frame: messages.Frame) -> bytes:
+def _encode_unchecked(frame: messages.Frame) -> bytes:
     """`codec.encode` without its check of fields."""
-    numbers = (frame.session, frame.hears, frame.seq, frame.ack)
+    numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
     said = codec._encoder.encode(frame.message)
     data = codec._encoder.encode(
         messages.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, codec._request(frame.message), said)
@@ -257,7 +257,7 @@ def _print_unguarded(value: object, *, limit: int = 0, how: Callable[[object], s
 
 match os.environ.get("HOSTILE_WITHOUT"):
     case "the check of messages":
-        codec.encode = _send_unread
+        codec.encode = _encode_unchecked
         outputs.check_chunk = lambda chunk: None  # the one that stands before it
     case "the guard of texts":
         errors.printed = _print_unguarded

@@ -48,7 +48,7 @@ class Pods:
     def url(self, coordinator: str) -> str:
         """Where it answers HTTP."""
         (child,) = self._coordinators[coordinator].children
-        return next(event.url for event in reversed(child.said) if isinstance(event, Serving))
+        return next(event.url for event in reversed(child.events) if isinstance(event, Serving))
 
     def pids(self) -> dict[str, int]:
         return {view.process: view.pid for view in self._supervisor.views() if view.pid is not None}

@@ -20,7 +20,7 @@ import zmq
 from stage_runtime.processes.local import LocalPipeline
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Abort, Frame, Goodbye
+from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Abort, Deregister, Frame
 from tests.e2e.pods import KEY, pods
 from tests.e2e.world import APART, Client, at_rest, eventually, prism
 
@@ -39,7 +39,7 @@ FRAMES: dict[str, bytes] = {
 OTHER_PROTOCOL = msgspec.msgpack.encode([PROTOCOL + 99, "x", "", 0, 0, 0, 0, [1]])
 STRANGERS: dict[str, Any] = {
     "an abort": Abort("r", 1, "somebody", "no reason"),
-    "a goodbye": Goodbye("not mine to say"),
+    "a goodbye": Deregister("not mine to say"),
 }
 
 
@@ -80,7 +80,7 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
 ) -> None:
     await client.answer("a b")
     await asyncio.sleep(0.5)
-    assert set((await counted(client, "garbage")).values()) == {0.0}, (
+    assert set((await counted(client, "malformed")).values()) == {0.0}, (
         "the positive control: honest frames are no garbage"
     )
     before = shared.pids()
@@ -93,7 +93,7 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
     groups = {"coordinator", "front", "side", "joiner", "voice"}
 
     async def all_counted() -> bool:
-        garbage, unknown = await counted(client, "garbage"), await counted(client, "strangers")
+        garbage, unknown = await counted(client, "malformed"), await counted(client, "unknown_peers")
         other = await counted(client, "other_protocol")
         return all(
             garbage[group] >= len(FRAMES) and unknown[group] >= len(STRANGERS) and other[group] >= 1 for group in groups
@@ -130,13 +130,13 @@ async def test_garbage_at_every_relay_socket_is_counted_and_dropped(
 ) -> None:
     before = shared.pids()
     for path in shared.folder.glob("*.data"):
-        say(stranger, f"ipc://{path}", [b"garbage", b"x" * 100], [b""], [NESTED, b""])
+        say(stranger, f"ipc://{path}", [b"malformed", b"x" * 100], [b""], [NESTED, b""])
 
     async def all_counted() -> bool:
         told: list[float] = [
-            one["gauges"].get("relay_tcp_garbage_messages", 0) for one in (await client.status())["instances"]
+            one["gauges"].get("relay_tcp_malformed_messages", 0) for one in (await client.status())["instances"]
         ]
-        own: float = (await client.metrics())["omnipipeline_relay_tcp_garbage_messages"]
+        own: float = (await client.metrics())["omnipipeline_relay_tcp_malformed_messages"]
         return min(*told, own) >= 3
 
     await eventually(all_counted, 5)
@@ -240,7 +240,7 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
 
         before = made.pids()
         await goes_on()
-        assert not await every("turned_away") and not await every("relay_tcp_turned_away")
+        assert not await every("handshake_failures") and not await every("relay_tcp_handshake_failures")
         ports = [port for pid in before.values() for port in listening(pid)]
         assert len(ports) == 2 * len(before) + 2
         for _ in range(2):
@@ -254,21 +254,23 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
                 for one in knocks:
                     if one.type == zmq.PUSH:
                         utter(one, *([frame] for frame in FRAMES.values()))
-                await eventually(lambda: every("turned_away", "relay_tcp_turned_away"), 30)
+                await eventually(lambda: every("handshake_failures", "relay_tcp_handshake_failures"), 30)
                 await goes_on()
                 with pytest.raises(zmq.Again):
                     next(one for one in knocks if one.type == zmq.SUB).recv(zmq.NOBLOCK)
         log = (base / "log").read_text()
         for process in before:
-            told = [line for line in log.splitlines() if line.startswith(f"{process}: ") and "(turned_away)" in line]
+            told = [
+                line for line in log.splitlines() if line.startswith(f"{process}: ") and "(handshake_failures)" in line
+            ]
             assert 1 <= len(told) <= 2 * 3, "each reason once at each socket, however often somebody comes"
         # One who has the key, and says what nobody can read, or too much of it.
         with knocking(stranger, ports, member) as knocks:
             for one in knocks:
                 if one.type == zmq.PUSH:
                     utter(one, *([frame] for frame in FRAMES.values()))
-                    utter(one, [b"garbage", b"x" * 100], [b"z"] * 500, [bytes(9 << 20)])
-            await eventually(lambda: every("garbage", "relay_tcp_garbage_messages"), 30)
+                    utter(one, [b"malformed", b"x" * 100], [b"z"] * 500, [bytes(9 << 20)])
+            await eventually(lambda: every("malformed", "relay_tcp_malformed_messages"), 30)
             await goes_on()
         lines = (base / "log").read_text().splitlines()
         for process in before:

@@ -189,7 +189,7 @@ async def nothing_was_misread(made: LocalPipeline) -> None:
             for name, value in (await client.metrics()).items()
             if name.startswith("omnipipeline_control_events_total")
         }
-        for name in ("unreadable", "garbage", "handler_errors", "strangers"):
+        for name in ("unreadable", "malformed", "handler_errors", "unknown_peers"):
             found = {group: gauges.get(f"control_{name}", gauges.get(name, 0)) for group, gauges in counted.items()}
             assert not any(found.values()), (name, found)
 

@@ -44,14 +44,14 @@ async def reborn(pipeline: LocalPipeline, client: Client) -> None:
     before, pid = await incarnation(client), pipeline.pids()["give"]
     os.kill(pid, signal.SIGSTOP)
 
-    async def buried() -> bool:
+    async def fenced() -> bool:
         return await incarnation(client) is None
 
     async def back() -> bool:
         return await incarnation(client) not in (None, before) and (await client.status())["complete"]
 
     try:
-        await eventually(buried)
+        await eventually(fenced)
     finally:
         os.kill(pid, signal.SIGCONT)
     await eventually(back)

@@ -23,36 +23,36 @@ async def main():
         on_release=lambda peer, transfer: released.append(transfer),
         settings=RelaySettings(arena_bytes=256 << 20, prefault_bytes=0, bind=sys.argv[1]),
     )
-    say(relays.facts())
+    send(relays.facts())
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         command = msgspec.json.decode(line)
         match command.pop("do"):
             case "open":
-                say(relays.open("near", command["facts"]))
+                send(relays.open("near", command["facts"]))
             case "get":
                 try:
                     operation = relays.get(base64.b64decode(command["metadata"]), request_id="r", peer="near")
                     view = await operation.wait_for_completion(command.get("timeout", 10))
                     held[operation.transfer] = view
-                    say({"sha": hashlib.sha256(view).hexdigest(), "nbytes": len(view)})
+                    send({"sha": hashlib.sha256(view).hexdigest(), "nbytes": len(view)})
                     del view, operation
                 except TransferError as error:
-                    say({"error": str(error)})
+                    send({"error": str(error)})
             case "drop":
                 held.clear()
                 await asyncio.sleep(0.05)
-                say(released)
+                send(released)
                 released.clear()
             case "put":
                 extracted = payloads.extract(np.full(command["nbytes"], command["mark"], np.uint8))
                 operation = relays.put(extracted, request_id="r", peer="near", backend=command["backend"])
-                say(base64.b64encode(operation.metadata).decode())
+                send(base64.b64encode(operation.metadata).decode())
             case "stats":
-                say(relays.stats())
+                send(relays.stats())
     relays.close()
 
 
-def say(answer):
+def send(answer):
     sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
     sys.stdout.flush()
 

@@ -70,9 +70,9 @@ class Made:
         self.said: list[str] = []
         self.lost: dict[str, BaseException] = {}
         self.refuses: Callable[[str], None] = lambda request_id: None
-        self.lanes = Lanes(self.relays, self.say)  # type: ignore[arg-type]
+        self.lanes = Lanes(self.relays, self.send)  # type: ignore[arg-type]
 
-    def say(self, peer: str, message: Message) -> bool:
+    def send(self, peer: str, message: Message) -> bool:
         assert isinstance(message, Submit)
         self.refuses(message.header.request_id)
         self.said.append(message.header.request_id)

@@ -51,7 +51,7 @@ def forger(both):
 
 
 def garbage(both):
-    return both.b.stats()["tcp_garbage_messages"]
+    return both.b.stats()["tcp_malformed_messages"]
 
 
 METADATA = b"tcp:" + msgspec.msgpack.encode([77, 100])

@@ -46,7 +46,7 @@ class Wire:
     def acknowledge(self) -> None:
         if self.acks:
             ack, gap = self.acks.popleft()
-            self.outgoing.heard(ack)
+            self.outgoing.acked(ack)
             if gap:
                 self.outgoing.rewind()
 
@@ -92,7 +92,7 @@ def test_every_message_is_delivered_once_and_in_order_whatever_is_lost(steps: li
         while wire.acks:
             wire.acknowledge()
     assert wire.delivered == wire.said
-    assert (wire.outgoing.unheard, wire.outgoing.backlog) == (0, 0)
+    assert (wire.outgoing.unacked, wire.outgoing.backlog) == (0, 0)
 
 
 def test_without_acknowledgements_a_lost_frame_stays_lost() -> None:
@@ -125,7 +125,7 @@ def test_a_gap_is_asked_for_once_until_it_is_filled() -> None:
 def test_frames_outside_the_order_are_always_delivered_and_owe_nothing() -> None:
     incoming = Incoming(1)
     assert [incoming.accept(0) for _ in range(3)] == [Verdict.DELIVER] * 3
-    assert (incoming.heard, incoming.owed) == (0, 0)
+    assert (incoming.last_received, incoming.owed) == (0, 0)
 
 
 @given(st.integers(0, 5), st.integers(6, 2**63))
@@ -133,7 +133,7 @@ def test_an_ack_of_what_was_never_said_frees_nothing(said: int, ack: int) -> Non
     outgoing = Outgoing()
     for seq in range(1, said + 1):
         outgoing.keep(seq, b"x")
-    assert outgoing.heard(ack) is False
+    assert outgoing.acked(ack) is False
     assert outgoing.backlog == said
 
 
@@ -143,12 +143,12 @@ def test_an_ack_may_be_for_a_frame_that_waits_to_be_sent_again() -> None:
         outgoing.keep(seq, b"%d" % seq)
         outgoing.sent()
     outgoing.rewind()
-    assert outgoing.heard(2) is True
+    assert outgoing.acked(2) is True
     assert list(outgoing.frames()) == [b"3"]
 
 
 @pytest.mark.parametrize(
-    ("before", "session", "hears", "standing"),
+    ("before", "session", "ack_session", "standing"),
     [
         ([], 5, 0, Standing.CURRENT),  # the first word fixes which link of theirs we hear
         ([], 5, 2, Standing.CURRENT),
@@ -164,12 +164,12 @@ def test_an_ack_may_be_for_a_frame_that_waits_to_be_sent_again() -> None:
     ],
 )
 def test_a_frame_is_placed_by_both_ends_numbers(
-    before: list[tuple[int, int]], session: int, hears: int, standing: Standing
+    before: list[tuple[int, int]], session: int, ack_session: int, standing: Standing
 ) -> None:
     incoming = Incoming(2)
     for earlier in before:
         incoming.stand(*earlier)
-    assert incoming.stand(session, hears) is standing
+    assert incoming.stand(session, ack_session) is standing
 
 
 def test_what_the_peer_said_before_it_heard_anything_is_void_once_it_heard_the_link_given_up() -> None:
@@ -201,14 +201,14 @@ class End:
     def __init__(self) -> None:
         self.session = 1
         self.incoming = Incoming(1)
-        self.said: list[tuple[int, int]] = []  #: (session, hears) of what may be said again, late.
+        self.said: list[tuple[int, int]] = []  #: (session, ack_session) of what may be said again, late.
 
     def renew(self) -> None:
         self.session += 1
         self.incoming = Incoming(self.session, self.incoming)
 
     def word(self) -> tuple[int, int]:
-        self.said.append((self.session, self.incoming.hears))
+        self.said.append((self.session, self.incoming.peer_session))
         return self.said[-1]
 
 
@@ -247,4 +247,4 @@ def test_two_ends_that_gave_up_apart_come_together_again(
             case "b again" if b.said:
                 speak(b, a, b.said[which % len(b.said)])
     assert [speak(a, b), speak(b, a)] == [Standing.CURRENT] * 2
-    assert (a.incoming.hears, b.incoming.hears) == (b.session, a.session)
+    assert (a.incoming.peer_session, b.incoming.peer_session) == (b.session, a.session)

@@ -7,7 +7,7 @@ import sys
 
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Goodbye, Hello, Message, RequestRef
+from stage_runtime.wire.messages import Deregister, Hello, Message, RequestRef
 
 
 class Echo:
@@ -20,8 +20,8 @@ class Echo:
         self.channels.connect(sender, message.member.endpoint)
         return True
 
-    def heard(self, sender: str, message: Message) -> None:
-        if isinstance(message, Goodbye):
+    def received(self, sender: str, message: Message) -> None:
+        if isinstance(message, Deregister):
             self.channels.send(sender, message)
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None: ...

@@ -17,7 +17,7 @@ from threading import Event, Lock, Thread
 
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Goodbye, Hello, Member, Message, RequestRef
+from stage_runtime.wire.messages import Deregister, Hello, Member, Message, RequestRef
 
 SECRET = bytes(range(32))
 PATIENCE_S = 20.0
@@ -28,7 +28,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.channels: Channels
-        self.heard_words: list[str] = []
+        self.received_words: list[str] = []
         self.messages: list[tuple[str, Message]] = []
         self.lost_peers: list[tuple[str, float]] = []
         self.strangers: list[str] = []
@@ -43,13 +43,13 @@ class Listener:
         self.channels.connect(sender, message.member.endpoint)
         return True
 
-    def heard(self, sender: str, message: Message) -> None:
+    def received(self, sender: str, message: Message) -> None:
         if self.raises is not None:
             error, self.raises = self.raises, None
             raise error
         self.messages.append((sender, message))
-        if isinstance(message, Goodbye):
-            self.heard_words.append(message.reason)
+        if isinstance(message, Deregister):
+            self.received_words.append(message.reason)
         self.changed.set()
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
@@ -87,8 +87,8 @@ class End:
     def member(self) -> Member:
         return Member(self.name, "group", "unit", "rev", self.endpoint, {}, ())
 
-    def say(self, peer: str, word: str) -> None:
-        assert self.channels.send(peer, Goodbye(word))
+    def send(self, peer: str, word: str) -> None:
+        assert self.channels.send(peer, Deregister(word))
 
 
 def hello(end: End) -> Hello:

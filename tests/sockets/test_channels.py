@@ -27,10 +27,10 @@ from stage_runtime.wire.messages import (
     Abort,
     AdminReply,
     Consumed,
+    Deregister,
     Envelope,
     Frame,
-    Goodbye,
-    Refused,
+    Rejected,
     RequestRef,
 )
 from tests.sockets.peers import SECRET, End, PeerProcess, Proxy, ends, hello, introduce
@@ -62,11 +62,11 @@ async def test_messages_arrive_once_and_in_order_both_ways(kind: str, short_path
         introduce(a, b)
         words = [str(index) for index in range(1000)]
         for word in words:
-            a.say("bb", word)
-            b.say("aa", word)
-        await b.listener.until(lambda: len(b.listener.heard_words) >= 1000)
-        await a.listener.until(lambda: len(a.listener.heard_words) >= 1000)
-        assert a.listener.heard_words == b.listener.heard_words == words
+            a.send("bb", word)
+            b.send("aa", word)
+        await b.listener.until(lambda: len(b.listener.received_words) >= 1000)
+        await a.listener.until(lambda: len(a.listener.received_words) >= 1000)
+        assert a.listener.received_words == b.listener.received_words == words
         assert await a.channels.settled(5)
         assert await b.channels.settled(5)
 
@@ -78,14 +78,14 @@ async def test_who_says_hello_is_introduced_and_answered(kind: str, short_path: 
     async with ends(a, b):
         unnamed = a.channels.connect("", b.endpoint)
         while not b.channels.link("aa"):
-            unnamed.say(hello(a))
+            unnamed.send_unordered(hello(a))
             await asyncio.sleep(0.01)
-        b.say("aa", "welcome")  # a does not know b yet: it is a stranger's until a names the link
+        b.send("aa", "welcome")  # a does not know b yet: it is a stranger's until a names the link
         await a.listener.until(lambda: "bb" in a.listener.strangers)
         assert a.channels.name(b.endpoint, "bb") is unnamed
-        await a.listener.until(lambda: a.listener.heard_words == ["welcome"])
-        a.say("bb", "thanks")
-        await b.listener.until(lambda: b.listener.heard_words == ["thanks"])
+        await a.listener.until(lambda: a.listener.received_words == ["welcome"])
+        a.send("bb", "thanks")
+        await b.listener.until(lambda: b.listener.received_words == ["thanks"])
 
 
 async def test_many_threads_may_say_at_once_and_each_ones_order_is_kept(short_path: Path) -> None:
@@ -95,18 +95,18 @@ async def test_many_threads_may_say_at_once_and_each_ones_order_is_kept(short_pa
 
         def talk(name: int) -> None:
             for index in range(500):
-                a.say("bb", f"{name}:{index}")
+                a.send("bb", f"{name}:{index}")
 
         threads = [threading.Thread(target=talk, args=(name,)) for name in range(6)]
         for thread in threads:
             thread.start()
-        await b.listener.until(lambda: len(b.listener.heard_words) >= 3000)
+        await b.listener.until(lambda: len(b.listener.received_words) >= 3000)
         for thread in threads:
             thread.join()
-        heard = b.listener.heard_words
-        assert len(heard) == 3000
+        received = b.listener.received_words
+        assert len(received) == 3000
         for name in range(6):
-            mine = [word for word in heard if word.startswith(f"{name}:")]
+            mine = [word for word in received if word.startswith(f"{name}:")]
             assert mine == [f"{name}:{index}" for index in range(500)]
 
 
@@ -133,9 +133,9 @@ async def test_nothing_is_lost_or_doubled_when_the_connection_is_cut_under_load(
         with contextlib.closing(Proxy(b.endpoint)) as proxy:
             introduce(a, b, via=proxy.endpoint)
             await b.listener.until(lambda: a.channels.counters["connected"] >= 1)
-            await talk_through_cuts(proxy, lambda word: a.say("bb", word))
-            await b.listener.until(lambda: len(b.listener.heard_words) >= COUNT)
-            assert b.listener.heard_words == [str(index) for index in range(COUNT)]
+            await talk_through_cuts(proxy, lambda word: a.send("bb", word))
+            await b.listener.until(lambda: len(b.listener.received_words) >= COUNT)
+            assert b.listener.received_words == [str(index) for index in range(COUNT)]
             assert await a.channels.settled(5)
             assert a.channels.counters["disconnected"] >= 1
             assert 0 < a.channels.counters["resent"] < 5 * COUNT  # asked for once, not once per frame
@@ -150,15 +150,15 @@ async def test_without_acknowledgements_the_same_cuts_lose_messages() -> None:
         one.linger = 0
         one.sndhwm = one.rcvhwm = 0
     port = pull.bind_to_random_port("tcp://127.0.0.1")
-    heard = 0
+    received = 0
     with contextlib.closing(Proxy(f"tcp://127.0.0.1:{port}")) as proxy:
         push.connect(proxy.endpoint)
         await talk_through_cuts(proxy, lambda word: push.send(word.encode()))
         while pull.poll(1000):  # until a second without a word
             pull.recv()
-            heard += 1
+            received += 1
     context.destroy(linger=0)
-    assert 0 < heard < COUNT
+    assert 0 < received < COUNT
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,28 +171,28 @@ async def test_a_killed_process_is_lost_within_a_second_and_its_next_life_is_ano
         a.channels.connect("b1", peer.endpoint)
         greeting = a.channels.link("b1")
         assert greeting is not None
-        while "hi" not in a.listener.heard_words:
-            greeting.say(hello(a))
+        while "hi" not in a.listener.received_words:
+            greeting.send_unordered(hello(a))
             if "b1" not in a.listener.strangers and greeting.undelivered == 0:
-                a.say("b1", "hi")
+                a.send("b1", "hi")
             await asyncio.sleep(0.02)
         peer.signal(signal.SIGKILL)
         killed = asyncio.get_running_loop().time()
         for index in range(100):
-            a.channels.send("b1", Goodbye(f"into the void {index}"))
+            a.channels.send("b1", Deregister(f"into the void {index}"))
         await a.listener.until(lambda: bool(a.listener.lost_peers))
         assert a.listener.lost_peers[0][0] == "b1"
         assert a.listener.lost_peers[0][1] - killed < 1.5  # 0.3 s of grace; the rest is a loaded machine's
-        assert not a.channels.send("b1", Goodbye("nobody"))
+        assert not a.channels.send("b1", Deregister("nobody"))
         peer.end()
 
         again = PeerProcess("b2", peer.endpoint if kind == "ipc" else "tcp://127.0.0.1:*", secure=kind == "curve")
         link = a.channels.connect("b2", again.endpoint)
-        a.say("b2", "first word of the new life")
-        while not a.listener.heard_words[1:]:
-            link.say(hello(a))
+        a.send("b2", "first word of the new life")
+        while not a.listener.received_words[1:]:
+            link.send_unordered(hello(a))
             await asyncio.sleep(0.02)
-        assert a.listener.heard_words[1:] == ["first word of the new life"]
+        assert a.listener.received_words[1:] == ["first word of the new life"]
         again.end()
 
 
@@ -226,19 +226,19 @@ async def test_an_end_that_gave_up_alone_comes_together_with_the_other_again() -
     async with ends(a, b):
         introduce(a, b)
         for index in range(50):
-            a.say("bb", f"old {index}")
-            b.say("aa", f"old {index}")
-        await b.listener.until(lambda: len(b.listener.heard_words) == 50)
-        await a.listener.until(lambda: len(a.listener.heard_words) == 50)
+            a.send("bb", f"old {index}")
+            b.send("aa", f"old {index}")
+        await b.listener.until(lambda: len(b.listener.received_words) == 50)
+        await a.listener.until(lambda: len(a.listener.received_words) == 50)
         assert await a.channels.settled(5)
         a.channels.drop("bb")  # as when only this end's connection broke
         a.channels.connect("bb", b.endpoint)
-        a.say("bb", "new")
+        a.send("bb", "new")
         await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])
         b.channels.connect("aa", a.endpoint)
-        b.say("aa", "new too")
-        await b.listener.until(lambda: b.listener.heard_words[50:] == ["new"])
-        await a.listener.until(lambda: a.listener.heard_words[50:] == ["new too"])
+        b.send("aa", "new too")
+        await b.listener.until(lambda: b.listener.received_words[50:] == ["new"])
+        await a.listener.until(lambda: a.listener.received_words[50:] == ["new too"])
         assert a.listener.lost_peers == []
 
 
@@ -247,21 +247,21 @@ async def test_what_was_said_on_the_link_before_is_not_heard_again_on_the_next_o
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
         introduce(a, b)
-        a.say("bb", "old")
-        b.say("aa", "old")
-        await a.listener.until(lambda: a.listener.heard_words == ["old"])
+        a.send("bb", "old")
+        b.send("aa", "old")
+        await a.listener.until(lambda: a.listener.received_words == ["old"])
         assert await a.channels.settled(5)  # so b has heard this link, and a knows
         a.channels.drop("bb")
         link = a.channels.connect("bb", b.endpoint)
         await a.listener.until(lambda: link.connected)
         late = raw(a.endpoint)
-        late.send(frame("bb", "aa", Goodbye("old")))
-        await a.listener.until(lambda: a.channels.counters["outdated"] == 1)
+        late.send(frame("bb", "aa", Deregister("old")))
+        await a.listener.until(lambda: a.channels.counters["stale_sessions"] == 1)
         late.close()
         await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])  # it is told
         b.channels.connect("aa", a.endpoint)
-        b.say("aa", "new")
-        await a.listener.until(lambda: a.listener.heard_words == ["old", "new"])
+        b.send("aa", "new")
+        await a.listener.until(lambda: a.listener.received_words == ["old", "new"])
         assert a.listener.lost_peers == []
 
 
@@ -281,30 +281,30 @@ async def test_an_end_that_is_still_spoken_to_on_its_old_link_says_so() -> None:
     a, b = End("aa", "tcp://127.0.0.1:*"), End("bb", "tcp://127.0.0.1:*")
     async with ends(a, b):
         introduce(a, b)
-        a.say("bb", "old")
-        b.say("aa", "old")
-        await a.listener.until(lambda: a.listener.heard_words == ["old"])
+        a.send("bb", "old")
+        b.send("aa", "old")
+        await a.listener.until(lambda: a.listener.received_words == ["old"])
         assert await a.channels.settled(5)
         assert await b.channels.settled(5)
         a.channels.drop("bb")
         link = a.channels.connect("bb", b.endpoint)
         await a.listener.until(lambda: link.connected)
-        b.say("aa", "to the old link")
+        b.send("aa", "to the old link")
         await b.listener.until(lambda: [peer for peer, _ in b.listener.lost_peers] == ["aa"])
-        assert a.listener.heard_words == ["old"]
-        assert a.channels.counters["outdated"] >= 1
+        assert a.listener.received_words == ["old"]
+        assert a.channels.counters["stale_sessions"] >= 1
 
 
 async def test_a_stranger_is_asked_about_and_not_heard(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
         a.channels.connect("bb", b.endpoint)
-        a.say("bb", "who am I")
+        a.send("bb", "who am I")
         await b.listener.until(lambda: "aa" in b.listener.strangers)
-        assert b.listener.heard_words == []
-        assert b.channels.counters["strangers"] >= 1
+        assert b.listener.received_words == []
+        assert b.channels.counters["unknown_peers"] >= 1
         b.channels.connect("aa", a.endpoint)  # introduced later: nothing was lost
-        await b.listener.until(lambda: b.listener.heard_words == ["who am I"])
+        await b.listener.until(lambda: b.listener.received_words == ["who am I"])
 
 
 async def test_words_for_another_life_at_this_address_are_dropped(short_path: Path) -> None:
@@ -312,9 +312,9 @@ async def test_words_for_another_life_at_this_address_are_dropped(short_path: Pa
     async with ends(a, b):
         b.channels.connect("aa", a.endpoint)
         a.channels.connect("b0", b.endpoint)  # an earlier life of b
-        a.say("b0", "for the dead")
+        a.send("b0", "for the dead")
         await b.listener.until(lambda: b.channels.counters["misdirected"] > 0)
-        assert b.listener.heard_words == []
+        assert b.listener.received_words == []
 
 
 def raw(endpoint: str) -> zmq.Socket[bytes]:
@@ -325,7 +325,7 @@ def raw(endpoint: str) -> zmq.Socket[bytes]:
 
 
 def frame(sender: str, receiver: str, message: object, **fields: int) -> bytes:
-    numbers = {"session": 1, "hears": 0, "seq": 1, "ack": 0, **fields}
+    numbers = {"session": 1, "ack_session": 0, "seq": 1, "ack": 0, **fields}
     return codec.encode(Frame(PROTOCOL, sender, receiver, *numbers.values(), message))  # type: ignore[call-arg,arg-type]
 
 
@@ -345,17 +345,17 @@ async def test_a_message_that_cannot_be_read_is_stepped_over_told_and_logged_onc
         about = RequestRef("r1", 3, "cc")
         odd = raw(b.endpoint)  # says as a what a itself refuses to say
         odd.send(unreadable("aa", "bb", 1, about))
-        odd.send(frame("aa", "bb", Goodbye("next"), seq=2))
+        odd.send(frame("aa", "bb", Deregister("next"), seq=2))
         odd.send(unreadable("aa", "bb", 3, None))
         odd.send(unreadable("aa", "bb", 3, None))  # again: it has been stepped over
-        odd.send(frame("aa", "bb", Goodbye("last"), seq=4))
-        await b.listener.until(lambda: b.listener.heard_words == ["next", "last"])
+        odd.send(frame("aa", "bb", Deregister("last"), seq=4))
+        await b.listener.until(lambda: b.listener.received_words == ["next", "last"])
         assert b.listener.unread == [("aa", about), ("aa", None)]
         assert b.channels.counters["unreadable"] == 2
         assert b.channels.counters["duplicates"] == 1
         assert b.channels.counters["gaps"] == 0
         assert caplog.text.count("a message of aa cannot be read") == 1
-        await a.listener.until(lambda: link.incoming.hears == 1)  # b has acknowledged, as of anything else
+        await a.listener.until(lambda: link.incoming.peer_session == 1)  # b has acknowledged, as of anything else
         odd.close()
 
 
@@ -365,8 +365,8 @@ async def test_a_request_whose_message_could_not_be_dealt_with_is_told(short_pat
         introduce(a, b)
         b.listener.raises = ValueError("as told")
         a.channels.send("bb", Consumed("r1", 2, "cc", "s", "t", 1))
-        a.say("bb", "next")
-        await b.listener.until(lambda: b.listener.heard_words == ["next"])
+        a.send("bb", "next")
+        await b.listener.until(lambda: b.listener.received_words == ["next"])
         assert b.listener.unread == [("aa", RequestRef("r1", 2, "cc"))]
         assert b.channels.counters["handler_errors"] == 1
 
@@ -377,9 +377,9 @@ async def test_garbage_and_oversized_frames_are_counted_and_nobody_else_notices(
     async with ends(a, b):
         introduce(a, b)
         intruder = raw(b.endpoint)
-        for data in (b"", b"\x00", b"\xff" * 1000, b"\x91" * 10_000, frame("aa", "bb", Refused("x", "y"))[:-2]):
+        for data in (b"", b"\x00", b"\xff" * 1000, b"\x91" * 10_000, frame("aa", "bb", Rejected("x", "y"))[:-2]):
             intruder.send(data)
-        await b.listener.until(lambda: b.channels.counters["garbage"] == 5)
+        await b.listener.until(lambda: b.channels.counters["malformed"] == 5)
         assert b.channels.other_protocol_at < 0
         intruder.send(b"\x92" + bytes([PROTOCOL + 1]) + b"\xc0")
         await b.listener.until(lambda: b.channels.counters["other_protocol"] == 1)
@@ -388,10 +388,10 @@ async def test_garbage_and_oversized_frames_are_counted_and_nobody_else_notices(
         intruder.close()
         other = raw(b.endpoint)
         other.send(b"\x93garbage")
-        await b.listener.until(lambda: b.channels.counters["garbage"] == 6)
+        await b.listener.until(lambda: b.channels.counters["malformed"] == 6)
         other.close()
-        a.say("bb", "still here")
-        await b.listener.until(lambda: b.listener.heard_words == ["still here"])
+        a.send("bb", "still here")
+        await b.listener.until(lambda: b.listener.received_words == ["still here"])
         assert b.listener.lost_peers == []
 
 
@@ -402,18 +402,18 @@ async def test_bytes_that_are_no_zeromq_at_all_hurt_nobody() -> None:
         port = int(b.endpoint.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x00" * 5000)
-            a.say("bb", "still here")
-            await b.listener.until(lambda: b.listener.heard_words == ["still here"])
+            a.send("bb", "still here")
+            await b.listener.until(lambda: b.listener.received_words == ["still here"])
 
 
 async def test_a_lie_in_an_ack_frees_nothing(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     async with ends(a, b):
         link = a.channels.connect("bb", b.endpoint)  # b does not know a, and so acknowledges nothing
-        a.say("bb", "keep me")
+        a.send("bb", "keep me")
         liar = raw(a.endpoint)
-        liar.send(frame("bb", "aa", Goodbye("lie"), hears=link.incoming.session, ack=99))
-        await a.listener.until(lambda: a.listener.heard_words == ["lie"])
+        liar.send(frame("bb", "aa", Deregister("lie"), ack_session=link.incoming.session, ack=99))
+        await a.listener.until(lambda: a.listener.received_words == ["lie"])
         assert link.undelivered == 1
         liar.close()
 
@@ -424,10 +424,10 @@ async def test_who_has_not_the_pipelines_key_is_not_let_in(key: bytes | None) ->
     a = End("aa", "tcp://127.0.0.1:*", security=Security(key) if key else None, dead_after_s=0.5)
     async with ends(a, b):
         a.channels.connect("bb", b.endpoint)
-        a.say("bb", "let me in")
+        a.send("bb", "let me in")
         await a.listener.until(lambda: [peer for peer, _ in a.listener.lost_peers] == ["bb"])
-        await b.listener.until(lambda: b.channels.counters["turned_away"] > 0)
-        assert set(b.channels.counters) == {"turned_away"}
+        await b.listener.until(lambda: b.channels.counters["handshake_failures"] > 0)
+        assert set(b.channels.counters) == {"handshake_failures"}
 
 
 async def test_an_exception_in_the_handler_costs_one_message_and_no_more(short_path: Path) -> None:
@@ -436,9 +436,9 @@ async def test_an_exception_in_the_handler_costs_one_message_and_no_more(short_p
         introduce(a, b)
         b.listener.raises = RuntimeError("a bug")
         for index in range(1000):  # more than one wake-up's worth: the descriptor says it once
-            a.say("bb", str(index))
-        await b.listener.until(lambda: len(b.listener.heard_words) >= 999)
-        assert b.listener.heard_words == [str(index) for index in range(1, 1000)]
+            a.send("bb", str(index))
+        await b.listener.until(lambda: len(b.listener.received_words) >= 999)
+        assert b.listener.received_words == [str(index) for index in range(1, 1000)]
         assert b.channels.counters["handler_errors"] == 1
 
 
@@ -449,9 +449,9 @@ async def test_a_message_that_cannot_be_said_raises_and_leaves_no_hole(short_pat
         with pytest.raises(ValueRefused):
             a.channels.send("bb", AdminReply("c", "s", 0, object()))
         with pytest.raises(ValueRefused):
-            a.say("bb", "x" * FRAME_LIMIT)
-        a.say("bb", "after")
-        await b.listener.until(lambda: b.listener.heard_words == ["after"])
+            a.send("bb", "x" * FRAME_LIMIT)
+        a.send("bb", "after")
+        await b.listener.until(lambda: b.listener.received_words == ["after"])
 
 
 async def test_broadcast_aborts_are_heard_and_nothing_else_is(short_path: Path) -> None:
@@ -463,7 +463,7 @@ async def test_broadcast_aborts_are_heard_and_nothing_else_is(short_path: Path) 
         b.channels.subscribe(publisher)  # once is enough
         said = Abort("r1", 1, "aa", "cancelled")
         while not b.listener.messages:
-            a.channels.publish(Goodbye("not for broadcast"))
+            a.channels.publish(Deregister("not for broadcast"))
             a.channels.publish(said)
             await asyncio.sleep(0.02)
         assert {message for _, message in b.listener.messages} == {said}
@@ -481,7 +481,7 @@ async def test_broadcasts_of_another_protocol_are_counted_as_such(
         while not b.channels.counters["other_protocol"]:
             a.channels.publish(Abort("r1", 1, "aa", "cancelled"))
             await asyncio.sleep(0.02)
-        assert b.channels.counters["garbage"] == 0
+        assert b.channels.counters["malformed"] == 0
         assert b.listener.messages == []
 
 
@@ -490,13 +490,13 @@ async def test_a_backlog_beyond_the_sockets_buffers_is_delivered_when_the_peer_c
     async with ends(a):
         a.channels.connect("bb", f"ipc://{short_path}/b")
         for index in range(6000):
-            a.say("bb", str(index))
+            a.send("bb", str(index))
         assert not await a.channels.settled(0.05)
         b = End("bb", place("ipc", short_path, "b"))
         async with ends(b):
             b.channels.connect("aa", a.endpoint)
-            await b.listener.until(lambda: len(b.listener.heard_words) >= 6000)
-            assert b.listener.heard_words == [str(index) for index in range(6000)]
+            await b.listener.until(lambda: len(b.listener.received_words) >= 6000)
+            assert b.listener.received_words == [str(index) for index in range(6000)]
             assert await a.channels.settled(5)
 
 
@@ -508,8 +508,8 @@ async def test_closing_twice_and_saying_afterwards_do_no_harm(short_path: Path) 
     for end in (a, b):
         end.channels.close()
         end.channels.close()
-    link.send(Goodbye("late"))
-    assert not a.channels.send("bb", Goodbye("late"))
+    link.send(Deregister("late"))
+    assert not a.channels.send("bb", Deregister("late"))
 
 
 def test_a_socket_path_over_the_kernels_limit_is_refused_with_the_cure() -> None:
@@ -544,7 +544,9 @@ def test_a_key_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dead_after_s", [1e-9, 0.002, 0.1, 3.0, 31_536_000.0])
 async def test_any_legal_time_is_one_that_libzmq_beats_in(dead_after_s: float) -> None:
     """0 would switch heartbeats off, and more than a C int holds ended the process when it started."""
-    opened = opening.Sockets(asyncio.get_running_loop(), security=None, dead_after_s=dead_after_s, turned_away=print)
+    opened = opening.Sockets(
+        asyncio.get_running_loop(), security=None, dead_after_s=dead_after_s, handshake_failed=print
+    )
     made = opened.make(zmq.PUSH)
     interval, timeout = made.getsockopt(zmq.HEARTBEAT_IVL), made.getsockopt(zmq.HEARTBEAT_TIMEOUT)
     assert isinstance(interval, int) and isinstance(timeout, int)

@@ -142,7 +142,7 @@ class MemoryChannels:
     def send(self, peer: str, message: Message) -> bool:
         if peer in self.gone or peer not in self._world.known:
             return False
-        self._world.say(self._me, peer, message)
+        self._world.send(self._me, peer, message)
         return True
 
     def publish(self, message: Message) -> None:
@@ -205,7 +205,7 @@ class World:
             on_failed=lambda stage, error: self.failures.append((stage, error)),
             on_shutdown=lambda reason: None,
             on_unbound=lambda coordinator: None,
-            on_buried=lambda: None,
+            on_fenced=lambda: None,
             watch=watch,
         )
         self.known.add(name)
@@ -237,13 +237,13 @@ class World:
         extracted = payloads.extract(fields, where="request", as_fields=True)
         assert extracted.is_inline
         body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
-        self.say(owner, self.stage_of[target], Submit(self.header(request_id, attempt, owner), target, body))
+        self.send(owner, self.stage_of[target], Submit(self.header(request_id, attempt, owner), target, body))
 
     def abort(self, request_id: str, attempt: int = 1, owner: str = OWNER) -> None:
         for name in self.hosts:
-            self.say(owner, name, Abort(request_id, attempt, owner, "cancelled"))
+            self.send(owner, name, Abort(request_id, attempt, owner, "cancelled"))
 
-    def say(self, sender: str, receiver: str, message: Message) -> None:
+    def send(self, sender: str, receiver: str, message: Message) -> None:
         frame = codec.encode(Frame(PROTOCOL, sender, receiver, 1, 1, 1, 0, message))
         self.links.setdefault((sender, receiver), deque()).append(
             frame
@@ -259,7 +259,7 @@ class World:
         sender, receiver = self._random.choice(ready)
         message = codec.decode(self.links[sender, receiver].popleft()).message
         if receiver in self.hosts:
-            self.hosts[receiver].heard(sender, message)
+            self.hosts[receiver].received(sender, message)
         else:
             self.told.append(message)
             self.told_to.append((receiver, message))

@@ -167,7 +167,7 @@ async def test_requests_that_end_at_a_busy_stage_give_their_slots_back_at_once(
                     host.lost("dd")
             case "ended":
                 for name in made.hosts:
-                    made.say("dd", name, Ended(tuple((f"r{number}", 1) for number in range(COUNT))))
+                    made.send("dd", name, Ended(tuple((f"r{number}", 1) for number in range(COUNT))))
         await made.until(put_back(made))
         assert stage.waiting == 0 and "busy" in hold.begun and not hold.go.is_set()
         hold.go.set()
@@ -275,11 +275,11 @@ async def test_what_a_stage_is_through_with_and_waits_to_be_sent_is_let_go_with_
         # the receiver hears nothing: it is far away
         made.known.discard("back")
         for number in range(COUNT):
-            made.say(OWNER, "front", abort_of(f"r{number}"))
+            made.send(OWNER, "front", abort_of(f"r{number}"))
         await made.until(lambda: lanes.queued == 0)
         made.known.add("back")
         for number in range(COUNT):
-            made.say(OWNER, "back", abort_of(f"r{number}"))
+            made.send(OWNER, "back", abort_of(f"r{number}"))
         await made.until(put_back(made))
         hold.go.set()
         await made.until(lambda: "busy" in made.results())

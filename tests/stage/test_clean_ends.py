@@ -29,7 +29,7 @@ def by_abort(made: World) -> None:
 
 def by_the_end(made: World) -> None:
     for name in made.hosts:
-        made.say(OWNER, name, Ended((("r1", 1),)))
+        made.send(OWNER, name, Ended((("r1", 1),)))
 
 
 def by_a_lost_coordinator(made: World) -> None:
@@ -96,7 +96,7 @@ async def test_what_comes_late_for_a_lost_coordinator_begins_nothing_and_is_let_
         b = made.hosts["pb"]
         b.lost(OWNER)
         made.submit("late", "a")
-        await made.until(lambda: b.counters["orphans"] == 1)
+        await made.until(lambda: b.counters["orphaned_requests"] == 1)
         await made.until(lambda: made.outstanding == 0)
         assert begun == [] and b.idle
         b._lost_owners.clear()  # as Welcome does it

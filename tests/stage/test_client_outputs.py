@@ -163,7 +163,7 @@ def ask(made: World, request_id: str, kind: Any, data: Any) -> None:
     request = OmniRequest(id=request_id, kind=kind, inputs=data)
     extracted = payloads.extract({"request": request}, where="request", as_fields=True)
     body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
-    made.say(OWNER, made.stage_of["a"], Submit(made.header(request_id), "a", body))
+    made.send(OWNER, made.stage_of["a"], Submit(made.header(request_id), "a", body))
 
 
 def as_asked(payload: omni.StagePayload) -> Iterator[Any]:

@@ -110,7 +110,7 @@ async def test_a_payload_that_comes_after_the_abort_is_dropped_and_its_slot_free
         join_world(made)
         ask(made, "r1", "a")
         await made.settle()
-        made.say("cc", "pj", Abort("r1", 1, "cc", "x"))
+        made.send("cc", "pj", Abort("r1", 1, "cc", "x"))
         await made.settle()
         ask(made, "r1", "b")
         await made.settle()

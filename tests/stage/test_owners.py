@@ -12,7 +12,7 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.wire.messages import Complete, Failure, Goodbye, Member, Stream, Welcome
+from stage_runtime.wire.messages import Complete, Deregister, Failure, Member, Stream, Welcome
 from tests.stage.stage_kit import OWNER, plan, world
 
 OTHER = "dd"
@@ -163,7 +163,7 @@ async def test_an_abort_frees_the_transfers_of_its_own_coordinator_s_request_alo
 
 
 async def test_streams_of_one_id_keep_their_chunks_apart_and_a_failure_ends_its_own_request_alone() -> None:
-    def say(payload: omni.StagePayload) -> Iterator[Any]:
+    def send(payload: omni.StagePayload) -> Iterator[Any]:
         for number in range(4):
             yield omni.Chunk([payload.data, number])
         if payload.data == "theirs":
@@ -172,7 +172,7 @@ async def test_streams_of_one_id_keep_their_chunks_apart_and_a_failure_ends_its_
 
     async with world(seed=3) as made:
         made.coordinator(OTHER)
-        made.process("p", [plan("s", entry=True, terminal=True)], {"s": omni.Simple(say, concurrency=2)})
+        made.process("p", [plan("s", entry=True, terminal=True)], {"s": omni.Simple(send, concurrency=2)})
         made.submit("r", "s", "ours", owner=OWNER)
         made.submit("r", "s", "theirs", owner=OTHER)
         await made.until(lambda: sum(isinstance(one, Complete) for one in made.told) == 2)
@@ -191,10 +191,10 @@ async def test_a_draining_process_is_ready_for_no_coordinator_whenever_it_comes(
         made.coordinator(OTHER)
         host = made.process("p", [plan("s", entry=True, terminal=True)], {"s": lambda payload: payload.data})
         host.announce_ready()
-        host.goodbye("SIGTERM")
+        host.deregister("SIGTERM")
         if reborn:
             host.reborn("p2")
             host.announce_ready()
-        host.heard(OTHER, Welcome("ipc:///pub", Member(OTHER, "coordinator", "", "", "", {}, ()), "via"))
+        host.received(OTHER, Welcome("ipc:///pub", Member(OTHER, "coordinator", "", "", "", {}, ()), "via"))
         await made.settle()
-        assert [one for to, one in made.told_to if to == OTHER] == [Goodbye("SIGTERM")]
+        assert [one for to, one in made.told_to if to == OTHER] == [Deregister("SIGTERM")]

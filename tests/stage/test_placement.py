@@ -134,7 +134,7 @@ def submit(made: World, request: OmniRequest, target: str) -> None:
         put = made.relays[OWNER].put(extracted, request_id=request.id, peer=made.stage_of[target])
         assert put is not None
         body = Body(extracted.value_bytes, tuple(extracted.refs), transfer=put.metadata)
-    made.say(OWNER, made.stage_of[target], Submit(made.header(request.id), target, body))
+    made.send(OWNER, made.stage_of[target], Submit(made.header(request.id), target, body))
 
 
 async def what_stages_see(

@@ -193,7 +193,7 @@ async def test_garbage_for_a_payload_fails_its_request_alone() -> None:
     async with world() as made:
         two_stages(made)
         for request_id, value in (("r1", b"\xff\xff"), ("r2", b"\xa5hello"), ("r3", b"\x80")):
-            made.say("pa", "pb", DataReady(made.header(request_id), "a", "b", Body(value)))
+            made.send("pa", "pb", DataReady(made.header(request_id), "a", "b", Body(value)))
         made.submit("good", "a", "y")
         await made.until(lambda: len(made.failed()) == 3 and "good" in made.results())
         assert {one.code for one in made.failed().values()} == {"transport_failed"}
@@ -206,7 +206,7 @@ async def test_a_chunk_out_of_its_order_fails_its_request_and_frees_its_place() 
         made.process("pb", [b], {"b": omni.Streaming(streamed_and_given, concurrency=1)})
         body = Body(b"\x81\xa4data\x01")
         for index in (0, 0):  # twice
-            made.say("pa", "pb", DataReady(made.header("r1"), "a", "b", body, index))
+            made.send("pa", "pb", DataReady(made.header("r1"), "a", "b", body, index))
         await made.until(lambda: "r1" in made.failed())
         made.submit("good", "a", "y")
         await made.until(lambda: made.results() == {"good": "y"})
@@ -244,7 +244,7 @@ async def test_a_factory_that_raises_ends_loading_with_its_stage() -> None:
 async def test_a_message_for_a_stage_of_another_process_is_counted_and_dropped() -> None:
     async with world() as made:
         two_stages(made)
-        made.say("pa", "pb", DataReady(made.header("r1"), "x", "a", Body(b"\x80")))
+        made.send("pa", "pb", DataReady(made.header("r1"), "x", "a", Body(b"\x80")))
         await made.settle()
         assert made.hosts["pb"].counters["misdirected"] == 1
 
@@ -272,7 +272,7 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
             [("a", "echo"), ("a", "odd"), ("b", "echo"), ("nobody", "echo"), ("a", "crash")]
         ):
             process = made.stage_of.get(stage, "pa")
-            made.say("cc", process, Admin(f"call {number}", stage, operation, {"value": [1, "two"]}))
+            made.send("cc", process, Admin(f"call {number}", stage, operation, {"value": [1, "two"]}))
         await made.until(lambda: len(made.told) == 5)
         await made.settle()
         answers = {one.call_id: one for one in made.told if isinstance(one, AdminReply)}

@@ -26,7 +26,7 @@ from stage_runtime.wire.messages import (
     HandBack,
     Member,
     Members,
-    Severed,
+    PeerUnreachable,
 )
 from tests.stage.stage_kit import World, plan, world
 
@@ -364,7 +364,7 @@ async def test_a_neighbour_that_is_lost_to_us_alone_is_told_of_and_met_again() -
         made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": lambda payload: len(payload.data)})
         one_credit = plan("a", next=("b",), relay=FLAT)
         host = made.process("pa", [one_credit], {"a": lambda payload: b"x" * 100_000})
-        made.say("cc", "pa", Members(joined=(Member("pb", "b", "b", "1", "ipc:///pb", {}, ("b",)),)))
+        made.send("cc", "pa", Members(joined=(Member("pb", "b", "b", "1", "ipc:///pb", {}, ("b",)),)))
         made.submit("under way", "a")
         await made.until(lambda: bool(made.links.get(("pa", "pb"))))
         made.links["pa", "pb"].clear()  # announced and not heard
@@ -373,7 +373,7 @@ async def test_a_neighbour_that_is_lost_to_us_alone_is_told_of_and_met_again() -
         made.submit("between", "a")
         await made.until(lambda: "between" in made.failed())
         assert made.failed()["between"].code == "transport_failed"
-        assert [one for one in made.told if isinstance(one, Severed)] == [Severed("pb")]
+        assert [one for one in made.told if isinstance(one, PeerUnreachable)] == [PeerUnreachable("pb")]
         assert made.outstanding == 1, "the other may still look at it"
         await made.until(lambda: made.outstanding == 0)
         made.submit("after", "a")
@@ -392,7 +392,7 @@ async def test_a_request_that_the_coordinator_says_is_ended_is_dropped() -> None
         await made.settle()
         host = made.hosts["pa"]
         assert not host.idle
-        made.say("cc", "pa", Ended((("r1", 1),)))
+        made.send("cc", "pa", Ended((("r1", 1),)))
         await made.until(lambda: host.idle)
         assert made.told == []
 
@@ -402,14 +402,14 @@ async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_
         one_stage(made, echo)
         host = made.hosts["pa"]
         asked = ForwardAbort("r1", "cc", "DELETE")
-        made.say("cc", "pa", asked)
+        made.send("cc", "pa", asked)
         await made.until(lambda: made.told == [ForwardAbortReply("r1", "cc", False, 0)])  # there is no other
         made.told.clear()
         made.known.add("other")
         host.registration.coordinators["other"] = None  # type: ignore[assignment]
-        made.say("cc", "pa", asked)
+        made.send("cc", "pa", asked)
         await made.until(lambda: made.told == [asked])
-        made.say("other", "pa", ForwardAbortReply("r1", "cc", True))
+        made.send("other", "pa", ForwardAbortReply("r1", "cc", True))
         await made.until(lambda: made.told == [asked, ForwardAbortReply("r1", "cc", True, 1)])
 
 
@@ -456,7 +456,7 @@ async def test_a_draining_entry_stage_hands_back_what_it_has_not_begun() -> None
         await made.until(lambda: made.hosts["pa"].stages["a"].running == 1)
         made.submit("waits", "a")
         await made.settle()
-        made.hosts["pa"].goodbye("SIGTERM")
+        made.hosts["pa"].deregister("SIGTERM")
         await made.settle()
         assert [one.request_id for one in made.told if isinstance(one, HandBack)] == ["waits"]
         made.abort("waits")

@@ -182,8 +182,8 @@ ODD: dict[str, Message] = {
     "DataReady.chunk_id": DataReady(HEADER, "a", "b", chunk_id=-1),
     "DataReady.source": DataReady(HEADER, "a" * (NAME_LIMIT + 1), "b"),
     "Complete.failure": Complete("r", 1, "a", failure=Failure("stage_failed", "no", ["a"])),  # type: ignore[arg-type]
-    "PassAbort.request_id": ForwardAbort("r" * (ID_LIMIT + 1), "asker", "no"),
-    "PassAbort.asker": ForwardAbort("r", 5, "no"),  # type: ignore[arg-type]
+    "ForwardAbort.request_id": ForwardAbort("r" * (ID_LIMIT + 1), "asker", "no"),
+    "ForwardAbort.asker": ForwardAbort("r", 5, "no"),  # type: ignore[arg-type]
     "Release.transfers": Release((1.5,)),  # type: ignore[arg-type]
     "Stream.body": Stream("r", 1, "a", 0, None),  # type: ignore[arg-type]
     "Admin.arguments": Admin("c", "s", "o", {1: 2}),  # type: ignore[dict-item]

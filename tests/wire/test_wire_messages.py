@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import PROTOCOL, Frame, Message, Ready, Said
+from stage_runtime.wire.messages import PROTOCOL, BaseMessage, Frame, Message, Ready
 from tests.wire.wire_samples import SAMPLES
 
 
@@ -38,7 +38,7 @@ def request_of(plain: list[Any]) -> list[Any] | None:
 
 
 def name(sample: object) -> str:
-    return type(sample).__name__ if isinstance(sample, Said) else ""
+    return type(sample).__name__ if isinstance(sample, BaseMessage) else ""
 
 
 @pytest.mark.parametrize(("message", "_plain"), SAMPLES, ids=name)

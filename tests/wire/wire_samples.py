@@ -18,26 +18,26 @@ from stage_runtime.wire.messages import (
     Complete,
     Consumed,
     DataReady,
+    Deregister,
     Ended,
     Failure,
     ForwardAbort,
     ForwardAbortReply,
-    Goodbye,
     HandBack,
     Header,
     Hello,
     Member,
     Members,
     Message,
+    PeerUnreachable,
     ProfilerStart,
     ProfilerStop,
     RankFailed,
     RankHello,
     RankWork,
     Ready,
-    Refused,
+    Rejected,
     Release,
-    Severed,
     Shutdown,
     Skip,
     Stalled,
@@ -51,7 +51,7 @@ from stage_runtime.wire.tensorrefs import TensorRef
 
 HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01")
 BODY: Final = Body(
-    b"\x80", (TensorRef("payload.data['h']", (2, 3), "float32", 64, 24, "numpy"),), b"in", b"shm:x", pressed=True
+    b"\x80", (TensorRef("payload.data['h']", (2, 3), "float32", 64, 24, "numpy"),), b"in", b"shm:x", copy_now=True
 )
 FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voice")
 TIMING: Final = Timing("thinker", 120, 3400)
@@ -86,13 +86,13 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (Stalled("thinker", "talker", True), [13, "thinker", "talker", True]),
     (Hello(MEMBER, "1:ef01", "hello", "tcp://c:1"), [20, _MEMBER, "1:ef01", "hello", "tcp://c:1"]),
     (Welcome("tcp://c:2", MEMBER, "tcp://c:1", (MEMBER,)), [21, "tcp://c:2", _MEMBER, "tcp://c:1", [_MEMBER]]),
-    (Refused("aa", "declared dead", True), [22, "aa", "declared dead", True]),
+    (Rejected("aa", "declared dead", True), [22, "aa", "declared dead", True]),
     (Members((MEMBER,), ("bb",)), [23, [_MEMBER], ["bb"]]),
     (Ready(), [24]),
     (Beat({"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}), [25, {"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}]),
-    (Goodbye("SIGTERM"), [26, "SIGTERM"]),
+    (Deregister("SIGTERM"), [26, "SIGTERM"]),
     (Unbound(), [27]),
-    (Severed("bb"), [28, "bb"]),
+    (PeerUnreachable("bb"), [28, "bb"]),
     (Shutdown("roll", 5000), [40, "roll", 5000]),
     (ProfilerStart("run1", "/events", "/t/%p", {"deep": 1}), [41, "run1", "/events", "/t/%p", {"deep": 1}]),
     (ProfilerStop("run1"), [42, "run1"]),
