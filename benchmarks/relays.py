@@ -27,7 +27,7 @@ import uvloop
 
 from stage_runtime.relays import payloads
 from stage_runtime.relays.base import Peer
-from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.registry import Relays
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 BACKENDS = ("shm", "tcp")

@@ -21,8 +21,8 @@ AT_REST = (
     "relay_tcp_unreleased_transfers",
     "relay_tcp_pinned_transfers",
     "relay_tcp_unclaimed_bytes",
-    "lanes_outstanding",
-    "lanes_queued",
+    "transfers_in_flight",
+    "sends_queued",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_manager import RequestManager
-from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.registry import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
     Beat,
@@ -56,7 +56,7 @@ class Coordinator:
             Stalled: lambda sender, message: self.manager.readers.stalled(sender, message.source, message.stalled),
             ForwardAbort: self._forward_abort,
             ForwardAbortReply: lambda sender, message: self.manager.abort_forwarding.answered(sender, message),
-            Release: lambda sender, message: self.manager.lanes.released(sender, message.transfers),
+            Release: lambda sender, message: self.manager.send_queues.released(sender, message.transfers),
             Beat: lambda sender, message: self.membership.beat(sender, message),
             Ready: self._ready,
             PeerUnreachable: lambda sender, message: self.manager.peer_unreachable(sender, message.peer),

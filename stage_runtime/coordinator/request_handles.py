@@ -42,7 +42,7 @@ class Resulted(msgspec.Struct):
 
 
 class Sending(msgspec.Struct):
-    """`relays.lanes.Wanted` of one attempt's body: not sent any more once the attempt is given up."""
+    """`relays.send_queues.SendOwner` of one attempt's body: not sent any more once the attempt is given up."""
 
     owner: str
     request_id: str

@@ -31,9 +31,9 @@ from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, S
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
 from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused, told
-from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
-from stage_runtime.relays.lanes import Lanes, Parcel, attempt_key
+from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.send_queues import PendingSend, SendQueues, attempt_key
 from stage_runtime.rules.membership import Unbindable
 from stage_runtime.rules.requests import (
     Cancelled,
@@ -85,7 +85,7 @@ class RequestManager:
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
     ) -> None:
         self.stats = RequestStats()
-        self.lanes = Lanes(relays, send)
+        self.send_queues = SendQueues(relays, send)
         self.abort_forwarding = AbortForwarding(membership.incarnation, send)
         self._plan = plan
         self._membership = membership
@@ -197,8 +197,8 @@ class RequestManager:
             "retried_total": self.stats.retried,
             "stages": _merged(self.stats.stages(), self._membership.loads()),
             "instances_ready": self._membership.ready_count(),
-            "lanes_outstanding": self.lanes.outstanding,
-            "lanes_queued": self.lanes.queued,
+            "transfers_in_flight": self.send_queues.outstanding,
+            "sends_queued": self.send_queues.queued,
             "kept_bytes": self._admission.kept_nbytes,
             "relay": self._relays.stats(),
             "control": self._membership.counters(),
@@ -274,7 +274,7 @@ class RequestManager:
 
     def instance_lost(self, incarnation: str) -> None:
         """An instance is proven gone; its requests are bound elsewhere or fail."""
-        self.lanes.forget(incarnation)
+        self.send_queues.forget(incarnation)
         self.abort_forwarding.forget(incarnation)
         self._ended_notifier.forget(incarnation)
         self.readers.forget(incarnation)
@@ -349,9 +349,9 @@ class RequestManager:
                 failure = Failure("transport_failed", told(error), entry, "relay")
             self._failed(handle, attempt, failure)
 
-        parcel = Parcel(handle.sending, handle.extracted, make, self._plan.relay_backend, lost)
+        pending = PendingSend(handle.sending, handle.extracted, make, self._plan.relay_backend, lost)
         try:
-            if self.lanes.ship((COORDINATOR, entry, bindings[entry]), parcel, credits=BODY_CREDITS):
+            if self.send_queues.ship((COORDINATOR, entry, bindings[entry]), pending, credits=BODY_CREDITS):
                 return
             problem = f"no connection to the instance of {entry!r}"
         except TransferError as error:
@@ -510,7 +510,7 @@ class RequestManager:
         self._publish(abort)
         self._unbind(handle)
         handle.sending.aborted = True
-        self.lanes.drop_cancelled()
+        self.send_queues.drop_cancelled()
         self._relays.cleanup(attempt_key(self._membership.incarnation, handle.id, handle.tracked.attempt))
 
     def _unbind(self, handle: RequestHandle) -> None:

@@ -21,7 +21,7 @@ from stage_runtime.errors import ConfigurationError, told
 from stage_runtime.processes import logs, statuspipe, surroundings
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import memory
-from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.registry import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.web import app as web

@@ -21,7 +21,7 @@ from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, told, traced
 from stage_runtime.processes import logs, statuspipe, surroundings
 from stage_runtime.processes.tasks import Tasks
-from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.registry import Relays
 from stage_runtime.rules import edges
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets import addresses

@@ -1,4 +1,4 @@
-"""What a backend is made with: the process's loop, name, arena and settings. Made by `choosing.Relays`."""
+"""What a backend is made with: the process's loop, name, arena and settings. Made by `registry.Relays`."""
 
 from __future__ import annotations
 

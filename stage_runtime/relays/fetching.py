@@ -11,7 +11,7 @@ from typing import Any, Final
 from stage_runtime.errors import ProtocolError, TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.base import RelayOperation
-from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.registry import Relays
 from stage_runtime.wire.messages import Body
 
 STALLED_S: Final = 10.0  # without a byte of its sender's a transfer is lost; slow, or queued behind others, it is not

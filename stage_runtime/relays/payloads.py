@@ -2,7 +2,7 @@
 
 A value becomes MessagePack with placeholders, and flat parts: its tensors, arrays and long bytes. What moves the
 parts is a relay's business (`base.Pack`), which control message carries the rest is the stage layer's, the only caller.
-The check of values is `walking`'s and is the same on all three ways, so a pipeline behaves the same wherever its
+The check of values is `checking`'s and is the same on all three ways, so a pipeline behaves the same wherever its
 stages stand.
 """
 
@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from stage_runtime.errors import ProtocolError, ValueRefused
-from stage_runtime.relays import leaves, memory, walking
+from stage_runtime.relays import checking, memory, tensors
 from stage_runtime.relays.base import ALIGNMENT, Pack
-from stage_runtime.relays.leaves import Leaf
+from stage_runtime.relays.tensors import FlatPart
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
 
@@ -84,9 +84,9 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
     except (OverflowError, UnicodeEncodeError) as error:
         isolate(value, where=where, as_fields=as_fields)  # looks at every int and str, and says where
         raise ValueRefused(where, str(error)) from error
-    if not walk.leaves and len(encoded) <= INLINE_NBYTES:
+    if not walk.parts and len(encoded) <= INLINE_NBYTES:
         return Extracted(encoded, [], None)
-    return _packed(encoded, walk.leaves, where)
+    return _packed(encoded, walk.parts, where)
 
 
 def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, *, torch: bool = True) -> Any:
@@ -138,12 +138,12 @@ def reissued(request: values.OmniRequest, where: str = "payload.request") -> val
 class Fingerprint(msgspec.Struct):
     """The tensors and arrays of a value, by path, and a hash of what each held at the last look."""
 
-    leaves: dict[str, Any]
+    parts: dict[str, Any]
     digests: dict[str, str]
 
     def written(self) -> list[str]:
         """The paths whose memory has changed since the last look."""
-        now = {path: _digest(leaf) for path, leaf in self.leaves.items()}
+        now = {path: _digest(part) for path, part in self.parts.items()}
         changed = [path for path, digest in now.items() if digest != self.digests[path]]
         self.digests = now
         return changed
@@ -151,9 +151,9 @@ class Fingerprint(msgspec.Struct):
 
 def fingerprint(value: Any, *, where: str = "payload.data") -> Fingerprint:
     """What all tensors and arrays in ``value`` hold now. For the debug mode."""
-    walk = _Leaves(where)
+    walk = _FlatParts(where)
     walk.run(value, where)
-    return Fingerprint(walk.leaves, {path: _digest(leaf) for path, leaf in walk.leaves.items()})
+    return Fingerprint(walk.parts, {path: _digest(part) for path, part in walk.parts.items()})
 
 
 def flatten(pack: Pack) -> bytes:
@@ -166,24 +166,24 @@ def flatten(pack: Pack) -> bytes:
     return bytes(flat)
 
 
-class _Extraction(walking.Walk):
+class _Extraction(checking.Walk):
     """Replaces what travels as a part by a placeholder, and Structs by their extension."""
 
     plain = frozenset([type(None), bool, int, float, str])  # the encoder itself checks ints and strs
     walkers = {}
 
-    __slots__ = ("leaves", "seen", "where")
+    __slots__ = ("parts", "seen", "where")
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
-        self.leaves: list[Leaf] = []
+        self.parts: list[FlatPart] = []
         self.seen: dict[int, msgspec.msgpack.Ext] = {}
 
     def walk_bytes(self, value: bytes) -> Any:
         if len(value) <= INLINE_NBYTES:
             return value
-        return self._leaf(value, (len(value),), "uint8", "bytes", memoryview(value), True)
+        return self._part(value, (len(value),), "uint8", "bytes", memoryview(value), True)
 
     def walk_struct(self, value: msgspec.Struct) -> Any:
         fields = self.struct_fields(value)
@@ -198,30 +198,30 @@ class _Extraction(walking.Walk):
         known = self.seen.get(id(value))
         if known is not None:
             return known
-        return self._leaf(value, tuple(value.shape), leaves.tensor_dtype(value), "torch", *leaves.tensor_bytes(value))
+        return self._part(value, tuple(value.shape), tensors.tensor_dtype(value), "torch", *tensors.tensor_bytes(value))
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
             return known
-        return self._leaf(value, value.shape, value.dtype.name, "numpy", *leaves.array_bytes(value))
+        return self._part(value, value.shape, value.dtype.name, "numpy", *tensors.array_bytes(value))
 
     def raw(self, value: values.RawTensor) -> Any:
-        return self._leaf(value, value.shape, value.dtype, value.kind, memoryview(value.data).cast("B"), False)
+        return self._part(value, value.shape, value.dtype, value.kind, memoryview(value.data).cast("B"), False)
 
-    def _leaf(
+    def _part(
         self, owner: Any, shape: tuple[int, ...], dtype: str, kind: tensorrefs.Kind, data: memoryview, private: bool
     ) -> msgspec.msgpack.Ext:
         known = self.seen.get(id(owner))
         if known is None:
-            path = walking.path_of(self.where, self.trail)[: tensorrefs.PATH_LIMIT]
-            known = msgspec.msgpack.Ext(PART, len(self.leaves).to_bytes(4, "big"))
-            self.leaves.append(Leaf(path, shape, dtype, kind, data, owner, private))
+            path = checking.path_of(self.where, self.trail)[: tensorrefs.PATH_LIMIT]
+            known = msgspec.msgpack.Ext(PART, len(self.parts).to_bytes(4, "big"))
+            self.parts.append(FlatPart(path, shape, dtype, kind, data, owner, private))
             self.seen[id(owner)] = known
         return known
 
 
-class _Isolation(walking.Walk):
+class _Isolation(checking.Walk):
     """Gives fresh containers around leaves that share their memory."""
 
     rebuild = True
@@ -239,11 +239,11 @@ class _Isolation(walking.Walk):
 
     def tensor(self, value: Any) -> Any:
         known = self.seen.get(id(value))
-        return known if known is not None else self._fresh(value, leaves.plain_tensor(value))
+        return known if known is not None else self._fresh(value, tensors.plain_tensor(value))
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
         known = self.seen.get(id(value))
-        return known if known is not None else self._fresh(value, leaves.read_only(value))
+        return known if known is not None else self._fresh(value, tensors.read_only(value))
 
     def _fresh(self, value: Any, fresh: Any) -> Any:
         self.seen[id(value)] = fresh
@@ -253,37 +253,37 @@ class _Isolation(walking.Walk):
         return value
 
 
-class _Leaves(_Isolation):
+class _FlatParts(_Isolation):
     """Collects tensors and arrays."""
 
     walkers = {}
-    __slots__ = ("leaves", "where")
+    __slots__ = ("parts", "where")
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
-        self.leaves: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
 
     def tensor(self, value: Any) -> Any:
-        self.leaves[walking.path_of(self.where, self.trail)] = value
+        self.parts[checking.path_of(self.where, self.trail)] = value
         return value
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
         return self.tensor(value)
 
 
-def _digest(leaf: Any) -> str:
-    data, _ = leaves.array_bytes(leaf) if isinstance(leaf, np.ndarray) else leaves.tensor_bytes(leaf)
+def _digest(part: Any) -> str:
+    data, _ = tensors.array_bytes(part) if isinstance(part, np.ndarray) else tensors.tensor_bytes(part)
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _packed(encoded: bytes, found: list[Leaf], where: str) -> Extracted:
+def _packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
     """Give every leaf its place in the flat buffer: the largest first, for it may lie in the arena already.
 
     Leaves on the same memory have one place: a stage that passes on what it got sends its request's inputs, too.
     """
     if len(encoded) > INLINE_NBYTES:
-        found.append(Leaf(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))
+        found.append(FlatPart(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))
         encoded = b""
     order = sorted(range(len(found)), key=lambda index: -len(found[index].data)) if len(found) > 1 else [0]
     refs: list[Any] = [None] * len(found)
@@ -293,20 +293,20 @@ def _packed(encoded: bytes, found: list[Leaf], where: str) -> Extracted:
     placed: dict[tuple[int, int], int] = {}  # (address, nbytes) of a part -> its place
     end = 0
     for index in order:
-        leaf = found[index]
-        nbytes = len(leaf.data)
-        memory_of = (memory.address(leaf.data), nbytes) if len(found) > 1 and nbytes else (0, 0)
+        part = found[index]
+        nbytes = len(part.data)
+        memory_of = (memory.address(part.data), nbytes) if len(found) > 1 and nbytes else (0, 0)
         start = placed.get(memory_of, -1)
         if start < 0:
             start = end + -end % ALIGNMENT
             end = start + nbytes
-            if leaf.private:
+            if part.private:
                 private.append(len(parts))
-            parts.append(leaf.data)
+            parts.append(part.data)
             offsets.append(start)
             if nbytes:
                 placed[memory_of] = start
-        refs[index] = TensorRef(leaf.path, leaf.shape, leaf.dtype, start, nbytes, leaf.kind)
+        refs[index] = TensorRef(part.path, part.shape, part.dtype, start, nbytes, part.kind)
     return Extracted(encoded, refs, Pack(parts, offsets, end, frozenset(private)))
 
 
@@ -320,7 +320,7 @@ def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], b
     if refs[-1].kind == "value":
         encoded = view[refs[-1].offset : refs[-1].offset + refs[-1].nbytes]
         refs = refs[:-1]
-    restored = [leaves.restored(ref, view, torch=torch) for ref in refs]
+    restored = [tensors.restored(ref, view, torch=torch) for ref in refs]
 
     return msgspec.msgpack.decode(encoded, ext_hook=_Placeholders(restored))
 
@@ -366,18 +366,18 @@ def _structure(code: int, data: memoryview, hook: Callable[[int, memoryview], An
 
 _Extraction.walkers.update(
     {
-        dict: walking.Walk.walk_dict,
-        list: walking.Walk.walk_list,
+        dict: checking.Walk.walk_dict,
+        list: checking.Walk.walk_list,
         bytes: _Extraction.walk_bytes,
         values.OmniRequest: _Extraction.walk_request,
     }
 )
-for _sharing in (_Isolation, _Leaves):
+for _sharing in (_Isolation, _FlatParts):
     _sharing.walkers.update(
         {
-            dict: walking.Walk.walk_dict,
-            list: walking.Walk.walk_list,
-            int: walking.check_int,
-            str: walking.check_str,
+            dict: checking.Walk.walk_dict,
+            list: checking.Walk.walk_list,
+            int: checking.check_int,
+            str: checking.check_str,
         }
     )

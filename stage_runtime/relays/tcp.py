@@ -292,7 +292,7 @@ class TcpRelay:
         self._arrivals.expire(time.monotonic())
         self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
 
-    def _at_the_door(self, announced: Mapping[str, Any]) -> None:
+    def _on_socket_event(self, announced: Mapping[str, Any]) -> None:
         event, descriptor = zmq.Event(announced["event"]), int(announced["value"])
         if event == zmq.EVENT_ACCEPTED:
             self._movement.accepted(descriptor)
@@ -322,7 +322,7 @@ class TcpRelay:
                 stop.close(linger=0)
                 return
             if self._door in ready:
-                self._at_the_door(parse_monitor_message(self._door.recv_multipart()))
+                self._on_socket_event(parse_monitor_message(self._door.recv_multipart()))
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

@@ -13,9 +13,9 @@ from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.errors import ProtocolError
-from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetching
-from stage_runtime.relays.lanes import attempt_key
+from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.send_queues import attempt_key
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence, WorkKey, check
 from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, Release, RequestRef

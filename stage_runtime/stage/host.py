@@ -16,9 +16,9 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.relays import payloads
-from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.fetching import Fetched, Fetching
-from stage_runtime.relays.lanes import Lanes, attempt_key
+from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.send_queues import SendQueues, attempt_key
 from stage_runtime.rules import forwarding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.administration import Administration
@@ -96,7 +96,7 @@ class Host:
         self.channels: Channels
         self.registration: Registration
         self.relays: Relays
-        self.lanes: Lanes
+        self.send_queues: SendQueues
         self._fetching: Fetching
         self._loop = loop
         self._on_loaded = on_loaded
@@ -146,7 +146,7 @@ class Host:
         self.channels = channels
         self.registration = registration
         self.relays = relays
-        self.lanes = Lanes(relays, channels.send)
+        self.send_queues = SendQueues(relays, channels.send)
         self._fetching = Fetching(relays, self._loop)
 
     def load(self, make: Callable[[StagePlan], Engine]) -> None:
@@ -192,7 +192,7 @@ class Host:
             for coordinator in self.registration.coordinators:
                 self.send(coordinator, PeerUnreachable(peer))
             # Until then it may still look at what we sent: its slots must not be written again.
-            self.lanes.cut(peer)
+            self.send_queues.cut(peer)
             self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
             return
         self._forget(peer)
@@ -257,8 +257,8 @@ class Host:
 
     def gauges(self) -> dict[str, float]:
         found: dict[str, float] = {f"relay_{name}": float(value) for name, value in self.relays.stats().items()}
-        found["lanes_outstanding"] = float(self.lanes.outstanding)
-        found["lanes_queued"] = float(self.lanes.queued)
+        found["transfers_in_flight"] = float(self.send_queues.outstanding)
+        found["sends_queued"] = float(self.send_queues.queued)
         for name, count in (self.channels.counters + self.counters).items():
             found[f"control_{name}"] = float(count)
         return found
@@ -299,7 +299,7 @@ class Host:
         """No request is at any stage, nothing waits to be sent, nobody holds a slot of ours."""
         busy = any(stage.waiting or stage.running for stage in self.stages.values())
         followed = self._ranks is None or self._ranks.idle
-        return not busy and followed and not self.lanes.outstanding and not self.lanes.queued
+        return not busy and followed and not self.send_queues.outstanding and not self.send_queues.queued
 
     def close(self, timeout_s: float) -> bool:
         """Stop the stages' threads. False when one did not end in time."""
@@ -380,10 +380,12 @@ class Host:
         self._drop(message.owner, message.request_id, message.attempt)
 
     def _drop(self, owner: str, request_id: str, attempt: int) -> None:
-        """Nobody waits for this attempt: free what engines, lanes and relays have of it, however that came about."""
+        """Nobody waits for this attempt: free what engines, send queues and relays have of it, however that came
+        about.
+        """
         for stage in self.stages.values():
             stage.intake.abort(owner, request_id, attempt)
-        self.lanes.abort(owner, request_id, attempt)
+        self.send_queues.abort(owner, request_id, attempt)
         key = attempt_key(owner, request_id, attempt)
         self.relays.cleanup(key)
         if self._watch is not None:
@@ -412,7 +414,7 @@ class Host:
             self._lost_owners.popitem(last=False)
         works = [work for stage in self.stages.values() for work in stage.intake.works() if work.owner == owner]
         orphans = {(work.request_id, work.attempt) for work in works}
-        orphans |= self.lanes.waiting_of(owner)
+        orphans |= self.send_queues.waiting_of(owner)
         for request_id, attempt in orphans:
             self._drop(owner, request_id, attempt)
         self._fetching.drop(attempt_key(owner, "", 0).partition("#")[0])
@@ -429,7 +431,7 @@ class Host:
         return True
 
     def _release(self, sender: str, message: Release) -> None:
-        self.lanes.released(sender, message.transfers)
+        self.send_queues.released(sender, message.transfers)
 
     def _consumed(self, sender: str, message: Consumed) -> None:
         tell_consumed(self.sibling(message.source), message)
@@ -468,7 +470,7 @@ class Host:
             self._meet([member])
 
     def _forget(self, peer: str) -> None:
-        self.lanes.forget(peer)
+        self.send_queues.forget(peer)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, RequestError, TransferError, ValueRefused
 from stage_runtime.relays import payloads
-from stage_runtime.relays.lanes import Lanes, Make, Parcel
 from stage_runtime.relays.payloads import Extracted
+from stage_runtime.relays.send_queues import Make, PendingSend, SendQueues
 from stage_runtime.rules import routing, streams
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.arrivals import Passed
@@ -50,7 +50,7 @@ class Surroundings(Protocol):
     """What a stage knows of the process around it."""
 
     incarnation: str
-    lanes: Lanes
+    send_queues: SendQueues
 
     def sibling(self, name: str) -> Intake | None:
         """The intake of a stage of this process."""
@@ -367,12 +367,12 @@ class StageOutbox:
 
     def _ship(self, work: RequestWork, target: str, peer: str, extracted: Extracted, make: Make) -> None:
         relay = self._plan.relay
-        parcel = Parcel(work, extracted, make, relay.backend, lambda error: self._lost(work, error))
-        if not self._around.lanes.ship((self._plan.name, target, peer), parcel, credits=relay.credits):
+        pending = PendingSend(work, extracted, make, relay.backend, lambda error: self._lost(work, error))
+        if not self._around.send_queues.ship((self._plan.name, target, peer), pending, credits=relay.credits):
             raise TransferError(f"no connection to the instance of {target!r}")
 
     def _lost(self, work: RequestWork, error: BaseException) -> None:
-        """What had waited in a lane cannot be sent. The work may be over here, and its request is not."""
+        """What had waited in a send queue cannot be sent. The work may be over here, and its request is not."""
         failure = failure_of(error, self._plan.name, "send")
         log_failure(work.request_id, failure, error)
         self._tell_failed(work, failure)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Final
 
 from stage_runtime.errors import ProtocolError
-from stage_runtime.relays.choosing import Relays
-from stage_runtime.relays.lanes import Lanes
+from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.send_queues import SendQueues
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.wire.messages import Message, RankFailed, RankHello, Release, RequestRef
@@ -45,14 +45,14 @@ class RankPlane:
         self._endpoint = ""
         self._channels: Channels
         self._relays: Relays
-        self._lanes: Lanes
+        self._send_queues: SendQueues
 
     def wire(self, channels: Channels, relays: Relays, *, endpoint: str) -> None:
         self._channels = channels
         self._relays = relays
         self._endpoint = endpoint
-        self._lanes = Lanes(relays, channels.send)
-        self._leader.wire(channels, self._lanes, self._stage, self._on_lost)
+        self._send_queues = SendQueues(relays, channels.send)
+        self._leader.wire(channels, self._send_queues, self._stage, self._on_lost)
 
     async def greet(self) -> None:
         """Find the followers."""
@@ -63,7 +63,7 @@ class RankPlane:
     @property
     def idle(self) -> bool:
         """Every follower has all steps."""
-        return not self._lanes.outstanding and not self._lanes.queued
+        return not self._send_queues.outstanding and not self._send_queues.queued
 
     # --- sockets.channels.Handler -------------------------------------------------------------------------------
 
@@ -81,13 +81,13 @@ class RankPlane:
             case RankFailed():
                 self._on_failed(message)
             case Release():
-                self._lanes.released(sender, message.transfers)
+                self._send_queues.released(sender, message.transfers)
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
         self._on_lost(ProtocolError(f"what a follower rank ({sender}) says could not be read: {problem}"))
 
     def lost(self, peer: str) -> None:
-        self._lanes.forget(peer)
+        self._send_queues.forget(peer)
         if self._leader.is_follower(peer):
             self._on_lost(ConnectionError(f"a follower rank ({peer}) is gone"))
 

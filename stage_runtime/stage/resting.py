@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from stage_runtime.relays import memory
-from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.registry import Relays
 from stage_runtime.stage.stage import Stage
 
 LAST_TRIM: Final = 64  # calm beats

@@ -17,7 +17,7 @@ from stage_runtime.engines.base import Engine, Gate, Inbox, Work
 from stage_runtime.errors import ConfigurationError, RequestError, ValueRefused, told
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
-from stage_runtime.relays.lanes import Lanes, Parcel
+from stage_runtime.relays.send_queues import PendingSend, SendQueues
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.rules.streams import Inbound
 from stage_runtime.sockets.channels import Channels
@@ -228,14 +228,16 @@ class Leader:
         self._answered: set[str] = set()  #: Endpoints behind which a follower has answered.
         self._index = 0
         self._channels: Channels
-        self._lanes: Lanes
+        self._send_queues: SendQueues
         self._lost: Callable[[BaseException], None]
         self._stage = ""
 
-    def wire(self, channels: Channels, lanes: Lanes, stage: str, lost: Callable[[BaseException], None]) -> None:
+    def wire(
+        self, channels: Channels, send_queues: SendQueues, stage: str, lost: Callable[[BaseException], None]
+    ) -> None:
         """lost: called when a step cannot be sent to a follower, whose engine would wait for it for ever."""
         self._channels = channels
-        self._lanes = lanes
+        self._send_queues = send_queues
         self._stage = stage
         self._lost = lost
 
@@ -275,13 +277,13 @@ class Leader:
             return RankWork(index, kind, key.request_id, key.owner, key.attempt, body)
 
         for follower, rank in self._followers.items():
-            parcel = Parcel(FollowedParcel(key), extracted, make, "auto", self._lost)
-            self._lanes.ship((self._stage, f"rank {rank}", follower), parcel, credits=RANK_CREDITS)
+            pending = PendingSend(StepSend(key), extracted, make, "auto", self._lost)
+            self._send_queues.ship((self._stage, f"rank {rank}", follower), pending, credits=RANK_CREDITS)
         self._index += 1  # by what was said alone: the followers wait for each number, and what is refused has none
 
 
-class FollowedParcel:
-    """`relays.lanes.Wanted` of what goes to followers: always wanted, they take the same steps as rank 0."""
+class StepSend:
+    """`relays.send_queues.SendOwner` of what goes to followers: always wanted, they take the same steps as rank 0."""
 
     aborted = False
 

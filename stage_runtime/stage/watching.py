@@ -89,7 +89,7 @@ class Watch:
     def took(self, stage: str, source: str, request: str, value: Any, where: str) -> None:
         """``stage`` gets ``value``, in memory that nobody else has."""
         fingerprint = payloads.fingerprint(value, where=where)
-        if not fingerprint.leaves:
+        if not fingerprint.parts:
             return
         with self._lock:
             taken = self._taken.setdefault((request, stage), deque())
@@ -105,7 +105,7 @@ class Watch:
         with self._lock:
             given = self._given.setdefault(stage, deque(maxlen=self._remembered))
             self._look_back(given, stage)
-            given.extend((request, fingerprint) for fingerprint in found if fingerprint.leaves)
+            given.extend((request, fingerprint) for fingerprint in found if fingerprint.parts)
 
     def began(self, stage: str) -> None:
         """``stage`` begins something: what has changed of what it gave before, it wrote."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from stage_runtime.engines.gates import Gate, Parking
 from stage_runtime.relays import payloads
-from stage_runtime.relays.lanes import attempt_key
+from stage_runtime.relays.send_queues import attempt_key
 from stage_runtime.rules.expecting import Expecting
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound

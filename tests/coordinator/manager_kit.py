@@ -1,5 +1,5 @@
-"""A coordinator whose processes are played by the test: real request manager, membership, rules and lanes; links in
-memory.
+"""A coordinator whose processes are played by the test: real request manager, membership, rules and send queues; links
+in memory.
 """
 
 from __future__ import annotations

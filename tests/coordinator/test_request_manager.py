@@ -426,7 +426,7 @@ async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
         error = await error_of(handle)
         assert (error.code, error.message) == ("transport_failed", "no relay reaches f1")
         assert made.manager.in_flight == 0
-        assert made.manager.lanes.outstanding == made.manager.lanes.queued == 0
+        assert made.manager.send_queues.outstanding == made.manager.send_queues.queued == 0
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
@@ -436,9 +436,9 @@ async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None
         sent = only(made)
         assert sent.body.transfer
         assert sent.body.inline == b""
-        assert made.manager.metrics()["lanes_outstanding"] == 1
+        assert made.manager.metrics()["transfers_in_flight"] == 1
         made.coordinator.received("f1", Release((1,)))
-        assert made.manager.metrics()["lanes_outstanding"] == 0
+        assert made.manager.metrics()["transfers_in_flight"] == 0
         assert made.relays.held == {}
 
 
@@ -661,11 +661,11 @@ async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
             made.manager.admit(asked(f"r{number}", inputs=large))
         sent = made.submitted("f1")
         made.manager.admit(asked("waits", inputs=large))
-        assert made.manager.lanes.queued == 1
+        assert made.manager.send_queues.queued == 1
         made.coordinator.received(
             "v1", Complete("waits", sent[-1].header.attempt + 1, "shout", failure=Failure("transport_failed", "no"))
         )
-        assert made.manager.lanes.queued == 1, "only the second attempt's"
+        assert made.manager.send_queues.queued == 1, "only the second attempt's"
         (slot,) = [put.transfer for put in made.relays.held.values()][:1]
         made.coordinator.received("f1", Release((slot,)))
         (late,) = made.submitted("f1")[BODY_CREDITS:]
@@ -683,7 +683,7 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
         before = len(made.submitted("f1"))
         error = await error_of(made.manager.admit(asked("bad", inputs=parts)))
         assert (error.code, error.status) == ("invalid_request", 400)
-        assert "over" in error.message and made.manager.lanes.queued == 0
+        assert "over" in error.message and made.manager.send_queues.queued == 0
         made.manager.admit(asked("good"))
         assert [one.header.request_id for one in made.submitted("f1")[before:]] == ["good"]
 

@@ -24,7 +24,7 @@ from omnipipeline_spec.types.plan import BACKENDS
 from omnipipeline_spec.types.values import fields_of, is_list, without_none
 from stage_runtime.processes import references, unsupported
 from stage_runtime.processes.unsupported import CLUSTER_ONLY, HONOURED, NOT_IN_THIS_VERSION
-from stage_runtime.relays import choosing
+from stage_runtime.relays import registry
 
 
 def leaves(kind: inspect.Type, path: str) -> Iterator[str]:
@@ -60,7 +60,7 @@ def test_no_table_names_a_field_that_is_gone() -> None:
 
 
 def test_the_contract_knows_the_relays_that_there_are() -> None:
-    assert tuple(choosing.BACKENDS) == BACKENDS
+    assert tuple(registry.BACKENDS) == BACKENDS
 
 
 #: A sound spec, and for each honoured field a change of it: path of `--set` and value.

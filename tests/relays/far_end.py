@@ -10,8 +10,8 @@ import numpy as np
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
-from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.registry import Relays
 
 
 async def main():

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from stage_runtime.relays import payloads
-from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.registry import Relays
 
 MIB = 1 << 20
 SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, whole_bytes=2 * MIB)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ProtocolError, ValueRefused
-from stage_runtime.relays import payloads, walking
+from stage_runtime.relays import checking, payloads
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor, message
@@ -207,7 +207,7 @@ def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar():
     assert shared.shape == (2, 3)
 
 
-@pytest.mark.parametrize("levels", [walking.MAX_DEPTH - 1, walking.MAX_DEPTH, walking.MAX_DEPTH + 1])
+@pytest.mark.parametrize("levels", [checking.MAX_DEPTH - 1, checking.MAX_DEPTH, checking.MAX_DEPTH + 1])
 def test_a_value_may_be_as_deep_in_process_as_from_afar(levels):
     value = 1
     for _ in range(levels):
@@ -222,7 +222,7 @@ def test_a_value_may_be_as_deep_in_process_as_from_afar(levels):
 
     inside = refused(lambda: payloads.isolate(value, where="payload.data"))
     apart = refused(lambda: payloads.extract({"data": value}, where="payload", as_fields=True))
-    assert inside == apart and (inside is None) == (levels <= walking.MAX_DEPTH)
+    assert inside == apart and (inside is None) == (levels <= checking.MAX_DEPTH)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

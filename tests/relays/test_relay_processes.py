@@ -12,8 +12,8 @@ import pytest
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
-from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.registry import Relays
 from tests.relays.relay_pairs import MIB, FarEnd
 
 

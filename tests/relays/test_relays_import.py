@@ -9,7 +9,7 @@ def test_relays_carry_values_in_a_process_that_never_imports_torch():
 import asyncio, sys
 import numpy as np
 from stage_runtime.relays import payloads
-from stage_runtime.relays.choosing import Relays
+from stage_runtime.relays.registry import Relays
 
 async def main():
     relays = Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=print)

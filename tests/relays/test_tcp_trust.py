@@ -9,7 +9,7 @@ import zmq
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.arrivals import Header
-from stage_runtime.relays.choosing import Relays, backend
+from stage_runtime.relays.registry import Relays, backend
 from stage_runtime.sockets.addresses import Security
 from tests.relays.relay_pairs import MIB, SMALL, pair
 

@@ -1,4 +1,4 @@
-"""Processes of stages in one test: real hosts, engines and lanes; links and relays in memory.
+"""Processes of stages in one test: real hosts, engines and send queues; links and relays in memory.
 
 Messages are written and read by the codec as on a wire. The test decides which link delivers next. Payloads go
 through a relay whose slots are free when the last view of them dies, as with shared memory.
@@ -69,7 +69,7 @@ class Got:
 
 
 class MemoryRelays:
-    """What hosts and request managers ask of `relays.choosing.Relays`; one per process, all in one dictionary."""
+    """What hosts and request managers ask of `relays.registry.Relays`; one per process, all in one dictionary."""
 
     def __init__(self, world: World, me: str, slots: int) -> None:
         self._world = world

@@ -134,7 +134,7 @@ async def occupied(made: World, hold: Hold) -> None:
 
 def put_back(made: World) -> Callable[[], bool]:
     """Whether the stage holds nothing but what it is busy with."""
-    return lambda: made.outstanding <= 1 and sum(host.lanes.queued for host in made.hosts.values()) == 0
+    return lambda: made.outstanding <= 1 and sum(host.send_queues.queued for host in made.hosts.values()) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -270,13 +270,13 @@ async def test_what_a_stage_is_through_with_and_waits_to_be_sent_is_let_go_with_
         await occupied(made, hold)
         for number in range(COUNT):
             made.submit(f"r{number}", "give")
-        lanes = made.hosts["front"].lanes
-        await made.until(lambda: lanes.queued > 2 and not list(made.hosts["front"].stages["give"].intake.works()))
+        send_queues = made.hosts["front"].send_queues
+        await made.until(lambda: send_queues.queued > 2 and not list(made.hosts["front"].stages["give"].intake.works()))
         # the receiver hears nothing: it is far away
         made.known.discard("back")
         for number in range(COUNT):
             made.send(OWNER, "front", abort_of(f"r{number}"))
-        await made.until(lambda: lanes.queued == 0)
+        await made.until(lambda: send_queues.queued == 0)
         made.known.add("back")
         for number in range(COUNT):
             made.send(OWNER, "back", abort_of(f"r{number}"))

@@ -1,4 +1,6 @@
-"""However a request ends here, nothing of it is left: engines drop it, `finally` runs, lanes and relays are free."""
+"""However a request ends here, nothing of it is left: engines drop it, `finally` runs, send queues and relays are
+free.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
-from stage_runtime.relays.lanes import attempt_key
+from stage_runtime.relays.send_queues import attempt_key
 from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence
 from stage_runtime.wire.messages import Ended, RankWork
 from stage_runtime.wire.values import OmniRequest
@@ -72,12 +74,12 @@ async def test_whatever_ends_a_request_nothing_of_it_is_left(end: Any) -> None:
         made.submit("r1", "a")
         made.submit("r1", "b")
         a, b, c = (made.hosts[f"p{name}"] for name in "abc")
-        await made.until(lambda: a.lanes.queued == 1 and a.stages["a"].running == 0)
+        await made.until(lambda: a.send_queues.queued == 1 and a.stages["a"].running == 0)
         await made.until(lambda: b.stages["b"].inbox.parking.at_gates == 1 and c.stages["c"].running == 1)
         end(made)
         await made.until(lambda: all(one.is_set() for one in ended.values()))
         await made.until(lambda: all(host.idle for host in made.hosts.values()))
-        assert a.lanes.queued == 0
+        assert a.send_queues.queued == 0
         for host in (a, b, c):
             assert attempt_key(OWNER, "r1", 1) in made.relays[host.incarnation].cleaned
 

@@ -121,7 +121,7 @@ async def test_results_that_wait_for_a_slot_are_sent_though_their_stage_is_throu
         made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": hold})
         for number in range(6):
             made.submit(f"r{number}", "a")
-        await made.until(lambda: made.hosts["pa"].lanes.queued == 5 and made.hosts["pa"].stages["a"].running == 0)
+        await made.until(lambda: made.hosts["pa"].send_queues.queued == 5 and made.hosts["pa"].stages["a"].running == 0)
         go.set()
         await made.until(lambda: made.results() == {f"r{number}": LARGE for number in range(6)})
         await made.until(lambda: made.outstanding == 0)

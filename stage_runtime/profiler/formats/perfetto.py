@@ -70,20 +70,20 @@ class _Threads:
     """Threads of the trace: intervals of one thread must nest, so those that overlap get threads of their own."""
 
     def __init__(self) -> None:
-        self.numbers: dict[tuple[int, str, int], int] = {}  #: (process, stage, lane) -> tid
-        self._ends: dict[tuple[int, str], list[int]] = {}  #: the end of each lane's last interval
+        self.numbers: dict[tuple[int, str, int], int] = {}  #: (process, stage, send queue) -> tid
+        self._ends: dict[tuple[int, str], list[int]] = {}  #: the end of each send queue's last interval
 
     def of(self, interval: views.Interval) -> int:
         ends = self._ends.setdefault((interval.process, interval.stage), [])
-        lane = next((index for index, end in enumerate(ends) if end <= interval.start_ns), len(ends))
-        ends[lane:] = [interval.end_ns, *ends[lane + 1 :]]
-        return self._number(interval.process, interval.stage, lane + 1)
+        queue = next((index for index, end in enumerate(ends) if end <= interval.start_ns), len(ends))
+        ends[queue:] = [interval.end_ns, *ends[queue + 1 :]]
+        return self._number(interval.process, interval.stage, queue + 1)
 
     def mark(self, moment: Moment) -> int:
         return self._number(moment.process, moment.stage, 0)
 
-    def _number(self, process: int, stage: str, lane: int) -> int:
-        return self.numbers.setdefault((process, stage, lane), len(self.numbers) + 1)
+    def _number(self, process: int, stage: str, queue: int) -> int:
+        return self.numbers.setdefault((process, stage, queue), len(self.numbers) + 1)
 
 
 def _places(moments: Sequence[Moment], threads: _Threads, hop: views.Hop) -> list[tuple[int, int]]:
@@ -98,6 +98,6 @@ def _names(processes: Sequence[Process], threads: _Threads) -> Iterator[Entry]:
     for number, process in enumerate(processes, 1):
         name = f"{process.host or process.path.parent.name} {process.path.stem}"
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
-    for (process_index, stage, lane), number in threads.numbers.items():
-        name = f"{stage} {lane}" if lane else f"{stage}: events"
+    for (process_index, stage, queue), number in threads.numbers.items():
+        name = f"{stage} {queue}" if queue else f"{stage}: events"
         yield {"ph": "M", "name": "thread_name", "pid": process_index + 1, "tid": number, "args": {"name": name}}

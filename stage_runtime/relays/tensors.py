@@ -1,6 +1,6 @@
 """Tensors and arrays as flat bytes, and back: the only place that knows torch's and numpy's ways.
 
-Knows nothing of containers, paths or transports (`walking`, `payloads`). Torch is never imported to look at a value:
+Knows nothing of containers, paths or transports (`checking`, `payloads`). Torch is never imported to look at a value:
 a tensor can't exist in a process that has not imported it.
 """
 
@@ -23,7 +23,7 @@ EMPTY = memoryview(b"")
 REPEATED_MOST: Final = 1 << 30
 
 
-class Leaf:
+class FlatPart:
     """One tensor, array or long bytes on its way into a pack."""
 
     __slots__ = ("data", "dtype", "kind", "owner", "path", "private", "shape")

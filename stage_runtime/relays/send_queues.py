@@ -1,6 +1,6 @@
 """Sending payloads: inline when small, else by relay, within each edge's credits. Any thread.
 
-One lane per (source, target, peer). A payload that finds no credit or no slot waits in its own lane, so a stopped
+One queue per (source, target, peer). A payload that finds no credit or no slot waits in its own queue, so a stopped
 receiver holds up nobody else. It waits as a copy: its giver may write into its buffers again once `ship` has returned.
 Called by `stage` and `coordinator`; what is said around a payload is theirs.
 """
@@ -17,8 +17,8 @@ import msgspec
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays.base import RelayOperation
-from stage_runtime.relays.choosing import Relays
 from stage_runtime.relays.payloads import Extracted
+from stage_runtime.relays.registry import Relays
 from stage_runtime.rules.credits import Window
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Body, Message
@@ -33,7 +33,7 @@ Lost: TypeAlias = Callable[[BaseException], None]
 METADATA_LIMIT: Final = 512  # bytes of a relay's metadata; shm and tcp take fewer than 100
 
 
-class Wanted(Protocol):
+class SendOwner(Protocol):
     """Whose payload it is."""
 
     @property
@@ -49,10 +49,10 @@ class Wanted(Protocol):
         """Nobody waits for it any more. What is done here and still waits to be sent is wanted."""
 
 
-class Parcel(msgspec.Struct):
+class PendingSend(msgspec.Struct):
     """A payload on its way out, and the message that will announce it."""
 
-    work: Wanted
+    work: SendOwner
     extracted: Extracted
     make: Make
     backend: str
@@ -68,85 +68,85 @@ def attempt_key(owner: str, request_id: str, attempt: int) -> str:
     return f"{owner}/{request_id}#{attempt}"
 
 
-class Lane:
+class SendQueue:
     """One edge to one peer. Its lock orders what is sent on it; nothing else is held meanwhile."""
 
     def __init__(self, edge: Edge, credits: int) -> None:
         self.edge = edge
         self.window = Window(credits)
-        self.waiting: deque[Parcel] = deque()
+        self.waiting: deque[PendingSend] = deque()
         self.lock = Lock()
         self.closed = False
 
 
-class Lanes:
+class SendQueues:
     """All payloads that this process sends."""
 
     def __init__(self, relays: Relays, send: Send) -> None:
         self._relays = relays
         self._send = send
-        self._lanes: dict[Edge, Lane] = {}
-        #: (peer, transfer) -> the operation, kept until it is released, and the lane whose credit it has.
-        self._out: dict[tuple[str, int], tuple[RelayOperation, Lane]] = {}
-        self._starved: set[Edge] = set()  #: Lanes that found no slot, whatever their credits.
+        self._queues: dict[Edge, SendQueue] = {}
+        #: (peer, transfer) -> the operation, kept until it is released, and the queue whose credit it has.
+        self._out: dict[tuple[str, int], tuple[RelayOperation, SendQueue]] = {}
+        self._starved: set[Edge] = set()  #: Send queues that found no slot, whatever their credits.
         self._lock = Lock()
 
-    def ship(self, edge: Edge, parcel: Parcel, *, credits: int) -> bool:
+    def ship(self, edge: Edge, pending: PendingSend, *, credits: int) -> bool:
         """Send it now, or as soon as a credit and a slot are free. False or TransferError: nothing reaches the peer.
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
         Raises: ValueRefused: its message is over the limit. Known before it waits: nobody would be told later.
         """
-        extracted = parcel.extracted
+        extracted = pending.extracted
         refs = tuple(extracted.refs)
         if extracted.is_inline:
-            return self._send(edge[2], parcel.make(Body(extracted.value_bytes, refs, extracted.flat())))
-        codec.check(parcel.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), copy_now=True)))
-        lane = self._lane(edge, credits)
-        with lane.lock:
-            if lane.closed:
+            return self._send(edge[2], pending.make(Body(extracted.value_bytes, refs, extracted.flat())))
+        codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), copy_now=True)))
+        queue = self._queue(edge, credits)
+        with queue.lock:
+            if queue.closed:
                 return False
-            if not lane.waiting and self._start(lane, parcel):
+            if not queue.waiting and self._start(queue, pending):
                 return True
         extracted.hold()  # without the lock, which the I/O thread takes, too
-        with lane.lock:
-            if lane.closed:
+        with queue.lock:
+            if queue.closed:
                 return False
-            if lane.waiting or not self._start(lane, parcel):
-                lane.waiting.append(parcel)
+            if queue.waiting or not self._start(queue, pending):
+                queue.waiting.append(pending)
         return True
 
     def released(self, peer: str, transfers: tuple[int, ...]) -> None:
         """A receiver has let go. On the I/O thread: what waited for that is copied and sent from here."""
-        freed: dict[Edge, Lane] = {}
+        freed: dict[Edge, SendQueue] = {}
         for transfer in transfers:
             with self._lock:
                 found = self._out.pop((peer, transfer), None)
             if found is None:
                 continue  # repeated, or of a life that is over
-            lane = found[1]
+            queue = found[1]
             self._relays.released(peer, transfer)
-            with lane.lock:
-                lane.window.give()
-            freed[lane.edge] = lane
+            with queue.lock:
+                queue.window.give()
+            freed[queue.edge] = queue
         with self._lock:
             starved, self._starved = self._starved, set()
         for edge in starved:
-            if edge in self._lanes:
-                freed.setdefault(edge, self._lanes[edge])
-        for lane in freed.values():
-            self._advance(lane)
+            if edge in self._queues:
+                freed.setdefault(edge, self._queues[edge])
+        for queue in freed.values():
+            self._advance(queue)
 
     def cut(self, peer: str) -> None:
         """The connection to the peer broke: nothing waits for it. What it may still look at stays as it is."""
         with self._lock:
-            gone = [edge for edge in self._lanes if edge[2] == peer]
-            lanes = [self._lanes.pop(edge) for edge in gone]
+            gone = [edge for edge in self._queues if edge[2] == peer]
+            queues = [self._queues.pop(edge) for edge in gone]
             self._starved.difference_update(gone)
-        for lane in lanes:
-            with lane.lock:
-                lane.closed = True
-                lane.waiting.clear()
+        for queue in queues:
+            with queue.lock:
+                queue.closed = True
+                queue.waiting.clear()
 
     def forget(self, peer: str) -> None:
         """The peer is gone: nothing waits for it, and what it held is freed."""
@@ -158,28 +158,30 @@ class Lanes:
 
     def drop_cancelled(self) -> None:
         """Throw away what waits for requests that are over."""
-        for lane in list(self._lanes.values()):
-            if lane.waiting:
-                with lane.lock:
-                    lane.waiting = deque(parcel for parcel in lane.waiting if not parcel.work.aborted)
+        for queue in list(self._queues.values()):
+            if queue.waiting:
+                with queue.lock:
+                    queue.waiting = deque(pending for pending in queue.waiting if not pending.work.aborted)
 
     def abort(self, owner: str, request_id: str, attempt: int) -> None:
         """Throw away what waits for this attempt or an earlier one, of stages that are through with it, too."""
 
-        def over(work: Wanted) -> bool:
+        def over(work: SendOwner) -> bool:
             return (work.owner, work.request_id) == (owner, request_id) and work.attempt <= attempt
 
-        for lane in list(self._lanes.values()):
-            if lane.waiting:
-                with lane.lock:
-                    lane.waiting = deque(one for one in lane.waiting if not one.work.aborted and not over(one.work))
+        for queue in list(self._queues.values()):
+            if queue.waiting:
+                with queue.lock:
+                    queue.waiting = deque(one for one in queue.waiting if not one.work.aborted and not over(one.work))
 
     def waiting_of(self, owner: str) -> set[tuple[str, int]]:
         """The requests, by id and attempt, of that coordinator's for which something waits here."""
         found = set[tuple[str, int]]()
-        for lane in list(self._lanes.values()):
-            with lane.lock:
-                found.update((one.work.request_id, one.work.attempt) for one in lane.waiting if one.work.owner == owner)
+        for queue in list(self._queues.values()):
+            with queue.lock:
+                found.update(
+                    (one.work.request_id, one.work.attempt) for one in queue.waiting if one.work.owner == owner
+                )
         return found
 
     @property
@@ -190,76 +192,76 @@ class Lanes:
     @property
     def queued(self) -> int:
         """Payloads that wait for a credit or a slot."""
-        return sum(len(lane.waiting) for lane in list(self._lanes.values()))
+        return sum(len(queue.waiting) for queue in list(self._queues.values()))
 
-    def _lane(self, edge: Edge, credits: int) -> Lane:
-        lane = self._lanes.get(edge)
-        if lane is None:
+    def _queue(self, edge: Edge, credits: int) -> SendQueue:
+        queue = self._queues.get(edge)
+        if queue is None:
             with self._lock:
-                lane = self._lanes.setdefault(edge, Lane(edge, credits))
-        return lane
+                queue = self._queues.setdefault(edge, SendQueue(edge, credits))
+        return queue
 
-    def _advance(self, lane: Lane) -> None:
-        """Send what may go now. Whatever a parcel meets, it does not stay at the head of its lane."""
-        lost: list[tuple[Parcel, BaseException]] = []
-        with lane.lock:
-            while lane.waiting:
-                parcel = lane.waiting[0]
+    def _advance(self, queue: SendQueue) -> None:
+        """Send what may go now. Whatever a pending send meets, it does not stay at the head of its queue."""
+        lost: list[tuple[PendingSend, BaseException]] = []
+        with queue.lock:
+            while queue.waiting:
+                pending = queue.waiting[0]
                 try:
-                    if not parcel.work.aborted and not self._start(lane, parcel):
+                    if not pending.work.aborted and not self._start(queue, pending):
                         break
                 except TransferError:
-                    log.info("a payload to %s stays: nothing reaches it; who says so ends its request", lane.edge[2])
+                    log.info("a payload to %s stays: nothing reaches it; who says so ends its request", queue.edge[2])
                 except BaseException as error:
-                    lost.append((parcel, error))
-                lane.waiting.popleft()
-        for parcel, why in lost:  # without the lock: to fail a request drops what else waits for it
-            parcel.lost(why)
+                    lost.append((pending, error))
+                queue.waiting.popleft()
+        for pending, why in lost:  # without the lock: to fail a request drops what else waits for it
+            pending.lost(why)
 
-    def _start(self, lane: Lane, parcel: Parcel) -> bool:
-        """Move one payload. The lane's lock is held. False: no credit or no slot now.
+    def _start(self, queue: SendQueue, pending: PendingSend) -> bool:
+        """Move one payload. The queue's lock is held. False: no credit or no slot now.
 
         Raises: TransferError: nothing reaches the peer.
         """
-        if not lane.window.take():
+        if not queue.window.take():
             return False
-        peer = lane.edge[2]
-        extracted = parcel.extracted
+        peer = queue.edge[2]
+        extracted = pending.extracted
         try:
-            operation = self._put(lane, parcel)
+            operation = self._put(queue, pending)
         except BaseException:
-            lane.window.give()
+            queue.window.give()
             raise
         if operation is None:
-            lane.window.give()
+            queue.window.give()
             return False
         key = (peer, int(operation.transfer))
         with self._lock:
-            self._out[key] = (operation, lane)
+            self._out[key] = (operation, queue)
         refs = tuple(extracted.refs)
-        body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=lane.window.exhausted)
+        body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=queue.window.exhausted)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
         sent = False
         try:
-            sent = self._send(peer, parcel.make(body))
+            sent = self._send(peer, pending.make(body))
         finally:
             if not sent:
                 with self._lock:
                     self._out.pop(key, None)
-                lane.window.give()
+                queue.window.give()
                 self._relays.discard(operation)
         if not sent:
             raise TransferError(f"no connection to {peer}")
         return True
 
-    def _put(self, lane: Lane, parcel: Parcel) -> RelayOperation | None:
-        """Take a slot. None: there is none now, and the next release advances this lane."""
-        request_id = attempt_key(parcel.work.owner, parcel.work.request_id, parcel.work.attempt)
-        peer, backend = lane.edge[2], parcel.backend
-        operation = self._relays.put(parcel.extracted, request_id=request_id, peer=peer, backend=backend)
+    def _put(self, queue: SendQueue, pending: PendingSend) -> RelayOperation | None:
+        """Take a slot. None: there is none now, and the next release advances this queue."""
+        request_id = attempt_key(pending.work.owner, pending.work.request_id, pending.work.attempt)
+        peer, backend = queue.edge[2], pending.backend
+        operation = self._relays.put(pending.extracted, request_id=request_id, peer=peer, backend=backend)
         if operation is None:
             with self._lock:
-                self._starved.add(lane.edge)
-            # Again: the last slot may have been released before this lane was known to wait, and none after it.
-            operation = self._relays.put(parcel.extracted, request_id=request_id, peer=peer, backend=backend)
+                self._starved.add(queue.edge)
+            # Again: the last slot may have been released before this queue was known to wait, and none after it.
+            operation = self._relays.put(pending.extracted, request_id=request_id, peer=peer, backend=backend)
         return operation

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from stage_runtime.errors import ValueRefused, printed
-from stage_runtime.relays import leaves
+from stage_runtime.relays import tensors
 from stage_runtime.wire import outputs, values
 
 MAX_DEPTH: Final = 64
@@ -76,7 +76,7 @@ class Walk:
         """The walker of a type that was not met before."""
         kind = type(value)
         walker: Walker
-        if leaves.is_tensor(value):
+        if tensors.is_tensor(value):
             walker = type(self).walk_tensor
         elif isinstance(value, np.ndarray):
             walker = type(self).walk_array
@@ -151,13 +151,13 @@ class Walk:
         return self.walk_fields({name: getattr(value, name) for name in value.__struct_fields__})
 
     def walk_tensor(self, value: Any) -> Any:
-        problem = leaves.tensor_problem(value)
+        problem = tensors.tensor_problem(value)
         if problem is not None:
             raise CheckFailed(problem)
         return self.tensor(value)
 
     def walk_array(self, value: np.ndarray[Any, Any]) -> Any:
-        problem = leaves.array_problem(value)
+        problem = tensors.array_problem(value)
         if problem is not None:
             raise CheckFailed(problem)
         return self.array(value)

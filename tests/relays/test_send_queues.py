@@ -1,6 +1,7 @@
-"""Lanes: what waits in one goes on or is given up with a word; it never stays. Real lanes, a fake relay and link.
+"""Send queues: what waits in one goes on or is given up with a word; it never stays. Real send queues, a fake relay
+and link.
 
-How lanes behave in a pipeline is tested in tests/stage and tests/coordinator.
+How send queues behave in a pipeline is tested in tests/stage and tests/coordinator.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.relays import payloads
-from stage_runtime.relays.lanes import Lanes, Parcel
+from stage_runtime.relays.send_queues import PendingSend, SendQueues
 from stage_runtime.wire.messages import FRAME_LIMIT, Body, Header, Message, Submit
 from stage_runtime.wire.tensorrefs import PATH_LIMIT
 
@@ -63,14 +64,14 @@ class Relays:
 
 
 class Made:
-    """Lanes, and what came of each parcel."""
+    """Send queues, and what came of each pending send."""
 
     def __init__(self, slots: int = 100) -> None:
         self.relays = Relays(slots)
         self.said: list[str] = []
         self.lost: dict[str, BaseException] = {}
         self.refuses: Callable[[str], None] = lambda request_id: None
-        self.lanes = Lanes(self.relays, self.send)  # type: ignore[arg-type]
+        self.send_queues = SendQueues(self.relays, self.send)  # type: ignore[arg-type]
 
     def send(self, peer: str, message: Message) -> bool:
         assert isinstance(message, Submit)
@@ -88,7 +89,9 @@ class Made:
             self.lost[request_id] = error
 
         edge = (source, "entry", "peer")
-        return self.lanes.ship(edge, Parcel(Work(request_id), extracted, make, "auto", lost), credits=credits)
+        return self.send_queues.ship(
+            edge, PendingSend(Work(request_id), extracted, make, "auto", lost), credits=credits
+        )
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["a credit is free", "none is free"])
@@ -98,9 +101,9 @@ def test_a_message_over_the_limit_is_refused_before_it_waits(waits: bool) -> Non
         made.ship("first")
     with pytest.raises(ValueRefused, match=r"Submit: a control message of \d+ bytes, over"):
         made.ship("large", [np.zeros(20, np.uint8) for _ in range(FRAME_LIMIT // 20)])
-    assert made.lanes.queued == 0
+    assert made.send_queues.queued == 0
     made.ship("next")
-    made.lanes.released("peer", (1,))
+    made.send_queues.released("peer", (1,))
     assert made.said == (["first", "next"] if waits else ["next"])
 
 
@@ -119,10 +122,10 @@ def test_whatever_the_head_of_a_lane_meets_it_does_not_stay_there(error: BaseExc
             raise error
 
     made.relays.before, made.refuses = (fault, made.refuses) if where == "in the relay" else (made.relays.before, fault)
-    made.lanes.released("peer", (1,))
+    made.send_queues.released("peer", (1,))
     assert made.said == ["first", "next"]
     assert made.lost == {"bad": error}, "its request learns of it"
-    made.lanes.released("peer", (2 if where == "in the relay" else 3,))
+    made.send_queues.released("peer", (2 if where == "in the relay" else 3,))
     assert made.said == ["first", "next", "last"]
     assert made.relays.free == 99, "no slot and no credit is lost with it"
 
@@ -138,13 +141,13 @@ def test_what_nothing_reaches_any_more_makes_room_for_the_next() -> None:
             raise TransferError("no relay reaches peer")
 
     made.relays.before = unreachable
-    made.lanes.released("peer", (1,))
+    made.send_queues.released("peer", (1,))
     assert made.said == ["first", "next"]
     assert made.lost == {}
 
 
 def test_a_slot_that_is_released_while_a_lane_asks_for_one_is_not_missed() -> None:
-    """The last release comes between the answer "no slot now" and the note that this lane waits: none follows it."""
+    """The last release comes between the answer "no slot now" and the note that this queue waits: none follows it."""
     made = Made(slots=1)
     made.ship("first", source="another")
     raced: list[bool] = []
@@ -152,7 +155,7 @@ def test_a_slot_that_is_released_while_a_lane_asks_for_one_is_not_missed() -> No
     def release_in_between() -> None:
         if not raced:
             raced.append(True)
-            made.lanes.released("peer", (1,))
+            made.send_queues.released("peer", (1,))
 
     made.relays.refused = release_in_between
     made.ship("second")
