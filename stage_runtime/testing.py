@@ -23,7 +23,7 @@ from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import RequestError
 from stage_runtime.relays import payloads as values
-from stage_runtime.stage.watching import Watch
+from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.wire import outputs
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload, detached
 
@@ -90,12 +90,12 @@ def run_stage(
     plan = StagePlan(name=STAGE, group=STAGE, factory=name, factory_args=args, stream_from=sources)
     function = resolve(factory, field="factory") if isinstance(factory, str) else factory
     engine = loading.call(function, plan, _Context())
-    watch = Watch(remembered=sys.maxsize)
+    mutation_check = MutationCheck(remembered=sys.maxsize)
     for payload, some in zip(given, before, strict=True):
-        watch.took(name, TEST, payload.request.id, payload.data, "payload.data")
+        mutation_check.took(name, TEST, payload.request.id, payload.data, "payload.data")
         for chunk in some:
-            watch.took(name, TEST, payload.request.id, [chunk.data, chunk.metadata], "chunk")
-    outbox = _Outbox(name, watch)
+            mutation_check.took(name, TEST, payload.request.id, [chunk.data, chunk.metadata], "chunk")
+    outbox = _Outbox(name, mutation_check)
     inbox = Inbox(outbox.fail)
     works = [_put(inbox, payload, some, sources) for payload, some in zip(given, before, strict=True)]
     stop = Event()
@@ -138,9 +138,9 @@ class _Arrival:
 class _Outbox:
     """`engines.base.Outbox` in memory."""
 
-    def __init__(self, name: str, watch: Watch) -> None:
+    def __init__(self, name: str, mutation_check: MutationCheck) -> None:
         self._name = name
-        self._watch = watch
+        self._mutation_check = mutation_check
         self._changed = Condition()
         self.works: Sequence[_Work] = ()
 
@@ -157,7 +157,7 @@ class _Outbox:
             )
             ours.emitted.chunks.append(kept)
             given = {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata}
-            self._watch.gave(self._name, work.request_id, given)
+            self._mutation_check.gave(self._name, work.request_id, given)
         return None
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
@@ -167,7 +167,7 @@ class _Outbox:
         try:
             ours.emitted.given = _copied(data, "result")
             ours.emitted.has_result = has_data
-            self._watch.gave(self._name, work.request_id, {"result": data})
+            self._mutation_check.gave(self._name, work.request_id, {"result": data})
         except Exception as error:
             ours.emitted.error = error
         self._end(ours)
@@ -181,7 +181,7 @@ class _Outbox:
     def settle(self) -> None: ...
 
     def began(self, work: Work) -> None:
-        self._watch.began(self._name)
+        self._mutation_check.began(self._name)
 
     def consumed(self, work: Work, source: str, count: int) -> int:
         return count
@@ -201,15 +201,15 @@ class _Outbox:
 
     def judged(self, works: Sequence[_Work]) -> list[Emitted]:
         """What the stage gave, once all of it is there; a request whose memory was written into has failed."""
-        self._watch.began(self._name)
+        self._mutation_check.began(self._name)
         by_request = {work.request_id: work.emitted for work in works}
-        for violation in self._watch.violations:
+        for violation in self._mutation_check.violations:
             emitted = by_request[violation.request]
             emitted.error = emitted.error or WroteShared(str(violation))
         return [work.emitted for work in works]
 
     def _end(self, work: _Work) -> None:
-        self._watch.ended(self._name, work.request_id)
+        self._mutation_check.ended(self._name, work.request_id)
         with self._changed:
             work.over = True
             self._changed.notify_all()

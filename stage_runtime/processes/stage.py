@@ -29,9 +29,9 @@ from stage_runtime.sockets.channels import Channels, Handler
 from stage_runtime.stage.context import Context
 from stage_runtime.stage.follower import FollowerHost
 from stage_runtime.stage.host import Host
+from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.tensor_parallel import Leader
-from stage_runtime.stage.watching import Watch
 from stage_runtime.wire.messages import Hello, Incarnation, Member
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class StageProcess(Process):
             on_shutdown=self._stop,
             on_unbound=self._unbound.add,
             on_fenced=lambda: self._fenced.set(),
-            watch=Watch() if self._settings.debug_values else None,
+            mutation_check=MutationCheck() if self._settings.debug_values else None,
             leader=self._leader,
         )
         async with contextlib.AsyncExitStack() as stack:

@@ -22,7 +22,7 @@ class Administration:
     def ask(self, sender: str, message: Admin) -> None:
         """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
         stage = self._stages.get(message.stage)
-        if stage is None or stage.intake.engine is None or not stage.intake.engine.takes_admin:
+        if stage is None or stage.input.engine is None or not stage.input.engine.takes_admin:
             problem = f"no stage {message.stage!r} here that takes operations"
             self._send(sender, AdminReply(message.call_id, message.stage, 0, None, problem))
             return

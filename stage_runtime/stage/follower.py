@@ -17,7 +17,7 @@ from stage_runtime.relays.fetching import Fetching
 from stage_runtime.relays.registry import Relays
 from stage_runtime.relays.send_queues import attempt_key
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence, WorkKey, check
+from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, FollowerOutput, WorkKey, check
 from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, Release, RequestRef
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class FollowerHost:
         engine = make(self._plan)
         check(engine, self._plan.name)
         self._loop.call_soon_threadsafe(self._now_loaded)
-        silence = Silence(over=self._follower.over, failed=self._tell_failed, crashed=self._crashed)
+        silence = FollowerOutput(over=self._follower.over, failed=self._send_failed, crashed=self._crashed)
         engine.run(self._inbox, silence, Event())
         if not self._inbox.closed:
             raise EngineCrashed("the engine's loop ended before it was told to stop")
@@ -141,6 +141,6 @@ class FollowerHost:
         self._answer()
         self._on_loaded()
 
-    def _tell_failed(self, key: WorkKey, error: str) -> None:
+    def _send_failed(self, key: WorkKey, error: str) -> None:
         if self._leader is not None:
             self._channels.send(self._leader, RankFailed(self._rank, key.request_id, key.owner, key.attempt, error))

@@ -1,6 +1,7 @@
 """One process of a process group: its stages, and everything that is said to them. `sockets.channels.Handler`.
 
-Holds no thread of its own: the I/O thread calls `received`, the stages' threads call what `outbox.Surroundings` lists.
+Holds no thread of its own: the I/O thread calls `received`, the stages' threads call what `output.ProcessContext`
+lists.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from stage_runtime.rules import forwarding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.administration import Administration
 from stage_runtime.stage.arrivals import Sealed
-from stage_runtime.stage.intake import Intake
-from stage_runtime.stage.outbox import tell_consumed
+from stage_runtime.stage.idle_trimming import IdleTrimming
+from stage_runtime.stage.mutation_check import CheckedPayload, MutationCheck
 from stage_runtime.stage.ranks import RankPlane
 from stage_runtime.stage.registration import Registration
-from stage_runtime.stage.resting import Rest
 from stage_runtime.stage.stage import Stage
+from stage_runtime.stage.stage_input import StageInput
+from stage_runtime.stage.stage_output import notify_consumed
 from stage_runtime.stage.tensor_parallel import Leader
-from stage_runtime.stage.watching import Watch, Watched
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.messages import (
     Abort,
@@ -87,7 +88,7 @@ class Host:
         on_shutdown: Callable[[str], None],
         on_unbound: Callable[[str], None],
         on_fenced: Callable[[], None],
-        watch: Watch | None = None,
+        mutation_check: MutationCheck | None = None,
         leader: Leader | None = None,
     ) -> None:
         self.incarnation = incarnation
@@ -104,7 +105,7 @@ class Host:
         self._on_shutdown = on_shutdown
         self._on_unbound = on_unbound
         self._on_fenced = on_fenced
-        self._watch = watch
+        self._mutation_check = mutation_check
         self._leader = leader
         self._ranks: RankPlane | None = None
         self._ready = False
@@ -115,7 +116,7 @@ class Host:
         self.stages = {
             plan.name: Stage(plan, self, crashed=self._stage_crashed, loop=loop, leader=leader) for plan in plans
         }
-        self._rest = Rest(self.stages.values())
+        self._idle_trimming = IdleTrimming(self.stages.values())
         self._administration = Administration(self.stages, self.send)
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
@@ -200,25 +201,29 @@ class Host:
             orphans = self._drop_owner(peer)
             log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
 
-    # --- stage.outbox.Surroundings ------------------------------------------------------------------------------
+    # --- stage.stage_output.ProcessContext ----------------------------------------------------------------------------
 
-    def sibling(self, name: str) -> Intake | None:
+    def sibling(self, name: str) -> StageInput | None:
         stage = self.stages.get(name)
-        return stage.intake if stage is not None else None
+        return stage.input if stage is not None else None
 
     def send(self, peer: str, message: Message) -> bool:
         return self.channels.send(peer, message)
 
     def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
         isolated = payloads.isolate(value, where=where)
-        return isolated if self._watch is None else self._watch.passed(source, target, work.key, isolated, where)
+        return (
+            isolated
+            if self._mutation_check is None
+            else self._mutation_check.passed(source, target, work.key, isolated, where)
+        )
 
     def settle(self) -> None:
         self.relays.settle()
 
     def gave(self, stage: str, work: RequestWork, values: Mapping[str, Any]) -> None:
-        if self._watch is not None:
-            self._watch.gave(stage, work.key, values)
+        if self._mutation_check is not None:
+            self._mutation_check.gave(stage, work.key, values)
 
     def stalled(self, source: str, target: str, peer: str, stalled: bool) -> None:
         outgoing = Stalled(source, target, stalled)
@@ -228,12 +233,12 @@ class Host:
             self.send(peer, outgoing)
 
     def began(self, stage: str, work: RequestWork) -> None:
-        if self._watch is not None:
-            self._watch.began(stage)
+        if self._mutation_check is not None:
+            self._mutation_check.began(stage)
 
     def ended(self, stage: str, work: RequestWork) -> None:
-        if self._watch is not None:
-            self._watch.ended(stage, work.key)
+        if self._mutation_check is not None:
+            self._mutation_check.ended(stage, work.key)
 
     # --- what the process does with it --------------------------------------------------------------------------
 
@@ -245,7 +250,7 @@ class Host:
 
     def beat(self) -> None:
         """Tell every coordinator how it goes."""
-        self._rest.beat(self.relays)
+        self._idle_trimming.beat(self.relays)
         outgoing = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
@@ -266,7 +271,7 @@ class Host:
     def reborn(self, incarnation: str) -> None:
         """Everything that the life before was asked for is dropped; `wire` must follow."""
         for stage in self.stages.values():
-            stage.intake.abort_all()
+            stage.input.abort_all()
         self._fetching.close()
         self._releases.clear()
         self._lost_owners.clear()  # what was bound to the life before is addressed to it
@@ -288,7 +293,7 @@ class Host:
         self._leaving = reason
         for stage in self.stages.values():
             if stage.plan.entry:
-                for work in stage.intake.works():
+                for work in stage.input.works():
                     if work.began_at is None:
                         self.send(work.owner, HandBack(work.request_id, work.attempt, stage.plan.name))
         for coordinator in self.registration.coordinators:
@@ -304,7 +309,7 @@ class Host:
     def close(self, timeout_s: float) -> bool:
         """Stop the stages' threads. False when one did not end in time."""
         for stage in self.stages.values():
-            stage.intake.abort_all()  # what is left runs its `finally` blocks
+            stage.input.abort_all()  # what is left runs its `finally` blocks
         ended = [stage.close(timeout_s) for stage in self.stages.values()]
         self._fetching.close()
         return all(ended)
@@ -318,58 +323,60 @@ class Host:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _submit(self, sender: str, message: Submit) -> None:
-        intake = self._target(message.target)
-        if intake is not None and not self._orphan(message.header, sender, message.body):
+        stage_input = self._target(message.target)
+        if stage_input is not None and not self._orphan(message.header, sender, message.body):
             self._fetching.fetch(
                 sender,
                 message.body,
                 attempt_key(message.header.owner, message.header.request_id, message.header.attempt),
-                lambda fetched: intake.payload(
-                    message.header, "", self._watched(message.header, message.target, "the client", "payload", fetched)
+                lambda fetched: stage_input.payload(
+                    message.header, "", self._checked(message.header, message.target, "the client", "payload", fetched)
                 ),
-                lambda error: intake.lost(message.header, error),
+                lambda error: stage_input.lost(message.header, error),
                 holder=message.target,
             )
 
     def _data_ready(self, sender: str, message: DataReady) -> None:
-        intake = self._target(message.target)
-        if intake is None or self._orphan(message.header, sender, message.body):
+        stage_input = self._target(message.target)
+        if stage_input is None or self._orphan(message.header, sender, message.body):
             return
         header, source, body = message.header, message.source, message.body
         if message.failure is not None:
-            intake.broken(header, source, message.failure)
+            stage_input.broken(header, source, message.failure)
         elif message.is_done and body is None:
-            intake.end(header, source, message.chunk_id or 0)
+            stage_input.end(header, source, message.chunk_id or 0)
         elif body is not None:
             self._fetching.fetch(
                 sender,
                 body,
                 attempt_key(header.owner, header.request_id, header.attempt),
-                lambda fetched: self._arrived(intake, message, fetched),
-                lambda error: intake.lost(header, error),
+                lambda fetched: self._arrived(stage_input, message, fetched),
+                lambda error: stage_input.lost(header, error),
                 holder=message.target,
             )
 
-    def _arrived(self, intake: Intake, message: DataReady, received: Fetched) -> None:
+    def _arrived(self, stage_input: StageInput, message: DataReady, received: Fetched) -> None:
         name = "payload" if message.chunk_id is None else "chunk"
-        fetched = self._watched(message.header, message.target, message.source, name, received)
+        fetched = self._checked(message.header, message.target, message.source, name, received)
         if message.is_done:
-            intake.end(message.header, message.source, message.chunk_id or 0, fetched)
+            stage_input.end(message.header, message.source, message.chunk_id or 0, fetched)
         elif message.chunk_id is None:
-            intake.payload(message.header, message.source, fetched, message.timings)
+            stage_input.payload(message.header, message.source, fetched, message.timings)
         else:
-            intake.chunk(message.header, message.source, message.chunk_id, message.modality, fetched, message.weight)
+            stage_input.chunk(
+                message.header, message.source, message.chunk_id, message.modality, fetched, message.weight
+            )
 
-    def _watched(self, header: Header, target: str, source: str, name: str, fetched: Fetched) -> Sealed:
-        if self._watch is None:
+    def _checked(self, header: Header, target: str, source: str, name: str, fetched: Fetched) -> Sealed:
+        if self._mutation_check is None:
             return fetched
         key = attempt_key(header.owner, header.request_id, header.attempt)
-        return Watched(fetched, self._watch, target, source, key, name)
+        return CheckedPayload(fetched, self._mutation_check, target, source, key, name)
 
     def _skip(self, sender: str, message: Skip) -> None:
-        intake = self._target(message.target)
-        if intake is not None and not self._orphan(message.header, sender, None):
-            intake.skip(message.header, message.source, message.chunks)
+        stage_input = self._target(message.target)
+        if stage_input is not None and not self._orphan(message.header, sender, None):
+            stage_input.skip(message.header, message.source, message.chunks)
 
     def _stalled(self, sender: str, message: Stalled) -> None:
         stage = self.stages.get(message.target)
@@ -384,12 +391,12 @@ class Host:
         about.
         """
         for stage in self.stages.values():
-            stage.intake.abort(owner, request_id, attempt)
+            stage.input.abort(owner, request_id, attempt)
         self.send_queues.abort(owner, request_id, attempt)
         key = attempt_key(owner, request_id, attempt)
         self.relays.cleanup(key)
-        if self._watch is not None:
-            self._watch.forget(key)
+        if self._mutation_check is not None:
+            self._mutation_check.forget(key)
 
     def _forward_abort(self, sender: str, message: ForwardAbort) -> None:
         """One coordinator is asked to abort what another one owns: we know them all."""
@@ -412,7 +419,7 @@ class Host:
         self._lost_owners[owner] = None
         if len(self._lost_owners) > LOST_OWNERS_KEPT:
             self._lost_owners.popitem(last=False)
-        works = [work for stage in self.stages.values() for work in stage.intake.works() if work.owner == owner]
+        works = [work for stage in self.stages.values() for work in stage.input.works() if work.owner == owner]
         orphans = {(work.request_id, work.attempt) for work in works}
         orphans |= self.send_queues.waiting_of(owner)
         for request_id, attempt in orphans:
@@ -434,7 +441,7 @@ class Host:
         self.send_queues.released(sender, message.transfers)
 
     def _consumed(self, sender: str, message: Consumed) -> None:
-        tell_consumed(self.sibling(message.source), message)
+        notify_consumed(self.sibling(message.source), message)
 
     # --- members ------------------------------------------------------------------------------------------------
 
@@ -474,12 +481,12 @@ class Host:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _target(self, name: str) -> Intake | None:
-        intake = self.sibling(name)
-        if intake is None:
+    def _target(self, name: str) -> StageInput | None:
+        stage_input = self.sibling(name)
+        if stage_input is None:
             self.counters["misdirected"] += 1
             log.warning("message for stage %r, which is not in this process", name)
-        return intake
+        return stage_input
 
     def ranks(self, leader: Leader) -> RankPlane:
         """What this process, as rank 0 of a TP stage, has towards its followers."""
@@ -510,7 +517,7 @@ class Host:
 
         def look() -> None:
             for name, stage in self.stages.items():
-                work = stage.intake.find(message.owner, message.request_id, message.attempt)
+                work = stage.input.find(message.owner, message.request_id, message.attempt)
                 if work is not None and not work.over:
                     error = RuntimeError(f"rank {message.rank} failed alone, the ranks are apart: {message.error}")
                     self._on_failed(name, error)

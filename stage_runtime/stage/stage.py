@@ -16,8 +16,8 @@ from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import told
 from stage_runtime.stage import tensor_parallel
 from stage_runtime.stage.hooks import Hooks
-from stage_runtime.stage.intake import Intake
-from stage_runtime.stage.outbox import StageOutbox, Surroundings
+from stage_runtime.stage.stage_input import StageInput
+from stage_runtime.stage.stage_output import ProcessContext, StageOutput
 from stage_runtime.stage.stalling import Stalling
 from stage_runtime.stage.tensor_parallel import Leader, LeaderInbox
 from stage_runtime.stage.work import RequestWork
@@ -31,7 +31,7 @@ class Stage:
     def __init__(
         self,
         plan: StagePlan,
-        around: Surroundings,
+        process: ProcessContext,
         *,
         crashed: Callable[[str, BaseException], None],
         loop: asyncio.AbstractEventLoop,
@@ -41,24 +41,24 @@ class Stage:
         self.plan = plan
         self.hooks = Hooks(plan)
         self.stop = Event()
-        self.inbox = Inbox(self._unreadable) if leader is None else LeaderInbox(self._unreadable, leader.tell)
-        self.intake = Intake(
+        self.inbox = Inbox(self._unreadable) if leader is None else LeaderInbox(self._unreadable, leader.broadcast)
+        self.input = StageInput(
             plan,
             self.hooks,
             self.inbox,
             self._fail,
             self._crash,
-            skipped=lambda work: self.outbox.skip(work),
-            unwanted=lambda header, source: self.outbox.refuse(header, source),
-            reject=lambda header, error: self.outbox.reject(header, error),
+            skipped=lambda work: self.output.skip(work),
+            unwanted=lambda header, source: self.output.refuse(header, source),
+            reject=lambda header, error: self.output.reject(header, error),
         )
-        self.outbox = StageOutbox(plan, self.hooks, around, self.intake.forget, self._crash, self._fail)
+        self.output = StageOutput(plan, self.hooks, process, self.input.forget, self._crash, self._fail)
         self._stalling = Stalling(
             self.inbox.parking,
-            workers=lambda: self.intake.engine.concurrency if self.intake.engine is not None else 1,
-            works=self.intake.works,
-            others=lambda: any(self._queued(work) for work in self.intake.works()),
-            notify=lambda target, peer, stalled: around.stalled(plan.name, target, peer, stalled),
+            workers=lambda: self.input.engine.concurrency if self.input.engine is not None else 1,
+            works=self.input.works,
+            others=lambda: any(self._queued(work) for work in self.input.works()),
+            notify=lambda target, peer, stalled: process.stalled(plan.name, target, peer, stalled),
             loop=loop,
         )
         self._crashed = crashed
@@ -72,7 +72,7 @@ class Stage:
         """Let the engine finish what waits, and end. False when it did not within ``timeout_s``."""
         self.stop.set()
         self.inbox.close()
-        self.intake.close()
+        self.input.close()
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -81,8 +81,8 @@ class Stage:
     @property
     def steps(self) -> int:
         """Grows with all that the engine asks for, takes or gives, and while its event loop turns."""
-        engine = self.intake.engine
-        return self.inbox.asked + self.inbox.taken + self.outbox.given + (engine.ticks if engine is not None else 0)
+        engine = self.input.engine
+        return self.inbox.asked + self.inbox.taken + self.output.given + (engine.ticks if engine is not None else 0)
 
     @property
     def busy(self) -> bool:
@@ -92,25 +92,25 @@ class Stage:
     @property
     def computing(self) -> bool:
         """It has work that waits for nobody else: neither for a reader of its streams nor for something to come."""
-        engine, parking = self.intake.engine, self.inbox.parking
+        engine, parking = self.input.engine, self.inbox.parking
         if engine is None or parking.all >= engine.concurrency:
             return False
         return len(self.inbox) > 0 or self.running > parking.at_gates
 
     def source_stalled(self, source: str, instance: str, stalled: bool) -> None:
         """All workers of an instance of ``source`` wait for full windows, or no longer."""
-        if isinstance(self.intake.engine, StreamingEngine):
+        if isinstance(self.input.engine, StreamingEngine):
             self.inbox.put(Stalled(source, instance, stalled))
 
     @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
-        return sum(1 for work in self.intake.works() if work.began_at is None)
+        return sum(1 for work in self.input.works() if work.began_at is None)
 
     @property
     def running(self) -> int:
         """Requests that are being computed."""
-        return sum(1 for work in self.intake.works() if work.began_at is not None)
+        return sum(1 for work in self.input.works() if work.began_at is not None)
 
     def _queued(self, work: RequestWork) -> bool:
         """It could begin, if a worker were free."""
@@ -125,16 +125,16 @@ class Stage:
         except BaseException as error:
             loaded(self.plan.name, error)
             return
-        self.intake.engine = engine
+        self.input.engine = engine
         loaded(self.plan.name, None)
-        engine.run(self.inbox, self.outbox, self.stop)
+        engine.run(self.inbox, self.output, self.stop)
         if not self.stop.is_set() and not self.inbox.closed:
             raise EngineCrashed("the engine's loop ended before it was told to stop")
 
     def _crash(self, error: BaseException) -> None:
         """A thread of the stage has ended, and with it what it would have computed. On that thread."""
-        for work in self.intake.works():
-            self.outbox.fail(work, RuntimeError(f"scheduler crashed: {told(error)}"))
+        for work in self.input.works():
+            self.output.fail(work, RuntimeError(f"scheduler crashed: {told(error)}"))
         self._crashed(self.plan.name, error)
 
     def _unreadable(self, work: Work, error: BaseException) -> None:
@@ -143,6 +143,6 @@ class Stage:
 
     def _fail(self, work: RequestWork, error: BaseException, hook: str) -> None:
         """It failed outside of the engine, which may be at it: waiting for a chunk that will not come."""
-        self.outbox.fail(work, error, hook=hook)
+        self.output.fail(work, error, hook=hook)
         work.abort()
         self.inbox.abort(work)

@@ -2,7 +2,7 @@
 
 `LeaderInbox` tells the followers every event at the moment when rank 0's engine takes it; `FollowerInbox` gives
 exactly that sequence, timeouts included, so that all ranks make the same decisions and their collectives meet.
-Results of followers go nowhere (`Silence`). `Leader` and `Follower` are the two ends over the control plane.
+Results of followers go nowhere (`FollowerOutput`). `Leader` and `Follower` are the two ends over the control plane.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def check(engine: Engine, stage: str) -> None:
 class LeaderInbox(Inbox):
     """Rank 0's. Taking an event tells the followers."""
 
-    def __init__(self, fail: Callable[[Work, BaseException], None], tell: Broadcast) -> None:
+    def __init__(self, fail: Callable[[Work, BaseException], None], broadcast: Broadcast) -> None:
         super().__init__(fail)
-        self._tell = tell
+        self._broadcast = broadcast
         self._loops = False
 
     def on_arrival(self, wake: Callable[[], None]) -> None:
@@ -86,22 +86,22 @@ class LeaderInbox(Inbox):
     def _send(self, event: events.Incoming | None) -> None:
         match event:
             case None:
-                self._tell("close" if self.closed else "nothing")
+                self._broadcast("close" if self.closed else "nothing")
             case events.Start():
-                self._tell("start", event.work, {"request": event.payload.request, "data": event.payload.data})
+                self._broadcast("start", event.work, {"request": event.payload.request, "data": event.payload.data})
             case events.ChunkIn():
-                self._tell("chunk", event.work, _chunk_fields(event.chunk))
+                self._broadcast("chunk", event.work, _chunk_fields(event.chunk))
             case events.StreamDone():
-                self._tell("done", event.work, {"source": event.source, "request": event.request})
+                self._broadcast("done", event.work, {"source": event.source, "request": event.request})
             case events.NoPayload():
-                self._tell("no payload", event.work)
+                self._broadcast("no payload", event.work)
             case events.StreamFailed():
-                self._tell("failed", event.work, {"source": event.source, "error": event.error})
+                self._broadcast("failed", event.work, {"source": event.source, "error": event.error})
             case events.Abort():
-                self._tell("abort", event.work)
+                self._broadcast("abort", event.work)
             case events.Admin():
                 fields = {"call_id": event.call_id, "operation": event.operation, "arguments": event.arguments}
-                self._tell("admin", None, fields)
+                self._broadcast("admin", None, fields)
 
 
 class FollowerInbox(Inbox):
@@ -179,7 +179,7 @@ class FollowedWork:
         return self.key.request_id
 
 
-class Silence:
+class FollowerOutput:
     """A follower's outbox: results are rank 0's to send, failures are told to it."""
 
     def __init__(
@@ -262,7 +262,7 @@ class Leader:
     def is_follower(self, peer: str) -> bool:
         return peer in self._followers
 
-    def tell(self, kind: str, work: RequestWork | None = None, fields: dict[str, Any] | None = None) -> None:
+    def broadcast(self, kind: str, work: RequestWork | None = None, fields: dict[str, Any] | None = None) -> None:
         """`Broadcast`: from the engine's thread, in the order in which it takes events."""
         index = self._index
         key = NO_WORK if work is None else WorkKey(work.owner, work.request_id, work.attempt)

@@ -73,7 +73,7 @@ class RequestWork:
         self._payload_claimed = False
         self._outbound: dict[str, Outbound] = {}
         self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that nobody has taken, in order
-        self._untold: dict[str, int] = {}  #: source -> weight of chunks taken and not told its producer yet
+        self._unreported: dict[str, int] = {}  #: source -> weight of chunks taken and not told its producer yet
         self._gate: Gate | None = None
         self._shows = False  #: Something was given that the client's route can show.
         self._unshown: str | None = None  #: The type of the first thing that it cannot.
@@ -215,10 +215,10 @@ class RequestWork:
 
     def note_consumed(self, source: str, weight: int) -> int:
         """Count what was taken of ``source``. Returns how much to tell its producer now: a quarter window at a time."""
-        untold = self._untold.get(source, 0) + weight
-        tell = untold if untold >= STREAM_WINDOW // 4 else 0
-        self._untold[source] = untold - tell
-        return tell
+        unreported = self._unreported.get(source, 0) + weight
+        report = unreported if unreported >= STREAM_WINDOW // 4 else 0
+        self._unreported[source] = unreported - report
+        return report
 
     # --- time ---------------------------------------------------------------------------------------------------
 

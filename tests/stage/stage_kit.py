@@ -23,7 +23,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
 from stage_runtime.stage.host import Host
-from stage_runtime.stage.watching import Watch
+from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     PROTOCOL,
@@ -195,7 +195,7 @@ class World:
         functions: Mapping[str, Any],
         *,
         slots: int = 1000,
-        watch: Watch | None = None,
+        mutation_check: MutationCheck | None = None,
     ) -> Host:
         host = Host(
             plans,
@@ -206,7 +206,7 @@ class World:
             on_shutdown=lambda reason: None,
             on_unbound=lambda coordinator: None,
             on_fenced=lambda: None,
-            watch=watch,
+            mutation_check=mutation_check,
         )
         self.known.add(name)
         self.relays[name] = MemoryRelays(self, name, slots)

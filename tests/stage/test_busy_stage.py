@@ -213,15 +213,15 @@ async def test_what_waits_for_the_hook_of_a_busy_fan_in_and_beside_it_is_let_go(
         made.process("back", plans[2:], {"take": lambda payload: 0})
         for number in range(4):
             made.submit(f"half{number}", "give", ["other", "take"])
-        intake = made.hosts["back"].stages["take"].intake
-        await made.until(lambda: len(list(intake.works())) == 4 and made.outstanding == 0)  # copied out: they wait
-        halves = list(intake.works())
+        stage_input = made.hosts["back"].stages["take"].input
+        await made.until(lambda: len(list(stage_input.works())) == 4 and made.outstanding == 0)  # copied out: they wait
+        halves = list(stage_input.works())
         made.submit("busy", "give", ["other", "take"])
         await made.until(stage_functions.merging.is_set)
         held = made.outstanding
         for number in range(COUNT):
             made.submit(f"r{number}", "give", ["other", "take"])
-        await made.until(lambda: len(list(intake.works())) == 5 + COUNT)
+        await made.until(lambda: len(list(stage_input.works())) == 5 + COUNT)
         await made.settle()
         assert made.outstanding > held
         for number in range(COUNT):
@@ -271,7 +271,7 @@ async def test_what_a_stage_is_through_with_and_waits_to_be_sent_is_let_go_with_
         for number in range(COUNT):
             made.submit(f"r{number}", "give")
         send_queues = made.hosts["front"].send_queues
-        await made.until(lambda: send_queues.queued > 2 and not list(made.hosts["front"].stages["give"].intake.works()))
+        await made.until(lambda: send_queues.queued > 2 and not list(made.hosts["front"].stages["give"].input.works()))
         # the receiver hears nothing: it is far away
         made.known.discard("back")
         for number in range(COUNT):

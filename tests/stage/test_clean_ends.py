@@ -17,7 +17,7 @@ from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.relays.send_queues import attempt_key
-from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, Silence
+from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.wire.messages import Ended, RankWork
 from stage_runtime.wire.values import OmniRequest
 from tests.stage.stage_kit import OWNER, World, plan, world
@@ -122,7 +122,7 @@ def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind
 
     inbox = FollowerInbox()
     follower = Follower(inbox)
-    silence = Silence(over=follower.over, failed=lambda key, error: None, crashed=lambda error: None)
+    silence = FollowerOutput(over=follower.over, failed=lambda key, error: None, crashed=lambda error: None)
     engine = as_engine(omni.Streaming(consume, concurrency=1), sources=("a",))
     thread = threading.Thread(target=engine.run, args=(inbox, silence, threading.Event()))
     thread.start()

@@ -93,14 +93,14 @@ async def test_an_abort_during_the_fan_in_frees_what_had_come() -> None:
             ask(made, f"r{number}", "a")
         await made.settle()
         assert made.outstanding == 0  # what waits at a join holds no slot
-        works = made.hosts["pj"].stages["join"].intake.works()
+        works = made.hosts["pj"].stages["join"].input.works()
         waiting = [weakref.ref(work.gathering.inputs()["a"].data["long"]) for work in works if work.gathering]
         assert len(waiting) == 4
         del works
         for number in range(4):
             made.abort(f"r{number}")
         await made.until(lambda: all(one() is None for one in waiting))
-        assert list(made.hosts["pj"].stages["join"].intake.works()) == []
+        assert list(made.hosts["pj"].stages["join"].input.works()) == []
         ask(made, "r9")
         await made.until(lambda: made.results() == {"r9": {"a": "r9 of a", "b": "r9 of b"}})
 

@@ -281,9 +281,9 @@ async def test_a_hook_thread_that_ends_is_told() -> None:
         for name in ("a", "b"):
             made.submit("r1", name)
         await made.until(stage_functions.merging.is_set)
-        intake = made.hosts["pj"].stages["join"].intake
-        intake.payload(made.header("late"), "a", Unsent())
-        late = intake.find(OWNER, "late", 1)
+        stage_input = made.hosts["pj"].stages["join"].input
+        stage_input.payload(made.header("late"), "a", Unsent())
+        late = stage_input.find(OWNER, "late", 1)
         assert late is not None
         late.abort()  # and nobody has freed what waits of it
         stage_functions.merge_on.set()

@@ -266,7 +266,7 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
         made.process("pa", [plan("a", terminal=True, entry=True)], {"a": Operated()})
         made.process("pb", [plan("b", terminal=True, entry=True)], {"b": lambda payload: None})
         await made.until(
-            lambda: all(made.hosts[process].stages[name].intake.engine for name, process in made.stage_of.items())
+            lambda: all(made.hosts[process].stages[name].input.engine for name, process in made.stage_of.items())
         )
         for number, (stage, operation) in enumerate(
             [("a", "echo"), ("a", "odd"), ("b", "echo"), ("nobody", "echo"), ("a", "crash")]

@@ -73,7 +73,7 @@ async def test_a_target_that_the_request_is_not_bound_to_gets_nothing_and_the_ot
         assert completed(made) == [("r", "met", ["x", sum(range(0, 2 * STREAM_WINDOW, 2))])]
         assert made.failed() == {}
         hosts = [host for host in made.hosts.values() if "unmet" in host.stages]
-        assert [list(host.stages["unmet"].intake.works()) for host in hosts] == [[]]
+        assert [list(host.stages["unmet"].input.works()) for host in hosts] == [[]]
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -124,7 +124,7 @@ async def test_a_reader_that_computes_holds_everybody_back_as_ever() -> None:
             lambda: stage(made, "a").inbox.parking.at_gates == 1 == stage(made, "b").inbox.parking.at_gates
         )
         await made.settle()
-        taken = [work.taken("a", 0) + sum(work._untold.values()) for work in c.intake.works()]
+        taken = [work.taken("a", 0) + sum(work._unreported.values()) for work in c.input.works()]
         assert sum(taken) == 0, "somebody's chunks were counted as taken"
         go.set()
         await made.until(lambda: read(made).keys() == {"r1", "r2"})

@@ -44,14 +44,16 @@ class Violation(msgspec.Struct, frozen=True):
         return f"stage {self.stage!r} wrote into {self.path}, {rule}"
 
 
-class Watched:
+class CheckedPayload:
     """`arrivals.Sealed` from another process."""
 
-    def __init__(self, sealed: Sealed, watch: Watch, stage: str, source: str, request: str, name: str) -> None:
+    def __init__(
+        self, sealed: Sealed, mutation_check: MutationCheck, stage: str, source: str, request: str, name: str
+    ) -> None:
         """name: what a violation calls it, ``payload`` or ``chunk``."""
         self._sealed = sealed
         self._took = (stage, source, request)
-        self._watch = watch
+        self._mutation_check = mutation_check
         self._name = name
 
     def open(self) -> Any:
@@ -59,7 +61,7 @@ class Watched:
         fields = self._sealed.open()
         if isinstance(fields, dict):
             for name in ("data", "metadata"):
-                self._watch.took(*self._took, fields.get(name), f"{self._name}.{name}")
+                self._mutation_check.took(*self._took, fields.get(name), f"{self._name}.{name}")
         return fields
 
     def copy_out(self) -> None:
@@ -69,7 +71,7 @@ class Watched:
         self._sealed.discard()
 
 
-class Watch:
+class MutationCheck:
     """All values that the stages of this process give and receive. Costs a copy of each, and a hash at every look."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:

@@ -35,7 +35,7 @@ from stage_runtime.wire.messages import Failure, Header, Timing
 log = logging.getLogger(__name__)
 
 
-class Intake:
+class StageInput:
     """One stage's side towards its sources."""
 
     def __init__(

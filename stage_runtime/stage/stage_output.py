@@ -21,7 +21,7 @@ from stage_runtime.rules import routing, streams
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.arrivals import Passed
 from stage_runtime.stage.hooks import Hooks
-from stage_runtime.stage.intake import Intake
+from stage_runtime.stage.stage_input import StageInput
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire import outputs
 from stage_runtime.wire.messages import (
@@ -46,14 +46,14 @@ UNSHOWN: Final = (
 SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
 
 
-class Surroundings(Protocol):
+class ProcessContext(Protocol):
     """What a stage knows of the process around it."""
 
     incarnation: str
     send_queues: SendQueues
 
-    def sibling(self, name: str) -> Intake | None:
-        """The intake of a stage of this process."""
+    def sibling(self, name: str) -> StageInput | None:
+        """the stage input of a stage of this process."""
 
     def send(self, peer: str, message: Message) -> bool:
         """False: there is no link to ``peer``."""
@@ -78,14 +78,14 @@ class Surroundings(Protocol):
     def ended(self, stage: str, work: RequestWork) -> None: ...
 
 
-class StageOutbox:
+class StageOutput:
     """`engines.base.Outbox` of one stage."""
 
     def __init__(
         self,
         plan: StagePlan,
         hooks: Hooks,
-        around: Surroundings,
+        process: ProcessContext,
         forget: Callable[[RequestWork], None],
         crashed: Callable[[BaseException], None],
         take_back: Callable[[RequestWork, BaseException, str], None],
@@ -93,7 +93,7 @@ class StageOutbox:
         """take_back: fails a request and has the engine drop it."""
         self._plan = plan
         self._hooks = hooks
-        self._around = around
+        self._process = process
         self._forget = forget
         self._crashed = crashed
         self._take_back = take_back
@@ -104,7 +104,7 @@ class StageOutbox:
     def began(self, work: Work) -> None:
         ours = _ours(work)
         ours.began()
-        self._around.began(self._plan.name, ours)
+        self._process.began(self._plan.name, ours)
 
     def emit(self, work: Work, chunk: Chunk) -> Gate | None:
         ours = _ours(work)
@@ -115,7 +115,7 @@ class StageOutbox:
         for target in _met(ours, self._chunk_targets(chunk)):
             if ours.takes(target):
                 self._send_chunk(ours, target, chunk)
-        self._around.gave(self._plan.name, ours, {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata})
+        self._process.gave(self._plan.name, ours, {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata})
         return ours.gate()
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
@@ -124,11 +124,11 @@ class StageOutbox:
         if ours.dead:
             return
         try:
-            self._around.ended(self._plan.name, ours)  # before the result is handed on, which may share
+            self._process.ended(self._plan.name, ours)  # before the result is handed on, which may share
             if self._plan.stream_to:
-                told = self._hooks.stream_done_targets(ours.request_id, data)
+                notified = self._hooks.stream_done_targets(ours.request_id, data)
                 for target in _met(ours, self._plan.stream_to):
-                    if target in told:
+                    if target in notified:
                         self._send_end(ours, target)
                     else:
                         self._send_skip(ours, target, chunks=ours.sent(target))
@@ -151,7 +151,7 @@ class StageOutbox:
         failure = failure_of(error, self._plan.name, hook)
         log_failure(ours.request_id, failure, error)
         try:
-            self._tell_failed(ours, failure, timings=self._timings(ours))
+            self._send_failed(ours, failure, timings=self._timings(ours))
             for target in self._plan.stream_to:
                 if ours.sent(target):
                     self._send_control(ours, target, failure=failure)
@@ -160,7 +160,7 @@ class StageOutbox:
             self._crashed(trouble)
 
     def settle(self) -> None:
-        self._around.settle()
+        self._process.settle()
 
     def crashed(self, error: BaseException) -> None:
         self._crashed(error)
@@ -175,13 +175,13 @@ class StageOutbox:
             for target in self._plan.stream_to:
                 self._send_skip(work, target, chunks=0)
         if self._plan.terminal:
-            self._around.send(work.owner, Complete(work.request_id, work.attempt, self._plan.name, skipped=True))
+            self._process.send(work.owner, Complete(work.request_id, work.attempt, self._plan.name, skipped=True))
         self._end(work)
 
     def refuse(self, header: Header, source: str) -> None:
         """``source`` streams to a request that is over here: it need not wait for anybody."""
         message = Consumed(header.request_id, header.attempt, header.owner, source, self._plan.name, 0, over=True)
-        self._say_consumed(header.bindings.get(source, ""), message)
+        self._send_consumed(header.bindings.get(source, ""), message)
 
     def turn_away(self, work: Work, error: RequestError) -> None:
         self._take_back(_ours(work), error, "streams")
@@ -190,17 +190,17 @@ class StageOutbox:
         """A request that is over here turns out to be wrong. Too late when it is over everywhere."""
         failure = failure_of(error, self._plan.name, error.hook)
         log_failure(header.request_id, failure, error)
-        self._around.send(header.owner, Complete(header.request_id, header.attempt, self._plan.name, failure=failure))
+        self._process.send(header.owner, Complete(header.request_id, header.attempt, self._plan.name, failure=failure))
 
     def consumed(self, work: Work, source: str, count: int) -> int:
         ours = _ours(work)
         producer = ours.bindings.get(source, "")
-        here = producer == self._around.incarnation
+        here = producer == self._process.incarnation
         weight = ours.taken(source, count)
-        told = weight if here else 0 if ours.dead else ours.note_consumed(source, weight)
-        if told:
-            message = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, told)
-            self._say_consumed(producer, message)
+        consumed = weight if here else 0 if ours.dead else ours.note_consumed(source, weight)
+        if consumed:
+            message = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, consumed)
+            self._send_consumed(producer, message)
         return weight
 
     # --- results ------------------------------------------------------------------------------------------------
@@ -219,9 +219,9 @@ class StageOutbox:
         if has_data:
             extracted = payloads.extract(data, where="result")
             self._ship(work, COORDINATOR, work.owner, extracted, make)
-            self._around.gave(self._plan.name, work, {"result": data})
+            self._process.gave(self._plan.name, work, {"result": data})
         else:
-            self._around.send(work.owner, make(None))
+            self._process.send(work.owner, make(None))
 
     def _pass_on(self, work: RequestWork, data: Any) -> None:
         targets, own = self._hooks.route(work.request_id, data)
@@ -237,7 +237,7 @@ class StageOutbox:
         for target, projected in sent.items():
             self._send_payload(work, target, projected, packed)
         for projected in sent.values():
-            self._around.gave(self._plan.name, work, {"payload.data": projected.data})
+            self._process.gave(self._plan.name, work, {"payload.data": projected.data})
         for target in self._plan.next:
             if target not in targets:
                 self._send_skip(work, target)
@@ -250,11 +250,11 @@ class StageOutbox:
             fields["data"] = payload.data
         timings = self._timings(work)
         peer = work.bindings[target]
-        if peer == self._around.incarnation:
-            intake = self._sibling(target)
+        if peer == self._process.incarnation:
+            stage_input = self._sibling(target)
             fields["request"] = payloads.reissued(payload.request)
-            fields["data"] = self._around.shared(self._plan.name, target, work, payload.data, "payload.data")
-            intake.payload(work.header(), self._plan.name, Passed(fields), timings)
+            fields["data"] = self._process.shared(self._plan.name, target, work, payload.data, "payload.data")
+            stage_input.payload(work.header(), self._plan.name, Passed(fields), timings)
             return
         found = packed.get(id(payload))
         if found is None:  # targets that get the same payload share its packing, and a slot where they can
@@ -292,14 +292,14 @@ class StageOutbox:
             self._ship(work, target, work.owner, extracted, stream)
             return
         peer = work.bindings[target]
-        if peer == self._around.incarnation:
-            intake = self._sibling(target)
-            source, shared = self._plan.name, self._around.shared
+        if peer == self._process.incarnation:
+            stage_input = self._sibling(target)
+            source, shared = self._plan.name, self._process.shared
             for name, one in fields.items():
                 fields[name] = shared(source, target, work, one, f"chunk.{name}")
             if work.request is not None and work.sent(target) == 0:
                 fields["request"] = payloads.reissued(work.request)
-            intake.chunk(work.header(), self._plan.name, work.number(target), chunk.modality, Passed(fields))
+            stage_input.chunk(work.header(), self._plan.name, work.number(target), chunk.modality, Passed(fields))
             return
         if work.sent(target) == 0:
             fields["request"] = work.request
@@ -319,7 +319,7 @@ class StageOutbox:
         total = work.sent(target)
         peer = work.bindings[target]
         fields = {"request": work.request} if total == 0 else None
-        if peer == self._around.incarnation:
+        if peer == self._process.incarnation:
             sealed = None
             if total == 0 and work.request is not None:
                 sealed = Passed({"request": payloads.reissued(work.request)})
@@ -338,9 +338,9 @@ class StageOutbox:
         peer = work.bindings.get(target)
         if peer is None:
             return  # the request has no instance of it: nobody waits there
-        if peer == self._around.incarnation:
+        if peer == self._process.incarnation:
             self._sibling(target).skip(work.header(), self._plan.name, chunks)
-        elif not self._around.send(peer, Skip(work.header(), self._plan.name, target, chunks)):
+        elif not self._process.send(peer, Skip(work.header(), self._plan.name, target, chunks)):
             raise TransferError(f"no connection to the instance of {target!r}")
 
     def _send_control(
@@ -354,13 +354,13 @@ class StageOutbox:
     ) -> None:
         header = work.header()
         peer = work.bindings.get(target, "")
-        if failure is not None and peer == self._around.incarnation:
-            intake = self._around.sibling(target)
-            if intake is not None:
-                intake.broken(header, self._plan.name, failure)
+        if failure is not None and peer == self._process.incarnation:
+            stage_input = self._process.sibling(target)
+            if stage_input is not None:
+                stage_input.broken(header, self._plan.name, failure)
             return
         message = DataReady(header, self._plan.name, target, None, chunk_id, is_done, failure)
-        if not self._around.send(peer, message) and failure is None:
+        if not self._process.send(peer, message) and failure is None:
             raise TransferError(f"no connection to the instance of {target!r}")
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -368,43 +368,43 @@ class StageOutbox:
     def _ship(self, work: RequestWork, target: str, peer: str, extracted: Extracted, make: Make) -> None:
         relay = self._plan.relay
         pending = PendingSend(work, extracted, make, relay.backend, lambda error: self._lost(work, error))
-        if not self._around.send_queues.ship((self._plan.name, target, peer), pending, credits=relay.credits):
+        if not self._process.send_queues.ship((self._plan.name, target, peer), pending, credits=relay.credits):
             raise TransferError(f"no connection to the instance of {target!r}")
 
     def _lost(self, work: RequestWork, error: BaseException) -> None:
         """What had waited in a send queue cannot be sent. The work may be over here, and its request is not."""
         failure = failure_of(error, self._plan.name, "send")
         log_failure(work.request_id, failure, error)
-        self._tell_failed(work, failure)
+        self._send_failed(work, failure)
 
-    def _tell_failed(self, work: RequestWork, failure: Failure, timings: tuple[Timing, ...] = ()) -> None:
+    def _send_failed(self, work: RequestWork, failure: Failure, timings: tuple[Timing, ...] = ()) -> None:
         message = Complete(work.request_id, work.attempt, self._plan.name, failure=failure, timings=timings)
-        self._around.send(work.owner, message)
+        self._process.send(work.owner, message)
 
-    def _sibling(self, target: str) -> Intake:
-        intake = self._around.sibling(target)
-        if intake is None:
+    def _sibling(self, target: str) -> StageInput:
+        stage_input = self._process.sibling(target)
+        if stage_input is None:
             raise TransferError(f"{target!r} is not in this process, though the request is bound to it here")
-        return intake
+        return stage_input
 
-    def _say_consumed(self, producer: str, message: Consumed) -> None:
-        if producer == self._around.incarnation:
-            tell_consumed(self._around.sibling(message.source), message)
+    def _send_consumed(self, producer: str, message: Consumed) -> None:
+        if producer == self._process.incarnation:
+            notify_consumed(self._process.sibling(message.source), message)
         else:
-            self._around.send(producer, message)
+            self._process.send(producer, message)
 
     def _end(self, work: RequestWork) -> None:
         self._forget(work)
         for source in self._plan.stream_from:
             if source not in work.ended_sources:  # nobody takes the rest of that stream
                 self.refuse(work.header(), source)
-        self._around.ended(self._plan.name, work)
+        self._process.ended(self._plan.name, work)
 
     def _timings(self, work: RequestWork) -> tuple[Timing, ...]:
         return work.timing(self._plan.name)
 
 
-def tell_consumed(producer: Intake | None, message: Consumed) -> None:
+def notify_consumed(producer: StageInput | None, message: Consumed) -> None:
     """A consumer has taken chunks of a stage of this process."""
     work = producer.find(message.owner, message.request_id, message.attempt) if producer is not None else None
     if work is not None:

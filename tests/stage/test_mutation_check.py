@@ -12,7 +12,7 @@ import torch
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.stage.watching import Watch
+from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.wire.messages import Complete
 from tests.stage.stage_kit import plan, world
 
@@ -120,14 +120,14 @@ async def test_the_writer_is_named_wherever_stages_stand(case: str, size: int, a
     stream = {"stream_to": ("b",)} if isinstance(receiver, omni.Streaming) else {}
     streamed = {"stream_from": ("a",)} if stream else {}
     plans = [plan("a", next=("b",), **stream), plan("b", terminal=True, inputs_from=("a",), **streamed)]
-    watches = [Watch(), Watch()]
+    watches = [MutationCheck(), MutationCheck()]
     async with world() as made:
         functions = {"a": giver, "b": receiver}
         if apart:
-            for one, watch in zip(plans, watches, strict=True):
-                made.process(f"p{one.name}", [one], functions, watch=watch)
+            for one, mutation_check in zip(plans, watches, strict=True):
+                made.process(f"p{one.name}", [one], functions, mutation_check=mutation_check)
         else:
-            made.process("p", plans, functions, watch=watches[0])
+            made.process("p", plans, functions, mutation_check=watches[0])
         for number in range(3):
             made.submit(f"r{number}", "a", size)
             await made.until(
@@ -135,21 +135,26 @@ async def test_the_writer_is_named_wherever_stages_stand(case: str, size: int, a
             )
         assert made.failed() == {}
         await made.until(lambda: made.outstanding == 0)
-    assert {(one.stage, one.path) for watch in watches for one in watch.violations} == named
+    assert {(one.stage, one.path) for mutation_check in watches for one in mutation_check.violations} == named
 
 
 async def test_what_a_stage_forwards_and_then_writes_into_is_named_once_for_each_rule() -> None:
-    watch = Watch()
+    mutation_check = MutationCheck()
     plans = [
         plan("a", next=("b",)),
         plan("b", next=("c",), stream_to=("c",), inputs_from=("a",)),
         plan("c", terminal=True, inputs_from=("b",), stream_from=("b",)),
     ]
     async with world() as made:
-        made.process("p", plans, {"a": gives, "b": forwards_and_writes, "c": omni.Streaming(takes)}, watch=watch)
+        made.process(
+            "p",
+            plans,
+            {"a": gives, "b": forwards_and_writes, "c": omni.Streaming(takes)},
+            mutation_check=mutation_check,
+        )
         made.submit("r", "a", 40_000)
         await made.until(lambda: any(isinstance(one, Complete) for one in made.told))
-    assert {(one.stage, one.path, one.source) for one in watch.violations} == {
+    assert {(one.stage, one.path, one.source) for one in mutation_check.violations} == {
         ("b", "payload.data['tensor']", "a"),
         ("b", "chunk.data", None),
     }

@@ -15,7 +15,7 @@ from stage_runtime.stage.stage import Stage
 LAST_TRIM: Final = 64  # calm beats
 
 
-class Rest:
+class IdleTrimming:
     """Looks at every beat whether anything has happened since the one before."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
