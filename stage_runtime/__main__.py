@@ -40,8 +40,8 @@ def main() -> int:
 
 
 def _guarded(role: Callable[[], int]) -> int:
-    told = os.environ.get("OMNI_STATUS_FD", "")  # a role hides it from the author's code
-    status_fd = int(told) if told.isdecimal() else None
+    descriptor = os.environ.get("OMNI_STATUS_FD", "")  # a role hides it from the author's code
+    status_fd = int(descriptor) if descriptor.isdecimal() else None
     try:
         return role()
     except ConfigurationError as error:
@@ -61,28 +61,28 @@ def _explained(role: Callable[[], int]) -> int:
 
 
 def _stage() -> int:
-    told = settings.stage(os.environ)
-    settings.prepare(os.environ, told)
-    codefiles.put_on_path(told.plan.code, told.code_dir)
+    loaded = settings.stage(os.environ)
+    settings.prepare(os.environ, loaded)
+    codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
     from stage_runtime.processes import stage  # after the environment stands: it may import torch
 
-    return stage.run(told)
+    return stage.run(loaded)
 
 
 def _coordinator() -> int:
-    told = settings.coordinator(os.environ)
-    settings.prepare(os.environ, told)
-    codefiles.put_on_path(told.plan.code, told.code_dir)
+    loaded = settings.coordinator(os.environ)
+    settings.prepare(os.environ, loaded)
+    codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
     from stage_runtime.processes import coordinator
 
-    return coordinator.run(told)
+    return coordinator.run(loaded)
 
 
 def _supervisor() -> int:
-    told = settings.supervisor(os.environ)
+    loaded = settings.supervisor(os.environ)
     from stage_runtime.processes import pod
 
-    return pod.run(told)
+    return pod.run(loaded)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from stage_runtime.processes import codefiles, launching
 from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import InstanceSpec, Patience
+from stage_runtime.processes.instances import InstanceSpec, RestartPolicy
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.supervisor import Supervisor
 
@@ -185,7 +185,7 @@ class NetPipeline:
         inside = msgspec.structs.replace(
             spec, commands=lambda: [self.network.inside(host, command) for command in commands()]
         )
-        self._supervisor.add(inside, Patience(startup_s=60, grace_s=10))
+        self._supervisor.add(inside, RestartPolicy(startup_s=60, grace_s=10))
 
     def _line(self, process: str, line: str) -> None:
         if self._log is not None:

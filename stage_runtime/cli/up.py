@@ -62,7 +62,7 @@ def command(
         raise click.BadParameter("nan is no number of seconds", param_hint="--startup-timeout")
     if no_auth and api_key_file is not None:
         raise click.UsageError("--no-auth asks for no key, --api-key-file for one: choose")
-    told = LocalOptions(
+    local_options = LocalOptions(
         cpu=cpu,
         host=host,
         port=port,
@@ -72,14 +72,16 @@ def command(
         no_auth=no_auth,
     )
     with options.told_plainly(), screens.choose(plain=no_tty) as screen:
-        code = asyncio.run(_up(file, overrides, told, screen))
+        code = asyncio.run(_up(file, overrides, local_options, screen))
         if screen.broken is not None:
             raise screen.broken
         sys.exit(code)
 
 
-async def _up(file: str, overrides: tuple[str, ...], told: LocalOptions, screen: screens.Screen) -> int:
-    pipeline = LocalPipeline(file, overrides=overrides, options=told, on_change=screen.changed, on_line=screen.printed)
+async def _up(file: str, overrides: tuple[str, ...], local_options: LocalOptions, screen: screens.Screen) -> int:
+    pipeline = LocalPipeline(
+        file, overrides=overrides, options=local_options, on_change=screen.changed, on_line=screen.printed
+    )
     pipeline.check()
     screen.starting(pipeline.plan, pipeline.views)
     for notice in pipeline.notices:

@@ -24,16 +24,16 @@ MAX_ERROR = 4000  # characters; the last line of a dead process may be as long a
 log = logging.getLogger(__name__)
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="order", tag=str.lower):
+class AdminCommand(msgspec.Struct, frozen=True, kw_only=True, tag_field="order", tag=str.lower):
     """Base of what can be asked for."""
 
 
-class Scale(Order, frozen=True, kw_only=True):
+class Scale(AdminCommand, frozen=True, kw_only=True):
     group: str
     replicas: int
 
 
-class Restart(Order, frozen=True, kw_only=True):
+class Restart(AdminCommand, frozen=True, kw_only=True):
     group: str
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from omnipipeline_spec import crashes
-from stage_runtime.processes import reaper, statuspipe, tether
+from stage_runtime.processes import parent_death, reaper, statuspipe
 
 TAIL_LINES = 60  # of output, kept to explain a death: a traceback with some context
 FATAL_LINES = 1000  # of a crash's stacks, until that of the thread which crashed
@@ -64,7 +64,7 @@ class Child:
     def _start(self) -> tuple[int, int]:
         status_end, status_theirs = os.pipe()
         output_end, output_theirs = os.pipe()
-        shim = (sys.executable, "-I", "-S", tether.__file__, str(os.getpid()))
+        shim = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
         try:
             self._process = subprocess.Popen(
                 [*shim, *self.command.argv],

@@ -18,7 +18,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, told
-from stage_runtime.processes import logs, statuspipe, surroundings
+from stage_runtime.processes import logs, process_context, statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import memory
 from stage_runtime.relays.registry import Relays
@@ -121,7 +121,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
     loop = asyncio.get_running_loop()
     plan = settings.plan
     incarnation = secrets.token_hex(8)
-    security = surroundings.security(settings.control_key)
+    security = process_context.security(settings.control_key)
     coordinator = Coordinator(plan, incarnation=incarnation, loop=loop)
     channels = Channels(
         coordinator, incarnation=incarnation, loop=loop, security=security, dead_after_s=plan.dead_after_s
@@ -133,7 +133,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         incarnation=incarnation,
         on_release=coordinator.release,
         security=security,
-        settings=surroundings.relay_settings(settings),
+        settings=process_context.relay_settings(settings),
     )
     stack.callback(relays.close)
     publisher = channels.bind_publisher(settings.publish)
@@ -144,8 +144,8 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
     coordinator.wire(
         channels,
         relays,
-        endpoint=surroundings.advertised(settings.advertise, endpoint),
-        publisher=surroundings.advertised(settings.publish_advertise, publisher),
+        endpoint=process_context.advertised(settings.advertise, endpoint),
+        publisher=process_context.advertised(settings.publish_advertise, publisher),
         revisions=read_revisions(settings.revisions),
         terminal_stages=terminal_stages,
     )
@@ -237,7 +237,7 @@ def _web_settings(settings: CoordinatorSettings) -> WebSettings:
         media_hosts=plan.media_hosts,
         api_keys=ApiKeys(settings.api_keys),
         probes=not settings.probe_port,
-        local=surroundings.is_loopback(settings.http_host),
+        local=process_context.is_loopback(settings.http_host),
         hosts=settings.http_hosts,
-        max_held_bytes=settings.bodies_nbytes or surroundings.bodies_nbytes(plan.max_body_bytes),
+        max_held_bytes=settings.bodies_nbytes or process_context.bodies_nbytes(plan.max_body_bytes),
     )

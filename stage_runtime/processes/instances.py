@@ -41,7 +41,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
+class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How long things may take."""
 
     startup_s: float  #: Without progress, not of wall time.
@@ -106,19 +106,19 @@ class StartupFailed(Exception):
         return f"{self}\n{self.details}".rstrip()
 
 
-class Instance:
+class SupervisedInstance:
     """Keeps one instance alive until it is stopped."""
 
     def __init__(
         self,
         spec: InstanceSpec,
-        patience: Patience,
+        policy: RestartPolicy,
         *,
-        on_change: Callable[[Instance], None],
+        on_change: Callable[[SupervisedInstance], None],
         on_line: Callable[[str, str], None],
     ) -> None:
         self.spec = spec
-        self.patience = patience
+        self.policy = policy
         self.children: tuple[Child, ...] = ()
         self.restarts = 0
         self.was_ready = False  #: In any of its lives.
@@ -213,7 +213,7 @@ class Instance:
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             self._start_children()
-            watch = _Watch(self.children)
+            watch = _ProgressWatch(self.children)
             while True:
                 ends: list[asyncio.Future[Any]] = [*(child.exited for child in self.children), stopping]
                 await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
@@ -254,10 +254,10 @@ class Instance:
             self.was_ready = True
         self._on_change(self)
 
-    async def _without_progress(self, watch: _Watch) -> StartupFailed | None:
+    async def _without_progress(self, watch: _ProgressWatch) -> StartupFailed | None:
         """What to say of a process that has done nothing for too long while it loads; it is ended."""
         idle = watch.idlest()
-        if idle is None or idle[1] < self.patience.startup_s:
+        if idle is None or idle[1] < self.policy.startup_s:
             return None
         child, idle_s = idle
         detail = self._state(child)[1]
@@ -278,7 +278,7 @@ class Instance:
         """
         assert self._death is not None
         in_a_row = next((n for n, had_been_ready in enumerate(reversed(deaths)) if had_been_ready), len(deaths))
-        limit = self.patience.give_up_after
+        limit = self.policy.give_up_after
         if not self.was_ready or self.fragile or (limit is not None and in_a_row >= limit):
             raise self._death
         self._resting = self._death.problem
@@ -292,7 +292,7 @@ class Instance:
     async def _drain(self) -> None:
         """SIGTERM, then wait: rank 0 first, for the other ranks serve what is bound to it."""
         first, *others = self.children
-        await self._ask_to_end([first], self.patience.grace_s)
+        await self._ask_to_end([first], self.policy.grace_s)
         if others:
             await self._ask_to_end(others, CUT_S)
 
@@ -321,7 +321,7 @@ class Instance:
         self._on_change(self)
 
 
-class _Watch:
+class _ProgressWatch:
     """When each loading process last did something."""
 
     def __init__(self, children: Sequence[Child]) -> None:

@@ -90,11 +90,11 @@ def stage_instance(launch: StageLaunch) -> InstanceSpec:
     )
 
 
-def coordinator_instance(environment: Mapping[str, str], told: Callable[[], Mapping[str, str]]) -> InstanceSpec:
-    """The coordinator; ``told`` gives its own variables for each life."""
+def coordinator_instance(environment: Mapping[str, str], variables: Callable[[], Mapping[str, str]]) -> InstanceSpec:
+    """The coordinator; ``variables`` gives its own variables for each life."""
 
     def commands() -> list[Command]:
-        env = {**environment, **told()}
+        env = {**environment, **variables()}
         return [Command(name=COORDINATOR, argv=_argv("coordinator", COORDINATOR), env=env, awaits=_SERVING)]
 
     return InstanceSpec(
@@ -104,7 +104,7 @@ def coordinator_instance(environment: Mapping[str, str], told: Callable[[], Mapp
 
 def _stage_commands(launch: StageLaunch) -> list[Command]:
     addresses = launch.addresses()
-    told = {
+    variables = {
         **launch.environment,
         "OMNI_PLAN": str(launch.plan_file),
         "OMNI_GROUP": launch.group.name,
@@ -112,22 +112,22 @@ def _stage_commands(launch: StageLaunch) -> list[Command]:
         "OMNI_ADVERTISE": addresses.advertise,
     }
     if launch.gpus is not None:
-        told["OMNI_GPUS"] = ",".join(launch.gpus)
+        variables["OMNI_GPUS"] = ",".join(launch.gpus)
     if launch.group.tp_size > 1:
-        told["OMNI_TP_ENDPOINTS"] = ",".join(addresses.followers)
-        told["OMNI_RENDEZVOUS"] = f"tcp://127.0.0.1:{free_port()}"
+        variables["OMNI_TP_ENDPOINTS"] = ",".join(addresses.followers)
+        variables["OMNI_RENDEZVOUS"] = f"tcp://127.0.0.1:{free_port()}"
     listens = (addresses.listen, *addresses.followers)
     return [
-        _rank_command(launch, rank, {**told, "OMNI_LISTEN": listen, "OMNI_TP_RANK": str(rank)})
+        _rank_command(launch, rank, {**variables, "OMNI_LISTEN": listen, "OMNI_TP_RANK": str(rank)})
         for rank, listen in enumerate(listens)
     ]
 
 
-def _rank_command(launch: StageLaunch, rank: int, told: dict[str, str]) -> Command:
+def _rank_command(launch: StageLaunch, rank: int, variables: dict[str, str]) -> Command:
     name = instance_name(launch.group.processes[rank], launch.replica)
     if rank:
-        told = {**told, "OMNI_ADVERTISE": told["OMNI_LISTEN"]}
-    return Command(name=name, argv=_argv("stage", name), env=told, awaits=_FOLLOWER if rank else _LEADER)
+        variables = {**variables, "OMNI_ADVERTISE": variables["OMNI_LISTEN"]}
+    return Command(name=name, argv=_argv("stage", name), env=variables, awaits=_FOLLOWER if rank else _LEADER)
 
 
 def _argv(role: str, name: str) -> tuple[str, ...]:

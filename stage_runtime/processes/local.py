@@ -31,7 +31,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import codefiles, launching, reaper, references, rundir, unsupported
-from stage_runtime.processes.instances import Patience, ProcessView, StartupFailed
+from stage_runtime.processes.instances import ProcessView, RestartPolicy, StartupFailed
 from stage_runtime.processes.launching import StageLaunch
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
 from stage_runtime.settings import api_keys
@@ -309,7 +309,7 @@ class LocalPipeline:
     def _add_coordinator(self) -> None:
         assert self._dir is not None
         plan = self.plan.coordinator
-        told = {
+        variables = {
             "OMNI_PLAN": str(self._dir.write("coordinator.json", msgspec.json.encode(plan))),
             "OMNI_REVISIONS": str(self._dir.write("revisions.json", msgspec.json.encode([self.plan.current]))),
             "OMNI_LISTEN": self._dir.endpoint("coordinator.sock"),
@@ -317,10 +317,10 @@ class LocalPipeline:
             "OMNI_HTTP_HOST": self.options.host,
         }
         if self._api_keys:
-            told["OMNI_API_KEY_FILE"] = str(self._dir.write(KEY_FILE, "\n".join(self._api_keys).encode()))
+            variables["OMNI_API_KEY_FILE"] = str(self._dir.write(KEY_FILE, "\n".join(self._api_keys).encode()))
         common = {**self._common, "CUDA_VISIBLE_DEVICES": ""}
-        spec = launching.coordinator_instance(common, lambda: {**told, "OMNI_HTTP_PORT": str(self._port())})
-        self._supervisor.add(spec, Patience(startup_s=self.options.startup_s, grace_s=plan.drain_timeout_s))
+        spec = launching.coordinator_instance(common, lambda: {**variables, "OMNI_HTTP_PORT": str(self._port())})
+        self._supervisor.add(spec, RestartPolicy(startup_s=self.options.startup_s, grace_s=plan.drain_timeout_s))
 
     def _add_replica(self, unit: UnitPlan, group: GroupPlan, replica: int | None = None) -> str:
         """Start one more instance; its name."""
@@ -340,7 +340,7 @@ class LocalPipeline:
             gpus=self._gpus(unit, group, replica),
         )
         spec = launching.stage_instance(launch)
-        self._supervisor.add(spec, Patience(startup_s=self.options.startup_s, grace_s=unit.drain_timeout_s))
+        self._supervisor.add(spec, RestartPolicy(startup_s=self.options.startup_s, grace_s=unit.drain_timeout_s))
         return spec.name
 
     def _check_gpus(self) -> None:

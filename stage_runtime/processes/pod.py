@@ -19,8 +19,8 @@ import msgspec
 
 from omnipipeline_spec import crashes
 from omnipipeline_spec.types.plan import GroupPlan
-from stage_runtime.processes import activity, codefiles, launching, rundir, termination, tether
-from stage_runtime.processes.instances import Patience, ProcessView
+from stage_runtime.processes import activity, codefiles, launching, parent_death, rundir, termination
+from stage_runtime.processes.instances import ProcessView, RestartPolicy
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.probes import ProbeServer, Reply, Routes
 from stage_runtime.processes.supervisor import Supervisor
@@ -51,7 +51,7 @@ class Pod:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        tether.adopt_orphans()  # as PID 1 we do anyway
+        parent_death.adopt_orphans()  # as PID 1 we do anyway
         loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
         folder = rundir.RunDir(None)
         try:
@@ -67,24 +67,26 @@ class Pod:
         return {"/livez": self._livez, "/readyz": self._readyz, "/metrics": self._metrics, "/status": self._status}
 
     def _launch(self, folder: rundir.RunDir) -> None:
-        told = self._settings
-        code_dir = folder.path / "code" if told.plan.code else None
+        settings = self._settings
+        code_dir = folder.path / "code" if settings.plan.code else None
         if code_dir is not None:
-            codefiles.write(told.plan.code, code_dir)
+            codefiles.write(settings.plan.code, code_dir)
         path = () if code_dir is None else (code_dir,)
-        common = launching.environment(os.environ, path=path, code_dir=code_dir) | told.passed_on
-        patience = Patience(startup_s=told.startup_timeout_s, grace_s=told.grace_s, give_up_after=GIVE_UP_AFTER)
-        for group in told.plan.groups:
+        common = launching.environment(os.environ, path=path, code_dir=code_dir) | settings.passed_on
+        policy = RestartPolicy(
+            startup_s=settings.startup_timeout_s, grace_s=settings.grace_s, give_up_after=GIVE_UP_AFTER
+        )
+        for group in settings.plan.groups:
             launch = StageLaunch(
-                unit=told.plan,
+                unit=settings.plan,
                 group=group,
-                plan_file=told.plan_file,
+                plan_file=settings.plan_file,
                 replica=0,
-                coordinators=told.coordinators,
+                coordinators=settings.coordinators,
                 environment=common,
-                addresses=_addresses(told.address, told.control_port + group.index, group, folder.path),
+                addresses=_addresses(settings.address, settings.control_port + group.index, group, folder.path),
             )
-            self._supervisor.add(launching.stage_instance(launch), patience)
+            self._supervisor.add(launching.stage_instance(launch), policy)
         self._supervisor.settle()  # a pod forgives the death of what had been ready, though others still load
 
     async def _until_over(self) -> int:

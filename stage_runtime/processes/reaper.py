@@ -1,7 +1,7 @@
 """Ends what processes of a run have left behind: ``python -I -S reaper.py FD RUN`` waits until the run is over.
 
-A process dies with its parent if it asked the kernel for that (`tether`), and then its own children go on: a loader's
-workers, ffmpeg, whatever an author has started, perhaps in a session of its own. What all of them have is the
+A process dies with its parent if it asked the kernel for that (`parent_death`), and then its own children go on: a
+loader's workers, ffmpeg, whatever an author has started, perhaps in a session of its own. What all of them have is the
 environment that they began with. So each process of ours is given ``OMNI_RUN`` (the run's folder) and ``OMNI_LIFE``
 (new for every process), and whoever has one of these is ended with the run, or with that process.
 

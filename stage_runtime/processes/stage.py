@@ -19,7 +19,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, told, traced
-from stage_runtime.processes import logs, statuspipe, surroundings
+from stage_runtime.processes import logs, process_context, statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays.registry import Relays
 from stage_runtime.rules import edges
@@ -92,7 +92,7 @@ class Process:
         """Open both planes; ``stack`` closes them, relays first."""
         settings = self._settings
         loop = asyncio.get_running_loop()
-        security = surroundings.security(settings.control_key)
+        security = process_context.security(settings.control_key)
         channels = Channels(
             handler,
             incarnation=self._incarnation,
@@ -107,10 +107,10 @@ class Process:
             incarnation=self._incarnation,
             on_release=release,
             security=security,
-            settings=surroundings.relay_settings(settings),
+            settings=process_context.relay_settings(settings),
         )
         stack.callback(self._relays.close)
-        self._endpoint = surroundings.advertised(settings.advertise, channels.bind(settings.listen))
+        self._endpoint = process_context.advertised(settings.advertise, channels.bind(settings.listen))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
         return channels
@@ -285,8 +285,8 @@ class StageProcess(Process):
         settings, loop = self._settings, asyncio.get_running_loop()
         plane = self._host.ranks(leader)
         incarnation = Incarnation(secrets.token_hex(8))
-        security = surroundings.security(settings.control_key)
-        listen, advertise, relay_settings = surroundings.rank_addresses(settings)
+        security = process_context.security(settings.control_key)
+        listen, advertise, relay_settings = process_context.rank_addresses(settings)
         channels = Channels(
             plane, incarnation=incarnation, loop=loop, security=security, dead_after_s=settings.plan.dead_after_s
         )
@@ -296,7 +296,7 @@ class StageProcess(Process):
             loop=loop, incarnation=incarnation, on_release=plane.release, security=security, settings=relay_settings
         )
         stack.callback(relays.close)
-        plane.wire(channels, relays, endpoint=surroundings.advertised(advertise, channels.bind(listen)))
+        plane.wire(channels, relays, endpoint=process_context.advertised(advertise, channels.bind(listen)))
         self._tasks.start_finite("greeting of ranks", plane.greet())
 
     def _hello(self, via: str) -> Hello:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
-from stage_runtime.processes.instances import Instance, InstanceSpec, Patience, ProcessView, StartupFailed
+from stage_runtime.processes.instances import (
+    InstanceSpec,
+    ProcessView,
+    RestartPolicy,
+    StartupFailed,
+    SupervisedInstance,
+)
 
 Watcher = Callable[[ProcessView], None]
 Printer = Callable[[str, str], None]  # process, line
@@ -20,7 +26,7 @@ class Supervisor:
 
     def __init__(self, *, on_change: Watcher, on_line: Printer) -> None:
         self._on_change, self._on_line = on_change, on_line
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, SupervisedInstance] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._shown: dict[str, ProcessView] = {}
         self._changed = asyncio.Event()
@@ -32,16 +38,16 @@ class Supervisor:
         """The first failure among the instances that are there; whoever runs us decides what follows."""
         return next(iter(self._failures.values()), None)
 
-    def add(self, spec: InstanceSpec, patience: Patience) -> Instance:
+    def add(self, spec: InstanceSpec, policy: RestartPolicy) -> SupervisedInstance:
         """Start an instance and keep it alive; until it is settled its first death is its failure."""
-        instance = Instance(spec, patience, on_change=self._see, on_line=self._on_line)
+        instance = SupervisedInstance(spec, policy, on_change=self._see, on_line=self._on_line)
         self._instances[spec.name] = instance
         task = asyncio.create_task(instance.run(), name=f"instance {spec.name}")
         self._tasks[spec.name] = task
         task.add_done_callback(lambda done: self._over(spec.name, done))
         return instance
 
-    def instances(self, group: str | None = None) -> list[Instance]:
+    def instances(self, group: str | None = None) -> list[SupervisedInstance]:
         """Those that are there now, of one group or all."""
         return [one for one in self._instances.values() if group is None or one.spec.group == group]
 
@@ -127,7 +133,7 @@ class Supervisor:
         for process in instance.spec.processes if instance is not None else ():
             self._shown.pop(process, None)
 
-    def _see(self, instance: Instance) -> None:
+    def _see(self, instance: SupervisedInstance) -> None:
         self._changed.set()
         for view in instance.views():
             if self._shown.get(view.process) != view:

@@ -17,14 +17,14 @@ from omnipipeline_spec import planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from stage_runtime.processes import launching
 from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import Instance, InstanceSpec, Patience
+from stage_runtime.processes.instances import InstanceSpec, RestartPolicy, SupervisedInstance
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.statuspipe import Serving
 from stage_runtime.processes.supervisor import Supervisor
 from tests.e2e.world import HERE
 
 KEY = b"thirty-two bytes of the pipeline"
-PATIENCE = Patience(startup_s=120, grace_s=20)
+POLICY = RestartPolicy(startup_s=120, grace_s=20)
 ANYWHERE = "tcp://127.0.0.1:0"
 
 
@@ -38,7 +38,7 @@ class Pods:
         self._folder = folder
         self._log = (folder / "log").open("a")
         self._supervisor = Supervisor(on_change=lambda _: None, on_line=self._line)
-        self._coordinators: dict[str, Instance] = {}
+        self._coordinators: dict[str, SupervisedInstance] = {}
         key = folder / "key"
         key.write_bytes(KEY)
         path = [HERE, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
@@ -78,7 +78,7 @@ class Pods:
                 processes=(name,),
                 commands=partial(lambda one: [one], command),
             )
-            self._coordinators[name] = self._supervisor.add(spec, PATIENCE)
+            self._coordinators[name] = self._supervisor.add(spec, POLICY)
         for unit in plan.units:
             file = self._file(f"{unit.name}.json", unit)
             for group in unit.groups:
@@ -91,7 +91,7 @@ class Pods:
                     environment=self._environment,
                     addresses=lambda: Addresses(listen=ANYWHERE, advertise=ANYWHERE),
                 )
-                self._supervisor.add(launching.stage_instance(launch), PATIENCE)
+                self._supervisor.add(launching.stage_instance(launch), POLICY)
         await self.ready()
         self._supervisor.settle()
 

@@ -18,11 +18,11 @@ import pytest
 
 from stage_runtime.processes import statuspipe
 from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import InstanceSpec, Patience, ProcessView, StartupFailed
+from stage_runtime.processes.instances import InstanceSpec, ProcessView, RestartPolicy, StartupFailed
 from stage_runtime.processes.supervisor import Supervisor
 
 ACTOR = Path(__file__).with_name("acting_child.py")
-PATIENCE = Patience(startup_s=30, grace_s=5)
+POLICY = RestartPolicy(startup_s=30, grace_s=5)
 
 
 def command(name: str, *script: str) -> Command:
@@ -86,7 +86,7 @@ def gone(pid: int) -> bool:
 
 async def test_a_process_that_was_ready_and_is_killed_runs_again_within_a_second() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "ready", "sleep"), PATIENCE)
+        supervisor.add(instance("voice", "ready", "sleep"), POLICY)
         await up(supervisor)
         (first,) = supervisor.pids()
         died = time.monotonic()
@@ -101,7 +101,7 @@ async def test_a_process_that_was_ready_and_is_killed_runs_again_within_a_second
 async def test_repeated_deaths_are_answered_ever_later(tmp_path: Path) -> None:
     stamps = tmp_path / "stamps"
     async with supervised() as supervisor:
-        one = supervisor.add(instance("voice", "stamp", str(stamps), "ready", "exit", "3"), PATIENCE)
+        one = supervisor.add(instance("voice", "stamp", str(stamps), "ready", "exit", "3"), POLICY)
         one.fragile = False
         await eventually(lambda: stamps.exists() and stamps.read_text().count("\n") == 4)
     starts = [float(line.split()[0]) for line in stamps.read_text().splitlines()]
@@ -112,7 +112,7 @@ async def test_repeated_deaths_are_answered_ever_later(tmp_path: Path) -> None:
 
 async def test_a_factory_failure_gives_the_childs_traceback_and_names_the_stage() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "loading", "fail"), PATIENCE)
+        supervisor.add(instance("voice", "loading", "fail"), POLICY)
         with pytest.raises(StartupFailed) as caught:
             await supervisor.started()
     assert (caught.value.process, caught.value.stage) == ("voice", "s")
@@ -122,7 +122,7 @@ async def test_a_factory_failure_gives_the_childs_traceback_and_names_the_stage(
 
 async def test_a_death_before_ready_without_a_word_shows_exit_and_last_output() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "print", "half of the weights", "kill"), PATIENCE)
+        supervisor.add(instance("voice", "print", "half of the weights", "kill"), POLICY)
         with pytest.raises(StartupFailed, match="killed by SIGKILL") as caught:
             await up(supervisor)
     assert caught.value.tail == ("half of the weights",)
@@ -131,10 +131,10 @@ async def test_a_death_before_ready_without_a_word_shows_exit_and_last_output() 
 
 async def test_closing_after_a_failed_start_ends_the_siblings() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("front", "ready", "sleep"), PATIENCE)
+        supervisor.add(instance("front", "ready", "sleep"), POLICY)
         await eventually(lambda: supervisor.views()[0].state == "ready")
         (sibling,) = supervisor.pids()
-        supervisor.add(instance("voice", "fail"), PATIENCE)
+        supervisor.add(instance("voice", "fail"), POLICY)
         with pytest.raises(StartupFailed):
             await up(supervisor)
         assert not gone(sibling)
@@ -143,15 +143,15 @@ async def test_closing_after_a_failed_start_ends_the_siblings() -> None:
 
 async def test_a_ready_sibling_that_dies_while_others_load_fails_the_start() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("slow", "loading", "sleep"), PATIENCE)
-        supervisor.add(instance("front", "ready", "nap", "0.2", "exit", "7"), PATIENCE)
+        supervisor.add(instance("slow", "loading", "sleep"), POLICY)
+        supervisor.add(instance("front", "ready", "nap", "0.2", "exit", "7"), POLICY)
         with pytest.raises(StartupFailed, match=r"front: .*exit code 7"):
             await up(supervisor)
 
 
 async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "trace", "loading", "sleep"), Patience(startup_s=2, grace_s=5))
+        supervisor.add(instance("voice", "trace", "loading", "sleep"), RestartPolicy(startup_s=2, grace_s=5))
         with pytest.raises(StartupFailed, match=r"no progress for \d+ s while starting \(s: weights 1/2\)") as caught:
             await up(supervisor)
     assert "acting_child.py" in caught.value.explanation()
@@ -159,15 +159,15 @@ async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() ->
 
 async def test_a_loader_that_computes_in_silence_is_left_alone() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "spin", "4", "ready", "sleep"), Patience(startup_s=2, grace_s=5))
+        supervisor.add(instance("voice", "spin", "4", "ready", "sleep"), RestartPolicy(startup_s=2, grace_s=5))
         await up(supervisor)
 
 
 async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() -> None:
     async with supervised() as supervisor:
         both = ("ready", "sleep")
-        supervisor.add(ranks("talker", both, both), PATIENCE)
-        supervisor.add(instance("front", *both), PATIENCE)
+        supervisor.add(ranks("talker", both, both), POLICY)
+        supervisor.add(instance("front", *both), POLICY)
         await up(supervisor)
         *before, front = supervisor.pids()
         os.kill(before[1], signal.SIGKILL)
@@ -179,7 +179,7 @@ async def test_a_death_of_one_rank_restarts_all_ranks_of_that_instance_only() ->
 
 async def test_sigterm_lets_a_process_drain_and_the_rest_wait_for_it() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "polite", "ready", "sleep"), PATIENCE)
+        supervisor.add(instance("voice", "polite", "ready", "sleep"), POLICY)
         await up(supervisor)
         supervisor.ask_all_to_stop()
         await supervisor.gone()
@@ -190,7 +190,7 @@ async def test_sigterm_lets_a_process_drain_and_the_rest_wait_for_it() -> None:
 
 async def test_a_process_deaf_to_sigterm_is_killed_when_its_grace_is_over() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "deaf", "ready", "sleep"), Patience(startup_s=30, grace_s=0.5))
+        supervisor.add(instance("voice", "deaf", "ready", "sleep"), RestartPolicy(startup_s=30, grace_s=0.5))
         await up(supervisor)
         (pid,) = supervisor.pids()
         await supervisor.stop("voice")
@@ -200,7 +200,7 @@ async def test_a_process_deaf_to_sigterm_is_killed_when_its_grace_is_over() -> N
 
 async def test_a_second_request_to_stop_cuts_the_grace_short() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "deaf", "ready", "sleep"), Patience(startup_s=30, grace_s=60))
+        supervisor.add(instance("voice", "deaf", "ready", "sleep"), RestartPolicy(startup_s=30, grace_s=60))
         await up(supervisor)
         supervisor.ask_all_to_stop()
         supervisor.ask_all_to_stop()
@@ -210,7 +210,7 @@ async def test_a_second_request_to_stop_cuts_the_grace_short() -> None:
 async def test_what_a_dead_child_had_started_is_ended_with_it(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     async with supervised() as supervisor:
-        one = supervisor.add(instance("voice", "spawn", str(noted), "ready", "sleep"), PATIENCE)
+        one = supervisor.add(instance("voice", "spawn", str(noted), "ready", "sleep"), POLICY)
         await up(supervisor)
         grandchild = int(noted.read_text())
         assert not gone(grandchild)
@@ -224,7 +224,7 @@ async def test_a_command_that_does_not_exist_is_a_failed_start() -> None:
         spec = InstanceSpec(
             name="voice", group="voice", replica=0, stages=(), processes=("voice",), commands=lambda: [missing]
         )
-        supervisor.add(spec, PATIENCE)
+        supervisor.add(spec, POLICY)
         with pytest.raises(StartupFailed, match="voice"):
             await up(supervisor)
 
@@ -246,7 +246,7 @@ async def test_a_second_life_that_does_not_come_about_is_followed_by_a_third(sec
         spec = InstanceSpec(
             name="voice", group="voice", replica=0, stages=("s",), processes=("voice",), commands=commands
         )
-        supervisor.add(spec, Patience(startup_s=2, grace_s=5))
+        supervisor.add(spec, RestartPolicy(startup_s=2, grace_s=5))
         await up(supervisor)
         (first,) = supervisor.pids()
         os.kill(first, signal.SIGKILL)
@@ -258,10 +258,10 @@ async def test_a_second_life_that_does_not_come_about_is_followed_by_a_third(sec
 
 async def test_what_is_waited_for_is_what_was_named_and_a_failure_goes_with_its_instance() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("front", "ready", "sleep"), PATIENCE)
+        supervisor.add(instance("front", "ready", "sleep"), POLICY)
         await up(supervisor)
-        supervisor.add(instance("voice", "fail"), PATIENCE)
-        supervisor.add(instance("slow", "loading", "sleep"), PATIENCE)
+        supervisor.add(instance("voice", "fail"), POLICY)
+        supervisor.add(instance("slow", "loading", "sleep"), POLICY)
         with pytest.raises(StartupFailed, match="voice"):
             await supervisor.ready(["voice"])
         await supervisor.ready(["front"])  # of which nothing failed
@@ -291,7 +291,7 @@ async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tm
                 else command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")
             ],
         )
-        supervisor.add(two_lives, Patience(startup_s=30, grace_s=5, give_up_after=2))
+        supervisor.add(two_lives, RestartPolicy(startup_s=30, grace_s=5, give_up_after=2))
         await up(supervisor)
         await eventually(lambda: supervisor.failure is not None)
         assert str(supervisor.failure) == "voice: ended before its time (exit code 9)"
@@ -325,11 +325,11 @@ asyncio.run(main())
 
 
 def test_a_child_whose_parent_is_dead_already_never_starts() -> None:
-    from stage_runtime.processes import tether
+    from stage_runtime.processes import parent_death
 
     someone_else = 1  # not the process that starts it here
     done = subprocess.run(
-        [sys.executable, "-I", "-S", tether.__file__, str(someone_else), "echo", "started"],
+        [sys.executable, "-I", "-S", parent_death.__file__, str(someone_else), "echo", "started"],
         capture_output=True,
         text=True,
         timeout=30,

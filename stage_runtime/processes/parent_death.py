@@ -1,4 +1,4 @@
-"""Who ends with whom: ``python -I -S tether.py PARENT COMMAND…`` runs a command that dies with its starter.
+"""Who ends with whom: ``python -I -S parent_death.py PARENT COMMAND…`` runs a command that dies with its starter.
 
 Here: the two requests to Linux about it. What lies between fork and the real program stands in a program of its own,
 not in a `preexec_fn`: after a fork of a process with threads only exec is safe. Not here: anything that needs an import
