@@ -15,9 +15,9 @@ from stage_runtime.web import openai, openapi, pipeline, probes
 from stage_runtime.web.bare import bare_app
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.fetching import Fetcher
-from stage_runtime.web.front import Front
-from stage_runtime.web.intake import Intake
+from stage_runtime.web.memory_budget import MemoryBudget
 from stage_runtime.web.metrics import Metrics
+from stage_runtime.web.middleware import Middleware
 from stage_runtime.web.origins import Origins
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
@@ -46,8 +46,8 @@ def make_app(
     for router in admin:
         app.include_router(router)
     app.openapi = lambda: openapi.document(settings)  # type: ignore[method-assign]
-    intake = Intake(settings.max_held_bytes, grace_s=settings.body_grace_s)
-    metrics.watch("http_held_bytes", "Bodies and media of requests in flight.", lambda: intake.held_nbytes)
+    budget = MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)
+    metrics.watch("http_held_bytes", "Bodies and media of requests in flight.", lambda: budget.held_nbytes)
     origins = Origins(local=settings.local, hosts=settings.hosts)
-    app.add_middleware(Front, api_keys=settings.api_keys, origins=origins, intake=intake, observe=metrics.observe)
+    app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins, budget=budget, observe=metrics.observe)
     return app

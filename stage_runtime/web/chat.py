@@ -35,14 +35,14 @@ class _Chat:
         body = await service.read_json(exchange, chat.decode)
         call = chat.call(body)
         places = list(media.to_fetch(body.messages))
-        fetched = await service.fetcher.fetch(places, exchange.holding.add) if places else {}
+        fetched = await service.fetcher.fetch(places, exchange.reservation.add) if places else {}
         request = await endpoints.apart(exchange, chat.request, body, request_id, fetched)
         timeout_s = exchange.timeout_s(body.timeout)
         created = int(time.time())
         if call.stream:
             chunks = CompletionChunks(call=call, request_id=request_id, model=settings.model, created=created)
-            voice = _ChunkVoice(chunks, request_id, service.codecs, call.audio)
-            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            encoder = _ChunkEncoder(chunks, request_id, service.codecs, call.audio)
+            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         answer = Completion(call=call, request_id=request_id, model=settings.model, created=created)
         await serving.collect(service.manager, exchange, request, timeout_s, answer.add)
@@ -57,7 +57,7 @@ class _Chat:
             return await made.finish()
 
 
-class _ChunkVoice:
+class _ChunkEncoder:
     """Chunks as frames; ``[DONE]`` only after a stream that is whole."""
 
     def __init__(self, chunks: CompletionChunks, request_id: str, codecs: CodecPool, format: str | None) -> None:

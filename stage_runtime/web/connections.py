@@ -1,10 +1,11 @@
 """One HTTP connection, with limits that uvicorn's protocol has not: of heads, of waiting, of readers that never read.
 
-Here: bytes, counts and times of a connection. Not here: what a request's body may be (`exchange`, `intake`), who may
-ask (`front`, `origins`). Made by `server`, one for each client that connects. A head is the request line and headers.
+Here: bytes, counts and times of a connection. Not here: what a request's body may be (`exchange`, `memory_budget`),
+who may ask (`middleware`, `origins`). Made by `server`, one for each client that connects. A head is the request line
+and headers.
 
 uvicorn limits neither a head nor the time that one takes, reads the rest of a refused body for ever, and waits for
-ever for a client that does not read. One timer (`Watch`) looks at all connections instead of one for each.
+ever for a client that does not read. One timer (`IdleConnections`) looks at all connections instead of one for each.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ class Connection(HttpToolsProtocol):
 
     def _head_too_large(self) -> tuple[RequestError, int]:
         limits = self.limits
-        told = f"request line and headers are over {limits.head_nbytes} bytes, or there are over {limits.head_count}"
-        return RequestError("too_large", told), 431
+        problem = f"request line and headers are over {limits.head_nbytes} bytes, or there are over {limits.head_count}"
+        return RequestError("too_large", problem), 431
 
     # --- what is refused before there is a request ---------------------------------------------------------------
 
@@ -244,7 +245,7 @@ def limited(limits: Limits) -> type[Connection]:
     return type("Connection", (Connection,), {"limits": limits, "most": most_connections(limits)})
 
 
-class Watch:
+class IdleConnections:
     """Looks at all connections of a server every so often."""
 
     def __init__(self, connections: Iterable[Any], limits: Limits) -> None:

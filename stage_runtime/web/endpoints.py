@@ -57,8 +57,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         """
         given = (exchange.only_header(b"content-type") or "").partition(";")[0].strip().lower()
         if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
-            told = f"content-type: application/json is needed, not {given or 'none'}"
-            raise RequestRefused(415, "invalid_request", told, param="content-type")
+            problem = f"content-type: application/json is needed, not {given or 'none'}"
+            raise RequestRefused(415, "invalid_request", problem, param="content-type")
         return await self.read(exchange, decode)
 
 

@@ -1,6 +1,7 @@
 """One HTTP request and its answer, as routes see them. Raw ASGI: no framework between a stage's word and the socket.
 
-Counts what the log line says. Knows no request manager and no OpenAI. Made by `front.Front`, used by the routes.
+Counts what the log line says. Knows no request manager and no OpenAI. Made by `middleware.Middleware`, used by the
+routes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.errors import Headers, RequestRefused
-from stage_runtime.web.intake import Holding
+from stage_runtime.web.memory_budget import Reservation
 
-KEY: Final = "omni.exchange"  #: Where `Front` puts it into the ASGI scope.
+KEY: Final = "omni.exchange"  #: Where `Middleware` puts it into the ASGI scope.
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _TRACE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?")
 #: Where a client says how it has coded a body, and what means "not at all"; `chunked` the server has undone.
@@ -31,9 +32,9 @@ _BODILESS: Final = b""
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
         self.scope = scope
-        self.holding = holding  #: What of its data is in memory; `Front` gives it back.
+        self.reservation = reservation  #: What of its data is in memory; `Middleware` gives it back.
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
@@ -113,7 +114,7 @@ class Exchange:
             nbytes = int(declared[:20])
             if nbytes > limit:
                 raise _too_large(limit)
-            self.holding.expect(nbytes)
+            self.reservation.expect(nbytes)
         pieces: list[bytes] = []
         begun = asyncio.get_running_loop().time()
         more = True
@@ -125,7 +126,7 @@ class Exchange:
             self.body_nbytes += len(piece)
             if self.body_nbytes > limit:
                 raise _too_large(limit)
-            self.holding.add(len(piece))
+            self.reservation.add(len(piece))
             pieces.append(piece)
             more = message.get("more_body", False)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -136,17 +137,17 @@ class Exchange:
             given = [value.decode("latin-1") for key, value in self._headers if key == name]
             codings = {coding.strip().lower() for value in given for coding in value.split(",")}
             if codings - plain:
-                told = f"{name.decode()}: {', '.join(given)[:80]}: send the body uncompressed"
-                raise RequestRefused(415, "invalid_request", told, param=name.decode())
+                problem = f"{name.decode()}: {', '.join(given)[:80]}: send the body uncompressed"
+                raise RequestRefused(415, "invalid_request", problem, param=name.decode())
 
     async def _next(self, begun: float) -> Message:
-        patience_s = self.holding.patience_s(self.body_nbytes)
+        body_timeout_s = self.reservation.body_timeout_s(self.body_nbytes)
         try:
-            async with asyncio.timeout_at(begun + patience_s):
+            async with asyncio.timeout_at(begun + body_timeout_s):
                 return await self._receive()
         except TimeoutError:
-            told = f"{self.body_nbytes} bytes of the body came within {patience_s:g} s"
-            raise RequestRefused(408, "deadline", told) from None
+            problem = f"{self.body_nbytes} bytes of the body came within {body_timeout_s:g} s"
+            raise RequestRefused(408, "deadline", problem) from None
 
     def watch(self, gone: Callable[[], Any]) -> asyncio.Task[None]:
         """Call ``gone`` once the client has disconnected. After `body`; cancel the task when the answer is out."""

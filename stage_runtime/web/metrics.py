@@ -1,5 +1,5 @@
 """Prometheus' text of what the request manager counts and what HTTP sees. Called by the probes and, per request, by
-`front`.
+`middleware`.
 
 The request manager's numbers are read when asked for. Names begin with ``omnipipeline_``; what each key of
 `RequestManagerApi.metrics`

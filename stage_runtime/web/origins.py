@@ -2,7 +2,7 @@
 
 Where no key is asked for, whoever reaches the port may ask, and a browser on this machine reaches it for every page
 that it shows. Pages of other origins are refused by what browsers always say: Origin or Sec-Fetch-Site. A page whose
-own name was made to point here afterwards is of our origin to its browser; its name is in Host. Called by `front`.
+own name was made to point here afterwards is of our origin to its browser; its name is in Host. Called by `middleware`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Origins:
         if host is None and exchange.scope["http_version"] != "1.0":
             raise InvalidRequest("host: required", param="host")
         if self._local and host is not None and not self._is_ours(_name(host)):
-            told = "no name of this server; others are allowed by OMNI_HTTP_HOSTS"
-            raise RequestRefused(403, "unauthorized", f"host: {host!r} is {told}", param="host")
+            problem = "no name of this server; others are allowed by OMNI_HTTP_HOSTS"
+            raise RequestRefused(403, "unauthorized", f"host: {host!r} is {problem}", param="host")
         if exchange.method not in _SAFE:
             self._check_origin(exchange, host)
 
@@ -47,8 +47,8 @@ class Origins:
             name, port = _origin(origin)
             foreign = name not in self._hosts and (host is None or (name, port) != (_name(host), _port(host, origin)))
         if foreign:
-            told = "a page of another site asks, and no key is asked for; others are allowed by OMNI_HTTP_HOSTS"
-            raise RequestRefused(403, "unauthorized", f"origin: {told}", param="origin")
+            problem = "a page of another site asks, and no key is asked for; others are allowed by OMNI_HTTP_HOSTS"
+            raise RequestRefused(403, "unauthorized", f"origin: {problem}", param="origin")
 
     def _is_ours(self, name: str) -> bool:
         if name in self._hosts or name == "localhost" or name.endswith(".localhost"):

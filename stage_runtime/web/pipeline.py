@@ -41,8 +41,8 @@ class _Pipeline:
         request = pipelines.request(body, request_id)
         timeout_s = exchange.timeout_s(body.timeout)
         if request.stream:
-            voice = _NamedVoice(request_id)
-            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            encoder = _NamedEncoder(request_id)
+            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         results = pipelines.Results()
         await serving.collect(service.manager, exchange, request, timeout_s, results.add)
@@ -66,7 +66,7 @@ class _Pipeline:
         await exchange.reply(msgspec.json.encode({"id": request_id, "cancelled": cancelled}))
 
 
-class _NamedVoice:
+class _NamedEncoder:
     """Events by name: ``chunk``, ``result``, ``error``. The last terminal's result is the end."""
 
     def __init__(self, request_id: str) -> None:

@@ -12,8 +12,8 @@ from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.web import endpoints
 from stage_runtime.web.bare import bare_app
 from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.front import Front
 from stage_runtime.web.metrics import CONTENT_TYPE, Metrics
+from stage_runtime.web.middleware import Middleware
 
 
 def routes(manager: RequestManagerApi, metrics: Metrics) -> list[Route]:
@@ -30,7 +30,7 @@ def make_probes(manager: RequestManagerApi, metrics: Metrics) -> FastAPI:
     """The probes as an application of their own, without API keys: give it the same ``metrics`` as `make_app`."""
     app = bare_app(title="probes")
     app.router.routes[:] = routes(manager, metrics)
-    app.add_middleware(Front)
+    app.add_middleware(Middleware)
     return app
 
 

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.web.connections import Limits, Watch, limited
+from stage_runtime.web.connections import IdleConnections, Limits, limited
 
 BACKLOG = 2048
 POLL_S = 0.005
@@ -38,7 +38,7 @@ class Server:
     ) -> None:
         self._app = app
         self._limits = limits or Limits()
-        self._watch: Watch | None = None
+        self._watch: IdleConnections | None = None
         self._host = host
         self._wanted_port = port
         self._drain_s = drain_s
@@ -79,7 +79,7 @@ class Server:
                 await self._task
                 raise ConfigurationError(f"{self.url}: the server ended before it began")
             await asyncio.sleep(POLL_S)
-        self._watch = Watch(self._server.server_state.connections, self._limits)
+        self._watch = IdleConnections(self._server.server_state.connections, self._limits)
         return self
 
     async def ended(self) -> None:

@@ -38,7 +38,7 @@ def named_frame(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
-class Voice(Protocol):
+class StreamEncoder(Protocol):
     """How one route says events."""
 
     def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
@@ -84,28 +84,28 @@ async def stream(
     exchange: Exchange,
     request: OmniRequest,
     timeout_s: float | None,
-    voice: Voice,
+    encoder: StreamEncoder,
     heartbeat_s: float,
 ) -> None:
     """Answer with server-sent events. The head goes out with the first of them: until then an error has a status."""
     async with admitted(manager, exchange, request, timeout_s) as events, EventStream(exchange, heartbeat_s) as out:
         try:
-            async with aclosing(voice.frames(events)) as frames:
+            async with aclosing(encoder.frames(events)) as frames:
                 async for ready in frames:
                     await out.send(ready)
         except RequestError as error:
-            await _say(out, exchange, voice, error)
+            await _send_error(out, exchange, encoder, error)
         except Exception:
             _log.exception("request %s: %s failed", exchange.request_id, exchange.route)
-            await _say(out, exchange, voice, errors.internal(exchange.request_id))
+            await _send_error(out, exchange, encoder, errors.internal(exchange.request_id))
         await out.end()
 
 
-async def _say(out: EventStream, exchange: Exchange, voice: Voice, error: RequestError) -> None:
+async def _send_error(out: EventStream, exchange: Exchange, encoder: StreamEncoder, error: RequestError) -> None:
     if not exchange.started:
         raise error
     exchange.failure = error.code
-    await out.send(voice.fail(error))
+    await out.send(encoder.fail(error))
 
 
 class EventStream:

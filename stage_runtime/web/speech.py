@@ -37,8 +37,8 @@ class _Speech:
         timeout_s = exchange.timeout_s(body.timeout)
         format = speaking.format_name(body)
         if body.stream_format == "sse":
-            voice = _SoundVoice(service.codecs, format, request_id)
-            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            encoder = _SoundEncoder(service.codecs, format, request_id)
+            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         async with serving.admitted(service.manager, exchange, request, timeout_s) as events:
             await _send(exchange, formats.FORMATS[format].mime, _pieces(events, Outputs(), service.codecs, format))
@@ -76,7 +76,7 @@ async def _pieces(
             yield piece
 
 
-class _SoundVoice:
+class _SoundEncoder:
     """``stream_format: sse``."""
 
     def __init__(self, codecs: CodecPool, format: str, request_id: str) -> None:

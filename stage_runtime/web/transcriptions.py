@@ -36,8 +36,8 @@ class _Transcriptions:
         timeout_s = exchange.timeout_s(call.fields.timeout)
         transcript = Transcript()
         if request.stream:
-            voice = _DeltaVoice(transcript, request_id)
-            await serving.stream(service.manager, exchange, request, timeout_s, voice, settings.heartbeat_s)
+            encoder = _DeltaEncoder(transcript, request_id)
+            await serving.stream(service.manager, exchange, request, timeout_s, encoder, settings.heartbeat_s)
             return
         await serving.collect(service.manager, exchange, request, timeout_s, lambda event: list(transcript.add(event)))
         transcript.check()
@@ -48,7 +48,7 @@ class _Transcriptions:
         await exchange.reply(msgspec.json.encode(transcript.answer(call, file_s)))
 
 
-class _DeltaVoice:
+class _DeltaEncoder:
     def __init__(self, transcript: Transcript, request_id: str) -> None:
         self._transcript = transcript
         self._request_id = request_id
@@ -66,6 +66,6 @@ class _DeltaVoice:
 def _form_type(exchange: Exchange) -> str:
     given = exchange.only_header(b"content-type")
     if given is None or not multipart.is_form(given):
-        told = "content-type: transcriptions take multipart/form-data with a file"
-        raise RequestRefused(415, "invalid_request", told, param="content-type")
+        problem = "content-type: transcriptions take multipart/form-data with a file"
+        raise RequestRefused(415, "invalid_request", problem, param="content-type")
     return given

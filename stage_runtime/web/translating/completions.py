@@ -75,7 +75,7 @@ class CompletionChunks:
         self._outputs = Outputs()
         self._transcript: list[str] = []
         self._begun = False
-        self._heard = False
+        self._started = False
 
     def add(self, event: Event) -> Iterator[dict[str, Any] | Audio]:
         """The event's chunks. An `Audio` among them stands for those of `sound`, once it is encoded."""
@@ -84,7 +84,7 @@ class CompletionChunks:
                 case Text():
                     yield from self._text(shown.text)
                 case Audio() if self._call.audio is not None:
-                    self._heard = True
+                    self._started = True
                     yield shown
                 case Note():
                     yield from self._delta({}, notes=[note(event.stage, shown)])
@@ -100,11 +100,11 @@ class CompletionChunks:
         Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show.
         """
         self._outputs.check("chat")
-        return self._heard
+        return self._started
 
     def finish(self) -> Iterator[dict[str, Any]]:
         """The last chunks: the audio's end, the reason, the usage if it was asked for."""
-        if self._heard:
+        if self._started:
             end = {"id": self._audio_id, "transcript": "".join(self._transcript)}
             yield from self._delta({"audio": {**end, "expires_at": self._created + AUDIO_LIFE_S}})
         yield from self._delta({}, reason=self._outputs.reason or "stop")

@@ -14,7 +14,7 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.exchange import KEY, Exchange
-from stage_runtime.web.intake import Holding, Intake
+from stage_runtime.web.memory_budget import MemoryBudget, Reservation
 from stage_runtime.web.origins import Origins
 
 _log = logging.getLogger("stage_runtime.web.requests")
@@ -25,7 +25,7 @@ OPEN: Final = frozenset({"/livez", "/readyz"})
 _QUIET: Final = OPEN | {"/metrics", "/status"}
 
 
-class Front:
+class Middleware:
     """The outermost loop: whatever a route raises ends here, as an answer and a line in the log."""
 
     def __init__(
@@ -34,25 +34,25 @@ class Front:
         *,
         api_keys: ApiKeys | None = None,
         origins: Origins | None = None,
-        intake: Intake | None = None,
+        budget: MemoryBudget | None = None,
         observe: Callable[[Exchange, float], None] | None = None,
     ) -> None:
         self._app = app
         self._keys = api_keys or ApiKeys()
         self._origins = origins
-        self._intake = intake or Intake(0)
+        self._budget = budget or MemoryBudget(0)
         self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, Holding(self._intake))
+        exchange = Exchange(scope, receive, send, Reservation(self._budget))
         scope[KEY] = exchange
         try:
             await self._answer(exchange, receive)
         finally:
-            exchange.holding.release()
+            exchange.reservation.release()
             ended_at = time.perf_counter()
             if exchange.path not in _QUIET:
                 _log_line(exchange, ended_at)

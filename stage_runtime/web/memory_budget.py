@@ -15,7 +15,7 @@ GRACE_S: Final = 30.0  # for a body, whatever its size
 MIN_RATE: Final = 4 << 10  # bytes a second that each body must bring beyond that: a modem does
 
 
-class Intake:
+class MemoryBudget:
     """The bytes of all requests in flight. limit_nbytes: one request alone is taken whatever it brings."""
 
     def __init__(self, limit_nbytes: int, *, grace_s: float = GRACE_S) -> None:
@@ -24,30 +24,30 @@ class Intake:
         self.held_nbytes = 0
 
 
-class Holding:
-    """One request's share of an `Intake`; given back by `release`."""
+class Reservation:
+    """One request's share of a `MemoryBudget`; given back by `release`."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
         self._nbytes = 0
 
     def expect(self, nbytes: int) -> None:
         """Raises: RequestError: rate_limited: there is no room for so many bytes. Nothing is held for them yet."""
-        others, held = self._intake.held_nbytes - self._nbytes, self._intake.held_nbytes
-        if others and held + nbytes > self._intake.limit_nbytes:
-            told = f"{others} bytes of other requests' bodies and media are in flight"
-            raise RequestError("rate_limited", told, retry_after_s=1.0)
+        others, held = self._budget.held_nbytes - self._nbytes, self._budget.held_nbytes
+        if others and held + nbytes > self._budget.limit_nbytes:
+            problem = f"{others} bytes of other requests' bodies and media are in flight"
+            raise RequestError("rate_limited", problem, retry_after_s=1.0)
 
     def add(self, nbytes: int) -> None:
         """Raises: RequestError: rate_limited: so many more are too many; they are not held."""
         self.expect(nbytes)
-        self._intake.held_nbytes += nbytes
+        self._budget.held_nbytes += nbytes
         self._nbytes += nbytes
 
     def release(self) -> None:
-        self._intake.held_nbytes -= self._nbytes
+        self._budget.held_nbytes -= self._nbytes
         self._nbytes = 0
 
-    def patience_s(self, nbytes: int) -> float:
+    def body_timeout_s(self, nbytes: int) -> float:
         """How long a body may take that has brought ``nbytes`` so far."""
-        return self._intake.grace_s + nbytes / MIN_RATE
+        return self._budget.grace_s + nbytes / MIN_RATE

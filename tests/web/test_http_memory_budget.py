@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web.apikeys import ApiKeys
-from stage_runtime.web.intake import Holding, Intake
+from stage_runtime.web.memory_budget import MemoryBudget, Reservation
 from tests.web.running import ALL, Running, start
 from tests.web.scripted_manager import play
 from tests.web.test_http_connections import POST, answer_of, connected
@@ -32,8 +32,8 @@ def held(running: Running, text: str) -> float:
 def test_what_is_held_is_the_sum_of_the_shares_and_never_over_the_limit_but_of_one(
     steps: list[tuple[int, int | None]],
 ) -> None:
-    intake = Intake(100)
-    holdings = [Holding(intake) for _ in range(4)]
+    budget = MemoryBudget(100)
+    holdings = [Reservation(budget) for _ in range(4)]
     model = [0] * 4
     for who, nbytes in steps:
         if nbytes is None:
@@ -46,11 +46,11 @@ def test_what_is_held_is_the_sum_of_the_shares_and_never_over_the_limit_but_of_o
             except RequestError as error:
                 assert error.code == "rate_limited"
                 assert sum(model) + nbytes > 100 and sum(model) > model[who]
-        assert intake.held_nbytes == sum(model)
+        assert budget.held_nbytes == sum(model)
         assert sum(model) <= 100 or sum(1 for one in model if one) == 1
-    for holding in holdings:
-        holding.release()
-    assert intake.held_nbytes == 0
+    for reservation in holdings:
+        reservation.release()
+    assert budget.held_nbytes == 0
 
 
 async def test_bodies_in_flight_are_bounded_as_a_sum_and_given_back() -> None:
