@@ -51,7 +51,7 @@ def _guarded(role: Callable[[], int]) -> int:
         return EXIT_FAILED
     except BaseException as error:  # of the author's: a module that a hook is named in may do anything when imported
         statuspipe.report(status_fd, statuspipe.failed(error))
-        print(errors.traced(error), file=sys.stderr)
+        print(errors.format_traceback(error), file=sys.stderr)
         return EXIT_FAILED
 
 

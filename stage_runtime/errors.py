@@ -117,7 +117,7 @@ class HookError(OmniError):
         self.message = message
 
 
-def printed(value: object, *, limit: int = TEXT_LIMIT, how: Callable[[object], str] = str) -> str:
+def safe_str(value: object, *, limit: int = TEXT_LIMIT, how: Callable[[object], str] = str) -> str:
     """``str(value)``, at most ``limit`` characters of valid Unicode. Never raises, whatever ``__str__`` does.
 
     how: `repr` for what is quoted.
@@ -129,30 +129,30 @@ def printed(value: object, *, limit: int = TEXT_LIMIT, how: Callable[[object], s
         return f"<{_type_name(value)}, whose text cannot be had: {_type_name(error)}>"
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """``ValueError: no``: what logs and clients are told of a foreign exception. Never raises."""
-    return f"{_type_name(error)}: {printed(error)}"[:TEXT_LIMIT]
+    return f"{_type_name(error)}: {safe_str(error)}"[:TEXT_LIMIT]
 
 
-def traced(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """Its traceback from the author's first frame on, the end of a very long one. Never raises."""
     try:
         whole = tracebacks.TracebackException.from_exception(error)
-        _leave_our_frames_out(whole)
-        return printed("".join(whole.format())[-TRACEBACK_LIMIT:], limit=TRACEBACK_LIMIT)
+        _drop_runtime_frames(whole)
+        return safe_str("".join(whole.format())[-TRACEBACK_LIMIT:], limit=TRACEBACK_LIMIT)
     except BaseException:
-        return f"{''.join(tracebacks.format_tb(error.__traceback__))[-TRACEBACK_LIMIT:]}{told(error)}"
+        return f"{''.join(tracebacks.format_tb(error.__traceback__))[-TRACEBACK_LIMIT:]}{describe(error)}"
 
 
-def _leave_our_frames_out(told: tracebacks.TracebackException | None) -> None:
+def _drop_runtime_frames(report: tracebacks.TracebackException | None) -> None:
     """Drop the frames that lead to the author's code, in every exception of the chain. What has none keeps all."""
-    if told is None:
+    if report is None:
         return
-    foreign = [at for at, frame in enumerate(told.stack) if not is_ours(frame.filename)]
+    foreign = [at for at, frame in enumerate(report.stack) if not is_ours(frame.filename)]
     if foreign:
-        del told.stack[: foreign[0]]
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
-        _leave_our_frames_out(other)
+        del report.stack[: foreign[0]]
+    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
+        _drop_runtime_frames(other)
 
 
 def is_ours(file: str) -> bool:

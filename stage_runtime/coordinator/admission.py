@@ -12,7 +12,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.terminal_stages import HOOK, TerminalStagesResult
-from stage_runtime.errors import InvalidRequest, RequestError, ValueRefused, told
+from stage_runtime.errors import InvalidRequest, RequestError, ValueRefused, describe
 from stage_runtime.relays import payloads
 from stage_runtime.relays.payloads import Extracted
 from stage_runtime.rules import routing
@@ -86,19 +86,19 @@ class Admission:
             serving = next((one for one in reversed(revisions) if names <= set(one.terminals)), revisions[-1])
             return routing.terminals(serving.terminals, returned)
         except RequestError as error:
-            told_of = failure_of(error, "", HOOK)
+            failure = failure_of(error, "", HOOK)
             raise RequestError(
-                told_of.code,
-                told_of.message,
-                stage=told_of.stage or None,
-                hook=told_of.hook,
-                param=told_of.param,
+                failure.code,
+                failure.message,
+                stage=failure.stage or None,
+                hook=failure.hook,
+                param=failure.param,
                 request_id=request.id,
             ) from error
         except BaseException as error:  # SystemExit too: it is one request
             raise RequestError(
                 "stage_failed",
-                f"{HOOK}: {told(error)}",
+                f"{HOOK}: {describe(error)}",
                 hook=HOOK,
                 request_id=request.id,
             ) from error

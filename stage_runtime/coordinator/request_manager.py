@@ -30,7 +30,7 @@ from stage_runtime.coordinator.readers import Readers
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, Streamed
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
-from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused, told
+from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused, describe
 from stage_runtime.relays.fetching import Fetched, Fetching
 from stage_runtime.relays.registry import Relays
 from stage_runtime.relays.send_queues import PendingSend, SendQueues, attempt_key
@@ -346,7 +346,7 @@ class RequestManager:
                 failure = Failure("invalid_request", error.problem)
             else:
                 log.error("request %s cannot be sent", handle.id, exc_info=error)
-                failure = Failure("transport_failed", told(error), entry, "relay")
+                failure = Failure("transport_failed", describe(error), entry, "relay")
             self._failed(handle, attempt, failure)
 
         pending = PendingSend(handle.sending, handle.extracted, make, self._plan.relay_backend, lost)
@@ -390,9 +390,9 @@ class RequestManager:
         """Nothing of the request can reach a terminal: where it is waited for, its request fails now."""
         handle = self._current(message)
         if handle is not None and message.source in handle.tracked.waiting:
-            told = f"no route leads the request to {message.source!r}, a terminal stage that it waits for: "
-            told += "leave it out by terminalStagesFn, or send it something"
-            self._failed(handle, message.attempt, Failure("stage_failed", told, message.source, "route_fn"))
+            problem = f"no route leads the request to {message.source!r}, a terminal stage that it waits for: "
+            problem += "leave it out by terminalStagesFn, or send it something"
+            self._failed(handle, message.attempt, Failure("stage_failed", problem, message.source, "route_fn"))
 
     def _result(self, message: Complete, fetched: Fetched | None) -> None:
         handle = self._current(message)

@@ -16,7 +16,7 @@ import uvloop
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
 from stage_runtime.engines.blocking import TURN_S, LoopWatch
-from stage_runtime.errors import told
+from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class LoopEngine:
             except BaseException as error:
                 if loop.is_closed() or (main.done() and not main.cancelled()):
                     raise
-                log.error("a task or callback of a request would have ended the event loop: %s", told(error))
+                log.error("a task or callback of a request would have ended the event loop: %s", describe(error))
             if main.cancelled():
                 main = loop.create_task(self._main(inbox))
 

@@ -260,7 +260,7 @@ class RequestSession:
 
 def _cause(event: events.StreamFailed) -> RequestError:
     """As the source itself told the coordinator: whoever of the two is heard first, the client is told the same."""
-    told = event.failure
-    if told is None:
+    failure = event.failure
+    if failure is None:
         return RequestError("stage_failed", event.error, stage=event.source)
-    return RequestError(told.code, told.message, stage=told.stage, hook=told.hook, param=told.param)
+    return RequestError(failure.code, failure.message, stage=failure.stage, hook=failure.hook, param=failure.param)

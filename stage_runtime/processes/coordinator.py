@@ -17,7 +17,7 @@ import uvloop
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.engines.loading import resolve
-from stage_runtime.errors import ConfigurationError, told
+from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import logs, process_context, statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import memory
@@ -58,7 +58,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
     crashed: asyncio.Future[BaseException] = loop.create_future()
 
     def ended(name: str, error: BaseException) -> None:
-        log.error("the task %r has ended: %s", name, told(error))
+        log.error("the task %r has ended: %s", name, describe(error))
         if not crashed.done():
             crashed.set_result(error)
 

@@ -20,7 +20,7 @@ import msgspec
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.plan import PipelinePlan, StagePlan
 from stage_runtime.engines import loading
-from stage_runtime.errors import ConfigurationError, raised_at, told
+from stage_runtime.errors import ConfigurationError, describe, raised_at
 from stage_runtime.processes.children import describe_exit
 from stage_runtime.processes.local import LocalPipeline
 
@@ -114,7 +114,7 @@ def _problem(one: Named) -> tuple[str, str]:
         return path, problem
     except BaseException as error:  # of the author's module, which may exit
         place = raised_at(error)
-        return one.path, f"importing {one.name!r} raises {told(error)}{f' ({place})' if place else ''}"
+        return one.path, f"importing {one.name!r} raises {describe(error)}{f' ({place})' if place else ''}"
     return one.path, ""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stage_runtime.errors import TRACEBACK_LIMIT, printed, traced
+from stage_runtime.errors import TRACEBACK_LIMIT, format_traceback, safe_str
 
 #: What every record has; whatever else is in one came by ``extra``.
 _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -31,12 +31,12 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self._name,
             "logger": record.name,
-            "message": printed(record.getMessage(), limit=TRACEBACK_LIMIT),
+            "message": safe_str(record.getMessage(), limit=TRACEBACK_LIMIT),
         }
         if record.exc_info and record.exc_info[1] is not None:
-            entry["traceback"] = traced(record.exc_info[1])
+            entry["traceback"] = format_traceback(record.exc_info[1])
         for given, value in _fields(record).items():
-            name = printed(given, limit=MAX_NAME)
+            name = safe_str(given, limit=MAX_NAME)
             entry[f"extra.{name}" if name in entry else name] = _plain(value)
         return msgspec.json.encode(entry).decode()
 
@@ -45,7 +45,7 @@ class TextFormatter(logging.Formatter):
     """A line for people, and below it a traceback that begins with the author's own code."""
 
     def formatException(self, ei: Any) -> str:
-        return traced(ei[1]).rstrip() if ei[1] is not None else super().formatException(ei)
+        return format_traceback(ei[1]).rstrip() if ei[1] is not None else super().formatException(ei)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -58,11 +58,11 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """What JSON can say of a value, else its text; a log line never fails for what stands in it."""
     if type(value) is str:
-        return printed(value, limit=TRACEBACK_LIMIT)
+        return safe_str(value, limit=TRACEBACK_LIMIT)
     try:
-        return msgspec.json.decode(msgspec.json.encode(value, enc_hook=printed))
+        return msgspec.json.decode(msgspec.json.encode(value, enc_hook=safe_str))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
-        return printed(value, how=repr)
+        return safe_str(value, how=repr)
 
 
 def configure(log_format: str, *, name: str) -> None:

@@ -18,7 +18,7 @@ import uvloop
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
-from stage_runtime.errors import ConfigurationError, told, traced
+from stage_runtime.errors import ConfigurationError, describe, format_traceback
 from stage_runtime.processes import logs, process_context, statuspipe
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays.registry import Relays
@@ -156,7 +156,7 @@ class Process:
         """A stage cannot be loaded, or its engine has crashed."""
         code = EXIT_CRASHED if self._loaded else EXIT_FAILED
         if not isinstance(error, ConfigurationError):
-            log.error("stage %s: %s\n%s", stage, told(error), traced(error).rstrip())
+            log.error("stage %s: %s\n%s", stage, describe(error), format_traceback(error).rstrip())
         elif self._settings.status_fd is None:  # or our supervisor shows that line
             log.error("%s", error)
         statuspipe.report(self._settings.status_fd, statuspipe.failed(error, stage=stage))
@@ -165,7 +165,7 @@ class Process:
 
     def _task_ended(self, name: str, error: BaseException) -> None:
         """Without it this process would go on half: ready for others, and without beats, say."""
-        log.error("the task %r has ended: %s\n%s", name, told(error), traced(error).rstrip())
+        log.error("the task %r has ended: %s\n%s", name, describe(error), format_traceback(error).rstrip())
         statuspipe.report(self._settings.status_fd, statuspipe.failed(error))
         self._finish(EXIT_CRASHED)
 

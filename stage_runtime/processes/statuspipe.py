@@ -13,7 +13,7 @@ import threading
 import msgspec
 
 from omnipipeline_spec import crashes
-from stage_runtime.errors import ConfigurationError, printed, traced
+from stage_runtime.errors import ConfigurationError, format_traceback, safe_str
 
 MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always say why, even when nobody reads
 # Several loader threads report, and a line longer than PIPE_BUF is not atomic by itself. Reentrant, because a signal's
@@ -68,8 +68,8 @@ def failed(error: BaseException, *, stage: str = "") -> Failed:
     What is wrong with a configuration says so in one line, and how we came to see it helps nobody.
     """
     if isinstance(error, ConfigurationError):
-        return Failed(stage=stage, error=_line(printed(error)))
-    return Failed(stage=stage, error=_line(crashes.raised(error)), traceback=traced(error)[-MAX_TRACEBACK:])
+        return Failed(stage=stage, error=_line(safe_str(error)))
+    return Failed(stage=stage, error=_line(crashes.raised(error)), traceback=format_traceback(error)[-MAX_TRACEBACK:])
 
 
 def _line(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from stage_runtime.errors import ValueRefused, printed
+from stage_runtime.errors import ValueRefused, safe_str
 from stage_runtime.relays import tensors
 from stage_runtime.wire import outputs, values
 
@@ -96,7 +96,7 @@ class Walk:
         copy = value.copy() if self.rebuild else None
         for key, item in value.items():
             if type(key) is not str:
-                raise CheckFailed(f"{type(key).__name__} key {printed(key, limit=40, how=repr)}: use str keys")
+                raise CheckFailed(f"{type(key).__name__} key {safe_str(key, limit=40, how=repr)}: use str keys")
             if copy is not None and not key.isascii():  # else the encoder looks
                 check_str(self, key)
             kind = type(item)

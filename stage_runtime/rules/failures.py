@@ -16,9 +16,9 @@ from stage_runtime.errors import (
     RequestError,
     TransferError,
     ValueRefused,
-    printed,
-    told,
-    traced,
+    describe,
+    format_traceback,
+    safe_str,
 )
 from stage_runtime.wire.messages import NAME_LIMIT, Failure
 
@@ -35,19 +35,19 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
             param = _attribute(error, "param")
             return Failure(
                 code if type(code) is str and code in CODES else "stage_failed",
-                printed(_attribute(error, "message")),
+                safe_str(_attribute(error, "message")),
                 _name(error, "stage") or stage,
                 _name(error, "hook") or hook,
-                None if param is None else printed(param, limit=PARAM_LIMIT),
+                None if param is None else safe_str(param, limit=PARAM_LIMIT),
             )
         case HookError():
-            message = printed(_attribute(error, "message"))
+            message = safe_str(_attribute(error, "message"))
             return Failure("stage_failed", message, _name(error, "stage") or stage, _name(error, "hook") or hook)
         case ValueRefused():
-            return Failure("stage_failed", printed(error), stage, hook)
+            return Failure("stage_failed", safe_str(error), stage, hook)
         case TransferError() | ProtocolError():
-            return Failure("transport_failed", printed(error), stage, hook)
-    return Failure("stage_failed", told(error), stage, hook)
+            return Failure("transport_failed", safe_str(error), stage, hook)
+    return Failure("stage_failed", describe(error), stage, hook)
 
 
 def log_failure(request_id: str, failure: Failure, error: BaseException) -> None:
@@ -58,7 +58,7 @@ def log_failure(request_id: str, failure: Failure, error: BaseException) -> None
         if isinstance(error, RequestError):
             log.info(template, *facts)
         else:
-            log.error(template + "\n%s", *facts, traced(error).rstrip())
+            log.error(template + "\n%s", *facts, format_traceback(error).rstrip())
     except BaseException:  # a handler's own trouble: the request fails all the same
         pass
 
@@ -66,11 +66,11 @@ def log_failure(request_id: str, failure: Failure, error: BaseException) -> None
 def _name(error: BaseException, attribute: str) -> str:
     """A stage's or hook's name; empty when there is none that could be one."""
     value = _attribute(error, attribute)
-    return printed(value, limit=NAME_LIMIT) if isinstance(value, str) else ""
+    return safe_str(value, limit=NAME_LIMIT) if isinstance(value, str) else ""
 
 
 def _attribute(error: BaseException, name: str) -> Any:
     try:
         return getattr(error, name)
     except BaseException as raised:
-        return f"<{name} cannot be had: {told(raised)}>" if name == "message" else None
+        return f"<{name} cannot be had: {describe(raised)}>" if name == "message" else None

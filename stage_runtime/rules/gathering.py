@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stage_runtime.errors import HookError, printed
+from stage_runtime.errors import HookError, safe_str
 
 
 class Gathering:
@@ -69,7 +69,7 @@ class Gathering:
             raise HookError(
                 self._stage,
                 "wait_for_fn",
-                f"gave {printed(returned, limit=200, how=repr)}; wanted a list of stage names or None",
+                f"gave {safe_str(returned, limit=200, how=repr)}; wanted a list of stage names or None",
             )
         unknown = sorted(set(names) - set(self._wait_for))
         if not names or unknown:

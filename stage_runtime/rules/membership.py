@@ -115,8 +115,8 @@ class MembershipState:
             return f"unit revision {member.revision} of {member.unit!r} stands in no pipeline revision that is served"
         if any(self._schemas[one.revision].get(member.group) == instance.edges for one in its_own):
             return None
-        told = ", ".join(one.revision for one in its_own)
-        return f"declares other edges than {member.group!r} has in pipeline revision {told}"
+        names = ", ".join(one.revision for one in its_own)
+        return f"declares other edges than {member.group!r} has in pipeline revision {names}"
 
     def leave(self, incarnation: str) -> Instance | None:
         self._changed()

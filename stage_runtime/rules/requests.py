@@ -154,8 +154,8 @@ class Tracked:
     def _lost(self, event: Event) -> Instructions:
         assert isinstance(event, InstanceLost)
         if self.streamed or self._retries_left == 0:
-            told = "after part of the answer was sent" if self.streamed else "again"
-            return self.fail(Failure("unavailable", f"an instance of {event.stage!r} was lost {told}", event.stage))
+            when = "after part of the answer was sent" if self.streamed else "again"
+            return self.fail(Failure("unavailable", f"an instance of {event.stage!r} was lost {when}", event.stage))
         self._retries_left -= 1
         return self._again()
 

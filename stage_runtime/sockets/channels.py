@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 import zmq
 
-from stage_runtime.errors import OtherProtocol, ProtocolError, told
+from stage_runtime.errors import OtherProtocol, ProtocolError, describe
 from stage_runtime.rules.links import ACK_EVERY, Incoming, Standing, Verdict
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.links import Link
@@ -312,7 +312,7 @@ class Channels:
         except Exception as error:  # the outermost loop: one message must not end what others wait for
             self.counters["handler_errors"] += 1
             log.exception("%s of %s could not be dealt with", type(message).__name__, frame.sender)
-            self._handler.unreadable(frame.sender, frame.request, told(error))
+            self._handler.unreadable(frame.sender, frame.request, describe(error))
 
     def _link_of(self, frame: Envelope) -> Link | None:
         """The link that ``frame`` belongs to; None when it is to be dropped."""

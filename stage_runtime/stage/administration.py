@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stage_runtime.engines.events import Admin as AdminEvent
-from stage_runtime.errors import ValueRefused, told
+from stage_runtime.errors import ValueRefused, describe
 from stage_runtime.stage.stage import Stage
 from stage_runtime.wire.messages import Admin, AdminReply, Message, ProfilerStart, ProfilerStop
 
@@ -42,7 +42,7 @@ class Administration:
     def crashed(self, stage: str, error: BaseException) -> None:
         """The engine will answer nothing any more. In its thread."""
         for call in [one for one in list(self._asked) if one[2] == stage]:
-            self._answer(call, None, f"the engine crashed: {told(error)}")
+            self._answer(call, None, f"the engine crashed: {describe(error)}")
 
     def _answer(self, call: tuple[str, str, str], value: Any, error: str | None = None) -> None:
         """In any thread; the first answer counts."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.loading import resolve
-from stage_runtime.errors import HookError, RequestError, told
+from stage_runtime.errors import HookError, RequestError, describe
 from stage_runtime.rules import routing
 from stage_runtime.wire.values import OmniRequest, Routed, StagePayload
 
@@ -77,7 +77,7 @@ class Hooks:
         except RequestError:
             raise
         except BaseException as error:
-            raise HookError(self._plan.name, hook, told(error)) from error
+            raise HookError(self._plan.name, hook, describe(error)) from error
         if isinstance(returned, LAZY):
             if isinstance(returned, Coroutine):
                 returned.close()  # else Python warns that it was never awaited

@@ -13,7 +13,7 @@ from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.engines.events import Stalled
 from stage_runtime.engines.streaming import StreamingEngine
-from stage_runtime.errors import told
+from stage_runtime.errors import describe
 from stage_runtime.stage import tensor_parallel
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.stage_input import StageInput
@@ -134,7 +134,7 @@ class Stage:
     def _crash(self, error: BaseException) -> None:
         """A thread of the stage has ended, and with it what it would have computed. On that thread."""
         for work in self.input.works():
-            self.output.fail(work, RuntimeError(f"scheduler crashed: {told(error)}"))
+            self.output.fail(work, RuntimeError(f"scheduler crashed: {describe(error)}"))
         self._crashed(self.plan.name, error)
 
     def _unreadable(self, work: Work, error: BaseException) -> None:

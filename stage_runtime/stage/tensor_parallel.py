@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Gate, Inbox, Work
-from stage_runtime.errors import ConfigurationError, RequestError, ValueRefused, told
+from stage_runtime.errors import ConfigurationError, RequestError, ValueRefused, describe
 from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched
 from stage_runtime.relays.send_queues import PendingSend, SendQueues
@@ -212,7 +212,7 @@ class FollowerOutput:
         log_failure(work.request_id, failure_of(error, "this rank", hook), error)
         key = _followed(work).key
         self._over(key)
-        self._failed(key, told(error))
+        self._failed(key, describe(error))
 
     def crashed(self, error: BaseException) -> None:
         self._crashed(error)

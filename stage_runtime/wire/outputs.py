@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.errors import ValueRefused, printed
+from stage_runtime.errors import ValueRefused, safe_str
 from stage_runtime.wire.messages import NAME_LIMIT
 from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Text, Usage
 
@@ -62,7 +62,7 @@ def _audio(value: Audio) -> str | None:
     if type(rate) is not int or not RATES[0] <= rate <= RATES[1]:
         return f"omni.Audio: sample_rate is {_quoted(rate)}: use an int from {RATES[0]} to {RATES[1]}"
     dtype, shape = getattr(samples, "dtype", None), getattr(samples, "shape", None)
-    name = getattr(dtype, "name", None) or printed(dtype, limit=40).removeprefix("torch.")
+    name = getattr(dtype, "name", None) or safe_str(dtype, limit=40).removeprefix("torch.")
     if dtype is None or shape is None:
         return f"omni.Audio: samples are {_kind(samples)}: use a float32 tensor or array, [n] or [n, channels]"
     if name not in SAMPLES:
@@ -106,8 +106,8 @@ def _is_name(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return printed(type(value).__qualname__, limit=80)
+    return safe_str(type(value).__qualname__, limit=80)
 
 
 def _quoted(value: Any) -> str:
-    return f"{_kind(value)} {printed(value, limit=60, how=repr)}"
+    return f"{_kind(value)} {safe_str(value, limit=60, how=repr)}"

@@ -260,4 +260,4 @@ match os.environ.get("HOSTILE_WITHOUT"):
         codec.encode = _encode_unchecked
         outputs.check_chunk = lambda chunk: None  # the one that stands before it
     case "the guard of texts":
-        errors.printed = _print_unguarded
+        errors.safe_str = _print_unguarded

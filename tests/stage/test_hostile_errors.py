@@ -15,7 +15,16 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.errors import CODES, HookError, ProtocolError, TransferError, ValueRefused, printed, told, traced
+from stage_runtime.errors import (
+    CODES,
+    HookError,
+    ProtocolError,
+    TransferError,
+    ValueRefused,
+    describe,
+    format_traceback,
+    safe_str,
+)
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.tensor_parallel import LeaderInbox
 from stage_runtime.wire import codec
@@ -196,7 +205,7 @@ def test_whatever_was_raised_becomes_a_failure_that_can_be_sent_and_a_line_in_th
     (record,) = caplog.records
     assert "request r failed in" in record.getMessage()
     assert len(record.getMessage()) < 60_000
-    for text in (printed(error), told(error), traced(error)):
+    for text in (safe_str(error), describe(error), format_traceback(error)):
         assert isinstance(text.encode(), bytes)
 
 
