@@ -199,7 +199,7 @@ async def resize(pipeline: LocalPipeline, member: str, *, count: int) -> Outcome
     async def note(http: httpx.AsyncClient) -> None:
         for one in (await looking.status(http))["instances"]:
             if one["group"] == member:
-                served[one["incarnation"]] = one["served"]
+                served[one["incarnation"]] = one["bound_total"]
 
     async def during(ledger: Ledger) -> float:
         async with httpx.AsyncClient(base_url=pipeline.url, timeout=30) as http:
@@ -231,7 +231,7 @@ async def _observe(
     async with httpx.AsyncClient(base_url=pipeline.url, timeout=30) as http:
         await _rest(http)
         before = _held(pipeline)
-        retried = (await looking.metrics(http))["omnipipeline_retried_total"]
+        retried = (await looking.metrics(http))["omnipipeline_requests_retried_total"]
         ledger = Ledger(pipeline.url)
         load = asyncio.create_task(ledger.load(rate=rate, at_once=at_once, streams=streams))
         try:
@@ -241,7 +241,7 @@ async def _observe(
             await load
         await pipeline.ready()
         left = await _left(http, pipeline, before)
-        retried = (await looking.metrics(http))["omnipipeline_retried_total"] - retried
+        retried = (await looking.metrics(http))["omnipipeline_requests_retried_total"] - retried
     failed = ledger.failed()
     faults = ledger.faults()
     return Outcome(

@@ -52,14 +52,14 @@ async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
 async def under_way(http: httpx.AsyncClient) -> dict[str, float]:
     """Everything that is not at rest; empty when all is."""
     said = await status(http)
-    found: dict[str, float] = {name: said[name] for name in ("in_flight", "stranded") if said[name]}
+    found: dict[str, float] = {name: said[name] for name in ("in_flight", "awaiting_instance") if said[name]}
     for one in said["instances"]:
         numbers = {"waiting": one["waiting"], "running": one["running"], "bound": one["bound"], **one["gauges"]}
         for name in ("waiting", "running", "bound", *AT_REST):
             if numbers.get(name):
                 found[f"{one['group']}.{name}"] = numbers[name]
     own = await metrics(http)
-    for name in ("kept_bytes", *AT_REST):
+    for name in ("retained_body_bytes", *AT_REST):
         if own.get(f"omnipipeline_{name}"):
             found[f"coordinator.{name}"] = own[f"omnipipeline_{name}"]
     return found

@@ -117,4 +117,6 @@ class RequestManagerApi(Protocol):
         """
 
     def metrics(self) -> Mapping[str, Any]:
-        """Numbers for /metrics: ``requests`` {(kind, outcome): n}, ``in_flight``, per stage waiting/running, …"""
+        """Numbers for /metrics: ``requests`` {(kind, outcome): n}, ``requests_in_flight``, per stage waiting/running,
+        …
+        """

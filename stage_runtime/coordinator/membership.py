@@ -183,7 +183,7 @@ class Membership:
     def status(self) -> Mapping[str, Any]:
         return {
             "complete": self.state.complete(),
-            "lacking": [] if self.state.complete() else self.state.lacking(any_revision=True),
+            "missing_groups": [] if self.state.complete() else self.state.lacking(any_revision=True),
             "revisions": [one.revision for one in self.state.revisions],
             "instances": [
                 {
@@ -196,11 +196,11 @@ class Membership:
                     "ready": instance.ready,
                     "draining": instance.draining,
                     "aside": instance.aside,
-                    "misfit": self.state.ineligible_reason(instance),
+                    "ineligible_reason": self.state.ineligible_reason(instance),
                     "waiting": instance.waiting,
                     "running": instance.running,
                     "bound": instance.bound,
-                    "served": instance.served,
+                    "bound_total": instance.bound_total,
                     "gauges": self._beats[incarnation].gauges if incarnation in self._beats else {},
                 }
                 for incarnation, instance in self.state.instances.items()

@@ -183,7 +183,7 @@ class RequestManager:
             "coordinator": self._membership.incarnation,
             "ready": self.ready(),
             "in_flight": len(self._handles),
-            "stranded": len(self._awaiting_instance),
+            "awaiting_instance": len(self._awaiting_instance),
             **self._membership.status(),
         }
 
@@ -193,13 +193,13 @@ class RequestManager:
     def metrics(self) -> Mapping[str, Any]:
         return {
             "requests": dict(self.stats.outcomes),
-            "in_flight": len(self._handles),
-            "retried_total": self.stats.retried,
+            "requests_in_flight": len(self._handles),
+            "requests_retried_total": self.stats.retried,
             "stages": _merged(self.stats.stages(), self._membership.loads()),
             "instances_ready": self._membership.ready_count(),
             "transfers_in_flight": self.send_queues.outstanding,
             "sends_queued": self.send_queues.queued,
-            "kept_bytes": self._admission.kept_nbytes,
+            "retained_body_bytes": self._admission.kept_nbytes,
             "relay": self._relays.stats(),
             "control": self._membership.counters(),
         }

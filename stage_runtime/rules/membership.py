@@ -32,7 +32,7 @@ class Instance(msgspec.Struct):
     running: int = 0
     bound: int = 0  #: Requests of this coordinator that are bound to it now.
     since_beat: int = 0  #: Bound since the last beat, which cannot know them.
-    served: int = 0  #: Bound to it in all.
+    bound_total: int = 0  #: Bound to it in all.
 
     @property
     def eligible(self) -> bool:
@@ -169,11 +169,12 @@ class MembershipState:
             if len(candidates) > 1:
                 shunned = set(avoid)
                 instance = min(
-                    candidates, key=lambda one: (one.member.incarnation in shunned, one.load, one.bound, one.served)
+                    candidates,
+                    key=lambda one: (one.member.incarnation in shunned, one.load, one.bound, one.bound_total),
                 )
             instance.bound += 1
             instance.since_beat += 1
-            instance.served += 1
+            instance.bound_total += 1
             picked[group] = instance.member.incarnation
         return sets.revision, {stage: picked[group] for stage, group in sets.stages.items()}
 

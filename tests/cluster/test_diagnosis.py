@@ -117,9 +117,9 @@ async def test_a_pod_taken_out_of_its_unit_gets_no_more_requests_and_goes_on_run
         [instance] = aside()
         assert pod["status"]["podIP"] in instance["endpoint"]
         await load.some(20)  # those that were bound to it before
-        served = aside()[0]["served"]
+        served = aside()[0]["bound_total"]
         await load.some(200)
-        assert aside()[0]["served"] == served
+        assert aside()[0]["bound_total"] == served
     assert load.failures() == {}, load.failures()
     [still] = [each for each in installed.pods("choir") if each["metadata"]["name"] == name]
     assert still["metadata"]["uid"] == uid and "running" in still["status"]["containerStatuses"][0]["state"]

@@ -67,7 +67,7 @@ async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_an
         for number in range(4):
             made.manager.admit(asked(f"r{number}"))
         assert {one.header.bindings["shout"] for one in made.submitted("f1")} == {"v1"}
-        told = {one["incarnation"]: one["misfit"] for one in made.manager.status()["instances"]}
+        told = {one["incarnation"]: one["ineligible_reason"] for one in made.manager.status()["instances"]}
         assert told == {
             "f1": None,
             "v1": None,
@@ -112,7 +112,7 @@ async def test_an_instance_is_bound_only_once_it_is_ready() -> None:
         assert made.hello("v1", "voice")
         with pytest.raises(RequestError, match="voice"):
             made.manager.admit(asked())
-        assert made.manager.status()["lacking"] == ["voice"]
+        assert made.manager.status()["missing_groups"] == ["voice"]
 
 
 async def test_a_coordinator_that_was_complete_once_stays_ready() -> None:

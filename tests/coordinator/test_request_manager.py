@@ -287,10 +287,10 @@ async def test_without_another_instance_a_request_waits_for_the_next_life() -> N
     async with played(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
         made.coordinator.lost("v1")
-        assert made.manager.status()["stranded"] == 1
+        assert made.manager.status()["awaiting_instance"] == 1
         assert len(made.submitted("f1")) == 1
         made.join("v2", "voice")
-        assert made.manager.status()["stranded"] == 0
+        assert made.manager.status()["awaiting_instance"] == 0
         made.complete(made.submitted("f1")[-1], "shout", "alive")
         assert await read(handle) == [ResultEvent(stage="shout", data="alive")]
 
@@ -301,7 +301,7 @@ async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> No
         made.manager.admit(asked())
         made.coordinator.lost("v1")
         assert made.hello("v2", "voice", ready=True)
-        assert made.manager.status()["stranded"] == 0
+        assert made.manager.status()["awaiting_instance"] == 0
         assert [one.header.bindings["shout"] for one in made.submitted("f1")] == ["v1", "v2"]
 
 
@@ -313,7 +313,7 @@ async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) 
         if end == "abort":
             made.manager.abort("r1", "enough")
         assert (await error_of(handle)).code == ("cancelled" if end == "abort" else "deadline")
-        assert made.manager.status()["stranded"] == 0
+        assert made.manager.status()["awaiting_instance"] == 0
         made.join("v2", "voice")
         assert len(made.submitted("f1")) == 1
 
@@ -452,7 +452,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
         made.complete(again, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
         assert any(isinstance(one, Unbound) for one in made.channels.said["f1"])
-        assert made.manager.metrics()["retried_total"] == 0
+        assert made.manager.metrics()["requests_retried_total"] == 0
 
 
 async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
@@ -637,7 +637,7 @@ async def live(steps: list[str], stream: bool) -> None:
         if not isinstance(outcome, BaseException):
             assert sorted(one.stage for one in outcome if isinstance(one, ResultEvent)) == ["shout", "write"]
         assert made.manager.in_flight == 0
-        assert made.manager.status()["stranded"] == 0
+        assert made.manager.status()["awaiting_instance"] == 0
         assert sum(made.manager.metrics()["requests"].values()) == 1
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
         assert all(made.manager.bound_to(name) == 0 for name in made.channels.said)

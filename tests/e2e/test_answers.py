@@ -77,7 +77,7 @@ async def test_both_replicas_of_a_group_serve(client: Client) -> None:
 
 
 async def served(client: Client) -> dict[tuple[str, str], int]:
-    return {(one["group"], one["incarnation"]): one["served"] for one in (await client.status())["instances"]}
+    return {(one["group"], one["incarnation"]): one["bound_total"] for one in (await client.status())["instances"]}
 
 
 async def test_chunks_of_one_request_never_turn_up_in_another(client: Client) -> None:

@@ -75,7 +75,7 @@ async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost
         assert load.wrong == []
         # New ones are refused (503, Retry-After) while nobody is there; what had been admitted is sent again.
         assert set(load.outcomes.values()) <= {"completed", "refused"} and len(load.outcomes) == 150
-        assert (await client.metrics())["omnipipeline_retried_total"] > 0, "the kill must have hit requests"
+        assert (await client.metrics())["omnipipeline_requests_retried_total"] > 0, "the kill must have hit requests"
         await at_rest(client)
 
 

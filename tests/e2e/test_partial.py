@@ -18,7 +18,7 @@ async def test_a_frozen_branch_refuses_its_own_requests_alone(base: Path) -> Non
         try:
 
             async def away() -> bool:
-                lacking: list[str] = (await client.status())["lacking"]
+                lacking: list[str] = (await client.status())["missing_groups"]
                 return lacking == ["slow"]
 
             await eventually(away)

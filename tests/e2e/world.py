@@ -209,14 +209,14 @@ AT_REST = (
 async def under_way(client: Client) -> dict[str, float]:
     """Everything that /status and /metrics say is not at rest; empty when all is."""
     status = await client.status()
-    found: dict[str, float] = {name: status[name] for name in ("in_flight", "stranded") if status[name]}
+    found: dict[str, float] = {name: status[name] for name in ("in_flight", "awaiting_instance") if status[name]}
     for one in status["instances"]:
         numbers = {"waiting": one["waiting"], "running": one["running"], "bound": one["bound"], **one["gauges"]}
         for name in ("waiting", "running", "bound", *AT_REST):
             if numbers.get(name):
                 found[f"{one['group']}.{name}"] = numbers[name]
     metrics = await client.metrics()
-    for name in ("kept_bytes", *AT_REST):
+    for name in ("retained_body_bytes", *AT_REST):
         if metrics.get(f"omnipipeline_{name}"):
             found[f"coordinator.{name}"] = metrics[f"omnipipeline_{name}"]
     return found

@@ -92,7 +92,7 @@ async def test_scaling_and_restarting_a_running_omni_up_loses_no_request(base: P
         await load
     assert ledger.faults() == []
     assert ledger.failed() == {}
-    served = [one["served"] for one in said if one["group"] == "consumer"]
+    served = [one["bound_total"] for one in said if one["group"] == "consumer"]
     assert len(served) == 3
     assert min(served) > 0
 

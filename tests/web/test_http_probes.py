@@ -22,7 +22,7 @@ from tests.web.scripted_manager import ScriptedManager, play
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
 NUMBERS = {
     "requests": {("chat", "completed"): 3, ("pipeline", "deadline"): 1},
-    "in_flight": 2,
+    "requests_in_flight": 2,
     "admitted_total": 9,
     "stages": {
         "talk": {
@@ -56,7 +56,7 @@ async def test_what_the_request_manager_counts_is_what_prometheus_reads() -> Non
     assert found == {
         "omnipipeline_requests_total,kind=chat,outcome=completed": 3,
         "omnipipeline_requests_total,kind=pipeline,outcome=deadline": 1,
-        "omnipipeline_in_flight": 2,
+        "omnipipeline_requests_in_flight": 2,
         "omnipipeline_admitted_total": 9,
         "omnipipeline_stage_waiting,stage=talk": 1,
         "omnipipeline_stage_running,stage=talk": 2,
