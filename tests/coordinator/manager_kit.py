@@ -137,7 +137,7 @@ SCHEMAS = edges.of_revision(REVISION)
 GROUP_STAGES = {"front": ("split",), "voice": ("shout", "write")}
 
 
-class Played:
+class CoordinatorHarness:
     """The coordinator and everybody around it."""
 
     def __init__(
@@ -237,14 +237,14 @@ def request_of(sent: Submit) -> OmniRequest:
 
 
 @asynccontextmanager
-async def played(
+async def coordinator_harness(
     *,
     terminal_stages: Callable[[OmniRequest], Any] | None = None,
     revisions: tuple[PipelineRevision, ...] = (REVISION,),
     joined: bool = True,
     **plan: Any,
-) -> AsyncIterator[Played]:
-    made = Played(CoordinatorPlan(pipeline="hello", model="hello", **plan), terminal_stages, revisions)
+) -> AsyncIterator[CoordinatorHarness]:
+    made = CoordinatorHarness(CoordinatorPlan(pipeline="hello", model="hello", **plan), terminal_stages, revisions)
     if joined:
         made.join("f1", "front")
         made.join("v1", "voice")

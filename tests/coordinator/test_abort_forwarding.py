@@ -7,21 +7,21 @@ import asyncio
 import pytest
 
 from stage_runtime.wire.messages import ForwardAbort, ForwardAbortReply
-from tests.coordinator.manager_kit import ME, Played, asked, error_of, played
+from tests.coordinator.manager_kit import ME, CoordinatorHarness, asked, coordinator_harness, error_of
 
 
-def questions(made: Played, incarnation: str) -> list[ForwardAbort]:
+def questions(made: CoordinatorHarness, incarnation: str) -> list[ForwardAbort]:
     return [one for one in made.channels.said[incarnation] if isinstance(one, ForwardAbort)]
 
 
-async def caller(made: Played, request_id: str = "theirs") -> asyncio.Task[bool]:
+async def caller(made: CoordinatorHarness, request_id: str = "theirs") -> asyncio.Task[bool]:
     task = asyncio.create_task(made.manager.forward_abort(request_id, "DELETE"))
     await asyncio.sleep(0)
     return task
 
 
 async def test_an_abort_that_another_coordinator_passes_on_ends_the_request_and_says_so() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked("mine"))
         made.coordinator.received("f1", ForwardAbort("mine", "other", "DELETE"))
         assert made.channels.said["f1"][-1] == ForwardAbortReply("mine", "other", True)
@@ -31,7 +31,7 @@ async def test_an_abort_that_another_coordinator_passes_on_ends_the_request_and_
 
 
 async def test_every_instance_is_asked_and_the_owner_s_yes_is_enough() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         answer = await caller(made)
         assert questions(made, "f1") == questions(made, "v1") == [ForwardAbort("theirs", ME, "DELETE")]
         made.coordinator.received("v1", ForwardAbortReply("theirs", ME, True, 1))
@@ -40,13 +40,13 @@ async def test_every_instance_is_asked_and_the_owner_s_yes_is_enough() -> None:
 
 @pytest.mark.parametrize("request_id", ["x" * 129, "", "\udc80"], ids=["long", "empty", "surrogate"])
 async def test_an_id_that_no_request_can_have_is_asked_of_nobody(request_id: str) -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         assert not await made.manager.forward_abort(request_id, "DELETE")
         assert questions(made, "f1") == questions(made, "v1") == []
 
 
 async def test_no_is_known_as_soon_as_everybody_has_answered_or_is_gone() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         answer = await caller(made)
         again = await caller(made)
         assert len(questions(made, "f1")) == 1, "one question for two who ask the same"

@@ -13,15 +13,15 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Beat, Deregister, Members, Rejected, Welcome
-from tests.coordinator.manager_kit import REVISION, SCHEMAS, Played, asked, came, played
+from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, asked, came, coordinator_harness
 
 
-def said(made: Played, incarnation: str, kind: type) -> list[object]:
+def said(made: CoordinatorHarness, incarnation: str, kind: type) -> list[object]:
     return [one for one in made.channels.said[incarnation] if isinstance(one, kind)]
 
 
 async def test_who_joins_is_welcomed_with_the_others_and_they_are_told() -> None:
-    async with played(joined=False) as made:
+    async with coordinator_harness(joined=False) as made:
         assert made.hello("f1", "front")
         assert made.hello("v1", "voice")
         (first,) = said(made, "f1", Welcome)
@@ -37,7 +37,7 @@ async def test_who_joins_is_welcomed_with_the_others_and_they_are_told() -> None
 
 async def test_who_says_hello_again_is_welcomed_again_and_nobody_else_is_troubled() -> None:
     """It has found the coordinator at a second address, or has given its link up."""
-    async with played() as made:
+    async with coordinator_harness() as made:
         news = len(said(made, "f1", Members))
         assert made.hello("v1", "voice", via="tcp://[::1]:1")
         last = said(made, "v1", Welcome)[-1]
@@ -53,7 +53,7 @@ async def test_who_says_hello_again_is_welcomed_again_and_nobody_else_is_trouble
     [({"pipeline": "other"}, "belongs to pipeline 'other'"), ({"edges": "99:edges"}, "speaks edges '99:edges'")],
 )
 async def test_who_does_not_belong_here_is_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
-    async with played(joined=False) as made:
+    async with coordinator_harness(joined=False) as made:
         assert not made.hello("x1", "voice", **fields)
         (refused,) = made.refused("x1")
         assert reason in refused.reason
@@ -62,7 +62,7 @@ async def test_who_does_not_belong_here_is_refused_with_the_reason(fields: dict[
 
 
 async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_and_status_says_why() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.join("v2", "voice", edges=SCHEMAS["front"])
         for number in range(4):
             made.manager.admit(asked(f"r{number}"))
@@ -76,7 +76,7 @@ async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_an
 
 
 async def test_the_dead_may_not_come_back_under_their_old_name() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.coordinator.lost("v1")
         (gone,) = said(made, "f1", Members)[-1:]
         assert isinstance(gone, Members)
@@ -87,7 +87,7 @@ async def test_the_dead_may_not_come_back_under_their_old_name() -> None:
 
 async def test_one_that_was_buried_and_still_speaks_is_told() -> None:
     """A frozen process thaws and beats on: it must come back under a new name, or it would be idle for ever."""
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.coordinator.lost("v1")
         assert not made.coordinator.introduced("v1", Beat({}, {}, {}))
         assert [one.fenced for one in made.refused("v1")] == [True]
@@ -96,7 +96,7 @@ async def test_one_that_was_buried_and_still_speaks_is_told() -> None:
 
 
 async def test_another_life_at_the_same_endpoint_buries_the_one_before_and_its_requests_move() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.manager.admit(asked())
         made.join("v2", "voice", endpoint="ipc:///v1")
         assert set(made.membership.state.instances) == {"f1", "v2"}
@@ -107,7 +107,7 @@ async def test_another_life_at_the_same_endpoint_buries_the_one_before_and_its_r
 
 
 async def test_an_instance_is_bound_only_once_it_is_ready() -> None:
-    async with played(joined=False) as made:
+    async with coordinator_harness(joined=False) as made:
         made.join("f1", "front")
         assert made.hello("v1", "voice")
         with pytest.raises(RequestError, match="voice"):
@@ -116,7 +116,7 @@ async def test_an_instance_is_bound_only_once_it_is_ready() -> None:
 
 
 async def test_a_coordinator_that_was_complete_once_stays_ready() -> None:
-    async with played(joined=False) as made:
+    async with coordinator_harness(joined=False) as made:
         assert not made.manager.ready()
         made.join("f1", "front")
         made.join("v1", "voice")
@@ -129,7 +129,7 @@ async def test_a_coordinator_that_was_complete_once_stays_ready() -> None:
 async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_protocol(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with played(joined=False) as made:
+    async with coordinator_harness(joined=False) as made:
         monkeypatch.setattr(membership, "READY_AFTER_S", 0.05)
         made.channels.other_protocol_at = time.monotonic() + 0.2
         await asyncio.sleep(0.1)
@@ -139,7 +139,7 @@ async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_pro
 
 
 async def test_beats_carry_load_and_are_forgotten_with_their_instance() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.coordinator.received("v1", Beat({"shout": 3}, {"shout": 2}, {"shout": 9}, {"kv_blocks": 7.0}))
         assert made.manager.metrics()["stages"]["shout"] == {"waiting": 3, "running": 2}
         (voice,) = [one for one in made.manager.status()["instances"] if one["incarnation"] == "v1"]
@@ -151,7 +151,7 @@ async def test_beats_carry_load_and_are_forgotten_with_their_instance() -> None:
 
 
 async def test_a_draining_instance_without_requests_is_let_go_at_once() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.coordinator.received("v1", Deregister("SIGTERM"))
         assert type(made.channels.said["v1"][-1]).__name__ == "Unbound"
         assert made.manager.status()["instances"][1]["draining"]
@@ -163,7 +163,7 @@ def newer() -> PipelineRevision:
 
 
 async def test_a_request_never_mixes_revisions_in_a_roll(newer: PipelineRevision) -> None:
-    async with played(max_in_flight=100) as made:
+    async with coordinator_harness(max_in_flight=100) as made:
         made.join("w1", "voice", revision="v2")
         for number in range(10):
             made.manager.admit(asked(f"a{number}"))

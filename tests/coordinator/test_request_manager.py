@@ -33,16 +33,26 @@ from stage_runtime.wire.messages import (
     Unbound,
 )
 from stage_runtime.wire.values import OmniRequest, RawTensor
-from tests.coordinator.manager_kit import REVISION, Played, asked, came, error_of, events_of, played, read, request_of
+from tests.coordinator.manager_kit import (
+    REVISION,
+    CoordinatorHarness,
+    asked,
+    came,
+    coordinator_harness,
+    error_of,
+    events_of,
+    read,
+    request_of,
+)
 
 
-def only(made: Played, incarnation: str = "f1") -> Any:
+def only(made: CoordinatorHarness, incarnation: str = "f1") -> Any:
     (sent,) = made.submitted(incarnation)
     return sent
 
 
 async def test_a_request_goes_to_the_entry_stage_with_its_bindings_and_deadline() -> None:
-    async with played(request_timeout_s=60.0) as made:
+    async with coordinator_harness(request_timeout_s=60.0) as made:
         made.manager.admit(asked(inputs={"text": "hi"}), timeout_s=5.0, trace="00-ab-cd-01")
         sent = only(made)
         assert sent.target == "split"
@@ -53,13 +63,13 @@ async def test_a_request_goes_to_the_entry_stage_with_its_bindings_and_deadline(
 
 
 async def test_a_client_may_shorten_the_pipelines_deadline_and_not_lengthen_it() -> None:
-    async with played(request_timeout_s=2.0) as made:
+    async with coordinator_harness(request_timeout_s=2.0) as made:
         made.manager.admit(asked(), timeout_s=900.0)
         assert only(made).header.remaining_ms <= 2000
 
 
 async def test_a_request_is_complete_when_all_its_terminals_are() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "write", "text")
@@ -76,7 +86,7 @@ async def test_a_request_is_complete_when_all_its_terminals_are() -> None:
 
 
 async def test_a_subset_of_terminals_is_waited_for_and_others_are_ignored() -> None:
-    async with played(terminal_stages=lambda request: ["write"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["write"]) as made:
         handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "shout", "nobody asked")
@@ -92,7 +102,7 @@ async def test_a_wrong_subset_is_refused_before_anything_is_sent(returned: Any) 
             raise returned
         return returned
 
-    async with played(terminal_stages=choose) as made:
+    async with coordinator_harness(terminal_stages=choose) as made:
         with pytest.raises(RequestError) as caught:
             made.manager.admit(asked())
         assert (caught.value.code, caught.value.hook) == ("stage_failed", "terminal_stages_fn")
@@ -102,7 +112,7 @@ async def test_a_wrong_subset_is_refused_before_anything_is_sent(returned: Any) 
 
 
 async def test_chunks_are_read_in_order_before_the_result_whatever_came_first() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=True))
         sent = only(made)
         made.complete(sent, "shout", "end", chunks=3)  # short messages overtake long ones
@@ -120,7 +130,7 @@ async def test_chunks_are_read_in_order_before_the_result_whatever_came_first() 
 
 @pytest.mark.parametrize(("again", "code"), [(True, "duplicate_request"), (False, None)])
 async def test_an_id_is_refused_while_it_is_in_flight_and_welcome_afterwards(again: bool, code: str | None) -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
         first = only(made)
         if again:
@@ -138,7 +148,7 @@ async def test_an_id_is_refused_while_it_is_in_flight_and_welcome_afterwards(aga
 
 
 async def test_admission_is_capped_before_anything_is_sent() -> None:
-    async with played(max_in_flight=2) as made:
+    async with coordinator_harness(max_in_flight=2) as made:
         made.manager.admit(asked("r1"))
         made.manager.admit(asked("r2"))
         with pytest.raises(RequestError) as caught:
@@ -150,7 +160,7 @@ async def test_admission_is_capped_before_anything_is_sent() -> None:
 
 
 async def test_without_an_instance_of_a_group_its_name_is_told() -> None:
-    async with played(joined=False) as made:
+    async with coordinator_harness(joined=False) as made:
         made.join("f1", "front")
         with pytest.raises(RequestError, match="no ready instance of voice") as caught:
             made.manager.admit(asked())
@@ -170,7 +180,7 @@ async def test_a_request_that_never_meets_a_stage_is_served_while_that_stage_is_
         return [str(request.inputs)]
 
     schemas = edges.of_revision(BRANCHES)
-    async with played(joined=False, revisions=(BRANCHES,), terminal_stages=terminals) as made:
+    async with coordinator_harness(joined=False, revisions=(BRANCHES,), terminal_stages=terminals) as made:
         made.join("f1", "front", edges=schemas["front"])
         made.join("v1", "voice", edges=schemas["voice"])
         handle = made.manager.admit(asked("heard", inputs="shout"))
@@ -187,7 +197,7 @@ async def test_a_request_that_never_meets_a_stage_is_served_while_that_stage_is_
 
 
 async def test_a_value_that_cannot_travel_is_the_clients_fault() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         with pytest.raises(RequestError, match=r"inputs\['x'\]") as caught:
             made.manager.admit(asked(inputs={"x": (1, 2)}))
         assert caught.value.code == "invalid_request"
@@ -195,7 +205,7 @@ async def test_a_value_that_cannot_travel_is_the_clients_fault() -> None:
 
 
 async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_it() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "write", "partial")
@@ -214,7 +224,7 @@ async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_i
 
 
 async def test_an_aborted_request_is_cancelled_once() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked())
         assert made.manager.abort("r1", "enough")
         assert not made.manager.abort("r1", "again")
@@ -227,7 +237,7 @@ async def test_an_aborted_request_is_cancelled_once() -> None:
 
 
 async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does_not() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=True))
         events = events_of(handle)
         made.chunk(only(made), "shout", 0, "a")
@@ -242,7 +252,7 @@ async def test_a_reader_that_goes_away_aborts_and_one_that_reads_to_the_end_does
 
 
 async def test_a_cancelled_reader_aborts_the_request() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked())
         reader = asyncio.create_task(read(handle))
         await asyncio.sleep(0)
@@ -255,7 +265,7 @@ async def test_a_cancelled_reader_aborts_the_request() -> None:
 
 
 async def test_a_deadline_that_passes_ends_the_request_and_names_what_it_waited_for() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked(), timeout_s=0.02)
         made.complete(only(made), "write", "text")
         error = await error_of(handle)
@@ -268,7 +278,7 @@ async def test_a_deadline_that_passes_ends_the_request_and_names_what_it_waited_
 
 
 async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
         first = only(made)
         made.join("v2", "voice")
@@ -284,7 +294,7 @@ async def test_a_lost_instance_is_replaced_by_another_at_once() -> None:
 
 
 async def test_without_another_instance_a_request_waits_for_the_next_life() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
         made.coordinator.lost("v1")
         assert made.manager.status()["awaiting_instance"] == 1
@@ -297,7 +307,7 @@ async def test_without_another_instance_a_request_waits_for_the_next_life() -> N
 
 async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> None:
     """It was fenced by mistake or frozen, and has its models still."""
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.manager.admit(asked())
         made.coordinator.lost("v1")
         assert made.hello("v2", "voice", ready=True)
@@ -307,7 +317,7 @@ async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> No
 
 @pytest.mark.parametrize("end", ["abort", "deadline"])
 async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked(), timeout_s=0.05 if end == "deadline" else None)
         made.coordinator.lost("v1")
         if end == "abort":
@@ -319,7 +329,7 @@ async def test_a_request_that_waits_for_an_instance_can_end_meanwhile(end: str) 
 
 
 async def test_a_second_loss_ends_the_request_with_its_reason() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked())
         made.join("v2", "voice")
         made.coordinator.lost("v1")
@@ -329,7 +339,7 @@ async def test_a_second_loss_ends_the_request_with_its_reason() -> None:
 
 
 async def test_what_was_streamed_to_the_client_is_not_sent_again() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked(stream=True))
         made.join("v2", "voice")
         made.chunk(only(made), "shout", 0, "said")
@@ -339,7 +349,7 @@ async def test_what_was_streamed_to_the_client_is_not_sent_again() -> None:
 
 
 async def test_a_client_that_waits_for_all_of_it_gets_one_attempts_answer_alone() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=False))
         made.join("v2", "voice")
         made.chunk(only(made), "shout", 0, "of the dead")
@@ -352,7 +362,7 @@ async def test_a_client_that_waits_for_all_of_it_gets_one_attempts_answer_alone(
 
 
 async def test_only_the_requests_of_a_lost_instance_notice() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.join("v2", "voice")
         handles = [made.manager.admit(asked(f"r{number}")) for number in range(6)]
         sent = made.submitted("f1")
@@ -368,7 +378,7 @@ async def test_only_the_requests_of_a_lost_instance_notice() -> None:
 
 
 async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.join("f2", "front")
         made.join("v2", "voice")
         made.manager.admit(asked())
@@ -380,7 +390,7 @@ async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
 
 
 async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried_on_others() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         stuck = made.manager.admit(asked("stuck"))
         made.manager.admit(asked("through"))
         (first, second) = made.submitted("f1")
@@ -399,7 +409,7 @@ async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried
 
 
 async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
         made.coordinator.received("f1", PeerUnreachable("v1"))
         made.coordinator.lost("v1")
@@ -411,7 +421,7 @@ async def test_one_that_is_found_dead_after_another_has_lost_it_costs_one_retry(
 
 
 async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> None:
-    async with played(retries=0) as made:
+    async with coordinator_harness(retries=0) as made:
         handle = made.manager.admit(asked())
         header = only(made).header
         made.coordinator.received("v1", Complete("r1", header.attempt, "shout", Body(transfer=b"gone")))
@@ -420,7 +430,7 @@ async def test_a_result_that_cannot_be_fetched_counts_as_a_failed_transfer() -> 
 
 
 async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
-    async with played(retries=1) as made:
+    async with coordinator_harness(retries=1) as made:
         made.relays.unreachable.add("f1")
         handle = made.manager.admit(asked(inputs=b"x" * 100_000))
         error = await error_of(handle)
@@ -431,7 +441,7 @@ async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
 
 
 async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         made.manager.admit(asked(inputs=b"x" * 100_000))
         sent = only(made)
         assert sent.body.transfer
@@ -443,7 +453,7 @@ async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None
 
 
 async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost() -> None:
-    async with played(retries=0, terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(retries=0, terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked())
         made.join("f2", "front")
         made.coordinator.received("f1", HandBack("r1", only(made).header.attempt, "split"))
@@ -456,7 +466,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
 
 
 async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.manager.admit(asked())
         made.coordinator.received("v1", Deregister("SIGTERM"))
         assert Unbound() not in made.channels.said["v1"]
@@ -467,7 +477,7 @@ async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more(
 
 
 async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its_end() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "shout", "done")
@@ -477,7 +487,7 @@ async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its
 
 
 async def test_a_reader_lets_its_producer_go_on() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=True))
         sent = only(made)
         for index in range(128):
@@ -494,13 +504,13 @@ async def test_a_reader_lets_its_producer_go_on() -> None:
         await events.aclose()
 
 
-def taken(made: Played) -> int:
+def taken(made: CoordinatorHarness) -> int:
     """The weight that the producer was told of."""
     return sum(one.weight for one in made.channels.said["v1"] if isinstance(one, Consumed))
 
 
 async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_order_later() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=True))
         sent = only(made)
         made.coordinator.received("v1", Stalled("shout", "coordinator", True))
@@ -527,7 +537,7 @@ async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_ord
 async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(complete: bool) -> None:
     """Whether it is in flight or complete and unread."""
     half = ROOM // 2
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handles = [made.manager.admit(asked(name, stream=True)) for name in ("r1", "r2", "r3")]
         sents = made.submitted("f1")
         made.coordinator.received("v1", Stalled("shout", "coordinator", True))
@@ -547,7 +557,7 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
 
 
 async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
-    async with played(terminal_stages=lambda request: ["shout"]) as made:
+    async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=False))
         sent = only(made)
         made.coordinator.received("v1", Stalled("shout", "coordinator", True))
@@ -559,7 +569,9 @@ async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
 
 @pytest.mark.parametrize("waited_for", [True, False])
 async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_else(waited_for: bool) -> None:
-    async with played(terminal_stages=lambda request: ["write", "shout"] if waited_for else ["write"]) as made:
+    async with coordinator_harness(
+        terminal_stages=lambda request: ["write", "shout"] if waited_for else ["write"]
+    ) as made:
         handle = made.manager.admit(asked())
         sent = only(made)
         skipped = Complete(sent.header.request_id, sent.header.attempt, "shout", skipped=True)
@@ -573,7 +585,7 @@ async def test_a_terminal_that_was_skipped_fails_who_waits_for_it_and_nobody_els
 
 
 async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_request_manager() -> None:
-    async with played(retries=0) as made:
+    async with coordinator_harness(retries=0) as made:
         handle = made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "shout", "end", chunks=1)
@@ -582,7 +594,7 @@ async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_requ
 
 
 async def test_a_desk_that_refuses_says_why_and_one_that_fails_ends_everything() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         handles = [made.manager.admit(asked(f"r{number}")) for number in range(3)]
         made.manager.refuse("shutting down")
         with pytest.raises(RequestError, match="shutting down") as caught:
@@ -599,7 +611,7 @@ EVENTS = ["complete shout", "complete write", "chunk", "fail", "transport", "los
 
 async def live(steps: list[str], stream: bool) -> None:
     """One request under any events; at the end its deadline."""
-    async with played() as made:
+    async with coordinator_harness() as made:
         handle = made.manager.admit(asked(stream=stream), timeout_s=0.05)
         reader = asyncio.create_task(read(handle))
         born = 1
@@ -656,7 +668,7 @@ def test_the_revision_of_these_tests_has_every_stage_in_a_group() -> None:
 async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
     """It waited for a credit of the entry instance, and the next attempt goes there too."""
     large = "x" * 100_000
-    async with played(max_in_flight=100) as made:
+    async with coordinator_harness(max_in_flight=100) as made:
         for number in range(BODY_CREDITS):
             made.manager.admit(asked(f"r{number}", inputs=large))
         sent = made.submitted("f1")
@@ -677,7 +689,7 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
     busy: bool,
 ) -> None:
     parts = [RawTensor("uint8", (4,), b"%04d" % (index % 1000)) for index in range(25_000)]
-    async with played(max_in_flight=100) as made:
+    async with coordinator_harness(max_in_flight=100) as made:
         for number in range(BODY_CREDITS if busy else 0):
             made.manager.admit(asked(f"r{number}", inputs="x" * 100_000))
         before = len(made.submitted("f1"))
@@ -689,7 +701,7 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
 
 
 async def test_what_an_instance_said_and_nobody_could_read_ends_its_request_at_once_and_no_other() -> None:
-    async with played() as made:
+    async with coordinator_harness() as made:
         bad, good = made.manager.admit(asked("bad")), made.manager.admit(asked("good"))
         sent = made.submitted("f1")[0]
         for attempt in (sent.header.attempt + 9, sent.header.attempt):

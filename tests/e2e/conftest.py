@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.world import APART, Client, prism, replicas, running
+from tests.e2e.local_pipelines import APART, Client, diamond, replicas, running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,9 +31,12 @@ def base() -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared() -> AsyncIterator[LocalPipeline]:
-    """A prism in several processes, for tests that leave it as they found it. Two replicas of its terminal's group."""
+    """A diamond in several processes, for tests that leave it as they found it.
+
+    Two replicas of its terminal's group.
+    """
     with tempfile.TemporaryDirectory(prefix="e-") as folder:
-        async with running(prism(APART, process_groups=replicas(voice=2)), Path(folder)) as pipeline:
+        async with running(diamond(APART, process_groups=replicas(voice=2)), Path(folder)) as pipeline:
             yield pipeline
 
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.world import APART, HELLO, SPREAD, TOGETHER, Client, at_rest, prism, running
+from tests.e2e.local_pipelines import APART, HELLO, SPREAD, TOGETHER, Client, at_rest, diamond, running
 
 TEXTS = ["one", "one two", "the quick brown fox jumps over", "a b c d e f g h i j k l m n o p"]
 
@@ -32,8 +32,8 @@ async def test_hello_answers_the_openai_client_streamed_and_whole(base: Path) ->
 
 
 async def answers(base: Path, processes: dict[str, str], **changes: Any) -> list[Any]:
-    """Everything that a prism so placed says: to small and large requests at once, then streamed."""
-    async with running(prism(processes, **changes), base) as pipeline, Client(pipeline.url) as client:
+    """Everything that a diamond so placed says: to small and large requests at once, then streamed."""
+    async with running(diamond(processes, **changes), base) as pipeline, Client(pipeline.url) as client:
         whole = await asyncio.gather(*(client.answer(text, size=size) for text in TEXTS for size in (4, 1 << 20)))
         streams = [await client.streamed(text) for text in TEXTS]
         await at_rest(client)
@@ -58,8 +58,8 @@ async def test_a_buffer_that_is_used_again_arrives_as_it_was_each_time(
 ) -> None:
     """In a generator's own memory and in the arena, by yield and by return, one request after the other."""
     stages = [
-        StageConfig(name="give", process="p", factory="prism:one_buffer", next="take", stream_to="take"),
-        StageConfig(name="take", process="q", factory="prism:what_came", terminal=True),
+        StageConfig(name="give", process="p", factory="diamond_stages:one_buffer", next="take", stream_to="take"),
+        StageConfig(name="take", process="q", factory="diamond_stages:what_came", terminal=True),
     ]
     source = PipelineConfig(stages=stages, relay_backend=relay)
     async with running(source, base) as pipeline, Client(pipeline.url) as client:

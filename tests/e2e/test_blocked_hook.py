@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.world import running
+from tests.e2e.local_pipelines import running
 
 PIPELINE = """
 apiVersion: omnipipeline.dev/v1alpha1

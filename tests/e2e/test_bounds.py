@@ -18,33 +18,33 @@ import pytest_asyncio
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.world import HEARTBEAT_S, Client, at_rest, running
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, running
 
 MIB = 1 << 20
 POUR_S = 2.5  # an unbounded producer makes gigabytes in this time
 WITHIN = 200 * MIB  # of growth, of each process
 
 
-def flood() -> PipelineConfig:
+def backpressure() -> PipelineConfig:
     """tap → slow (stream and result) or fine (result): each in a process of its own."""
 
     def stage(name: str, **fields: object) -> StageConfig:
-        return StageConfig(name=name, process=name, factory=f"flood:{name}", **fields)  # type: ignore[arg-type]
+        return StageConfig(name=name, process=name, factory=f"backpressure_stages:{name}", **fields)  # type: ignore[arg-type]
 
     return PipelineConfig(
-        name="flood",
+        name="backpressure",
         stages=[
             stage(
                 "tap",
                 next=["slow", "fine"],
-                route_fn="flood:route_fn",
+                route_fn="backpressure_stages:route_fn",
                 stream_to="slow",
-                stream_done_to_fn="flood:done_fn",
+                stream_done_to_fn="backpressure_stages:done_fn",
             ),
             stage("slow", terminal=True),
             stage("fine", terminal=True),
         ],
-        terminal_stages_fn="flood:terminal_stages_fn",
+        terminal_stages_fn="backpressure_stages:terminal_stages_fn",
         control=Control(heartbeat_seconds=HEARTBEAT_S),
     )
 
@@ -52,7 +52,7 @@ def flood() -> PipelineConfig:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def flooded() -> AsyncIterator[LocalPipeline]:
     with tempfile.TemporaryDirectory(prefix="e-") as folder:
-        async with running(flood(), Path(folder)) as pipeline:
+        async with running(backpressure(), Path(folder)) as pipeline:
             async with Client(pipeline.url, connections=40) as client:  # arenas and pools have their size
                 await asyncio.gather(*(client.ask("", to="fine", size=MIB) for _ in range(40)))
                 await client.ask("", to="slow", size=MIB, chunks=3, pace=0)
@@ -84,7 +84,7 @@ async def pouring(pipeline: LocalPipeline, client: Client, count: int, **inputs:
     asked = [asyncio.create_task(client.ask("", **inputs)) for _ in range(count)]
     try:
         yield
-        assert not any(one.done() for one in asked), "the slow one cannot be through: it was no flood"
+        assert not any(one.done() for one in asked), "the slow one cannot be through: it was no backpressure"
     finally:
         for one in asked:
             one.cancel()

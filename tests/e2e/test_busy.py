@@ -16,8 +16,8 @@ import pytest_asyncio
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.busy import KINDS
-from tests.e2e.world import HEARTBEAT_S, Client, at_rest, eventually, running, under_way
+from tests.e2e.busy_stages import KINDS
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually, running, under_way
 
 MIB = 1 << 20
 BODIES, EACH, BODY = 12, 6, 4 * MIB  # of each kind of stage; so many at once
@@ -29,7 +29,7 @@ def spec() -> PipelineConfig:
 
     def stage(name: str, **fields: object) -> StageConfig:
         fields.setdefault("process", "busy")
-        return StageConfig(name=name, factory=f"busy:{name}", **fields)  # type: ignore[arg-type]
+        return StageConfig(name=name, factory=f"busy_stages:{name}", **fields)  # type: ignore[arg-type]
 
     return PipelineConfig(
         name="busy",
@@ -38,15 +38,15 @@ def spec() -> PipelineConfig:
                 "take",
                 process="front",
                 next=[*KINDS, "side"],
-                route_fn="busy:route_fn",
+                route_fn="busy_stages:route_fn",
                 stream_to="early",
-                stream_done_to_fn="busy:done_fn",
+                stream_done_to_fn="busy_stages:done_fn",
             ),
             stage("side", process="front", next="join"),
             *(stage(kind, terminal=True) for kind in KINDS if kind != "join"),
-            stage("join", terminal=True, wait_for=["take", "side"], merge_fn="busy:merge_fn"),
+            stage("join", terminal=True, wait_for=["take", "side"], merge_fn="busy_stages:merge_fn"),
         ],
-        terminal_stages_fn="busy:terminal_stages_fn",
+        terminal_stages_fn="busy_stages:terminal_stages_fn",
         control=Control(heartbeat_seconds=HEARTBEAT_S),
     )
 

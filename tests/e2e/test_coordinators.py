@@ -10,12 +10,12 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.pods import pods
-from tests.e2e.world import APART, Client, at_rest, eventually, prism
+from tests.e2e.local_pipelines import APART, Client, at_rest, diamond, eventually
+from tests.e2e.pod_pipelines import pods
 
 
 async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_survives_the_other(base: Path) -> None:
-    async with pods(prism(APART), base, "old", "new") as made:
+    async with pods(diamond(APART), base, "old", "new") as made:
         async with Client(made.url("old")) as old, Client(made.url("new")) as new:
             for client in (old, new):
                 await eventually(partial(lambda client: complete(client), client), 30)

@@ -14,7 +14,7 @@ import pytest
 
 from omnipipeline_spec.cluster import ProcessGroup
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.world import APART, Client, at_rest, coordinator, eventually, prism, replicas, running
+from tests.e2e.local_pipelines import APART, Client, at_rest, coordinator, diamond, eventually, replicas, running
 
 
 class Load:
@@ -53,7 +53,7 @@ async def incarnations(client: Client, group: str) -> set[str]:
 @pytest.mark.parametrize("group", ["front", "voice"])  # tests/faults kills every member
 async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost(group: str, base: Path) -> None:
     """With one instance, what was admitted waits up to 5 s for the next life: nothing was said of it, so none fails."""
-    async with running(prism(APART), base) as pipeline, Client(pipeline.url, connections=200) as client:
+    async with running(diamond(APART), base) as pipeline, Client(pipeline.url, connections=200) as client:
         (before,) = await incarnations(client, group)
         load = Load(client)
         under_load = asyncio.create_task(load.run(150))
@@ -81,7 +81,7 @@ async def test_a_killed_stage_comes_back_under_a_new_name_and_no_request_is_lost
 
 async def test_without_retries_the_killed_stage_s_requests_fail_with_its_name(base: Path) -> None:
     """The positive control: what the retries above hide."""
-    spec = prism(APART, coordinator=coordinator(retries=0))
+    spec = diamond(APART, coordinator=coordinator(retries=0))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
         asked = [asyncio.create_task(client.ask("a b", slow=0.5)) for _ in range(10)]
         await asyncio.sleep(0.3)
@@ -93,7 +93,7 @@ async def test_without_retries_the_killed_stage_s_requests_fail_with_its_name(ba
 
 
 async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(base: Path) -> None:
-    spec = prism(APART, process_groups=replicas(voice=2))
+    spec = diamond(APART, process_groups=replicas(voice=2))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
         words = " ".join("word" for _ in range(60))  # six seconds: a busy machine may be late with the kill
         asked = [asyncio.create_task(client.streamed(words, slow=0.1)) for _ in range(8)]
@@ -106,7 +106,7 @@ async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(
 
 
 async def test_a_frozen_stage_is_dead_within_four_seconds_and_comes_back_as_somebody_else(base: Path) -> None:
-    spec = prism(APART, process_groups=replicas(voice=2))
+    spec = diamond(APART, process_groups=replicas(voice=2))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
         before = await incarnations(client, "voice")
         load = Load(client)
@@ -138,7 +138,7 @@ async def test_a_frozen_stage_is_dead_within_four_seconds_and_comes_back_as_some
 async def test_a_stage_that_makes_no_progress_is_ended_whether_it_keeps_the_gil_or_not(base: Path) -> None:
     """Its own look at the time needs the GIL; where that is kept for ever, C code ends the process."""
     groups = [ProcessGroup(name="front", stuck_after_seconds=4)]
-    spec = prism(APART, process_groups=groups, coordinator=coordinator(retries=0))
+    spec = diamond(APART, process_groups=groups, coordinator=coordinator(retries=0))
     async with running(spec, base) as pipeline, Client(pipeline.url) as client:
         for waits, traces in (
             ("hold", ["in _hold_the_gil"]),

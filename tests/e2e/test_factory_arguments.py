@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
-from tests.e2e.world import Client, running
+from tests.e2e.local_pipelines import Client, running
 
 TELLING = """\
 def make(model_path="own-model", model_revision="main", gpu_id=7, unset="own", said="own", size=1):

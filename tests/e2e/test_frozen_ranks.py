@@ -15,13 +15,13 @@ import pytest_asyncio
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, running
 from tests.e2e.test_tensor_parallel import add
-from tests.e2e.world import HEARTBEAT_S, Client, running
 
 DEAD_AFTER_S = 1.0
 SPEC = PipelineConfig(
     name="ranks",
-    stages=[StageConfig(name="adder", factory="prism:ranks", gpu=[0, 1], tp_size=2, terminal=True)],
+    stages=[StageConfig(name="adder", factory="diamond_stages:ranks", gpu=[0, 1], tp_size=2, terminal=True)],
     control=Control(heartbeat_seconds=HEARTBEAT_S, dead_after_seconds=DEAD_AFTER_S),
 )
 

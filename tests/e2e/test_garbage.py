@@ -21,8 +21,8 @@ from stage_runtime.processes.local import LocalPipeline
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Abort, Deregister, Frame
-from tests.e2e.pods import KEY, pods
-from tests.e2e.world import APART, Client, at_rest, eventually, prism
+from tests.e2e.local_pipelines import APART, Client, at_rest, diamond, eventually
+from tests.e2e.pod_pipelines import KEY, pods
 
 NESTED = b"\x91" * 100_000 + b"\xc0"
 FRAMES: dict[str, bytes] = {
@@ -217,7 +217,7 @@ def raw_noise(port: int) -> socket.socket:
 async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_once(
     base: Path, stranger: zmq.Context[Any]
 ) -> None:
-    async with pods(prism(APART, relay_backend="tcp"), base) as made, Client(made.url("coordinator")) as client:
+    async with pods(diamond(APART, relay_backend="tcp"), base) as made, Client(made.url("coordinator")) as client:
 
         async def every(*kinds: str) -> bool:
             """Whether every process has counted some of each kind."""

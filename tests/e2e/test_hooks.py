@@ -9,7 +9,7 @@ import pytest
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.world import SPREAD, TOGETHER, Client, at_rest, eventually, prism, running
+from tests.e2e.local_pipelines import SPREAD, TOGETHER, Client, at_rest, diamond, eventually, running
 
 #: What the request asks to fail -> the stage and hook that the client must be told.
 HOOKS = {
@@ -59,7 +59,7 @@ async def test_a_value_that_cannot_travel_is_refused_at_its_sender_with_its_path
     processes: dict[str, str], relay: str, base: Path
 ) -> None:
     """The same on every transport, or a pipeline would break when it is placed otherwise."""
-    async with running(prism(processes, relay_backend=relay), base) as pipeline, Client(pipeline.url) as client:
+    async with running(diamond(processes, relay_backend=relay), base) as pipeline, Client(pipeline.url) as client:
         await refuses(client)
 
 
@@ -81,12 +81,20 @@ async def refuses(client: Client) -> None:
 async def test_debug_values_names_the_stage_that_wrote(base: Path) -> None:
     """And without a writer it names nobody: the positive control. Of the two receivers, one reads shared memory."""
     stages = [
-        StageConfig(name="source", process="p", factory="prism:torch_source", next=["quiet", "loud"]),
+        StageConfig(name="source", process="p", factory="diamond_stages:torch_source", next=["quiet", "loud"]),
         StageConfig(
-            name="quiet", process="p", factory="prism:torch_writer", factory_args={"name": "quiet"}, terminal=True
+            name="quiet",
+            process="p",
+            factory="diamond_stages:torch_writer",
+            factory_args={"name": "quiet"},
+            terminal=True,
         ),
         StageConfig(
-            name="loud", process="q", factory="prism:torch_writer", factory_args={"name": "loud"}, terminal=True
+            name="loud",
+            process="q",
+            factory="diamond_stages:torch_writer",
+            factory_args={"name": "loud"},
+            terminal=True,
         ),
     ]
     log = base / "log"

@@ -23,34 +23,34 @@ from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.errors import CODES
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e import hostile
-from tests.e2e.world import HEARTBEAT_S, Client, at_rest, running
+from tests.e2e import hostile_stages
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, running
 
 DEADLINE_S = 10.0  # a request that nobody ends fails by this, and the property with it
 
 
 def pipeline() -> PipelineConfig:
     def stage(name: str, process: str, **fields: Any) -> StageConfig:
-        return StageConfig(name=name, process=process, factory=f"hostile:{name}", **fields)
+        return StageConfig(name=name, process=process, factory=f"hostile_stages:{name}", **fields)
 
     return PipelineConfig(
         name="hostile",
         serves=["chat"],
-        terminal_stages_fn="hostile:terminal_stages_fn",
+        terminal_stages_fn="hostile_stages:terminal_stages_fn",
         control=Control(heartbeat_seconds=HEARTBEAT_S),  # what processes count comes with their beats
         stages=[
-            stage("enter", "front", next=["left", "right"], route_fn="hostile:route_fn"),
-            stage("left", "front", next="join", project_payload={"join": "hostile:project"}),
+            stage("enter", "front", next=["left", "right"], route_fn="hostile_stages:route_fn"),
+            stage("left", "front", next="join", project_payload={"join": "hostile_stages:project"}),
             stage("right", "side", next="join"),
             stage(
                 "join",
                 "joiner",
                 wait_for=["left", "right"],
-                wait_for_fn="hostile:wait_for_fn",
-                merge_fn="hostile:merge_fn",
+                wait_for_fn="hostile_stages:wait_for_fn",
+                merge_fn="hostile_stages:merge_fn",
                 next="speak",
                 stream_to="speak",
-                stream_done_to_fn="hostile:stream_done_to_fn",
+                stream_done_to_fn="hostile_stages:stream_done_to_fn",
             ),
             stage("speak", "voice", terminal=True),
         ],
@@ -110,7 +110,7 @@ def mixed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 RECIPES = st.recursive(LEAVES, mixed, max_leaves=4)
 CASES = st.fixed_dictionaries(
     {
-        "where": st.sampled_from([f"{place}{raises}" for place in hostile.PLACES for raises in ("", " raises")]),
+        "where": st.sampled_from([f"{place}{raises}" for place in hostile_stages.PLACES for raises in ("", " raises")]),
         "what": RECIPES,
     }
 )

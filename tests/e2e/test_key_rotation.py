@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.world import HELLO, eventually, running
+from tests.e2e.local_pipelines import HELLO, eventually, running
 
 QUESTION = {"inputs": "good morning"}
 

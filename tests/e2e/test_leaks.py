@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.world import Client, at_rest, eventually, held, resident, shared_files, under_way
+from tests.e2e.local_pipelines import Client, at_rest, eventually, held, resident, shared_files, under_way
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.e2e.world import APART, HERE, Client, prism, running
+from tests.e2e.local_pipelines import APART, HERE, Client, diamond, running
 
 
 def audited(folder: Path, pids: dict[str, int]) -> dict[str, list[str]]:
@@ -23,11 +23,11 @@ async def test_no_process_unpickles_anything_and_the_hook_would_see_it(base: Pat
     folder.mkdir()
     path = os.pathsep.join([str(HERE / "audit"), str(HERE)])
     environ = {"PYTHONPATH": path, "AUDIT_FOLDER": str(folder)}
-    async with running(prism(APART), base, environ=environ) as pipeline, Client(pipeline.url) as client:
+    async with running(diamond(APART), base, environ=environ) as pipeline, Client(pipeline.url) as client:
         for size in (4, 1 << 20):
             assert (await client.answer("one two", size=size))["text"] == "one two"
             await client.streamed("one two", size=size)
         assert "error" in await client.ask("one two", fail="merge_fn")
         assert audited(folder, pipeline.pids()) == {name: [] for name in pipeline.pids()}
         await client.answer("one two", unpickle=True)  # the positive control
-        assert audited(folder, pipeline.pids())["front"] == ["prism.Broken"]
+        assert audited(folder, pipeline.pids())["front"] == ["diamond_stages.Broken"]

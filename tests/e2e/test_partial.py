@@ -6,12 +6,12 @@ import os
 import signal
 from pathlib import Path
 
-from tests.e2e.test_bounds import flood
-from tests.e2e.world import Client, at_rest, eventually, running
+from tests.e2e.local_pipelines import Client, at_rest, eventually, running
+from tests.e2e.test_bounds import backpressure
 
 
 async def test_a_frozen_branch_refuses_its_own_requests_alone(base: Path) -> None:
-    async with running(flood(), base) as pipeline, Client(pipeline.url) as client:
+    async with running(backpressure(), base) as pipeline, Client(pipeline.url) as client:
         assert "results" in await client.ask("", to="slow", size=4, pace=0)
         pid = pipeline.pids()["slow"]
         os.kill(pid, signal.SIGSTOP)

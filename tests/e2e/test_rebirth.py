@@ -10,7 +10,7 @@ from typing import Any
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.world import HEARTBEAT_S, Client, at_rest, eventually, running
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually, running
 
 MIB = 1 << 20
 
@@ -19,8 +19,8 @@ def spec() -> PipelineConfig:
     return PipelineConfig(
         name="rebirth",
         stages=[
-            StageConfig(name="give", process="give", factory="rebirth:give", next="take"),
-            StageConfig(name="take", process="take", factory="rebirth:take", terminal=True),
+            StageConfig(name="give", process="give", factory="rebirth_stages:give", next="take"),
+            StageConfig(name="take", process="take", factory="rebirth_stages:take", terminal=True),
         ],
         control=Control(heartbeat_seconds=HEARTBEAT_S, dead_after_seconds=1.0),
     )

@@ -11,22 +11,22 @@ import httpx
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.pods import pods
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually
+from tests.e2e.pod_pipelines import pods
 from tests.e2e.test_coordinators import complete, in_flight
-from tests.e2e.world import HEARTBEAT_S, Client, at_rest, eventually
 
 KINDS = ("sync", "batch", "engine", "produce", "collect")
 
 
-def twins() -> PipelineConfig:
+def same_ids() -> PipelineConfig:
     """sync → batch → engine → produce → collect, in three processes: over the wire and inside."""
     processes = {"sync": "front", "batch": "middle", "engine": "front", "produce": "middle", "collect": "back"}
 
     def stage(name: str, **fields: Any) -> StageConfig:
-        return StageConfig(name=name, process=processes[name], factory=f"twins:{name}", **fields)
+        return StageConfig(name=name, process=processes[name], factory=f"same_id_stages:{name}", **fields)
 
     return PipelineConfig(
-        name="twins",
+        name="same-ids",
         stages=[
             stage("sync", next="batch"),
             stage("batch", next="engine"),
@@ -40,7 +40,7 @@ def twins() -> PipelineConfig:
 
 async def test_requests_of_one_id_at_two_coordinators_are_answered_and_aborted_apart(base: Path) -> None:
     async with (
-        pods(twins(), base, "old", "new") as made,
+        pods(same_ids(), base, "old", "new") as made,
         Client(made.url("old"), connections=60) as old,
         Client(made.url("new"), connections=60) as new,
     ):

@@ -23,22 +23,22 @@ from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
 from stage_runtime.rules.readers import EACH
 from stage_runtime.rules.streams import STREAM_WINDOW
-from tests.e2e.world import HEARTBEAT_S, Client, at_rest, eventually, resident, running
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually, resident, running
 
 STUCK_AFTER_S = 4
 
 
-def brook() -> PipelineConfig:
+def stream_join() -> PipelineConfig:
     """route → pa → a ⇒ reader, route → pb → b ⇒ reader, route → speaker: a and b stream, and give enda and endb."""
 
     def stage(name: str, factory: str, **fields: Any) -> StageConfig:
         process = name if name in ("a", "b", "reader", "speaker") else "others"
-        return StageConfig(name=name, process=process, factory=f"brook:{factory}", **fields)
+        return StageConfig(name=name, process=process, factory=f"stream_join_stages:{factory}", **fields)
 
     return PipelineConfig(
-        name="brook",
+        name="stream-join",
         stages=[
-            stage("route", "route", next=["pa", "pb", "speaker"], route_fn="brook:route_fn"),
+            stage("route", "route", next=["pa", "pb", "speaker"], route_fn="stream_join_stages:route_fn"),
             stage("pa", "later", factory_args={"name": "a"}, next="a"),
             stage("pb", "later", factory_args={"name": "b"}, next="b"),
             stage("a", "producer", factory_args={"name": "a"}, next="enda", stream_to="reader"),
@@ -49,7 +49,7 @@ def brook() -> PipelineConfig:
             stage("speaker", "speaker", terminal=True),
         ],
         process_groups=[ProcessGroup(name=name, stuck_after_seconds=STUCK_AFTER_S) for name in ("a", "b", "speaker")],
-        terminal_stages_fn="brook:terminal_stages_fn",
+        terminal_stages_fn="stream_join_stages:terminal_stages_fn",
         control=Control(heartbeat_seconds=HEARTBEAT_S),
     )
 
@@ -57,7 +57,7 @@ def brook() -> PipelineConfig:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def pipeline() -> AsyncIterator[LocalPipeline]:
     with tempfile.TemporaryDirectory(prefix="e-") as folder:
-        async with running(brook(), Path(folder)) as one:
+        async with running(stream_join(), Path(folder)) as one:
             yield one
 
 

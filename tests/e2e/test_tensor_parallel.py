@@ -8,11 +8,11 @@ import signal
 from pathlib import Path
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.world import Client, eventually, running
+from tests.e2e.local_pipelines import Client, eventually, running
 
 SPEC = PipelineConfig(
     name="ranks",
-    stages=[StageConfig(name="adder", factory="prism:ranks", gpu=[0, 1], tp_size=2, terminal=True)],
+    stages=[StageConfig(name="adder", factory="diamond_stages:ranks", gpu=[0, 1], tp_size=2, terminal=True)],
 )
 
 

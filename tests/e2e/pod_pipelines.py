@@ -21,7 +21,7 @@ from stage_runtime.processes.instances import InstanceSpec, RestartPolicy, Super
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.statuspipe import Serving
 from stage_runtime.processes.supervisor import Supervisor
-from tests.e2e.world import HERE
+from tests.e2e.local_pipelines import HERE
 
 KEY = b"thirty-two bytes of the pipeline"
 POLICY = RestartPolicy(startup_s=120, grace_s=20)

@@ -1,4 +1,4 @@
-"""The stages of the brook: two producers whose streams meet at a reader, each in a process of its own.
+"""The stages of the stream-join pipeline: two producers whose streams meet at a reader, each in a process of its own.
 
 A request's inputs: ``to`` (whom the router sends it to), ``wait`` (the terminals that it waits for), ``chunks`` and
 ``size`` of each producer's stream, ``first`` (the producer that gets it at once; the other one later), ``nap``

@@ -1,4 +1,5 @@
-"""The stages of the flood: a producer far faster than who listens, and a branch beside it that is healthy.
+"""The stages of the backpressure pipeline: a producer far faster than who listens, and a branch beside it that is
+healthy.
 
 A request's inputs: ``to`` (``slow`` or ``fine``), ``chunks`` and ``size`` (bytes of each, and of the payload's
 tensor), ``pace`` (seconds that the slow one takes for each).

@@ -28,36 +28,36 @@ TOGETHER = dict.fromkeys(APART, "all")
 SPREAD = {name: name for name in APART}
 
 
-def prism(processes: Mapping[str, str] = APART, **changes: Any) -> PipelineConfig:
+def diamond(processes: Mapping[str, str] = APART, **changes: Any) -> PipelineConfig:
     """take → left, right (fan-out) → join (fan-in) → write → speak (result and stream)."""
 
     def stage(name: str, **fields: Any) -> StageConfig:
-        fields.setdefault("factory", f"prism:{name}")
+        fields.setdefault("factory", f"diamond_stages:{name}")
         return StageConfig(name=name, process=processes[name], **fields)
 
     return PipelineConfig(
-        name="prism",
+        name="diamond",
         stages=[
-            stage("take", next=["left", "right"], route_fn="prism:route_fn"),
-            stage("left", factory="prism:side", factory_args={"name": "left"}, next="join"),
-            stage("right", factory="prism:side", factory_args={"name": "right"}, next="join"),
+            stage("take", next=["left", "right"], route_fn="diamond_stages:route_fn"),
+            stage("left", factory="diamond_stages:side", factory_args={"name": "left"}, next="join"),
+            stage("right", factory="diamond_stages:side", factory_args={"name": "right"}, next="join"),
             stage(
                 "join",
                 wait_for=["left", "right"],
-                wait_for_fn="prism:wait_for_fn",
-                merge_fn="prism:merge_fn",
+                wait_for_fn="diamond_stages:wait_for_fn",
+                merge_fn="diamond_stages:merge_fn",
                 next="write",
             ),
             stage(
                 "write",
                 next="speak",
                 stream_to="speak",
-                stream_done_to_fn="prism:stream_done_to_fn",
-                project_payload={"speak": "prism:project"},
+                stream_done_to_fn="diamond_stages:stream_done_to_fn",
+                project_payload={"speak": "diamond_stages:project"},
             ),
             stage("speak", terminal=True),
         ],
-        terminal_stages_fn="prism:terminal_stages_fn",
+        terminal_stages_fn="diamond_stages:terminal_stages_fn",
         control=Control(heartbeat_seconds=HEARTBEAT_S),  # gauges come with the beats, and tests wait for them
         **changes,
     )

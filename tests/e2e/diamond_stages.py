@@ -1,4 +1,4 @@
-"""The stages of the end-to-end pipelines: on their processes' path as `prism`, told by each request what to do.
+"""The stages of the end-to-end pipelines: on their processes' path as `diamond`, told by each request what to do.
 
 A request's inputs are ``text`` and, all optional: ``fail`` (the hook that shall raise), ``nap`` (seconds at the
 entry), ``hold`` (the same, holding the GIL), ``size`` (bytes of the tensors that go along), ``slow`` (seconds per
