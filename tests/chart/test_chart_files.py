@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 
 import yaml
 
@@ -38,3 +39,10 @@ def test_the_smoke_test_and_the_code_it_sends_are_python() -> None:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and "omni" in str(node.value.value)
     )
     assert {"split", "shout"} <= {node.name for node in ast.parse(sent).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_alert_of_the_chart_stands_in_the_docs() -> None:
+    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
+    documented = (REPOSITORY / "docs" / "operations.md").read_text()
+    table = documented[documented.index("<!-- alerts: ") :].split("\n\n")[0]
+    assert sorted(re.findall(r"- alert: (\w+)", rules)) == sorted(re.findall(r"^\| (OmniPipeline\w+) \|", table, re.M))
