@@ -8,7 +8,8 @@ OmniError
 │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
 │   └── TransferError       a relay could not move a payload (the request fails with transport_failed)
 ├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
-└── HookError               a user's function raised or broke its contract: stage, hook, cause
+├── HookError               a user's function raised or broke its contract: stage, hook, cause
+└── IllegalEvent            LOCAL: a state machine has no row for an event: a fault of ours, with the history
 """
 
 from __future__ import annotations
@@ -115,6 +116,14 @@ class HookError(OmniError):
         self.stage = stage
         self.hook = hook
         self.message = message
+
+
+class IllegalEvent(OmniError):
+    """A state machine's table has no row for this event. ``history``: what happened before, oldest first."""
+
+    def __init__(self, name: str, problem: str, history: tuple[str, ...]) -> None:
+        super().__init__(f"{name}: {problem}")
+        self.history = history
 
 
 def safe_str(value: object, *, limit: int = TEXT_LIMIT, how: Callable[[object], str] = str) -> str:

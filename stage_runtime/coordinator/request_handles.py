@@ -17,7 +17,7 @@ from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEv
 from stage_runtime.errors import RequestError
 from stage_runtime.relays.fetching import Fetched
 from stage_runtime.relays.payloads import Extracted
-from stage_runtime.rules.requests import State, Tracked
+from stage_runtime.rules.requests import Tracked
 from stage_runtime.rules.streams import Inbound
 from stage_runtime.wire.messages import Failure, Timing
 from stage_runtime.wire.values import OmniRequest
@@ -181,11 +181,11 @@ class RequestHandle:
         return RequestRecord(
             id=self.id,
             kind=self.kind,
-            state=self.tracked.state.value,
+            state=self.tracked.public_state,
             age_ms=_ms(time.monotonic() - self.admitted_at),
             attempt=self.tracked.tries,
             bindings=self.bindings,
-            waiting_for=tuple(sorted(self.tracked.waiting)) if self.tracked.state is State.RUNNING else (),
+            waiting_for=tuple(sorted(self.tracked.waiting)) if self.tracked.live else (),
             first_event_ms=None if first is None else _ms(first - self.admitted_at),
             total_ms=None if self.ended_at is None else _ms(now - self.admitted_at),
             stages={

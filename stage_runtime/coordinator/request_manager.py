@@ -30,21 +30,24 @@ from stage_runtime.coordinator.readers import Readers
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, Streamed
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
-from stage_runtime.errors import ProtocolError, RequestError, TransferError, ValueRefused, describe
+from stage_runtime.errors import IllegalEvent, ProtocolError, RequestError, TransferError, ValueRefused, describe
 from stage_runtime.relays.fetching import Fetched, Fetching
 from stage_runtime.relays.registry import Relays
 from stage_runtime.relays.send_queues import PendingSend, SendQueues, attempt_key
 from stage_runtime.rules.membership import Unbindable
 from stage_runtime.rules.requests import (
+    NOTHING,
+    AttemptBegan,
     Cancelled,
     ChunkCame,
+    CoordinatorStopped,
     DeadlinePassed,
     Event,
     HandedBack,
     InstanceLost,
     Instruction,
+    NoInstanceCame,
     StageFailed,
-    State,
     TerminalDone,
     Tracked,
 )
@@ -140,9 +143,7 @@ class RequestManager:
             state.unbind(bindings)
             raise
         whole = not request.stream  # the client hears nothing before the end
-        tracked = Tracked(
-            request.id, admitted.terminals, retries=admitted.retries, attempt=next(self._attempts), whole=whole
-        )
+        tracked = Tracked(request.id, admitted.terminals, retries=admitted.retries, whole=whole)
         handle = RequestHandle(
             request,
             tracked,
@@ -215,7 +216,7 @@ class RequestManager:
     def fail_all(self, reason: str) -> None:
         """End everything that is in flight."""
         for handle in list(self._handles.values()):
-            self._carry_out(handle, handle.tracked.fail(Failure("unavailable", reason)), None)
+            self._happen(handle, CoordinatorStopped(reason))
 
     def close(self) -> None:
         self._fetching.close()
@@ -326,6 +327,7 @@ class RequestManager:
     def _submit(self, handle: RequestHandle, revision: PipelineRevision, bindings: dict[str, str]) -> None:
         handle.bindings = bindings
         handle.revision = revision.revision
+        self._happen(handle, AttemptBegan(next(self._attempts)))
         handle.begin_attempt()
         for incarnation in set(bindings.values()):
             self._by_instance.setdefault(incarnation, set()).add(handle.id)
@@ -365,7 +367,7 @@ class RequestManager:
 
     def _current(self, message: Stream | Complete) -> RequestHandle | None:
         handle = self._handles.get(message.request_id)
-        if handle is None or handle.tracked.attempt != message.attempt:
+        if handle is None or not handle.tracked.hears(message.attempt):
             return None
         return handle
 
@@ -443,7 +445,11 @@ class RequestManager:
     def _happen(
         self, handle: RequestHandle, event: Event, delivered: Resulted | None = None
     ) -> tuple[Instruction, ...]:
-        instructions = handle.tracked.handle(event)
+        try:
+            instructions = handle.tracked.handle(event)
+        except IllegalEvent as error:  # a fault of ours: what waits for the request ends at its deadline
+            log.exception("request %s; its history: %s", error, "; ".join(error.history) or "none")
+            return NOTHING
         if Instruction.REBIND in instructions and not isinstance(event, HandedBack):
             self.stats.retried += 1  # what had not begun loses nothing by going elsewhere: that is no retry
         self._carry_out(handle, instructions, delivered)
@@ -460,7 +466,6 @@ class RequestManager:
                 case Instruction.ABORT:
                     self._abort_attempt(handle)
                 case Instruction.REBIND:
-                    handle.tracked.retry(next(self._attempts))
                     if not self._rebind(handle):
                         self._await_instance(handle)
                 case Instruction.FINISH:
@@ -495,7 +500,7 @@ class RequestManager:
             handle.fail(Failure("cancelled", reason))
 
     def _consumed(self, handle: RequestHandle, stage: str, weight: int) -> None:
-        if handle.tracked.state is State.RUNNING:
+        if handle.tracked.live:
             self._consumed_notifier.read(
                 handle.id, handle.tracked.attempt, stage, handle.bindings.get(stage, ""), weight
             )
@@ -504,7 +509,7 @@ class RequestManager:
 
     def _abort_attempt(self, handle: RequestHandle) -> None:
         """Tell everybody that this attempt could have reached; then its instances carry one less."""
-        abort = Abort(handle.id, handle.tracked.attempt, self._membership.incarnation, handle.tracked.state.value)
+        abort = Abort(handle.id, handle.tracked.attempt, self._membership.incarnation, handle.tracked.public_state)
         for incarnation in set(handle.bindings.values()):
             self._send(incarnation, abort)
         self._publish(abort)
@@ -541,9 +546,7 @@ class RequestManager:
         def give_up() -> None:
             self._awaiting_instance.pop(handle.id, None)
             lacking = ", ".join(self._membership.state.lacking(terminals=handle.tracked.terminals))
-            failure = Failure("unavailable", f"no instance of {lacking} came within {NEW_INSTANCE_WAIT_S:.0f} s")
-            if handle.tracked.state is State.RUNNING:
-                self._carry_out(handle, handle.tracked.fail(failure), None)
+            self._happen(handle, NoInstanceCame(f"no instance of {lacking} came within {NEW_INSTANCE_WAIT_S:.0f} s"))
 
         self._awaiting_instance[handle.id] = self._loop.call_later(NEW_INSTANCE_WAIT_S, give_up)
 

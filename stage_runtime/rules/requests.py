@@ -1,34 +1,50 @@
-"""A request's life at the coordinator, as a table: events in, instructions out, one end.
+"""A request's life at the coordinator: a table (state, event) -> (state, instructions), applied by `Tracked.handle`.
 
 The request manager turns what happens into events and carries the instructions out; nothing here sends, waits or keeps
-time. An event that a state does not list is late or foreign and changes nothing (`IGNORED`): messages cross on the
-wire.
+time. An event of another attempt changes nothing: messages cross on the wire. An event that the table does not list
+for the state is a fault of the caller: `IllegalEvent`, with the request's history.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from stage_runtime.errors import IllegalEvent
 from stage_runtime.wire.messages import Failure
+
+HISTORY_KEPT: Final = 16  # transitions of one request; chunks that change no state are not among them
+EVENT_SHOWN: Final = 200  # characters of an event in a history
 
 
 class State(Enum):
-    RUNNING = "running"  #: Bound and sent; the only state that holds an admission slot.
+    UNBOUND = "unbound"  #: No attempt is under way: just admitted, or the last attempt was given up.
+    BOUND = "bound"  #: An attempt is under way, and the client was shown nothing of it: it may be sent again.
+    ANSWERING = "answering"  #: The client was shown a part of the answer: a retry would repeat it.
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+LIVE: Final = frozenset({State.UNBOUND, State.BOUND, State.ANSWERING})  #: These hold an admission slot.
 
 
 class Event(msgspec.Struct, frozen=True):
     """Base of what may happen."""
 
 
+class AttemptBegan(Event, frozen=True):
+    """The request is bound, and sent under this number."""
+
+    number: int
+
+
 class ChunkCame(Event, frozen=True):
-    """A terminal streamed to the client; from now on a retry would repeat what was said."""
+    """A terminal streamed a chunk, in order."""
 
     stage: str
     attempt: int
@@ -59,6 +75,12 @@ class HandedBack(Event, frozen=True):
     attempt: int
 
 
+class NoInstanceCame(Event, frozen=True):
+    """Nothing can be bound to it in time."""
+
+    reason: str
+
+
 class Cancelled(Event, frozen=True):
     """The client went away, or asked for it."""
 
@@ -69,18 +91,35 @@ class DeadlinePassed(Event, frozen=True):
     pass
 
 
+class CoordinatorStopped(Event, frozen=True):
+    """Everything in flight ends."""
+
+    reason: str
+
+
 class Instruction(Enum):
     """What the request manager must do, in this order."""
 
     DELIVER = "deliver"  #: Pass the event on to the client.
     ABORT = "abort"  #: Tell every bound instance to drop this attempt.
-    REBIND = "rebind"  #: Bind again and submit under the next attempt number.
+    REBIND = "rebind"  #: Bind again; `AttemptBegan` or `NoInstanceCame` follows.
     FINISH = "finish"  #: Tell the client it is complete; free the admission slot.
     FAIL = "fail"  #: Tell the client why it failed; free the admission slot.
 
 
 Instructions: TypeAlias = tuple[Instruction, ...]
-IGNORED: Final[Instructions] = ()
+NOTHING: Final[Instructions] = ()
+
+
+class Transition(NamedTuple):
+    """One entry of a request's history."""
+
+    before: State
+    event: Event
+    after: State
+
+    def __str__(self) -> str:
+        return f"{self.before.value}: {repr(self.event)[:EVENT_SHOWN]} -> {self.after.value}"
 
 
 class Tracked:
@@ -89,99 +128,199 @@ class Tracked:
     Invariants: ``waiting`` ⊆ its terminals; FINISH or FAIL is given exactly once; nothing follows it.
     """
 
-    def __init__(
-        self, request_id: str, terminals: tuple[str, ...], *, retries: int, attempt: int = 1, whole: bool = False
-    ) -> None:
-        """attempt: the first one's number, above that of any earlier request of the same id.
-
-        whole: the client is told nothing before the end, so that what came of a lost attempt can be thrown away.
-        """
+    def __init__(self, request_id: str, terminals: tuple[str, ...], *, retries: int, whole: bool = False) -> None:
+        """whole: the client is told nothing before the end, so that what came of a lost attempt can be thrown away."""
         self.id = request_id
         self.terminals = terminals
-        self.attempt = attempt
-        self.tries = 1
-        self.state = State.RUNNING
+        self.attempt = 0  #: The number of the latest attempt, which UNBOUND has given up; 0: there was none.
+        self.tries = 0  #: Attempts that have begun.
+        self.state = State.UNBOUND
         self.waiting = set(terminals)
-        self.streamed = False  #: Something of this request has been said to the client.
-        self.failure: Failure | None = None
+        self.streamed = False  #: The client was shown something of this request. Never unset.
+        self.failure: Failure | None = None  #: Set exactly in FAILED and CANCELLED.
+        self.history: deque[Transition] = deque(maxlen=HISTORY_KEPT)  #: The latest, oldest first.
+        self._rows = TABLE[State.UNBOUND]  #: Of ``state``.
         self._retries_left = retries
         self._whole = whole
 
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE
+
+    @property
+    def public_state(self) -> str:
+        """As `events.RequestRecord.state`."""
+        return "running" if self.live else self.state.value
+
+    def hears(self, attempt: int) -> bool:
+        """Whether what is said of that attempt counts now."""
+        return attempt == self.attempt and (self.state is State.BOUND or self.state is State.ANSWERING)
+
     def handle(self, event: Event) -> Instructions:
-        """Apply one event. Returns what to do; an event that does not belong changes nothing."""
-        if self.state is not State.RUNNING:
-            return IGNORED
-        attempt = getattr(event, "attempt", self.attempt)
-        if attempt != self.attempt:
-            return IGNORED  # said by an attempt that was given up
-        return TABLE[type(event)](self, event)
+        """Apply one event. Returns what to do; one of another attempt changes nothing.
 
-    def retry(self, attempt: int) -> None:
-        """It is sent again under this number; what is said under another one is ignored from now on."""
-        self.attempt = attempt
-        self.tries += 1
+        Raises: IllegalEvent: the table has no row for it. Nothing has changed.
+        """
+        if getattr(event, "attempt", self.attempt) != self.attempt:
+            return NOTHING
+        for row in self._rows.get(type(event), ()):
+            if row.when is None or row.when(self, event):
+                break
+        else:
+            raise IllegalEvent(self.id, f"{event!r} in state {self.state.value}", tuple(map(str, self.history)))
+        if row.to is not self.state or type(event) is not ChunkCame:
+            self.history.append(Transition(self.state, event, row.to))
+            self.state = row.to
+            self._rows = TABLE[row.to]
+        if row.effect is not None:
+            row.effect(self, event)
+        return row.instructions
 
-    def fail(self, failure: Failure, state: State = State.FAILED) -> Instructions:
-        self.state = state
-        self.failure = failure
-        return (Instruction.ABORT, Instruction.FAIL)
+    # --- guards -------------------------------------------------------------------------------------------------
 
-    def _chunk(self, event: Event) -> Instructions:
-        assert isinstance(event, ChunkCame)
-        if event.stage not in self.waiting:
-            return IGNORED  # a terminal that this request does not wait for, or that was through already
-        self.streamed = not self._whole
-        return (Instruction.DELIVER,)
+    def _unwaited(self, event: Event) -> bool:
+        """It comes from a terminal that this request does not wait for, or that was through already."""
+        assert isinstance(event, ChunkCame | TerminalDone)
+        return event.stage not in self.waiting
 
-    def _done(self, event: Event) -> Instructions:
+    def _held_back(self, _: Event) -> bool:
+        return self._whole
+
+    def _last(self, event: Event) -> bool:
         assert isinstance(event, TerminalDone)
-        if event.stage not in self.waiting:
-            return IGNORED
-        self.waiting.discard(event.stage)
-        if self.waiting:
-            self.streamed = not self._whole  # a retry would run this terminal again and answer it twice
-            return (Instruction.DELIVER,)
-        self.state = State.COMPLETED
-        return (Instruction.DELIVER, Instruction.FINISH)
+        return self.waiting == {event.stage}
 
-    def _failed(self, event: Event) -> Instructions:
+    def _retry_left(self, _: Event) -> bool:
+        return self._retries_left > 0
+
+    def _transport_retry_left(self, event: Event) -> bool:
+        """Two instances could not reach each other; others may."""
         assert isinstance(event, StageFailed)
-        if event.failure.code == "transport_failed" and not self.streamed and self._retries_left:
-            self._retries_left -= 1  # two instances could not reach each other; others may
-            return self._again()
-        return self.fail(event.failure)
+        return event.failure.code == "transport_failed" and self._retries_left > 0
 
-    def _lost(self, event: Event) -> Instructions:
-        assert isinstance(event, InstanceLost)
-        if self.streamed or self._retries_left == 0:
-            when = "after part of the answer was sent" if self.streamed else "again"
-            return self.fail(Failure("unavailable", f"an instance of {event.stage!r} was lost {when}", event.stage))
-        self._retries_left -= 1
-        return self._again()
+    # --- effects ------------------------------------------------------------------------------------------------
 
-    def _handed_back(self, event: Event) -> Instructions:
-        if self.streamed:
-            return self.fail(Failure("unavailable", "a draining instance handed the request back"))
-        return self._again()
-
-    def _again(self) -> Instructions:
+    def _begin(self, event: Event) -> None:
+        assert isinstance(event, AttemptBegan)
+        self.attempt = event.number
+        self.tries += 1
         self.waiting = set(self.terminals)
-        return (Instruction.ABORT, Instruction.REBIND)
 
-    def _cancelled(self, event: Event) -> Instructions:
+    def _show(self, _: Event) -> None:
+        self.streamed = True
+
+    def _through(self, event: Event) -> None:
+        assert isinstance(event, TerminalDone)
+        self.waiting.discard(event.stage)
+
+    def _show_through(self, event: Event) -> None:
+        self.streamed = True  # a retry would run this terminal again and answer it twice
+        self._through(event)
+
+    def _spend_retry(self, _: Event) -> None:
+        self._retries_left -= 1
+
+    def _fail_as_told(self, event: Event) -> None:
+        assert isinstance(event, StageFailed)
+        self.failure = event.failure
+
+    def _fail_lost(self, event: Event) -> None:
+        assert isinstance(event, InstanceLost)
+        when = "after part of the answer was sent" if self.streamed else "again"
+        self.failure = Failure("unavailable", f"an instance of {event.stage!r} was lost {when}", event.stage)
+
+    def _fail_handed_back(self, _: Event) -> None:
+        self.failure = Failure("unavailable", "a draining instance handed the request back")
+
+    def _fail_unavailable(self, event: Event) -> None:
+        assert isinstance(event, NoInstanceCame | CoordinatorStopped)
+        self.failure = Failure("unavailable", event.reason)
+
+    def _fail_cancelled(self, event: Event) -> None:
         assert isinstance(event, Cancelled)
-        return self.fail(Failure("cancelled", event.reason), State.CANCELLED)
+        self.failure = Failure("cancelled", event.reason)
 
-    def _late(self, event: Event) -> Instructions:
-        return self.fail(Failure("deadline", f"not done in time; waiting for {sorted(self.waiting)}"))
+    def _fail_late(self, _: Event) -> None:
+        self.failure = Failure("deadline", f"not done in time; waiting for {sorted(self.waiting)}")
 
 
-TABLE: Final[dict[type[Event], Callable[[Tracked, Event], Instructions]]] = {
-    ChunkCame: Tracked._chunk,
-    TerminalDone: Tracked._done,
-    StageFailed: Tracked._failed,
-    InstanceLost: Tracked._lost,
-    HandedBack: Tracked._handed_back,
-    Cancelled: Tracked._cancelled,
-    DeadlinePassed: Tracked._late,
+class Row(NamedTuple):
+    """What an event leads to. Of several rows of one event the first whose ``when`` holds is taken."""
+
+    to: State
+    instructions: Instructions = NOTHING
+    when: Callable[[Tracked, Event], bool] | None = None
+    effect: Callable[[Tracked, Event], None] | None = None
+
+
+DELIVER, ABORT, REBIND = Instruction.DELIVER, Instruction.ABORT, Instruction.REBIND
+FINISH, FAIL = Instruction.FINISH, Instruction.FAIL
+UNBOUND, BOUND, ANSWERING = State.UNBOUND, State.BOUND, State.ANSWERING
+COMPLETED, FAILED, CANCELLED = State.COMPLETED, State.FAILED, State.CANCELLED
+
+Rows: TypeAlias = Mapping[type[Event], tuple[Row, ...]]
+
+#: What comes of the latest attempt when nobody waits for that attempt any more.
+LATE: Final = (ChunkCame, TerminalDone, StageFailed, InstanceLost, HandedBack)
+
+
+def _over(state: State) -> Rows:
+    """Nothing follows an end."""
+    return {kind: (Row(state),) for kind in (*LATE, Cancelled, DeadlinePassed, CoordinatorStopped)}
+
+
+def _given_up(*instructions: Instruction) -> Rows:
+    """What ends a request in every live state."""
+    return {
+        Cancelled: (Row(CANCELLED, instructions, effect=Tracked._fail_cancelled),),
+        DeadlinePassed: (Row(FAILED, instructions, effect=Tracked._fail_late),),
+        CoordinatorStopped: (Row(FAILED, instructions, effect=Tracked._fail_unavailable),),
+    }
+
+
+TABLE: Final[Mapping[State, Rows]] = {
+    UNBOUND: {
+        **{kind: (Row(UNBOUND),) for kind in LATE},
+        AttemptBegan: (Row(BOUND, effect=Tracked._begin),),
+        NoInstanceCame: (Row(FAILED, (FAIL,), effect=Tracked._fail_unavailable),),
+        **_given_up(FAIL),
+    },
+    BOUND: {
+        ChunkCame: (
+            Row(BOUND, when=Tracked._unwaited),
+            Row(BOUND, (DELIVER,), when=Tracked._held_back),
+            Row(ANSWERING, (DELIVER,), effect=Tracked._show),
+        ),
+        TerminalDone: (
+            Row(BOUND, when=Tracked._unwaited),
+            Row(COMPLETED, (DELIVER, FINISH), when=Tracked._last, effect=Tracked._through),
+            Row(BOUND, (DELIVER,), when=Tracked._held_back, effect=Tracked._through),
+            Row(ANSWERING, (DELIVER,), effect=Tracked._show_through),
+        ),
+        StageFailed: (
+            Row(UNBOUND, (ABORT, REBIND), when=Tracked._transport_retry_left, effect=Tracked._spend_retry),
+            Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_told),
+        ),
+        InstanceLost: (
+            Row(UNBOUND, (ABORT, REBIND), when=Tracked._retry_left, effect=Tracked._spend_retry),
+            Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),
+        ),
+        HandedBack: (Row(UNBOUND, (ABORT, REBIND)),),
+        **_given_up(ABORT, FAIL),
+    },
+    ANSWERING: {
+        ChunkCame: (Row(ANSWERING, when=Tracked._unwaited), Row(ANSWERING, (DELIVER,))),
+        TerminalDone: (
+            Row(ANSWERING, when=Tracked._unwaited),
+            Row(COMPLETED, (DELIVER, FINISH), when=Tracked._last, effect=Tracked._through),
+            Row(ANSWERING, (DELIVER,), effect=Tracked._through),
+        ),
+        StageFailed: (Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_told),),
+        InstanceLost: (Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),),
+        HandedBack: (Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_handed_back),),
+        **_given_up(ABORT, FAIL),
+    },
+    COMPLETED: _over(COMPLETED),
+    FAILED: _over(FAILED),
+    CANCELLED: _over(CANCELLED),
 }

@@ -17,6 +17,7 @@ from stage_runtime.coordinator.request_manager import BODY_CREDITS, RECONNECT_S
 from stage_runtime.errors import RequestError
 from stage_runtime.rules import edges
 from stage_runtime.rules.readers import ROOM
+from stage_runtime.rules.requests import AttemptBegan
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import (
     Body,
@@ -713,3 +714,15 @@ async def test_what_an_instance_said_and_nobody_could_read_ends_its_request_at_o
         assert (error.code, error.stage, error.hook) == ("stage_failed", "shout", "receive")
         assert made.aborted("f1") == [("bad", sent.header.attempt)]
         assert good.tracked.failure is None
+
+
+async def test_an_illegal_event_is_logged_with_the_history_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    async with coordinator_harness() as made:
+        handle = made.manager.admit(asked())
+        made.coordinator.lost("v1")
+        handle.tracked.handle(AttemptBegan(99))  # not by the manager, which waits for an instance
+        with caplog.at_level("ERROR"):
+            made.join("v2", "voice")
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert told.startswith("request r1: AttemptBegan(number=2) in state bound; its history: unbound: AttemptBegan(")
+        assert "bound: InstanceLost(stage='shout', attempt=1) -> unbound; unbound: AttemptBegan(number=99)" in told

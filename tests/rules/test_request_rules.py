@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.requests import (
+    HISTORY_KEPT,
+    LIVE,
+    TABLE,
+    AttemptBegan,
     Cancelled,
     ChunkCame,
+    CoordinatorStopped,
     DeadlinePassed,
     Event,
     HandedBack,
     InstanceLost,
     Instruction,
+    NoInstanceCame,
     StageFailed,
     State,
     TerminalDone,
@@ -24,30 +34,45 @@ from stage_runtime.wire.messages import Failure
 TERMINALS = ("voice", "text")
 STAGES = st.sampled_from([*TERMINALS, "other"])
 ENDS = {Instruction.FINISH, Instruction.FAIL}
+UNDER_WAY = (State.BOUND, State.ANSWERING)
 
 
 class RequestLife(RuleBasedStateMachine):
-    """Every event at any time, of this attempt, an earlier or a later one."""
+    """Every event at any time, of this attempt, an earlier or a later one; legal or not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[Instruction] = []
         self.rebinds = 0
-        self.delivered_after_done: list[str] = []
         self.done: set[str] = set()
 
     @initialize(retries=st.integers(0, 2), whole=st.booleans(), terminals=st.sampled_from([TERMINALS, TERMINALS[:1]]))
     def admit(self, retries: int, whole: bool, terminals: tuple[str, ...]) -> None:
         self.retries = retries
         self.whole = whole
-        self.handed_back = 0
-        self.tracked = Tracked("r1", terminals, retries=retries, attempt=10, whole=whole)
+        self.tracked = Tracked("r1", terminals, retries=retries, whole=whole)
+
+    def facts(self) -> tuple[object, ...]:
+        one = self.tracked
+        return one.state, one.attempt, one.tries, set(one.waiting), one.streamed, one.failure, tuple(one.history)
 
     def happen(self, event: Event) -> tuple[Instruction, ...]:
-        before = (self.tracked.state, self.tracked.attempt)
-        given = self.tracked.handle(event)
-        if before[0] is not State.RUNNING or getattr(event, "attempt", before[1]) != before[1]:
-            assert given == (), "an end is the end, and what another attempt says is ignored"
+        before, facts = self.tracked.state, self.facts()
+        try:
+            given = self.tracked.handle(event)
+        except IllegalEvent as error:
+            assert type(event) not in TABLE[before], "an event that is listed is never refused"
+            assert self.facts() == facts, "an illegal event changes nothing"
+            assert error.history == tuple(map(str, self.tracked.history))
+            return ()
+        if getattr(event, "attempt", facts[1]) != facts[1]:
+            assert given == () and self.facts() == facts, "what is said of another attempt changes nothing"
+            return ()
+        assert type(event) in TABLE[before]
+        if before not in UNDER_WAY:
+            assert Instruction.DELIVER not in given
+        if before not in LIVE:
+            assert given == () and self.tracked.state is before, "an end is the end"
         if Instruction.DELIVER in given and isinstance(event, ChunkCame | TerminalDone):
             assert event.stage not in self.done
         if isinstance(event, TerminalDone) and given:
@@ -55,13 +80,23 @@ class RequestLife(RuleBasedStateMachine):
         if Instruction.REBIND in given:
             assert given == (Instruction.ABORT, Instruction.REBIND)
             assert not self.tracked.streamed
+            assert self.tracked.state is State.UNBOUND
             self.rebinds += not isinstance(event, HandedBack)
             self.done.clear()
-            self.tracked.retry(self.tracked.attempt + 3)
+        if Instruction.ABORT in given:
+            assert before in UNDER_WAY, "an attempt is aborted once"
         self.ends += [one for one in given if one in ENDS]
         return given
 
     attempts = st.sampled_from([-1, 0, 0, 0, 0, 1])
+
+    @rule(further=st.integers(1, 3))
+    def begin(self, further: int) -> None:
+        self.happen(AttemptBegan(self.tracked.attempt + further))
+
+    @rule()
+    def find_no_instance(self) -> None:
+        self.happen(NoInstanceCame("nobody came"))
 
     @rule(stage=STAGES, off=attempts)
     def chunk(self, stage: str, off: int) -> None:
@@ -90,6 +125,10 @@ class RequestLife(RuleBasedStateMachine):
         self.happen(Cancelled("the client went away"))
 
     @rule()
+    def stop(self) -> None:
+        self.happen(CoordinatorStopped("the coordinator ends"))
+
+    @rule()
     def be_late(self) -> None:
         self.happen(DeadlinePassed())
 
@@ -97,11 +136,24 @@ class RequestLife(RuleBasedStateMachine):
     def at_most_one_end(self) -> None:
         if not hasattr(self, "tracked"):
             return
+        one = self.tracked
         assert len(self.ends) <= 1
-        assert (self.tracked.state is State.RUNNING) == (not self.ends)
-        assert self.tracked.waiting <= set(self.tracked.terminals)
+        assert one.live == (not self.ends)
+        assert one.waiting <= set(one.terminals)
         assert self.rebinds <= self.retries
-        assert (self.tracked.failure is None) == (self.ends != [Instruction.FAIL])
+        assert (one.failure is None) == (self.ends != [Instruction.FAIL])
+        assert one.streamed or one.state is not State.ANSWERING
+        assert not (self.whole and one.streamed)
+        assert one.hears(one.attempt) == (one.state in UNDER_WAY)
+
+    @invariant()
+    def the_history_leads_to_the_state(self) -> None:
+        if not hasattr(self, "tracked"):
+            return
+        history = list(self.tracked.history)
+        assert len(history) <= HISTORY_KEPT
+        assert all(left.after is right.before for left, right in itertools.pairwise(history))
+        assert (history[-1].after if history else State.UNBOUND) is self.tracked.state
 
     def teardown(self) -> None:
         """Every admitted request ends: its deadline sees to it."""
@@ -110,7 +162,7 @@ class RequestLife(RuleBasedStateMachine):
             assert len(self.ends) == 1
 
 
-RequestLife.TestCase.settings = settings(max_examples=200, stateful_step_count=25)
+RequestLife.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
 TestRequestLife = RequestLife.TestCase
 
 ABORT, REBIND, FAIL, DELIVER, FINISH = (
@@ -122,12 +174,15 @@ ABORT, REBIND, FAIL, DELIVER, FINISH = (
 )
 
 
-def tracked(**options: int | bool) -> Tracked:
-    return Tracked("r1", TERMINALS, retries=1, **options)  # type: ignore[arg-type]
+def bound(*, terminals: tuple[str, ...] = TERMINALS, whole: bool = False) -> Tracked:
+    """A request whose first attempt is under way."""
+    one = Tracked("r1", terminals, retries=1, whole=whole)
+    assert one.handle(AttemptBegan(1)) == ()
+    return one
 
 
 def test_a_request_is_complete_with_its_last_terminal() -> None:
-    one = tracked()
+    one = bound()
     assert one.handle(TerminalDone("text", 1)) == (DELIVER,)
     assert one.handle(TerminalDone("text", 1)) == ()
     assert one.handle(TerminalDone("voice", 1)) == (DELIVER, FINISH)
@@ -136,16 +191,17 @@ def test_a_request_is_complete_with_its_last_terminal() -> None:
 
 
 def test_a_lost_instance_costs_the_one_retry_and_the_second_the_request() -> None:
-    one = tracked()
+    one = bound()
     assert one.handle(InstanceLost("voice", 1)) == (ABORT, REBIND)
-    one.retry(2)
     assert one.handle(InstanceLost("voice", 1)) == ()  # told twice of the first
+    one.handle(AttemptBegan(2))
+    assert one.handle(InstanceLost("voice", 1)) == ()  # and once more
     assert one.handle(InstanceLost("voice", 2)) == (ABORT, FAIL)
     assert one.failure == Failure("unavailable", "an instance of 'voice' was lost again", "voice")
 
 
 def test_what_was_streamed_cannot_be_taken_back_so_nothing_is_sent_again() -> None:
-    one = tracked()
+    one = bound()
     one.handle(ChunkCame("voice", 1))
     assert one.handle(InstanceLost("voice", 1)) == (ABORT, FAIL)
     assert one.failure is not None
@@ -153,30 +209,73 @@ def test_what_was_streamed_cannot_be_taken_back_so_nothing_is_sent_again() -> No
 
 
 def test_a_client_that_hears_nothing_before_the_end_may_be_served_again_in_mid_answer() -> None:
-    one = tracked(whole=True)
+    one = bound(whole=True)
     one.handle(ChunkCame("voice", 1))
     one.handle(TerminalDone("text", 1))
     assert one.handle(InstanceLost("voice", 1)) == (ABORT, REBIND)
-    one.retry(2)
+    one.handle(AttemptBegan(2))
     assert one.waiting == set(TERMINALS)  # all of it again
 
 
 def test_handing_back_costs_no_retry() -> None:
-    one = tracked()
+    one = bound()
     for attempt in range(1, 5):
         assert one.handle(HandedBack(attempt)) == (ABORT, REBIND)
-        one.retry(attempt + 1)
+        one.handle(AttemptBegan(attempt + 1))
     assert one.handle(InstanceLost("voice", 5)) == (ABORT, REBIND)
     assert one.tries == 5
 
 
 def test_a_failed_stage_is_final_and_a_failed_transfer_is_tried_again() -> None:
-    assert tracked().handle(StageFailed(1, Failure("stage_failed", "no"))) == (ABORT, FAIL)
-    assert tracked().handle(StageFailed(1, Failure("transport_failed", "no"))) == (ABORT, REBIND)
+    assert bound().handle(StageFailed(1, Failure("stage_failed", "no"))) == (ABORT, FAIL)
+    assert bound().handle(StageFailed(1, Failure("transport_failed", "no"))) == (ABORT, REBIND)
 
 
 def test_chunks_and_ends_of_a_terminal_that_nobody_waits_for_are_ignored() -> None:
-    one = Tracked("r1", ("text",), retries=1)
+    one = bound(terminals=("text",))
     assert one.handle(ChunkCame("voice", 1)) == ()
     assert one.handle(TerminalDone("voice", 1)) == ()
     assert not one.streamed
+
+
+@pytest.mark.parametrize(
+    "end", [Cancelled("enough"), DeadlinePassed(), NoInstanceCame("nobody"), CoordinatorStopped("the end")]
+)
+def test_a_request_without_an_attempt_ends_and_nothing_is_aborted(end: Event) -> None:
+    one = bound()
+    one.handle(HandedBack(1))
+    assert one.handle(end) == (FAIL,)
+    assert one.failure is not None
+
+
+def test_an_illegal_event_is_refused_with_the_history_and_changes_nothing() -> None:
+    one = bound()
+    one.handle(InstanceLost("voice", 1))
+    one.handle(AttemptBegan(2))
+    with pytest.raises(IllegalEvent, match=r"r1: AttemptBegan\(number=3\) in state bound") as refused:
+        one.handle(AttemptBegan(3))
+    assert refused.value.history == (
+        "unbound: AttemptBegan(number=1) -> bound",
+        "bound: InstanceLost(stage='voice', attempt=1) -> unbound",
+        "unbound: AttemptBegan(number=2) -> bound",
+    )
+    assert (one.state, one.attempt) == (State.BOUND, 2)
+
+
+def test_chunks_do_not_crowd_out_the_history() -> None:
+    one = bound()
+    for _ in range(10 * HISTORY_KEPT):
+        one.handle(ChunkCame("voice", 1))
+    assert [type(each.event) for each in one.history] == [AttemptBegan, ChunkCame]
+
+
+def test_the_table_ends_and_lists_no_unreachable_row() -> None:
+    """Ends lead nowhere else; every live state ends by a deadline; behind a row without a condition stands no other."""
+    for state, rows in TABLE.items():
+        for kind, listed in rows.items():
+            assert listed[-1].when is None, f"{kind.__name__} in {state} may find no row"
+            assert all(row.when is not None for row in listed[:-1])
+            for row in listed:
+                ends = set(row.instructions) & ENDS
+                assert (row.to not in LIVE) == (state not in LIVE or bool(ends))
+        assert (TABLE[state][DeadlinePassed][0].to is State.FAILED) == (state in LIVE or state is State.FAILED)
