@@ -9,30 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import TransferError, ValueRefused
-from stage_runtime.relays import payloads
 from stage_runtime.relays.fetching import Fetched, Fetching
 from stage_runtime.relays.registry import Relays
-from stage_runtime.relays.send_queues import SendQueues, attempt_key
+from stage_runtime.relays.send_queues import attempt_key
 from stage_runtime.rules import forwarding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.administration import Administration
 from stage_runtime.stage.arrivals import Sealed
 from stage_runtime.stage.idle_trimming import IdleTrimming
 from stage_runtime.stage.mutation_check import CheckedPayload, MutationCheck
+from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.ranks import RankPlane
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.stage_input import StageInput
-from stage_runtime.stage.stage_output import notify_consumed
 from stage_runtime.stage.tensor_parallel import Leader
-from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.messages import (
     Abort,
     Admin,
@@ -91,13 +89,9 @@ class Host:
         mutation_check: MutationCheck | None = None,
         leader: Leader | None = None,
     ) -> None:
-        self.incarnation = incarnation
-        self.counters: Counter[str] = Counter()
+        self.process = ProcessContext(incarnation, mutation_check)
         self.members: dict[str, Member] = {}
-        self.channels: Channels
         self.registration: Registration
-        self.relays: Relays
-        self.send_queues: SendQueues
         self._fetching: Fetching
         self._loop = loop
         self._on_loaded = on_loaded
@@ -105,7 +99,6 @@ class Host:
         self._on_shutdown = on_shutdown
         self._on_unbound = on_unbound
         self._on_fenced = on_fenced
-        self._mutation_check = mutation_check
         self._leader = leader
         self._ranks: RankPlane | None = None
         self._ready = False
@@ -114,10 +107,12 @@ class Host:
         self._releases: dict[str, list[int]] = {}
         self._lost_owners: OrderedDict[str, None] = OrderedDict()  #: Coordinators that are gone; the oldest first.
         self.stages = {
-            plan.name: Stage(plan, self, crashed=self._stage_crashed, loop=loop, leader=leader) for plan in plans
+            plan.name: Stage(plan, self.process, crashed=self._stage_crashed, loop=loop, leader=leader)
+            for plan in plans
         }
+        self.process.inputs = {name: stage.input for name, stage in self.stages.items()}
         self._idle_trimming = IdleTrimming(self.stages.values())
-        self._administration = Administration(self.stages, self.send)
+        self._administration = Administration(self.stages, self.process.send)
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         } - set(self.stages)
@@ -144,10 +139,8 @@ class Host:
 
     def wire(self, channels: Channels, registration: Registration, relays: Relays) -> None:
         """Take the process's ends of the planes; before anything is said."""
-        self.channels = channels
+        self.process.wire(channels, relays)
         self.registration = registration
-        self.relays = relays
-        self.send_queues = SendQueues(relays, channels.send)
         self._fetching = Fetching(relays, self._loop)
 
     def load(self, make: Callable[[StagePlan], Engine]) -> None:
@@ -175,7 +168,7 @@ class Host:
     def received(self, sender: str, message: Message) -> None:
         handler = self._handlers.get(type(message))
         if handler is None:
-            self.counters["unexpected"] += 1
+            self.process.counters["unexpected"] += 1
             return
         handler(sender, message)
 
@@ -186,59 +179,20 @@ class Host:
         stage = next(iter(self.stages))
         failure = Failure("stage_failed", f"a message of {sender} could not be read: {problem}", stage, "receive")
         with contextlib.suppress(ValueRefused):  # no id that anybody knows
-            self.send(request.owner, Complete(request.request_id, request.attempt, stage, failure=failure))
+            self.process.send(request.owner, Complete(request.request_id, request.attempt, stage, failure=failure))
 
     def lost(self, peer: str) -> None:
         if peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
             for coordinator in self.registration.coordinators:
-                self.send(coordinator, PeerUnreachable(peer))
+                self.process.send(coordinator, PeerUnreachable(peer))
             # Until then it may still look at what we sent: its slots must not be written again.
-            self.send_queues.cut(peer)
+            self.process.send_queues.cut(peer)
             self._loop.call_later(MEET_AGAIN_S, self._meet_again, peer)
             return
         self._forget(peer)
         if self.registration.lost(peer):
             orphans = self._drop_owner(peer)
             log.warning("coordinator %s is gone; %d of its requests aborted", peer, orphans)
-
-    # --- stage.stage_output.ProcessContext ----------------------------------------------------------------------------
-
-    def sibling(self, name: str) -> StageInput | None:
-        stage = self.stages.get(name)
-        return stage.input if stage is not None else None
-
-    def send(self, peer: str, message: Message) -> bool:
-        return self.channels.send(peer, message)
-
-    def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
-        isolated = payloads.isolate(value, where=where)
-        return (
-            isolated
-            if self._mutation_check is None
-            else self._mutation_check.passed(source, target, work.key, isolated, where)
-        )
-
-    def settle(self) -> None:
-        self.relays.settle()
-
-    def gave(self, stage: str, work: RequestWork, values: Mapping[str, Any]) -> None:
-        if self._mutation_check is not None:
-            self._mutation_check.gave(stage, work.key, values)
-
-    def stalled(self, source: str, target: str, peer: str, stalled: bool) -> None:
-        outgoing = Stalled(source, target, stalled)
-        if peer == self.incarnation:
-            self._stalled(peer, outgoing)
-        else:
-            self.send(peer, outgoing)
-
-    def began(self, stage: str, work: RequestWork) -> None:
-        if self._mutation_check is not None:
-            self._mutation_check.began(stage)
-
-    def ended(self, stage: str, work: RequestWork) -> None:
-        if self._mutation_check is not None:
-            self._mutation_check.ended(stage, work.key)
 
     # --- what the process does with it --------------------------------------------------------------------------
 
@@ -250,7 +204,7 @@ class Host:
 
     def beat(self) -> None:
         """Tell every coordinator how it goes."""
-        self._idle_trimming.beat(self.relays)
+        self._idle_trimming.beat(self.process.relays)
         outgoing = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
@@ -258,13 +212,13 @@ class Host:
             self.gauges(),
         )
         for coordinator in self.registration.coordinators:
-            self.send(coordinator, outgoing)
+            self.process.send(coordinator, outgoing)
 
     def gauges(self) -> dict[str, float]:
-        found: dict[str, float] = {f"relay_{name}": float(value) for name, value in self.relays.stats().items()}
-        found["transfers_in_flight"] = float(self.send_queues.outstanding)
-        found["sends_queued"] = float(self.send_queues.queued)
-        for name, count in (self.channels.counters + self.counters).items():
+        found: dict[str, float] = {f"relay_{name}": float(value) for name, value in self.process.relays.stats().items()}
+        found["transfers_in_flight"] = float(self.process.send_queues.outstanding)
+        found["sends_queued"] = float(self.process.send_queues.queued)
+        for name, count in (self.process.channels.counters + self.process.counters).items():
             found[f"control_{name}"] = float(count)
         return found
 
@@ -276,14 +230,16 @@ class Host:
         self._releases.clear()
         self._lost_owners.clear()  # what was bound to the life before is addressed to it
         self.members.clear()
-        self.incarnation = incarnation
+        self.process.incarnation = incarnation
+        for stage in self.stages.values():
+            stage.output.renew()
 
     def announce_ready(self) -> None:
         self._ready = True
         if self._leaving is not None:
             return
         for coordinator in self.registration.coordinators:
-            self.send(coordinator, Ready())
+            self.process.send(coordinator, Ready())
 
     def deregister(self, reason: str) -> None:
         """Bind nothing new to us; and what has not begun here may go to another instance, if there is one.
@@ -295,16 +251,18 @@ class Host:
             if stage.plan.entry:
                 for work in stage.input.works():
                     if work.began_at is None:
-                        self.send(work.owner, HandBack(work.request_id, work.attempt, stage.plan.name))
+                        self.process.send(work.owner, HandBack(work.request_id, work.attempt, stage.plan.name))
         for coordinator in self.registration.coordinators:
-            self.send(coordinator, Deregister(reason))
+            self.process.send(coordinator, Deregister(reason))
 
     @property
     def idle(self) -> bool:
         """No request is at any stage, nothing waits to be sent, nobody holds a slot of ours."""
         busy = any(stage.waiting or stage.running for stage in self.stages.values())
         followed = self._ranks is None or self._ranks.idle
-        return not busy and followed and not self.send_queues.outstanding and not self.send_queues.queued
+        return (
+            not busy and followed and not self.process.send_queues.outstanding and not self.process.send_queues.queued
+        )
 
     def close(self, timeout_s: float) -> bool:
         """Stop the stages' threads. False when one did not end in time."""
@@ -316,7 +274,7 @@ class Host:
 
     def _rejected(self, sender: str, message: Rejected) -> None:
         log.error("a coordinator refuses this process: %s", message.reason)
-        self.counters["rejected"] += 1
+        self.process.counters["rejected"] += 1
         if message.fenced:
             self._on_fenced()
 
@@ -368,10 +326,10 @@ class Host:
             )
 
     def _checked(self, header: Header, target: str, source: str, name: str, fetched: Fetched) -> Sealed:
-        if self._mutation_check is None:
+        if self.process.mutation_check is None:
             return fetched
         key = attempt_key(header.owner, header.request_id, header.attempt)
-        return CheckedPayload(fetched, self._mutation_check, target, source, key, name)
+        return CheckedPayload(fetched, self.process.mutation_check, target, source, key, name)
 
     def _skip(self, sender: str, message: Skip) -> None:
         stage_input = self._target(message.target)
@@ -379,9 +337,9 @@ class Host:
             stage_input.skip(message.header, message.source, message.chunks)
 
     def _stalled(self, sender: str, message: Stalled) -> None:
-        stage = self.stages.get(message.target)
-        if stage is not None:
-            stage.source_stalled(message.source, sender, message.stalled)
+        stage_input = self.process.sibling(message.target)
+        if stage_input is not None:
+            stage_input.source_stalled(message.source, sender, message.stalled)
 
     def _abort(self, sender: str, message: Abort) -> None:
         self._drop(message.owner, message.request_id, message.attempt)
@@ -392,23 +350,23 @@ class Host:
         """
         for stage in self.stages.values():
             stage.input.abort(owner, request_id, attempt)
-        self.send_queues.abort(owner, request_id, attempt)
+        self.process.send_queues.abort(owner, request_id, attempt)
         key = attempt_key(owner, request_id, attempt)
-        self.relays.cleanup(key)
-        if self._mutation_check is not None:
-            self._mutation_check.forget(key)
+        self.process.relays.cleanup(key)
+        if self.process.mutation_check is not None:
+            self.process.mutation_check.forget(key)
 
     def _forward_abort(self, sender: str, message: ForwardAbort) -> None:
         """One coordinator is asked to abort what another one owns: we know them all."""
         owners = forwarding.owners(message.asker, self.registration.coordinators)
         for owner in owners:
-            self.send(owner, message)
+            self.process.send(owner, message)
         if not owners:
-            self.send(sender, ForwardAbortReply(message.request_id, message.asker, False))
+            self.process.send(sender, ForwardAbortReply(message.request_id, message.asker, False))
 
     def _forward_abort_reply(self, sender: str, message: ForwardAbortReply) -> None:
         owners = len(forwarding.owners(message.asker, self.registration.coordinators))
-        self.send(message.asker, ForwardAbortReply(message.request_id, message.asker, message.aborted, owners))
+        self.process.send(message.asker, ForwardAbortReply(message.request_id, message.asker, message.aborted, owners))
 
     def _ended(self, sender: str, message: Ended) -> None:
         for request_id, attempt in message.requests:
@@ -421,7 +379,7 @@ class Host:
             self._lost_owners.popitem(last=False)
         works = [work for stage in self.stages.values() for work in stage.input.works() if work.owner == owner]
         orphans = {(work.request_id, work.attempt) for work in works}
-        orphans |= self.send_queues.waiting_of(owner)
+        orphans |= self.process.send_queues.waiting_of(owner)
         for request_id, attempt in orphans:
             self._drop(owner, request_id, attempt)
         self._fetching.drop(attempt_key(owner, "", 0).partition("#")[0])
@@ -431,60 +389,62 @@ class Host:
         """Whether the request's coordinator is gone: nobody would ever end it."""
         if header.owner not in self._lost_owners:
             return False
-        self.counters["orphaned_requests"] += 1
+        self.process.counters["orphaned_requests"] += 1
         if body is not None and body.transfer:
             with contextlib.suppress(TransferError):
-                self.relays.decline(body.transfer, peer=sender)
+                self.process.relays.decline(body.transfer, peer=sender)
         return True
 
     def _release(self, sender: str, message: Release) -> None:
-        self.send_queues.released(sender, message.transfers)
+        self.process.send_queues.released(sender, message.transfers)
 
     def _consumed(self, sender: str, message: Consumed) -> None:
-        notify_consumed(self.sibling(message.source), message)
+        stage_input = self.process.sibling(message.source)
+        if stage_input is not None:
+            stage_input.consumed(message)
 
     # --- members ------------------------------------------------------------------------------------------------
 
     def _welcome(self, sender: str, message: Welcome) -> None:
         self._lost_owners.pop(sender, None)
         self.registration.welcomed_again(sender, message)
-        self.relays.open(sender, message.coordinator.relays)
+        self.process.relays.open(sender, message.coordinator.relays)
         self._meet(message.members)
         if self._leaving is not None:
-            self.send(sender, Deregister(self._leaving))
+            self.process.send(sender, Deregister(self._leaving))
         elif self._ready:
-            self.send(sender, Ready())
+            self.process.send(sender, Ready())
 
     def _members(self, sender: str, message: Members) -> None:
         self._meet(message.joined)
         for peer in message.gone:
             if self.members.pop(peer, None) is not None:
-                self.channels.drop(peer)
+                self.process.channels.drop(peer)
                 self._forget(peer)
 
     def _meet(self, members: Sequence[Member]) -> None:
         for member in members:
-            if member.incarnation == self.incarnation or not self._neighbours.intersection(member.stages):
+            if member.incarnation == self.process.incarnation or not self._neighbours.intersection(member.stages):
                 continue
             self.members[member.incarnation] = member
-            self.channels.connect(member.incarnation, member.endpoint)
-            self.relays.open(member.incarnation, member.relays)
+            self.process.channels.connect(member.incarnation, member.endpoint)
+            self.process.relays.open(member.incarnation, member.relays)
 
     def _meet_again(self, peer: str) -> None:
         member = self.members.get(peer)
-        if member is not None and self.channels.link(peer) is None:
+        if member is not None and self.process.channels.link(peer) is None:
             self._forget(peer)
             self._meet([member])
 
     def _forget(self, peer: str) -> None:
-        self.send_queues.forget(peer)
+        self.process.send_queues.forget(peer)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _target(self, name: str) -> StageInput | None:
-        stage_input = self.sibling(name)
+        stage_input = self.process.sibling(name)
         if stage_input is None:
-            self.counters["misdirected"] += 1
+            self.process.counters["misdirected"] += 1
             log.warning("message for stage %r, which is not in this process", name)
         return stage_input
 
@@ -531,4 +491,4 @@ class Host:
     def _send_releases(self) -> None:
         releases, self._releases = self._releases, {}
         for peer, transfers in releases.items():
-            self.send(peer, Release(tuple(transfers)))
+            self.process.send(peer, Release(tuple(transfers)))

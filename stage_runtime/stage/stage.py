@@ -11,13 +11,12 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.custom import EngineCrashed
-from stage_runtime.engines.events import Stalled
-from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import describe
 from stage_runtime.stage import tensor_parallel
 from stage_runtime.stage.hooks import Hooks
+from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.stage_input import StageInput
-from stage_runtime.stage.stage_output import ProcessContext, StageOutput
+from stage_runtime.stage.stage_output import StageOutput
 from stage_runtime.stage.stalling import Stalling
 from stage_runtime.stage.tensor_parallel import Leader, LeaderInbox
 from stage_runtime.stage.work import RequestWork
@@ -58,7 +57,7 @@ class Stage:
             workers=lambda: self.input.engine.concurrency if self.input.engine is not None else 1,
             works=self.input.works,
             others=lambda: any(self._queued(work) for work in self.input.works()),
-            notify=lambda target, peer, stalled: process.stalled(plan.name, target, peer, stalled),
+            notify=self.output.stalled,
             loop=loop,
         )
         self._crashed = crashed
@@ -96,11 +95,6 @@ class Stage:
         if engine is None or parking.all >= engine.concurrency:
             return False
         return len(self.inbox) > 0 or self.running > parking.at_gates
-
-    def source_stalled(self, source: str, instance: str, stalled: bool) -> None:
-        """All workers of an instance of ``source`` wait for full windows, or no longer."""
-        if isinstance(self.input.engine, StreamingEngine):
-            self.inbox.put(Stalled(source, instance, stalled))
 
     @property
     def waiting(self) -> int:

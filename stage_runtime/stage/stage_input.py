@@ -16,6 +16,7 @@ from stage_runtime.engines import events, threads
 from stage_runtime.engines.backlog import Backlog
 from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.engines.simple import TakesNoChunks
+from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import HookError, ProtocolError
 from stage_runtime.rules.expecting import Outlook
 from stage_runtime.rules.gathering import Gathering
@@ -30,7 +31,7 @@ from stage_runtime.stage.arrivals import (
 )
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.work import RequestWork
-from stage_runtime.wire.messages import Failure, Header, Timing
+from stage_runtime.wire.messages import Consumed, Failure, Header, Timing
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,17 @@ class StageInput:
         work = self._work(header)
         if work is not None:
             self._inbox.put(events.StreamFailed(work.request_id, source, failure.message, work, failure))
+
+    def source_stalled(self, source: str, instance: str, stalled: bool) -> None:
+        """All workers of an instance of ``source`` wait for full windows, or no longer."""
+        if isinstance(self.engine, StreamingEngine):
+            self._inbox.put(events.Stalled(source, instance, stalled))
+
+    def consumed(self, message: Consumed) -> None:
+        """A consumer has taken chunks of this stage."""
+        work = self.find(message.owner, message.request_id, message.attempt)
+        if work is not None:
+            work.consumed(message.target, message.weight, over=message.over)
 
     def lost(self, header: Header, error: Exception) -> None:
         """A payload was announced and could not be fetched."""

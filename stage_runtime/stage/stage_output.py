@@ -7,33 +7,24 @@ goes straight from here to the socket.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, RequestError, TransferError, ValueRefused
-from stage_runtime.relays import payloads
-from stage_runtime.relays.payloads import Extracted
-from stage_runtime.relays.send_queues import Make, PendingSend, SendQueues
-from stage_runtime.rules import routing, streams
+from stage_runtime.rules import routing
 from stage_runtime.rules.failures import failure_of, log_failure
-from stage_runtime.stage.arrivals import Passed
+from stage_runtime.stage.edges import Edges, Packed
 from stage_runtime.stage.hooks import Hooks
-from stage_runtime.stage.stage_input import StageInput
+from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire import outputs
 from stage_runtime.wire.messages import (
-    Body,
     Complete,
-    Consumed,
-    DataReady,
     Failure,
     Header,
-    Message,
-    Skip,
-    Stream,
     Timing,
 )
 from stage_runtime.wire.values import Chunk, StagePayload
@@ -43,39 +34,6 @@ UNSHOWN: Final = (
     "{kind}: this request's route shows omni.Text, omni.Audio, omni.Usage, omni.Finish and omni.Note: wrap it, "
     "or ask by /v1/pipeline"
 )
-SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
-
-
-class ProcessContext(Protocol):
-    """What a stage knows of the process around it."""
-
-    incarnation: str
-    send_queues: SendQueues
-
-    def sibling(self, name: str) -> StageInput | None:
-        """the stage input of a stage of this process."""
-
-    def send(self, peer: str, message: Message) -> bool:
-        """False: there is no link to ``peer``."""
-
-    def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
-        """``value`` on its way to a sibling stage: checked, containers fresh, tensors shared.
-
-        where: what a refusal calls it, the same as when it goes to another process.
-        """
-
-    def stalled(self, source: str, target: str, peer: str, stalled: bool) -> None:
-        """Tell the instance of ``target`` that all workers of ``source`` wait for it, or no longer."""
-
-    def settle(self) -> None:
-        """As `engines.base.Outbox.settle`."""
-
-    def began(self, stage: str, work: RequestWork) -> None: ...
-
-    def gave(self, stage: str, work: RequestWork, values: Mapping[str, Any]) -> None:
-        """These were sent, by what a refusal calls them: the stage may not write into them again."""
-
-    def ended(self, stage: str, work: RequestWork) -> None: ...
 
 
 class StageOutput:
@@ -97,6 +55,7 @@ class StageOutput:
         self._forget = forget
         self._crashed = crashed
         self._take_back = take_back
+        self._edges = Edges(plan, process, self._lost)
         self.given = 0  #: Results, chunks and failures that the engine has given.
 
     # --- engines.base.Outbox ------------------------------------------------------------------------------------
@@ -114,7 +73,10 @@ class StageOutput:
         outputs.check_chunk(chunk)
         for target in _met(ours, self._chunk_targets(chunk)):
             if ours.takes(target):
-                self._send_chunk(ours, target, chunk)
+                if target == COORDINATOR:
+                    self._edges.client(ours.owner).chunk(ours, chunk)
+                else:
+                    self._edges.to(target, ours.bindings[target]).chunk(ours, chunk)
         self._process.gave(self._plan.name, ours, {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata})
         return ours.gate()
 
@@ -129,9 +91,9 @@ class StageOutput:
                 notified = self._hooks.stream_done_targets(ours.request_id, data)
                 for target in _met(ours, self._plan.stream_to):
                     if target in notified:
-                        self._send_end(ours, target)
+                        self._edges.to(target, ours.bindings[target]).end(ours)
                     else:
-                        self._send_skip(ours, target, chunks=ours.sent(target))
+                        self._skip(ours, target, chunks=ours.sent(target))
             if self._plan.terminal:
                 self._complete(ours, data, has_data=has_data)
             else:
@@ -151,10 +113,10 @@ class StageOutput:
         failure = failure_of(error, self._plan.name, hook)
         log_failure(ours.request_id, failure, error)
         try:
-            self._send_failed(ours, failure, timings=self._timings(ours))
+            self._send_failed(ours, failure, timings=ours.timing(self._plan.name))
             for target in self._plan.stream_to:
                 if ours.sent(target):
-                    self._send_control(ours, target, failure=failure)
+                    self._edges.to(target, ours.bindings.get(target, "")).failed(ours, failure)
             self._end(ours)
         except BaseException as trouble:  # a fault of ours: said aloud, for the request would wait in silence
             self._crashed(trouble)
@@ -171,17 +133,16 @@ class StageOutput:
             return
         with contextlib.suppress(TransferError):  # a neighbour is away: the coordinator ends the request for that
             for target in self._plan.next:
-                self._send_skip(work, target)
+                self._skip(work, target)
             for target in self._plan.stream_to:
-                self._send_skip(work, target, chunks=0)
+                self._skip(work, target, chunks=0)
         if self._plan.terminal:
             self._process.send(work.owner, Complete(work.request_id, work.attempt, self._plan.name, skipped=True))
         self._end(work)
 
     def refuse(self, header: Header, source: str) -> None:
         """``source`` streams to a request that is over here: it need not wait for anybody."""
-        message = Consumed(header.request_id, header.attempt, header.owner, source, self._plan.name, 0, over=True)
-        self._send_consumed(header.bindings.get(source, ""), message)
+        self._edges.to(source, header.bindings.get(source, "")).refuse(header)
 
     def turn_away(self, work: Work, error: RequestError) -> None:
         self._take_back(_ours(work), error, "streams")
@@ -194,34 +155,28 @@ class StageOutput:
 
     def consumed(self, work: Work, source: str, count: int) -> int:
         ours = _ours(work)
-        producer = ours.bindings.get(source, "")
-        here = producer == self._process.incarnation
         weight = ours.taken(source, count)
-        consumed = weight if here else 0 if ours.dead else ours.note_consumed(source, weight)
-        if consumed:
-            message = Consumed(ours.request_id, ours.attempt, ours.owner, source, self._plan.name, consumed)
-            self._send_consumed(producer, message)
+        self._edges.to(source, ours.bindings.get(source, "")).consumed(ours, weight)
         return weight
+
+    def stalled(self, target: str, instance: str, stalled: bool) -> None:
+        """All workers of the stage wait for the instance of ``target``, or no longer."""
+        self._edges.stalled(target, instance, stalled)
+
+    def renew(self) -> None:
+        """The process has another incarnation: bind all edges again."""
+        self._edges.clear()
 
     # --- results ------------------------------------------------------------------------------------------------
 
     def _complete(self, work: RequestWork, data: Any, *, has_data: bool) -> None:
-        chunks = work.sent(COORDINATOR)
-        timings = self._timings(work)
-
-        def make(body: Body | None) -> Message:
-            return Complete(work.request_id, work.attempt, self._plan.name, body, chunks, timings=timings)
-
         if has_data:
             work.look(data)
         if work.unshown is not None:
             raise ValueRefused("result", UNSHOWN.format(kind=work.unshown))
+        self._edges.client(work.owner).result(work, data, has_data=has_data)
         if has_data:
-            extracted = payloads.extract(data, where="result")
-            self._ship(work, COORDINATOR, work.owner, extracted, make)
             self._process.gave(self._plan.name, work, {"result": data})
-        else:
-            self._process.send(work.owner, make(None))
 
     def _pass_on(self, work: RequestWork, data: Any) -> None:
         targets, own = self._hooks.route(work.request_id, data)
@@ -233,41 +188,14 @@ class StageOutput:
         for target in _met(work, targets):
             given = payload if own is None else StagePayload(request=request, data=own[target])
             sent[target] = self._hooks.project(target, given)
-        packed: dict[int, tuple[StagePayload, Extracted]] = {}
+        packed: Packed = {}
         for target, projected in sent.items():
-            self._send_payload(work, target, projected, packed)
+            self._edges.to(target, work.bindings[target]).payload(work, projected, packed)
         for projected in sent.values():
             self._process.gave(self._plan.name, work, {"payload.data": projected.data})
         for target in self._plan.next:
             if target not in targets:
-                self._send_skip(work, target)
-
-    def _send_payload(
-        self, work: RequestWork, target: str, payload: StagePayload, packed: dict[int, tuple[StagePayload, Extracted]]
-    ) -> None:
-        fields: dict[str, Any] = {"request": payload.request}
-        if not (type(payload.data) in SCALARS and payload.data is payload.request.inputs):  # which go along with it
-            fields["data"] = payload.data
-        timings = self._timings(work)
-        peer = work.bindings[target]
-        if peer == self._process.incarnation:
-            stage_input = self._sibling(target)
-            fields["request"] = payloads.reissued(payload.request)
-            fields["data"] = self._process.shared(self._plan.name, target, work, payload.data, "payload.data")
-            stage_input.payload(work.header(), self._plan.name, Passed(fields), timings)
-            return
-        found = packed.get(id(payload))
-        if found is None:  # targets that get the same payload share its packing, and a slot where they can
-            found = (payload, payloads.extract(fields, where="payload", as_fields=True))
-            packed[id(payload)] = found  # with the payload itself: the id of a dead one is given out again
-        extracted = found[1]
-
-        def make(body: Body) -> Message:
-            return DataReady(work.header(), self._plan.name, target, body, timings=timings)
-
-        self._ship(work, target, peer, extracted, make)
-
-    # --- streams ------------------------------------------------------------------------------------------------
+                self._skip(work, target)
 
     def _chunk_targets(self, chunk: Chunk) -> tuple[str, ...]:
         plan = self._plan
@@ -278,98 +206,13 @@ class StageOutput:
         cure = "declare it in streamTo" if chunk.to is not None else "add streamTo, or make the stage terminal"
         raise HookError(plan.name, "chunk", f"a chunk to {chunk.to or 'nobody'}: {cure}")
 
-    def _send_chunk(self, work: RequestWork, target: str, chunk: Chunk) -> None:
-        fields: dict[str, Any] = {"data": chunk.data, "metadata": chunk.metadata}
-        if target == COORDINATOR:
-            work.look(chunk.data)
-            extracted = payloads.extract(fields, where="chunk", as_fields=True)
-            weight = streams.weight(extracted.nbytes)
-            index = work.number(target, weight)
-
-            def stream(body: Body) -> Message:
-                return Stream(work.request_id, work.attempt, self._plan.name, index, body, chunk.modality, weight)
-
-            self._ship(work, target, work.owner, extracted, stream)
-            return
-        peer = work.bindings[target]
-        if peer == self._process.incarnation:
-            stage_input = self._sibling(target)
-            source, shared = self._plan.name, self._process.shared
-            for name, one in fields.items():
-                fields[name] = shared(source, target, work, one, f"chunk.{name}")
-            if work.request is not None and work.sent(target) == 0:
-                fields["request"] = payloads.reissued(work.request)
-            stage_input.chunk(work.header(), self._plan.name, work.number(target), chunk.modality, Passed(fields))
-            return
-        if work.sent(target) == 0:
-            fields["request"] = work.request
-        extracted = payloads.extract(fields, where="chunk", as_fields=True)
-        weight = streams.weight(extracted.nbytes)
-        index = work.number(target, weight)
-
-        def make(body: Body) -> Message:
-            return DataReady(
-                work.header(), self._plan.name, target, body, index, modality=chunk.modality, weight=weight
-            )
-
-        self._ship(work, target, peer, extracted, make)
-
-    def _send_end(self, work: RequestWork, target: str) -> None:
-        """The done signal. Of an empty stream it is the first that the target hears of the request, and brings it."""
-        total = work.sent(target)
-        peer = work.bindings[target]
-        fields = {"request": work.request} if total == 0 else None
-        if peer == self._process.incarnation:
-            sealed = None
-            if total == 0 and work.request is not None:
-                sealed = Passed({"request": payloads.reissued(work.request)})
-            self._sibling(target).end(work.header(), self._plan.name, total, sealed)
-        elif fields is None:
-            self._send_control(work, target, is_done=True, chunk_id=total)
-        else:
-
-            def make(body: Body) -> Message:
-                return DataReady(work.header(), self._plan.name, target, body, 0, is_done=True)
-
-            self._ship(work, target, peer, payloads.extract(fields, where="payload", as_fields=True), make)
-
-    def _send_skip(self, work: RequestWork, target: str, *, chunks: int | None = None) -> None:
+    def _skip(self, work: RequestWork, target: str, *, chunks: int | None = None) -> None:
         """Tell ``target`` that nothing more comes on this edge: it begins nothing, and ends waiting."""
         peer = work.bindings.get(target)
-        if peer is None:
-            return  # the request has no instance of it: nobody waits there
-        if peer == self._process.incarnation:
-            self._sibling(target).skip(work.header(), self._plan.name, chunks)
-        elif not self._process.send(peer, Skip(work.header(), self._plan.name, target, chunks)):
-            raise TransferError(f"no connection to the instance of {target!r}")
-
-    def _send_control(
-        self,
-        work: RequestWork,
-        target: str,
-        *,
-        is_done: bool = False,
-        chunk_id: int | None = None,
-        failure: Failure | None = None,
-    ) -> None:
-        header = work.header()
-        peer = work.bindings.get(target, "")
-        if failure is not None and peer == self._process.incarnation:
-            stage_input = self._process.sibling(target)
-            if stage_input is not None:
-                stage_input.broken(header, self._plan.name, failure)
-            return
-        message = DataReady(header, self._plan.name, target, None, chunk_id, is_done, failure)
-        if not self._process.send(peer, message) and failure is None:
-            raise TransferError(f"no connection to the instance of {target!r}")
+        if peer is not None:  # or the request has no instance of it: nobody waits there
+            self._edges.to(target, peer).skip(work, chunks)
 
     # --- inside -------------------------------------------------------------------------------------------------
-
-    def _ship(self, work: RequestWork, target: str, peer: str, extracted: Extracted, make: Make) -> None:
-        relay = self._plan.relay
-        pending = PendingSend(work, extracted, make, relay.backend, lambda error: self._lost(work, error))
-        if not self._process.send_queues.ship((self._plan.name, target, peer), pending, credits=relay.credits):
-            raise TransferError(f"no connection to the instance of {target!r}")
 
     def _lost(self, work: RequestWork, error: BaseException) -> None:
         """What had waited in a send queue cannot be sent. The work may be over here, and its request is not."""
@@ -381,34 +224,12 @@ class StageOutput:
         message = Complete(work.request_id, work.attempt, self._plan.name, failure=failure, timings=timings)
         self._process.send(work.owner, message)
 
-    def _sibling(self, target: str) -> StageInput:
-        stage_input = self._process.sibling(target)
-        if stage_input is None:
-            raise TransferError(f"{target!r} is not in this process, though the request is bound to it here")
-        return stage_input
-
-    def _send_consumed(self, producer: str, message: Consumed) -> None:
-        if producer == self._process.incarnation:
-            notify_consumed(self._process.sibling(message.source), message)
-        else:
-            self._process.send(producer, message)
-
     def _end(self, work: RequestWork) -> None:
         self._forget(work)
         for source in self._plan.stream_from:
             if source not in work.ended_sources:  # nobody takes the rest of that stream
                 self.refuse(work.header(), source)
         self._process.ended(self._plan.name, work)
-
-    def _timings(self, work: RequestWork) -> tuple[Timing, ...]:
-        return work.timing(self._plan.name)
-
-
-def notify_consumed(producer: StageInput | None, message: Consumed) -> None:
-    """A consumer has taken chunks of a stage of this process."""
-    work = producer.find(message.owner, message.request_id, message.attempt) if producer is not None else None
-    if work is not None:
-        work.consumed(message.target, message.weight, over=message.over)
 
 
 def _met(work: RequestWork, targets: Sequence[str]) -> list[str]:

@@ -134,7 +134,7 @@ async def occupied(made: World, hold: Hold) -> None:
 
 def put_back(made: World) -> Callable[[], bool]:
     """Whether the stage holds nothing but what it is busy with."""
-    return lambda: made.outstanding <= 1 and sum(host.send_queues.queued for host in made.hosts.values()) == 0
+    return lambda: made.outstanding <= 1 and sum(host.process.send_queues.queued for host in made.hosts.values()) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -270,7 +270,7 @@ async def test_what_a_stage_is_through_with_and_waits_to_be_sent_is_let_go_with_
         await occupied(made, hold)
         for number in range(COUNT):
             made.submit(f"r{number}", "give")
-        send_queues = made.hosts["front"].send_queues
+        send_queues = made.hosts["front"].process.send_queues
         await made.until(lambda: send_queues.queued > 2 and not list(made.hosts["front"].stages["give"].input.works()))
         # the receiver hears nothing: it is far away
         made.known.discard("back")

@@ -74,14 +74,14 @@ async def test_whatever_ends_a_request_nothing_of_it_is_left(end: Any) -> None:
         made.submit("r1", "a")
         made.submit("r1", "b")
         a, b, c = (made.hosts[f"p{name}"] for name in "abc")
-        await made.until(lambda: a.send_queues.queued == 1 and a.stages["a"].running == 0)
+        await made.until(lambda: a.process.send_queues.queued == 1 and a.stages["a"].running == 0)
         await made.until(lambda: b.stages["b"].inbox.parking.at_gates == 1 and c.stages["c"].running == 1)
         end(made)
         await made.until(lambda: all(one.is_set() for one in ended.values()))
         await made.until(lambda: all(host.idle for host in made.hosts.values()))
-        assert a.send_queues.queued == 0
+        assert a.process.send_queues.queued == 0
         for host in (a, b, c):
-            assert attempt_key(OWNER, "r1", 1) in made.relays[host.incarnation].cleaned
+            assert attempt_key(OWNER, "r1", 1) in made.relays[host.process.incarnation].cleaned
 
 
 async def test_what_comes_late_for_a_lost_coordinator_begins_nothing_and_is_let_go() -> None:
@@ -98,7 +98,7 @@ async def test_what_comes_late_for_a_lost_coordinator_begins_nothing_and_is_let_
         b = made.hosts["pb"]
         b.lost(OWNER)
         made.submit("late", "a")
-        await made.until(lambda: b.counters["orphaned_requests"] == 1)
+        await made.until(lambda: b.process.counters["orphaned_requests"] == 1)
         await made.until(lambda: made.outstanding == 0)
         assert begun == [] and b.idle
         b._lost_owners.clear()  # as Welcome does it

@@ -246,7 +246,7 @@ async def test_a_message_for_a_stage_of_another_process_is_counted_and_dropped()
         two_stages(made)
         made.send("pa", "pb", DataReady(made.header("r1"), "x", "a", Body(b"\x80")))
         await made.settle()
-        assert made.hosts["pb"].counters["misdirected"] == 1
+        assert made.hosts["pb"].process.counters["misdirected"] == 1
 
 
 class Operated:

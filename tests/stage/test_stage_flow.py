@@ -121,7 +121,9 @@ async def test_results_that_wait_for_a_slot_are_sent_though_their_stage_is_throu
         made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": hold})
         for number in range(6):
             made.submit(f"r{number}", "a")
-        await made.until(lambda: made.hosts["pa"].send_queues.queued == 5 and made.hosts["pa"].stages["a"].running == 0)
+        await made.until(
+            lambda: made.hosts["pa"].process.send_queues.queued == 5 and made.hosts["pa"].stages["a"].running == 0
+        )
         go.set()
         await made.until(lambda: made.results() == {f"r{number}": LARGE for number in range(6)})
         await made.until(lambda: made.outstanding == 0)
@@ -368,7 +370,7 @@ async def test_a_neighbour_that_is_lost_to_us_alone_is_told_of_and_met_again() -
         made.submit("under way", "a")
         await made.until(lambda: bool(made.links.get(("pa", "pb"))))
         made.links["pa", "pb"].clear()  # announced and not heard
-        host.channels.drop("pb")
+        host.process.channels.drop("pb")
         host.lost("pb")
         made.submit("between", "a")
         await made.until(lambda: "between" in made.failed())

@@ -1,0 +1,292 @@
+"""A stage's edges to its neighbours: how what it gives reaches one instance of a neighbour. Any thread.
+
+Whether an instance is in this process is asked once, when `Edges` binds it: `LocalEdge` calls the neighbour's input and
+shares tensors, `RemoteEdge` encodes and sends. `ClientEdge` is a terminal stage's, by way of the request's coordinator.
+What is sent to whom is decided by `stage_output`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+from omnipipeline_spec.types.plan import StagePlan
+from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.errors import TransferError
+from stage_runtime.relays import payloads
+from stage_runtime.relays.payloads import Extracted
+from stage_runtime.relays.send_queues import Make, PendingSend
+from stage_runtime.rules import streams
+from stage_runtime.stage.arrivals import Passed
+from stage_runtime.stage.process_context import ProcessContext
+from stage_runtime.stage.stage_input import StageInput
+from stage_runtime.stage.work import RequestWork
+from stage_runtime.wire.messages import (
+    Body,
+    Complete,
+    Consumed,
+    DataReady,
+    Failure,
+    Header,
+    Message,
+    Skip,
+    Stalled,
+    Stream,
+)
+from stage_runtime.wire.values import Chunk, StagePayload
+
+EDGES_KEPT: Final = 64  # instances of one neighbour; they come and go, and a binding is made again at no cost
+SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
+
+Packed: TypeAlias = dict[int, tuple[StagePayload, Extracted]]  #: By id, with the payload itself: ids come again.
+Lost: TypeAlias = Callable[[RequestWork, BaseException], None]  #: What had waited in a send queue cannot be sent.
+
+
+class LocalEdge:
+    """To or from a stage of this process."""
+
+    def __init__(self, stage: str, neighbour: str, neighbour_input: StageInput, process: ProcessContext) -> None:
+        self._stage = stage
+        self._neighbour = neighbour
+        self._input = neighbour_input
+        self._process = process
+
+    def payload(self, work: RequestWork, payload: StagePayload, packed: Packed) -> None:
+        timings = work.timing(self._stage)
+        fields: dict[str, Any] = {
+            "request": payloads.reissued(payload.request),
+            "data": self._shared(work, payload.data, "payload.data"),
+        }
+        self._input.payload(work.header(), self._stage, Passed(fields), timings)
+
+    def chunk(self, work: RequestWork, chunk: Chunk) -> None:
+        target = self._neighbour
+        fields: dict[str, Any] = {
+            "data": self._shared(work, chunk.data, "chunk.data"),
+            "metadata": self._shared(work, chunk.metadata, "chunk.metadata"),
+        }
+        if work.request is not None and work.sent(target) == 0:
+            fields["request"] = payloads.reissued(work.request)
+        self._input.chunk(work.header(), self._stage, work.number(target), chunk.modality, Passed(fields))
+
+    def end(self, work: RequestWork) -> None:
+        """The stream is complete. Of an empty one it is the first that the target hears, and brings the request."""
+        total = work.sent(self._neighbour)
+        sealed = None
+        if total == 0 and work.request is not None:
+            sealed = Passed({"request": payloads.reissued(work.request)})
+        self._input.end(work.header(), self._stage, total, sealed)
+
+    def skip(self, work: RequestWork, chunks: int | None) -> None:
+        """Nothing more comes on this edge. chunks: of a stream, how many came before."""
+        self._input.skip(work.header(), self._stage, chunks)
+
+    def failed(self, work: RequestWork, failure: Failure) -> None:
+        """The stream ends in the middle."""
+        self._input.broken(work.header(), self._stage, failure)
+
+    def consumed(self, work: RequestWork, weight: int) -> None:
+        """The stage has taken so much of the neighbour's stream: the producer is told at once."""
+        if weight:
+            self._input.consumed(
+                Consumed(work.request_id, work.attempt, work.owner, self._neighbour, self._stage, weight)
+            )
+
+    def refuse(self, header: Header) -> None:
+        """The stage takes no more of the neighbour's stream."""
+        self._input.consumed(_over(header, self._neighbour, self._stage))
+
+    def stalled(self, stalled: bool) -> None:
+        """All workers of the stage wait for the neighbour, or no longer."""
+        self._input.source_stalled(self._stage, self._process.incarnation, stalled)
+
+    def _shared(self, work: RequestWork, value: Any, where: str) -> Any:
+        return self._process.shared(self._stage, self._neighbour, work, value, where)
+
+
+class _SendingEdge:
+    """To one peer over the planes. ``_queue_key``: of `relays.send_queues`."""
+
+    def __init__(self, plan: StagePlan, neighbour: str, peer: str, process: ProcessContext, lost: Lost) -> None:
+        self._stage = plan.name
+        self._relay = plan.relay
+        self._neighbour = neighbour
+        self._peer = peer
+        self._process = process
+        self._lost = lost
+        self._queue_key = (plan.name, neighbour, peer)
+
+    def stalled(self, stalled: bool) -> None:
+        """All workers of the stage wait for the neighbour, or no longer."""
+        self._process.send(self._peer, Stalled(self._stage, self._neighbour, stalled))
+
+    def _ship(self, work: RequestWork, extracted: Extracted, make: Make) -> None:
+        lost = self._lost
+        pending = PendingSend(work, extracted, make, self._relay.backend, lambda error: lost(work, error))
+        if not self._process.send_queues.ship(self._queue_key, pending, credits=self._relay.credits):
+            raise self._unreachable()
+
+    def _send(self, message: Message) -> None:
+        if not self._process.send(self._peer, message):
+            raise self._unreachable()
+
+    def _unreachable(self) -> TransferError:
+        return TransferError(f"no connection to the instance of {self._neighbour!r}")
+
+
+class RemoteEdge(_SendingEdge):
+    """To or from a stage of another process."""
+
+    def payload(self, work: RequestWork, payload: StagePayload, packed: Packed) -> None:
+        """packed: targets that get the same payload share its packing, and a slot where they can."""
+        timings = work.timing(self._stage)
+        found = packed.get(id(payload))
+        if found is None:
+            fields: dict[str, Any] = {"request": payload.request}
+            if not (type(payload.data) in SCALARS and payload.data is payload.request.inputs):  # goes along with it
+                fields["data"] = payload.data
+            found = packed[id(payload)] = (payload, payloads.extract(fields, where="payload", as_fields=True))
+
+        def make(body: Body) -> Message:
+            return DataReady(work.header(), self._stage, self._neighbour, body, timings=timings)
+
+        self._ship(work, found[1], make)
+
+    def chunk(self, work: RequestWork, chunk: Chunk) -> None:
+        target = self._neighbour
+        fields: dict[str, Any] = {"data": chunk.data, "metadata": chunk.metadata}
+        if work.sent(target) == 0:
+            fields["request"] = work.request
+        extracted = payloads.extract(fields, where="chunk", as_fields=True)
+        weight = streams.weight(extracted.nbytes)
+        index = work.number(target, weight)
+
+        def make(body: Body) -> Message:
+            return DataReady(work.header(), self._stage, target, body, index, modality=chunk.modality, weight=weight)
+
+        self._ship(work, extracted, make)
+
+    def end(self, work: RequestWork) -> None:
+        """As `LocalEdge.end`."""
+        total = work.sent(self._neighbour)
+        if total:
+            self._send(DataReady(work.header(), self._stage, self._neighbour, None, total, True))
+            return
+
+        def make(body: Body) -> Message:
+            return DataReady(work.header(), self._stage, self._neighbour, body, 0, is_done=True)
+
+        self._ship(work, payloads.extract({"request": work.request}, where="payload", as_fields=True), make)
+
+    def skip(self, work: RequestWork, chunks: int | None) -> None:
+        """As `LocalEdge.skip`."""
+        self._send(Skip(work.header(), self._stage, self._neighbour, chunks))
+
+    def failed(self, work: RequestWork, failure: Failure) -> None:
+        """As `LocalEdge.failed`; a target that cannot be reached is told by the coordinator."""
+        self._process.send(
+            self._peer, DataReady(work.header(), self._stage, self._neighbour, None, None, False, failure)
+        )
+
+    def consumed(self, work: RequestWork, weight: int) -> None:
+        """As `LocalEdge.consumed`; the producer is told a quarter of a window at a time."""
+        due = 0 if work.dead else work.note_consumed(self._neighbour, weight)
+        if due:
+            self._process.send(
+                self._peer, Consumed(work.request_id, work.attempt, work.owner, self._neighbour, self._stage, due)
+            )
+
+    def refuse(self, header: Header) -> None:
+        """As `LocalEdge.refuse`."""
+        self._process.send(self._peer, _over(header, self._neighbour, self._stage))
+
+
+class ClientEdge(_SendingEdge):
+    """From a terminal stage to the client, by way of the coordinator that owns the request."""
+
+    def chunk(self, work: RequestWork, chunk: Chunk) -> None:
+        work.look(chunk.data)
+        fields = {"data": chunk.data, "metadata": chunk.metadata}
+        extracted = payloads.extract(fields, where="chunk", as_fields=True)
+        weight = streams.weight(extracted.nbytes)
+        index = work.number(self._neighbour, weight)
+
+        def make(body: Body) -> Message:
+            return Stream(work.request_id, work.attempt, self._stage, index, body, chunk.modality, weight)
+
+        self._ship(work, extracted, make)
+
+    def result(self, work: RequestWork, data: Any, *, has_data: bool) -> None:
+        """The stage is through. has_data: it gave something beside its chunks."""
+        chunks = work.sent(self._neighbour)
+        timings = work.timing(self._stage)
+
+        def make(body: Body | None) -> Message:
+            return Complete(work.request_id, work.attempt, self._stage, body, chunks, timings=timings)
+
+        if has_data:
+            self._ship(work, payloads.extract(data, where="result"), make)
+        else:
+            self._process.send(self._peer, make(None))
+
+
+Edge: TypeAlias = LocalEdge | RemoteEdge
+
+
+class Edges:
+    """The edges of one stage, by neighbour and instance. A cache: an edge holds nothing of a request."""
+
+    def __init__(self, plan: StagePlan, process: ProcessContext, lost: Lost) -> None:
+        self._plan = plan
+        self._process = process
+        self._lost = lost
+        neighbours = (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
+        #: neighbour -> incarnation -> edge. Valid for this process's own incarnation.
+        self._bound: dict[str, dict[str, Edge]] = {name: {} for name in neighbours}
+        self._clients: dict[str, ClientEdge] = {}  #: By the coordinator's incarnation.
+
+    def to(self, neighbour: str, instance: str) -> Edge:
+        """The edge to this instance of ``neighbour``; one that cannot be reached is refused when it is used."""
+        bound = self._bound.get(neighbour)
+        edge = bound.get(instance) if bound is not None else None
+        return edge if edge is not None else self._bind(neighbour, instance)
+
+    def client(self, owner: str) -> ClientEdge:
+        edge = self._clients.get(owner)
+        if edge is None:
+            edge = ClientEdge(self._plan, COORDINATOR, owner, self._process, self._lost)
+            _keep(self._clients, owner, edge)
+        return edge
+
+    def stalled(self, target: str, instance: str, stalled: bool) -> None:
+        """Tell the instance of ``target`` that all workers of the stage wait for it, or no longer."""
+        (self.client(instance) if target == COORDINATOR else self.to(target, instance)).stalled(stalled)
+
+    def clear(self) -> None:
+        """This process goes on under another incarnation."""
+        for bound in self._bound.values():
+            bound.clear()
+        self._clients.clear()
+
+    def _bind(self, neighbour: str, instance: str) -> Edge:
+        """Here, and nowhere else, it is asked whether an instance is this process."""
+        edge: Edge
+        sibling = self._process.sibling(neighbour) if instance == self._process.incarnation else None
+        if sibling is not None:
+            edge = LocalEdge(self._plan.name, neighbour, sibling, self._process)
+        else:
+            edge = RemoteEdge(self._plan, neighbour, instance, self._process, self._lost)
+        bound = self._bound.get(neighbour)
+        if bound is not None:  # or a message names a source that the plan does not
+            _keep(bound, instance, edge)
+        return edge
+
+
+def _keep(bound: dict[str, Any], instance: str, edge: Edge | ClientEdge) -> None:
+    if len(bound) >= EDGES_KEPT:
+        bound.clear()
+    bound[instance] = edge
+
+
+def _over(header: Header, source: str, stage: str) -> Consumed:
+    return Consumed(header.request_id, header.attempt, header.owner, source, stage, 0, over=True)

@@ -1,0 +1,74 @@
+"""What a process's stages share: its incarnation, its ends of the planes, the inputs of its stages. Any thread.
+
+Made by `host`, which exchanges the planes when the process takes another incarnation (`wire`, `renew`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from stage_runtime.relays import payloads
+from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.send_queues import SendQueues
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.mutation_check import MutationCheck
+from stage_runtime.stage.stage_input import StageInput
+from stage_runtime.stage.work import RequestWork
+from stage_runtime.wire.messages import Message
+
+
+class ProcessContext:
+    """One per process; it outlives the incarnations."""
+
+    channels: Channels
+    relays: Relays
+    send_queues: SendQueues
+
+    def __init__(self, incarnation: str, mutation_check: MutationCheck | None = None) -> None:
+        self.incarnation = incarnation
+        self.counters: Counter[str] = Counter()
+        self.inputs: dict[str, StageInput] = {}  #: Of all stages of the process, by name; complete before any message.
+        self.mutation_check = mutation_check
+
+    def wire(self, channels: Channels, relays: Relays) -> None:
+        """Take the ends of the planes of this incarnation, before anything is sent."""
+        self.channels = channels
+        self.relays = relays
+        self.send_queues = SendQueues(relays, channels.send)
+
+    def sibling(self, name: str) -> StageInput | None:
+        """The input of a stage of this process; None: it is not here."""
+        return self.inputs.get(name)
+
+    def send(self, peer: str, message: Message) -> bool:
+        """False: there is no link to ``peer``."""
+        return self.channels.send(peer, message)
+
+    def shared(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> Any:
+        """``value`` on its way to a sibling stage: checked, containers fresh, tensors shared.
+
+        where: what a refusal calls it, the same as when it goes to another process.
+        """
+        isolated = payloads.isolate(value, where=where)
+        if self.mutation_check is None:
+            return isolated
+        return self.mutation_check.passed(source, target, work.key, isolated, where)
+
+    def settle(self) -> None:
+        """As `engines.base.Outbox.settle`."""
+        self.relays.settle()
+
+    def began(self, stage: str, work: RequestWork) -> None:
+        if self.mutation_check is not None:
+            self.mutation_check.began(stage)
+
+    def gave(self, stage: str, work: RequestWork, values: Mapping[str, Any]) -> None:
+        """These were sent, by what a refusal calls them: the stage may not write into them again."""
+        if self.mutation_check is not None:
+            self.mutation_check.gave(stage, work.key, values)
+
+    def ended(self, stage: str, work: RequestWork) -> None:
+        if self.mutation_check is not None:
+            self.mutation_check.ended(stage, work.key)
