@@ -152,7 +152,7 @@ class Process:
     def _report_progress(self, stage: str, message: str) -> None:
         statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))
 
-    def _failed(self, stage: str, error: BaseException) -> None:
+    def failed(self, stage: str, error: BaseException) -> None:
         """A stage cannot be loaded, or its engine has crashed."""
         code = EXIT_CRASHED if self._loaded else EXIT_FAILED
         if not isinstance(error, ConfigurationError):
@@ -186,8 +186,8 @@ class FollowerProcess(Process):
                 settings.stages()[0],
                 rank=settings.tp_rank,
                 loop=asyncio.get_running_loop(),
-                on_loaded=self._all_loaded,
-                on_failed=self._failed,
+                on_loaded=self.loaded,
+                on_failed=self.failed,
                 on_lost=self._lost_leader,
             )
             channels = self._listen(host, host.release, stack)
@@ -196,7 +196,7 @@ class FollowerProcess(Process):
             host.load(self._make)
             return await self._over
 
-    def _all_loaded(self) -> None:
+    def loaded(self) -> None:
         self._loaded = True
         statuspipe.report(self._settings.status_fd, statuspipe.Ready())
 
@@ -222,13 +222,9 @@ class StageProcess(Process):
     async def serve(self) -> int:
         host = self._host = Host(
             self._settings.stages(),
+            self,
             incarnation=self._incarnation,
             loop=asyncio.get_running_loop(),
-            on_loaded=self._all_loaded,
-            on_failed=self._failed,
-            on_shutdown=self._stop,
-            on_unbound=self._unbound.add,
-            on_fenced=lambda: self._fenced.set(),
             mutation_check=MutationCheck() if self._settings.debug_values else None,
             leader=self._leader,
         )
@@ -283,7 +279,7 @@ class StageProcess(Process):
     def _meet_followers(self, leader: Leader, stack: contextlib.AsyncExitStack) -> None:
         """Open the plane of the ranks: it outlives the incarnations that coordinators know."""
         settings, loop = self._settings, asyncio.get_running_loop()
-        plane = self._host.ranks(leader)
+        plane = self._host.open_ranks(leader)
         incarnation = Incarnation(secrets.token_hex(8))
         security = process_context.security(settings.control_key)
         listen, advertise, relay_settings = process_context.rank_addresses(settings)
@@ -317,12 +313,21 @@ class StageProcess(Process):
 
     # --- what happens -------------------------------------------------------------------------------------------
 
-    def _all_loaded(self) -> None:
+    def loaded(self) -> None:
         self._loaded = True
         self._arm_watchdog()
         statuspipe.report(self._settings.status_fd, statuspipe.Ready())
         log.info("ready: %s", ", ".join(self._host.stages))
         self._host.announce_ready()
+
+    def shut_down(self, reason: str) -> None:
+        self._stop(reason)
+
+    def unbound(self, coordinator: str) -> None:
+        self._unbound.add(coordinator)
+
+    def fenced(self) -> None:
+        self._fenced.set()
 
     def _welcomed(self) -> None:
         statuspipe.report(self._settings.status_fd, statuspipe.Registered())
@@ -370,7 +375,7 @@ class StageProcess(Process):
                         seen[name] = (stage.steps, now)
                     elif now - since > stuck_after_s:
                         faulthandler.dump_traceback()
-                        self._failed(name, TimeoutError(f"no progress for {stuck_after_s:.0f} s with work at hand"))
+                        self.failed(name, TimeoutError(f"no progress for {stuck_after_s:.0f} s with work at hand"))
                         return
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -16,10 +16,12 @@ from stage_runtime.errors import ProtocolError
 from stage_runtime.relays.registry import Relays
 from stage_runtime.relays.send_queues import SendQueues
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.wire.messages import Message, RankFailed, RankHello, Release, RequestRef
 
 GREET_EVERY_S: Final = 0.1
+RANKS_AGREE_S: Final = 5.0  # within which all ranks have raised what one has raised
 
 
 class RankPlane:
@@ -28,19 +30,21 @@ class RankPlane:
     def __init__(
         self,
         leader: Leader,
+        stage: Stage,
         *,
-        stage: str,
+        loop: asyncio.AbstractEventLoop,
         on_ready: Callable[[], None],
-        on_failed: Callable[[RankFailed], None],
+        on_apart: Callable[[BaseException], None],
         on_lost: Callable[[BaseException], None],
     ) -> None:
-        """on_ready: a follower has loaded its engine. on_failed: computing failed there. on_lost, in any thread: a
-        follower is gone or cannot follow.
+        """on_ready: a follower has loaded its engine. on_apart: computing failed on one rank alone. on_lost, in any
+        thread: a follower is gone or cannot follow.
         """
         self._leader = leader
         self._stage = stage
+        self._loop = loop
         self._on_ready = on_ready
-        self._on_failed = on_failed
+        self._on_apart = on_apart
         self._on_lost = on_lost
         self._endpoint = ""
         self._channels: Channels
@@ -52,7 +56,7 @@ class RankPlane:
         self._relays = relays
         self._endpoint = endpoint
         self._send_queues = SendQueues(relays, channels.send)
-        self._leader.wire(channels, self._send_queues, self._stage, self._on_lost)
+        self._leader.wire(channels, self._send_queues, self._stage.plan.name, self._on_lost)
 
     async def greet(self) -> None:
         """Find the followers."""
@@ -79,7 +83,7 @@ class RankPlane:
                 self._leader.ready.add(sender)
                 self._on_ready()
             case RankFailed():
-                self._on_failed(message)
+                self._loop.call_later(RANKS_AGREE_S, self._check_agreement, message)
             case Release():
                 self._send_queues.released(sender, message.transfers)
 
@@ -93,3 +97,9 @@ class RankPlane:
 
     def release(self, peer: str, transfer: int) -> None:
         """Followers send nothing by relay."""
+
+    def _check_agreement(self, message: RankFailed) -> None:
+        """Computing failed on one rank. On all of them: rank 0 says so itself. On that one alone: they are apart."""
+        work = self._stage.input.find(message.owner, message.request_id, message.attempt)
+        if work is not None and not work.over:
+            self._on_apart(RuntimeError(f"rank {message.rank} failed alone, the ranks are apart: {message.error}"))

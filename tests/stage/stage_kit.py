@@ -159,6 +159,24 @@ class MemoryChannels:
         self.gone.add(peer)
 
 
+class Uneventful:
+    """`stage.host.Lifecycle` of a process that goes on whatever happens."""
+
+    def __init__(self, failures: list[tuple[str, BaseException]]) -> None:
+        self._failures = failures
+
+    def loaded(self) -> None: ...
+
+    def failed(self, stage: str, error: BaseException) -> None:
+        self._failures.append((stage, error))
+
+    def shut_down(self, reason: str) -> None: ...
+
+    def unbound(self, coordinator: str) -> None: ...
+
+    def fenced(self) -> None: ...
+
+
 class Registered:
     """`stage.registration.Registration`, done."""
 
@@ -199,13 +217,9 @@ class World:
     ) -> Host:
         host = Host(
             plans,
+            Uneventful(self.failures),
             incarnation=name,
             loop=self._loop,
-            on_loaded=lambda: None,
-            on_failed=lambda stage, error: self.failures.append((stage, error)),
-            on_shutdown=lambda reason: None,
-            on_unbound=lambda coordinator: None,
-            on_fenced=lambda: None,
             mutation_check=mutation_check,
         )
         self.known.add(name)

@@ -163,7 +163,7 @@ async def test_requests_that_end_at_a_busy_stage_give_their_slots_back_at_once(
                     made.abort(f"r{number}", owner="dd")
             case "coordinator lost":
                 for host in made.hosts.values():
-                    host.registration.coordinators["dd"] = None  # type: ignore[assignment]
+                    host.membership.registration.coordinators["dd"] = None  # type: ignore[assignment]
                     host.lost("dd")
             case "ended":
                 for name in made.hosts:

@@ -101,7 +101,7 @@ async def test_what_comes_late_for_a_lost_coordinator_begins_nothing_and_is_let_
         await made.until(lambda: b.process.counters["orphaned_requests"] == 1)
         await made.until(lambda: made.outstanding == 0)
         assert begun == [] and b.idle
-        b._lost_owners.clear()  # as Welcome does it
+        b.requests._lost_owners.clear()  # as Welcome does it
         made.submit("next", "a")
         await made.until(lambda: made.results().get("next") == LARGE)
         assert begun == ["next"]

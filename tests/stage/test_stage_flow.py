@@ -353,7 +353,7 @@ async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> 
         made.submit("mine", "a")
         made.submit("theirs", "a", owner="other")
         await made.settle()
-        made.hosts["pa"].registration.coordinators["other"] = None  # type: ignore[assignment]
+        made.hosts["pa"].membership.registration.coordinators["other"] = None  # type: ignore[assignment]
         made.hosts["pa"].lost("other")
         await made.until(cancelled.is_set)
         go.set()
@@ -408,7 +408,7 @@ async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_
         await made.until(lambda: made.told == [ForwardAbortReply("r1", "cc", False, 0)])  # there is no other
         made.told.clear()
         made.known.add("other")
-        host.registration.coordinators["other"] = None  # type: ignore[assignment]
+        host.membership.registration.coordinators["other"] = None  # type: ignore[assignment]
         made.send("cc", "pa", asked)
         await made.until(lambda: made.told == [asked])
         made.send("other", "pa", ForwardAbortReply("r1", "cc", True))
