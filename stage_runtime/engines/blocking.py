@@ -1,7 +1,7 @@
 """Names the call that blocks a stage's event loop: while it lasts, every other request of the stage stands still.
 
 Here: a thread beside the loop that looks at its stack when it has not turned for a second. Not here: the loop
-(`loops`), the watchdog that ends a process without progress (`processes.stage`). Called by `loops`.
+(`loops`), the watchdog that ends a process without progress (`processes.watchdog`). Called by `loops`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where an engine's workers wait for others: gates of full stream windows, and the inbox.
 
-A worker that waits here is neither stuck nor computing: the watchdog must not count it (`processes.stage`), and when
+A worker that waits here is neither stuck nor computing: the watchdog must not count it (`processes.watchdog`), and when
 all of an engine's workers wait at gates, their consumers are told (`stage.stalling`).
 """
 

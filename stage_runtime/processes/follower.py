@@ -1,0 +1,49 @@
+"""The process of rank 1.. of a TP stage. Called by `stage.run`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from stage_runtime.processes import incarnations, statuspipe
+from stage_runtime.processes.rank import EXIT_CRASHED, EXIT_DRAINED, THREADS_S, RankProcess
+from stage_runtime.stage.follower import FollowerHost
+
+log = logging.getLogger(__name__)
+
+
+class FollowerProcess(RankProcess):
+    """Rank 1.. of a TP stage: lives and dies with rank 0, which needs it while it drains."""
+
+    _stopping = False
+
+    async def serve(self) -> int:
+        settings = self._settings
+        async with contextlib.AsyncExitStack() as stack:
+            host = FollowerHost(
+                settings.stages()[0],
+                rank=settings.tp_rank,
+                loop=asyncio.get_running_loop(),
+                on_loaded=self.loaded,
+                on_failed=self.failed,
+                on_lost=self._lost_leader,
+            )
+            channels = self._listen(host, host.release, stack, incarnation=incarnations.fresh())
+            host.wire(channels, self._relays, endpoint=self._endpoint)
+            stack.callback(host.close, THREADS_S)
+            host.load(self._make)
+            return await self._over
+
+    def loaded(self) -> None:
+        self._loaded = True
+        statuspipe.report(self._settings.status_fd, statuspipe.Ready())
+
+    def _stop(self, reason: str) -> None:
+        if self._stopping or not self._loaded:
+            self._finish(EXIT_DRAINED)
+        self._stopping = True
+
+    def _lost_leader(self, reason: str) -> None:
+        log.info("%s", reason)
+        self._finish(EXIT_DRAINED if self._stopping else EXIT_CRASHED)

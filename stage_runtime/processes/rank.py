@@ -1,0 +1,138 @@
+"""What the processes of all ranks have in common: planes, loading, signals, the exit code.
+
+`stage` is rank 0, and every process of a stage without ranks; `follower` is ranks 1...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+from typing import Final
+
+from omnipipeline_spec.types.plan import StagePlan
+from stage_runtime.engines import gpumemory, loading
+from stage_runtime.engines.base import Engine
+from stage_runtime.errors import ConfigurationError, describe, format_traceback
+from stage_runtime.processes import process_context, statuspipe
+from stage_runtime.relays.registry import Relays
+from stage_runtime.settings import StageSettings
+from stage_runtime.sockets.channels import Channels, Handler
+from stage_runtime.stage.context import Context
+from stage_runtime.wire.messages import Incarnation
+
+log = logging.getLogger(__name__)
+
+EXIT_DRAINED: Final = 0
+EXIT_FAILED: Final = 1  # a factory or the configuration: starting again would end the same way
+EXIT_CRASHED: Final = 3  # an engine's own loop, or a task of ours, ended
+LAST_WORDS_S: Final = 0.02  # between a crash and the end: what it made of its requests is on its way out
+SETTLE_S: Final = 2.0
+THREADS_S: Final = 1.0
+
+
+class RankProcess:
+    """What all ranks have in common: planes, loading, signals, the exit code."""
+
+    _relays: Relays
+    _endpoint: str
+    _over: asyncio.Future[int]
+
+    def __init__(self, settings: StageSettings) -> None:
+        """To be made inside the running loop."""
+        self._settings = settings
+        self._over = asyncio.get_running_loop().create_future()
+        self._loaded = False
+
+    def _listen(
+        self,
+        handler: Handler,
+        release: Callable[[str, int], None],
+        stack: contextlib.AsyncExitStack,
+        *,
+        incarnation: Incarnation,
+    ) -> Channels:
+        """Open both planes under ``incarnation``; ``stack`` closes them, relays first."""
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        security = process_context.security(settings.control_key)
+        channels = Channels(
+            handler,
+            incarnation=incarnation,
+            loop=loop,
+            security=security,
+            dead_after_s=settings.plan.dead_after_s,
+        )
+        stack.callback(channels.close)
+        stack.push_async_callback(self._settle, channels)
+        self._relays = Relays(
+            loop=loop,
+            incarnation=incarnation,
+            on_release=release,
+            security=security,
+            settings=process_context.relay_settings(settings),
+        )
+        stack.callback(self._relays.close)
+        self._endpoint = process_context.advertised(settings.advertise, channels.bind(settings.listen))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+        return channels
+
+    async def _settle(self, channels: Channels) -> None:
+        """What was said is heard before the sockets close; of a life that nobody listens to any more, nothing is."""
+        if self._over.done():
+            await channels.settled(SETTLE_S)
+
+    def _stop(self, reason: str) -> None:
+        self._finish(EXIT_DRAINED)
+
+    def _make(self, plan: StagePlan) -> Engine:
+        """The stage's engine; on its own thread."""
+        settings = self._settings
+        self._report_progress(plan.name, "loading")
+        gpu_id = settings.gpu_id(plan)
+        gpumemory.keep(settings.stages(), gpu_id)
+        context = Context(
+            plan,
+            model_path=settings.plan.model_path,
+            model_revision=settings.plan.model_revision,
+            gpu_id=gpu_id,
+            tp_rank=settings.tp_rank,
+            rendezvous=settings.rendezvous,
+            allocate=lambda shape, dtype: self._relays.allocate(shape, dtype),  # of the life that it is called in
+            progress=self._report_progress,
+            emit=lambda *_, **__: None,
+        )
+        return loading.create(
+            plan,
+            context,
+            model_path=settings.plan.model_path,
+            model_revision=settings.plan.model_revision,
+            gpu_id=gpu_id,
+            on_cpu=settings.plan.on_cpu,
+        )
+
+    def _report_progress(self, stage: str, message: str) -> None:
+        statuspipe.report(self._settings.status_fd, statuspipe.Loading(stage=stage, message=message))
+
+    def failed(self, stage: str, error: BaseException) -> None:
+        """A stage cannot be loaded, or its engine has crashed."""
+        code = EXIT_CRASHED if self._loaded else EXIT_FAILED
+        if not isinstance(error, ConfigurationError):
+            log.error("stage %s: %s\n%s", stage, describe(error), format_traceback(error).rstrip())
+        elif self._settings.status_fd is None:  # or our supervisor shows that line
+            log.error("%s", error)
+        statuspipe.report(self._settings.status_fd, statuspipe.failed(error, stage=stage))
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._finish, code)
+
+    def _task_ended(self, name: str, error: BaseException) -> None:
+        """Without it this process would go on half: ready for others, and without beats, say."""
+        log.error("the task %r has ended: %s\n%s", name, describe(error), format_traceback(error).rstrip())
+        statuspipe.report(self._settings.status_fd, statuspipe.failed(error))
+        self._finish(EXIT_CRASHED)
+
+    def _finish(self, code: int) -> None:
+        if not self._over.done():
+            self._over.set_result(code)

@@ -1,0 +1,65 @@
+"""Ends a stage process whose loop makes no progress though it has work: long computing is not death, this is.
+
+What counts as progress is `stage.Stage.steps`. Called by `processes.stage`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from stage_runtime.stage.stage import Stage
+
+LOOK_MOST_S: Final = 5.0  # between two looks
+
+
+class Watchdog:
+    """Watches the stages of one process."""
+
+    def __init__(
+        self, stages: Mapping[str, Stage], *, stuck_after_s: float, stuck: Callable[[str, BaseException], None]
+    ) -> None:
+        """stuck: called once, with the stage that makes no progress."""
+        self._stages = stages
+        self._stuck_after_s = stuck_after_s
+        self._look_every_s = min(stuck_after_s / 10, LOOK_MOST_S)
+        self._stuck = stuck
+        self._armed = False  #: A loader may keep the GIL as long as it likes: the supervisor sees what it does.
+
+    def arm(self) -> None:
+        """All engines are loaded: watch from now on."""
+        self._armed = True
+        self._rearm()
+
+    async def run(self) -> None:
+        """Until a stage is stuck. The log gets the stacks of all threads.
+
+        Where something keeps the GIL for so long that this loop cannot run, C code (`faulthandler`) prints them and
+        ends the process.
+        """
+        seen: dict[str, tuple[int, float]] = {}  # stage -> (steps, since when)
+        try:
+            while True:
+                await asyncio.sleep(self._look_every_s)
+                if not self._armed:
+                    continue
+                self._rearm()
+                now = time.monotonic()
+                for name, stage in self._stages.items():
+                    steps, since = seen.get(name, (-1, now))
+                    if not stage.computing or stage.steps != steps:
+                        seen[name] = (stage.steps, now)
+                    elif now - since > self._stuck_after_s:
+                        faulthandler.dump_traceback()
+                        problem = f"no progress for {self._stuck_after_s:.0f} s with work at hand"
+                        self._stuck(name, TimeoutError(problem))
+                        return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _rearm(self) -> None:
+        """Anew at each look: who cannot look for so long is ended."""
+        faulthandler.dump_traceback_later(self._stuck_after_s + self._look_every_s, exit=True)
