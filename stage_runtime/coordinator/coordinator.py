@@ -50,8 +50,8 @@ class Coordinator:
         self._releases: dict[str, list[int]] = {}
         self._channels: Channels
         self._handlers: dict[type, Callable[[str, Any], None]] = {
-            Stream: lambda sender, message: self.manager.stream(sender, message),
-            Complete: lambda sender, message: self.manager.complete(sender, message),
+            Stream: lambda sender, message: self.manager.answers.stream(sender, message),
+            Complete: lambda sender, message: self.manager.answers.complete(sender, message),
             HandBack: lambda sender, message: self.manager.hand_back(sender, message),
             Stalled: lambda sender, message: self.manager.readers.stalled(sender, message.source, message.stalled),
             ForwardAbort: self._forward_abort,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -124,6 +124,11 @@ class RequestHandle:
         return self._cancel(self, reason)
 
     # --- the request manager's side -----------------------------------------------------------------------------------
+
+    def learn(self, timings: Iterable[Timing]) -> None:
+        """Keep what stages measured; the latest of each stage counts."""
+        for timing in timings:
+            self.timings[timing.stage] = timing
 
     def begin_attempt(self) -> None:
         """A new attempt begins: what an earlier one said partly is dropped."""

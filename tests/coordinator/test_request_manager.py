@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.coordinator.readers import LOOK_EVERY_S
-from stage_runtime.coordinator.request_manager import BODY_CREDITS, RECONNECT_S
+from stage_runtime.coordinator.request_manager import RECONNECT_S
+from stage_runtime.coordinator.submission import BODY_CREDITS
 from stage_runtime.errors import RequestError
 from stage_runtime.rules import edges
 from stage_runtime.rules.readers import ROOM

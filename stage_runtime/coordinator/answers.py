@@ -1,0 +1,130 @@
+"""What terminal stages send of a request: fetched, put in order, turned into events. On the I/O thread.
+
+What an event leads to is decided by `rules.requests` and carried out by `request_manager`, which calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, Streamed
+from stage_runtime.errors import ProtocolError
+from stage_runtime.relays.fetching import Fetched, Fetching
+from stage_runtime.relays.send_queues import attempt_key
+from stage_runtime.rules.requests import ChunkCame, Event, Instruction, Instructions, TerminalDone
+from stage_runtime.wire.messages import Complete, Failure, Stream
+
+
+class Happen(Protocol):
+    """Applies an event to a request and carries its instructions out. ``delivered``: what DELIVER gives the client."""
+
+    def __call__(self, handle: RequestHandle, event: Event, delivered: Resulted | None = None) -> Instructions: ...
+
+
+class Answers:
+    """Of one coordinator's requests."""
+
+    def __init__(
+        self,
+        fetching: Fetching,
+        *,
+        owner: str,
+        find: Callable[[str], RequestHandle | None],
+        happen: Happen,
+        failed: Callable[[RequestHandle, int, Failure], None],
+    ) -> None:
+        """owner: this coordinator. find: a request in flight, by id."""
+        self._fetching = fetching
+        self._owner = owner
+        self._find = find
+        self._happen = happen
+        self._failed = failed
+
+    def stream(self, sender: str, message: Stream) -> None:
+        self._fetching.fetch(
+            sender,
+            message.body,
+            attempt_key(self._owner, message.request_id, message.attempt),
+            lambda fetched: self._chunk(message, fetched),
+            lambda error: self._broken(message, error),
+        )
+
+    def complete(self, sender: str, message: Complete) -> None:
+        if message.skipped:
+            self._skipped(message)
+        elif message.failure is not None:
+            handle = self._current(message)
+            if handle is not None:
+                handle.learn(message.timings)
+                self._failed(handle, message.attempt, message.failure)
+        elif message.body is None:
+            self._result(message, None)
+        else:
+            self._fetching.fetch(
+                sender,
+                message.body,
+                attempt_key(self._owner, message.request_id, message.attempt),
+                lambda fetched: self._result(message, fetched),
+                lambda error: self._broken(message, error),
+            )
+
+    def _current(self, message: Stream | Complete) -> RequestHandle | None:
+        """The request, if the attempt that the message belongs to is under way."""
+        handle = self._find(message.request_id)
+        if handle is None or not handle.tracked.hears(message.attempt):
+            return None
+        return handle
+
+    def _chunk(self, message: Stream, fetched: Fetched) -> None:
+        handle = self._current(message)
+        inbound = handle.streams.get(message.source) if handle is not None else None
+        if handle is None or inbound is None:
+            fetched.discard()
+            return
+        streamed = Streamed(message.source, message.chunk_id, message.modality, fetched, message.weight)
+        try:
+            ready = inbound.offer(message.chunk_id, streamed)
+        except ProtocolError as error:
+            self._broken(message, error)
+            return
+        for one in ready:
+            if Instruction.DELIVER in self._happen(handle, ChunkCame(message.source, message.attempt)):
+                handle.push(one)
+        self._end_if_whole(handle, message.source, message.attempt)
+
+    def _skipped(self, message: Complete) -> None:
+        """Nothing of the request can reach a terminal: where it is waited for, its request fails now."""
+        handle = self._current(message)
+        if handle is not None and message.source in handle.tracked.waiting:
+            problem = f"no route leads the request to {message.source!r}, a terminal stage that it waits for: "
+            problem += "leave it out by terminalStagesFn, or send it something"
+            self._failed(handle, message.attempt, Failure("stage_failed", problem, message.source, "route_fn"))
+
+    def _result(self, message: Complete, fetched: Fetched | None) -> None:
+        handle = self._current(message)
+        inbound = handle.streams.get(message.source) if handle is not None else None
+        if handle is None or inbound is None:
+            if fetched is not None:
+                fetched.discard()
+            return
+        handle.learn(message.timings)
+        try:
+            inbound.end(message.chunks)
+        except ProtocolError as error:
+            self._broken(message, error)
+            return
+        handle.undelivered[message.source] = (message.chunks, fetched)
+        self._end_if_whole(handle, message.source, message.attempt)
+
+    def _end_if_whole(self, handle: RequestHandle, source: str, attempt: int) -> None:
+        """A terminal is through once its result and all its chunks are here, in whatever order they came."""
+        if source in handle.undelivered and handle.streams[source].closed:
+            _, fetched = handle.undelivered.pop(source)
+            self._happen(handle, TerminalDone(source, attempt), Resulted(source, fetched))
+
+    def _broken(self, message: Stream | Complete, error: Exception) -> None:
+        handle = self._current(message)
+        if handle is not None:
+            failure = Failure("transport_failed", str(error), message.source, "relay")
+            self._failed(handle, message.attempt, failure)

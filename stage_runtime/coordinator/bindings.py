@@ -1,0 +1,151 @@
+"""Which requests are bound to which instances: the one place that binds and unbinds. Called by `request_manager`.
+
+Who may be bound is decided by `rules.membership`. A request without a binding waits for an instance in `Rebinding`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from omnipipeline_spec.types.plan import PipelineRevision
+from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.request_handles import RequestHandle
+from stage_runtime.errors import RequestError
+from stage_runtime.rules.membership import Unbindable
+
+log = logging.getLogger(__name__)
+
+NEW_INSTANCE_WAIT_S: Final = 5.0  # a retry without another instance waits so long for a new incarnation
+RETRY_AFTER_S: Final = 1.0
+
+
+class Bindings:
+    """Of all requests of one coordinator."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        #: incarnation -> requests bound to it. A request stands under exactly the values of its ``bindings`` from
+        #: `attach` until `release`; no entry is empty.
+        self._by_instance: dict[str, set[RequestHandle]] = {}
+
+    def choose(
+        self, request_id: str, *, avoid: set[str], terminals: tuple[str, ...] | None
+    ) -> tuple[PipelineRevision, dict[str, str]]:
+        """A revision and an instance for each stage that the request may meet. They count it as load from now on:
+        `attach` or `give_back` must follow.
+
+        Raises: RequestError: there is no complete set of instances.
+        """
+        try:
+            return self._membership.state.bind(avoid=avoid, terminals=terminals)
+        except Unbindable as error:
+            raise RequestError(
+                "unavailable",
+                str(error),
+                stage=error.groups[0],
+                request_id=request_id,
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
+
+    def give_back(self, bindings: dict[str, str]) -> None:
+        """What was chosen is not used."""
+        self._membership.state.unbind(bindings)
+
+    def attach(self, handle: RequestHandle, revision: PipelineRevision, bindings: dict[str, str]) -> None:
+        """Bind the request to what was chosen for it."""
+        handle.bindings = bindings
+        handle.revision = revision.revision
+        for incarnation in set(bindings.values()):
+            self._by_instance.setdefault(incarnation, set()).add(handle)
+
+    def release(self, handle: RequestHandle) -> None:
+        """Its instances carry one less. ``handle.bindings`` still says who they were."""
+        self._membership.state.unbind(handle.bindings)
+        for incarnation in set(handle.bindings.values()):
+            bound = self._by_instance.get(incarnation)
+            if bound is not None:
+                bound.discard(handle)
+                if not bound:
+                    del self._by_instance[incarnation]
+                    self._membership.unbound(incarnation)
+
+    def drop(self, incarnation: str) -> None:
+        """The instance is gone, and nobody is bound to it any more."""
+        self._by_instance.pop(incarnation, None)
+
+    def on(self, incarnation: str) -> list[RequestHandle]:
+        """The requests that are bound to an instance."""
+        return list(self._by_instance.get(incarnation, ()))
+
+    def count(self, incarnation: str) -> int:
+        return len(self._by_instance.get(incarnation, ()))
+
+    def between(self, one: str, other: str) -> list[RequestHandle]:
+        """The requests that are bound to both instances."""
+        return list(self._by_instance.get(one, set()) & self._by_instance.get(other, set()))
+
+
+class Rebinding:
+    """Requests whose attempt was given up: bound again at once, or when an instance comes."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        membership: Membership,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        submit: Callable[[RequestHandle, PipelineRevision, dict[str, str]], None],
+        gave_up: Callable[[RequestHandle, str], None],
+    ) -> None:
+        """submit: sends a request under new bindings. gave_up: told why nothing could be bound in time."""
+        self._bindings = bindings
+        self._membership = membership
+        self._loop = loop
+        self._submit = submit
+        self._gave_up = gave_up
+        self._awaiting: dict[RequestHandle, asyncio.TimerHandle] = {}  #: Those that wait for an instance.
+
+    def __len__(self) -> int:
+        """How many wait for an instance."""
+        return len(self._awaiting)
+
+    def rebind(self, handle: RequestHandle) -> None:
+        """Bind it to other instances, or wait for one."""
+        if not self._try(handle):
+            handle.bindings = {}
+            self._awaiting[handle] = self._loop.call_later(NEW_INSTANCE_WAIT_S, self._give_up, handle)
+
+    def instances_changed(self) -> None:
+        """Somebody is ready: those that wait may go."""
+        for handle in list(self._awaiting):
+            self._try(handle)
+
+    def forget(self, handle: RequestHandle) -> None:
+        """The request is over."""
+        timer = self._awaiting.pop(handle, None)
+        if timer is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        for timer in self._awaiting.values():
+            timer.cancel()
+
+    def _try(self, handle: RequestHandle) -> bool:
+        try:
+            revision, bindings = self._bindings.choose(
+                handle.id, avoid=handle.avoid, terminals=handle.tracked.terminals
+            )
+        except RequestError:
+            return False
+        self.forget(handle)
+        log.info("request %s is sent again, after attempt %d", handle.id, handle.tracked.attempt)
+        self._submit(handle, revision, bindings)
+        return True
+
+    def _give_up(self, handle: RequestHandle) -> None:
+        self._awaiting.pop(handle, None)
+        lacking = ", ".join(self._membership.state.lacking(terminals=handle.tracked.terminals))
+        self._gave_up(handle, f"no instance of {lacking} came within {NEW_INSTANCE_WAIT_S:.0f} s")
