@@ -7,12 +7,9 @@ the terminal and ^C (`cli`), the life of a process (`instances`). Called by `cli
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import http.client
-import ipaddress
 import os
-import socket
 import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,15 +27,21 @@ from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import codefiles, launching, reaper, references, rundir, unsupported
-from stage_runtime.processes.instances import ProcessView, RestartPolicy, StartupFailed
-from stage_runtime.processes.launching import StageLaunch
+from stage_runtime.processes import (
+    client_keys,
+    codefiles,
+    launching,
+    preflight,
+    reaper,
+    references,
+    rundir,
+    unsupported,
+)
+from stage_runtime.processes.instances import ProcessView, StartupFailed
+from stage_runtime.processes.launcher import KEY_FILE, Launcher
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
-from stage_runtime.settings import api_keys
 
 ADMISSION_POLL_S = 0.02
-KEY_FILE = "api-key"  # in the run's folder, which is the user's alone
-MAX_KEY = 4096  # bytes of a key's file
 STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` says otherwise
 
 
@@ -84,10 +87,16 @@ class LocalPipeline:
         taken = {name: why for name in found.environment if (why := variables.taken(name, self.spec))}
         vain = (f"envFrom: {name} is left out: it {why}" for name, why in taken.items())
         self._environ = {**environ, **{name: value for name, value in found.environment.items() if name not in taken}}
+        self._shown_gpus = self._environ.get("CUDA_VISIBLE_DEVICES")
         self._code = found.code | self.plan.coordinator.code
         for unit in self.plan.units:
             self._code |= unit.code
-        self._api_keys, unkeyed = _keys(self.spec, self.options, found.api_keys)
+        self._api_keys, unkeyed = client_keys.resolve(
+            self.spec.coordinator.http.api_key_secret_ref,
+            file=self.options.api_key_file,
+            no_auth=self.options.no_auth,
+            found=found.api_keys,
+        )
         #: What the spec says in vain, one line each.
         self.notices = (*unsupported.notices(self.spec, local=True), *found.notices, *vain, *unkeyed)
         self._path = () if folder is None else (folder,)
@@ -99,7 +108,7 @@ class LocalPipeline:
         self._stopping = False
         #: Group -> the instances that it should have.
         self._wanted = {group.name: self.plan.replicas[unit.name] for unit in self.plan.units for group in unit.groups}
-        self._common: dict[str, str] = {}
+        self._launcher: Launcher  #: From `start` on.
         self._reaper: subprocess.Popen[bytes] | None = None
         self._living: int | None = None  #: Held open as long as the run lives.
 
@@ -147,14 +156,14 @@ class LocalPipeline:
         Raises: ConfigurationError: says what to change.
         """
         rundir.check_access(self.spec.endpoints.base_path)
-        rundir.check_budget(self.spec.endpoints.base_path, self._sockets())
-        if not self._api_keys and not self.options.no_auth and not _is_loopback(self.options.host):
+        rundir.check_budget(self.spec.endpoints.base_path, preflight.socket_names(self.plan))
+        if not self._api_keys and not self.options.no_auth and not preflight.is_loopback(self.options.host):
             raise ConfigurationError(
                 f"--host {self.options.host} is reached from other machines, and no API key is set: name a file that "
                 "holds one with --api-key-file, or say that everybody may use it with --no-auth"
             )
-        self._check_gpus()
-        _check_port(self.options.host, self._port())
+        preflight.check_gpus(self.plan, self._shown_gpus)
+        preflight.check_port(self.options.host, self._port())
 
     async def start(self) -> None:
         """Start everything and wait until it can answer.
@@ -249,7 +258,7 @@ class LocalPipeline:
         added: list[str] = []
         try:
             for _ in range(count):
-                added.append(self._add_replica(unit, group, replica))
+                added.append(self._launcher.add_replica(unit, group, replica))
             await self._admitted(functools.partial(self._supervisor.ready, added), group.name)
             self._supervisor.settle(added)
         except BaseException as error:
@@ -288,16 +297,22 @@ class LocalPipeline:
 
     def _launch(self) -> None:
         assert self._dir is not None
-        self._common = {**self.environment(self._dir.path / "code"), reaper.RUN: str(self._dir.path)}
+        common = {**self.environment(self._dir.path / "code"), reaper.RUN: str(self._dir.path)}
         if self.options.debug_values:
-            self._common["OMNI_DEBUG_VALUES"] = "1"
-        for unit in self.plan.units:
-            self._dir.write(f"{unit.name}.unit.json", msgspec.json.encode(unit))
-        self._add_coordinator()
+            common["OMNI_DEBUG_VALUES"] = "1"
+        self._launcher = Launcher(
+            self.plan,
+            self._supervisor,
+            self._dir,
+            environment=common,
+            startup_s=self.options.startup_s,
+            shown_gpus=self._shown_gpus,
+        )
+        self._launcher.add_coordinator(host=self.options.host, port=self._port, api_keys=self._api_keys)
         for unit in self.plan.units:
             for group in unit.groups:
                 for _ in range(self.plan.replicas[unit.name]):
-                    self._add_replica(unit, group)
+                    self._launcher.add_replica(unit, group)
 
     def environment(self, code_dir: Path) -> dict[str, str]:
         """What all processes of the run have in common; the inline files are written to ``code_dir``."""
@@ -305,64 +320,6 @@ class LocalPipeline:
             codefiles.write(self._code, code_dir)
         path = (*([code_dir] if self._code else []), *self._path)
         return launching.environment(self._environ, path=path, code_dir=code_dir if self._code else None)
-
-    def _add_coordinator(self) -> None:
-        assert self._dir is not None
-        plan = self.plan.coordinator
-        variables = {
-            "OMNI_PLAN": str(self._dir.write("coordinator.json", msgspec.json.encode(plan))),
-            "OMNI_REVISIONS": str(self._dir.write("revisions.json", msgspec.json.encode([self.plan.current]))),
-            "OMNI_LISTEN": self._dir.endpoint("coordinator.sock"),
-            "OMNI_PUBLISH": self._dir.endpoint("publisher.sock"),
-            "OMNI_HTTP_HOST": self.options.host,
-        }
-        if self._api_keys:
-            variables["OMNI_API_KEY_FILE"] = str(self._dir.write(KEY_FILE, "\n".join(self._api_keys).encode()))
-        common = {**self._common, "CUDA_VISIBLE_DEVICES": ""}
-        spec = launching.coordinator_instance(common, lambda: {**variables, "OMNI_HTTP_PORT": str(self._port())})
-        self._supervisor.add(spec, RestartPolicy(startup_s=self.options.startup_s, grace_s=plan.drain_timeout_s))
-
-    def _add_replica(self, unit: UnitPlan, group: GroupPlan, replica: int | None = None) -> str:
-        """Start one more instance; its name."""
-        assert self._dir is not None
-        if replica is None:
-            taken = {one.spec.replica for one in self._supervisor.instances(group.name)}
-            replica = next(number for number in range(len(taken) + 1) if number not in taken)
-        name_of = [launching.instance_name(process, replica) for process in group.processes]
-        launch = StageLaunch(
-            unit=unit,
-            group=group,
-            plan_file=self._dir.path / f"{unit.name}.unit.json",
-            replica=replica,
-            coordinators=self._dir.endpoint("coordinator.sock"),
-            environment=self._common,
-            addresses=launching.local_addresses(self._dir.path, name_of),
-            gpus=self._gpus(unit, group, replica),
-        )
-        spec = launching.stage_instance(launch)
-        self._supervisor.add(spec, RestartPolicy(startup_s=self.options.startup_s, grace_s=unit.drain_timeout_s))
-        return spec.name
-
-    def _check_gpus(self) -> None:
-        there = launching.gpus_here() if self._environ.get("CUDA_VISIBLE_DEVICES") is None else None
-        for unit in self.plan.units:
-            for group in unit.groups:
-                for replica in range(self.plan.replicas[unit.name]):
-                    self._gpus(unit, group, replica)
-                wanted = max((max(devices, default=-1) for devices in self.plan.local_gpus[group.name]), default=-1)
-                if there is None or wanted < there:
-                    continue
-                stage = next(stage for stage in unit.stages if stage.name in group.stages and stage.gpus)
-                cure = "run with --cpu" if there == 0 else "choose others with processGroups[].localGpus, or --cpu"
-                has = "none (there is no /dev/nvidia0)" if there == 0 else f"{there} of them"
-                raise ConfigurationError(
-                    f"stages.{stage.name}.gpu: {group.name} needs GPU {wanted}, and this machine has {has}: {cure}"
-                )
-
-    def _gpus(self, unit: UnitPlan, group: GroupPlan, replica: int) -> tuple[str, ...]:
-        devices = self.plan.local_gpus.get(group.name, ())
-        own = devices[replica % len(devices)] if devices else ()
-        return launching.visible_gpus(unit, group, own, self._environ.get("CUDA_VISIBLE_DEVICES"))
 
     def _find(self, group: str) -> tuple[UnitPlan, GroupPlan]:
         groups = {plan.name: (unit, plan) for unit in self.plan.units for plan in unit.groups}
@@ -375,12 +332,6 @@ class LocalPipeline:
         if self._url is not None:
             return urlsplit(self._url).port or 80
         return self.plan.coordinator.http_port if self.options.port is None else self.options.port
-
-    def _sockets(self) -> dict[str, str]:
-        """Names as long as any that this run will use."""
-        processes = [process for unit in self.plan.units for group in unit.groups for process in group.processes]
-        longest = {launching.socket_name(launching.instance_name(name, 99), 999): name for name in processes}
-        return {**longest, "coordinator.sock": COORDINATOR}
 
 
 def read(
@@ -396,61 +347,10 @@ def read(
     return loading.load(os.fspath(source), overrides=overrides), _folder(os.fspath(source))
 
 
-def _keys(
-    spec: PipelineConfig, options: LocalOptions, found: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The keys of which clients must send one, and a line when the spec asks for one that they need not send.
-
-    found: of the Secret that the spec names, when the file holds it.
-    Raises: ConfigurationError: the file of the key cannot be read, or holds none.
-    """
-    reference = spec.coordinator.http.api_key_secret_ref
-    if options.no_auth or (options.api_key_file is None and not found):
-        why = "--no-auth" if options.no_auth else f"there is no Secret {reference.name!r} here" if reference else ""
-        cure = "" if options.no_auth else ": put it into the pipeline's file, or say --api-key-file"
-        line = f"coordinator.http.apiKeySecretRef: no key is asked for, {why}{cure}"
-        return (), (line,) if reference is not None else ()
-    if options.api_key_file is None:
-        return found, ()
-    path = options.api_key_file
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_KEY + 1)
-    except OSError as error:
-        raise ConfigurationError(f"--api-key-file {path}: {error.strerror}") from error
-    if len(content) > MAX_KEY:
-        raise ConfigurationError(f"--api-key-file {path}: holds more than {MAX_KEY} bytes, no key is so long")
-    return api_keys(content, f"--api-key-file {path}"), ()
-
-
 def _folder(source: str) -> Path | None:
     """Of ``pipeline.yaml``, ``pipeline.py`` and ``pipeline.py:name``; a module's name has none of its own."""
     file = Path(source if os.path.exists(source) else source.rpartition(":")[0])
     return file.resolve().parent if file.is_file() else None
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it, whatever the name stands for."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"--host {host!r}: {getattr(error, 'strerror', None) or error}") from error
-    return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
-
-
-def _check_port(host: str, port: int) -> None:
-    """Refuse a port that is taken before a minute is spent on loading models."""
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigurationError(f"port {port} of {host} is taken: choose another with --port") from error
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def _status(url: str, key: str | None) -> dict[str, Any]:

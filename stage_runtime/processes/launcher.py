@@ -1,0 +1,79 @@
+"""Adds the coordinator and the instances of a local run to its supervisor. Called by `local`.
+
+How a process is started is `launching`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, UnitPlan
+from stage_runtime.processes import launching, preflight
+from stage_runtime.processes.instances import RestartPolicy
+from stage_runtime.processes.launching import StageLaunch
+from stage_runtime.processes.rundir import RunDir
+from stage_runtime.processes.supervisor import Supervisor
+
+KEY_FILE = "api-key"  # in the run's folder, which is the user's alone
+
+
+class Launcher:
+    """Of one run."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        supervisor: Supervisor,
+        directory: RunDir,
+        *,
+        environment: Mapping[str, str],
+        startup_s: float,
+        shown_gpus: str | None,
+    ) -> None:
+        """environment: of all processes. shown_gpus: CUDA_VISIBLE_DEVICES, if it is set."""
+        self._plan = plan
+        self._supervisor = supervisor
+        self._dir = directory
+        self._environment = environment
+        self._startup_s = startup_s
+        self._shown_gpus = shown_gpus
+        for unit in plan.units:
+            directory.write(f"{unit.name}.unit.json", msgspec.json.encode(unit))
+
+    def add_coordinator(self, *, host: str, port: Callable[[], int], api_keys: Sequence[str]) -> None:
+        """Start the coordinator. port: asked at each start; one that is started again stays where it was."""
+        plan = self._plan.coordinator
+        variables = {
+            "OMNI_PLAN": str(self._dir.write("coordinator.json", msgspec.json.encode(plan))),
+            "OMNI_REVISIONS": str(self._dir.write("revisions.json", msgspec.json.encode([self._plan.current]))),
+            "OMNI_LISTEN": self._dir.endpoint("coordinator.sock"),
+            "OMNI_PUBLISH": self._dir.endpoint("publisher.sock"),
+            "OMNI_HTTP_HOST": host,
+        }
+        if api_keys:
+            variables["OMNI_API_KEY_FILE"] = str(self._dir.write(KEY_FILE, "\n".join(api_keys).encode()))
+        common = {**self._environment, "CUDA_VISIBLE_DEVICES": ""}
+        spec = launching.coordinator_instance(common, lambda: {**variables, "OMNI_HTTP_PORT": str(port())})
+        self._supervisor.add(spec, RestartPolicy(startup_s=self._startup_s, grace_s=plan.drain_timeout_s))
+
+    def add_replica(self, unit: UnitPlan, group: GroupPlan, replica: int | None = None) -> str:
+        """Start one more instance; its name."""
+        if replica is None:
+            taken = {one.spec.replica for one in self._supervisor.instances(group.name)}
+            replica = next(number for number in range(len(taken) + 1) if number not in taken)
+        name_of = [launching.instance_name(process, replica) for process in group.processes]
+        launch = StageLaunch(
+            unit=unit,
+            group=group,
+            plan_file=self._dir.path / f"{unit.name}.unit.json",
+            replica=replica,
+            coordinators=self._dir.endpoint("coordinator.sock"),
+            environment=self._environment,
+            addresses=launching.local_addresses(self._dir.path, name_of),
+            gpus=preflight.gpus_of(self._plan, unit, group, replica, self._shown_gpus),
+        )
+        spec = launching.stage_instance(launch)
+        self._supervisor.add(spec, RestartPolicy(startup_s=self._startup_s, grace_s=unit.drain_timeout_s))
+        return spec.name
