@@ -38,7 +38,11 @@ from stage_runtime.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-ACK_DELAY_S: Final = 0.01  # at rest an ack goes out on its own after this; under load it rides on other frames
+#: At rest an ack goes out on its own after this; under load it rides on other frames. Far below `RESEND_AFTER_S`, and
+#: long against a hop: an ack of its own wakes two threads at either end.
+ACK_DELAY_S: Final = 0.04
+SETTLED_POLL_S: Final = 0.01
+READABLE: Final = int(zmq.POLLIN)  # an operation on the enumeration costs as much as the look itself
 DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop gets its turn
 RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer: kill is seen in < 1 s
 STALL_RETRY_S: Final = 0.002
@@ -213,7 +217,7 @@ class Channels:
         while any(link.undelivered for link in self._links.values()):
             if self._loop.time() > deadline:
                 return False
-            await asyncio.sleep(ACK_DELAY_S)
+            await asyncio.sleep(SETTLED_POLL_S)
         return True
 
     # --- closing ------------------------------------------------------------------------------------------------
@@ -367,15 +371,15 @@ class Channels:
         for _ in range(DRAIN_BUDGET):
             try:
                 data = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
             except zmq.ZMQError:
-                return  # closed under us: nothing is left to read
+                return  # nothing is left to read, or it was closed under us
             try:
                 take(data)
             except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
                 self.counters["handler_errors"] += 1
                 log.exception("a message could not be dealt with")
+            if not _readable(socket):  # costs less than `zmq.Again`
+                return
         self._loop.call_soon(self._drain, socket, take)
 
     # --- acknowledging ------------------------------------------------------------------------------------------
@@ -467,3 +471,10 @@ class Channels:
         self._sockets.stop_reading(monitor)
         link.close()
         monitor.close(linger=0)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    try:
+        return bool(int(socket.getsockopt(zmq.EVENTS)) & READABLE)
+    except zmq.ZMQError:  # closed under us
+        return False
