@@ -1,7 +1,8 @@
 """The HTTP application of one pipeline. Called by `processes`; the routes are made in their own rooms.
 
 FastAPI holds the routes and the admin routers that others bring; the hot routes are plain ASGI under it, since
-their bodies are read by msgspec, and validation by another library would cost more than the rest of the way.
+their bodies are read by msgspec, and validation by another library would cost more than the rest of the way. Requests
+for them go past its router (`endpoints.Direct`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fastapi import APIRouter, FastAPI
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.web import openai, openapi, pipeline, probes
 from stage_runtime.web.bare import bare_app
-from stage_runtime.web.endpoints import Service
+from stage_runtime.web.endpoints import Direct, Service
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.memory_budget import MemoryBudget
 from stage_runtime.web.metrics import Metrics
@@ -40,7 +41,8 @@ def make_app(
     metrics = metrics or Metrics(manager)
     app = bare_app(title=settings.model)
     service = Service(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
-    app.router.routes[:0] = [*openai.routes(service), *pipeline.routes(service)]
+    routes = [*openai.routes(service), *pipeline.routes(service)]
+    app.router.routes[:0] = routes
     if settings.probes:
         app.router.routes.extend(probes.routes(manager, metrics))
     for router in admin:
@@ -49,5 +51,6 @@ def make_app(
     budget = MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)
     metrics.watch("http_held_bytes", "Bodies and media of requests in flight.", lambda: budget.held_nbytes)
     origins = Origins(local=settings.local, hosts=settings.hosts)
+    app.add_middleware(Direct, routes=routes)
     app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins, budget=budget, observe=metrics.observe)
     return app

@@ -48,7 +48,9 @@ class Exchange:
         self.complete = False  #: The answer is all sent.
         self._receive = receive
         self._send = send
-        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            self._headers.setdefault(name, []).append(value)
 
     @property
     def started(self) -> bool:
@@ -62,14 +64,15 @@ class Exchange:
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name."""
-        return next((value.decode("latin-1") for key, value in self._headers if key == name), None)
+        found = self._headers.get(name)
+        return found[0].decode("latin-1") if found else None
 
     def only_header(self, name: bytes) -> str | None:
         """As `header`.
 
         Raises: InvalidRequest: it is there twice, and which one another reader believes nobody knows.
         """
-        found = [value for key, value in self._headers if key == name]
+        found = self._headers.get(name, ())
         if len(found) > 1:
             raise InvalidRequest(f"{name.decode()}: there twice", param=name.decode())
         return found[0].decode("latin-1") if found else None
@@ -134,7 +137,9 @@ class Exchange:
     def _check_codings(self) -> None:
         """Raises: Refused: the body is not sent as it is. Read as it comes, it would be other data than was meant."""
         for name, plain in _CODINGS.items():
-            given = [value.decode("latin-1") for key, value in self._headers if key == name]
+            if name not in self._headers:
+                continue
+            given = [value.decode("latin-1") for value in self._headers[name]]
             codings = {coding.strip().lower() for value in given for coding in value.split(",")}
             if codings - plain:
                 problem = f"{name.decode()}: {', '.join(given)[:80]}: send the body uncompressed"
