@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import uvloop
 
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.relays.base import Peer
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
 BACKENDS = ("shm", "tcp")
@@ -128,7 +128,7 @@ class Memcpy:
 
 def relay_once(control: Control, relays: Relays, backend: str) -> Callable[[int, np.ndarray[Any, Any]], float]:
     def once(size: int, source: np.ndarray[Any, Any]) -> float:
-        extracted = payloads.extract({"a": source})
+        extracted = encoding.extract({"a": source})
         begun = time.monotonic_ns()
         operation = relays.put(extracted, request_id="r", peer="far", backend=backend)
         assert operation is not None

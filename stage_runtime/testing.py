@@ -22,7 +22,7 @@ from stage_runtime.engines import events, loading, threads
 from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import RequestError
-from stage_runtime.relays import payloads as values
+from stage_runtime.payloads import encoding, isolating
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.wire import outputs
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload, detached
@@ -239,15 +239,15 @@ class _Context:
 
 def _copied(value: Any, where: str) -> Any:
     """Checked as on every edge, and of its own memory: as it is now."""
-    return values.isolate(detached(values.isolate(value, where=where)))
+    return isolating.isolate(detached(isolating.isolate(value, where=where)))
 
 
 def _payload(index: int, given: Any) -> StagePayload:
     match given:
         case StagePayload():
-            request, data = values.reissued(given.request), given.data
+            request, data = encoding.reissued(given.request), given.data
         case OmniRequest():
-            request, data = values.reissued(given), given.inputs
+            request, data = encoding.reissued(given), given.inputs
         case _:
             request, data = OmniRequest(id=f"request-{index}", inputs=given), given
     return StagePayload(request=request, data=_copied(data, "payload.data"))

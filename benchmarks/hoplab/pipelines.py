@@ -22,7 +22,7 @@ from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.relays.context import RelaySettings
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.values import OmniRequest, RawTensor

@@ -13,8 +13,8 @@ import msgspec
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.terminal_stages import HOOK, TerminalStagesResult
 from stage_runtime.errors import InvalidRequest, RequestError, ValueRefused, describe
-from stage_runtime.relays import payloads
-from stage_runtime.relays.payloads import Extracted
+from stage_runtime.payloads import encoding
+from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules import routing
 from stage_runtime.rules.failures import failure_of
 from stage_runtime.rules.gathering import names_of
@@ -50,7 +50,7 @@ class Admission:
         terminals = tuple(name for name in revision.terminals if wanted is None or name in wanted)
         try:
             # No ``data``: at the entry stage that is the request's own inputs, which would be encoded twice.
-            extracted = payloads.extract({"request": request}, where="submitted", as_fields=True)
+            extracted = encoding.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
             place = error.path.removeprefix("submitted.").removeprefix("request.")
             raise InvalidRequest(f"{place}: {error.problem}", param=place) from error

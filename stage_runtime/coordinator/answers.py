@@ -10,9 +10,9 @@ from typing import Protocol
 
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, Streamed
 from stage_runtime.errors import ProtocolError
-from stage_runtime.relays.fetching import Fetched, Fetching
-from stage_runtime.relays.send_queues import attempt_key
 from stage_runtime.rules.requests import ChunkCame, Event, Instruction, Instructions, TerminalDone
+from stage_runtime.transfers.receiving import Fetched, Fetching
+from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Complete, Failure, Stream
 
 

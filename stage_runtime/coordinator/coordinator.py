@@ -13,7 +13,7 @@ from typing import Any
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_manager import RequestManager
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
     Beat,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (

@@ -15,10 +15,10 @@ import msgspec
 
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent, StageTiming
 from stage_runtime.errors import RequestError
-from stage_runtime.relays.fetching import Fetched
-from stage_runtime.relays.payloads import Extracted
+from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules.requests import Tracked
 from stage_runtime.rules.streams import Inbound
+from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.messages import Failure, Timing
 from stage_runtime.wire.values import OmniRequest
 
@@ -42,7 +42,7 @@ class Resulted(msgspec.Struct):
 
 
 class Sending(msgspec.Struct):
-    """`relays.send_queues.SendOwner` of one attempt's body: not sent any more once the attempt is given up."""
+    """`transfers.sending.SendOwner` of one attempt's body: not sent any more once the attempt is given up."""
 
     owner: str
     request_id: str

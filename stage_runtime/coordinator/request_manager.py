@@ -28,9 +28,7 @@ from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
 from stage_runtime.errors import IllegalEvent, RequestError
-from stage_runtime.relays.fetching import Fetching
-from stage_runtime.relays.registry import Relays
-from stage_runtime.relays.send_queues import SendQueues, attempt_key
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.requests import (
     NOTHING,
     AttemptBegan,
@@ -46,6 +44,8 @@ from stage_runtime.rules.requests import (
     StageFailed,
     Tracked,
 )
+from stage_runtime.transfers.receiving import Fetching
+from stage_runtime.transfers.sending import SendQueues, attempt_key
 from stage_runtime.wire.messages import (
     Abort,
     Failure,

@@ -11,7 +11,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import TransferError, ValueRefused, describe
-from stage_runtime.relays.send_queues import PendingSend, SendQueues
+from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire.messages import Body, Failure, Header, Message, Submit
 
 log = logging.getLogger(__name__)

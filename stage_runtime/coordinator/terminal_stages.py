@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.errors import RequestError, ValueRefused
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import isolating
 from stage_runtime.wire.values import OmniRequest
 
 HOOK: Final = "terminal_stages_fn"
@@ -48,7 +48,7 @@ class TerminalStagesCaller:
         Raises: RequestError: deadline.
         """
         try:
-            own = payloads.isolate(request, where="submitted.request")
+            own = isolating.isolate(request, where="submitted.request")
         except ValueRefused:
             return TerminalStagesResult(None, None, 0.0)  # `admission` refuses it, with its path
         loop, began = asyncio.get_running_loop(), time.monotonic()

@@ -20,8 +20,8 @@ from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import logs, process_context, statuspipe
 from stage_runtime.processes.tasks import Tasks
-from stage_runtime.relays import memory
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays import pages
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.web import app as web
@@ -225,7 +225,7 @@ async def _give_memory_back(ended: Callable[[], int]) -> None:
         calm = calm + 1 if ended() == known else 0
         known = ended()
         if 0 < calm <= REST_MOST_S and calm.bit_count() == 1:
-            memory.give_back()
+            pages.give_back()
 
 
 def _web_settings(settings: CoordinatorSettings) -> WebSettings:

@@ -17,7 +17,7 @@ from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, describe, format_traceback
 from stage_runtime.processes import process_context, statuspipe
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets.channels import Channels, Handler
 from stage_runtime.stage.context import Context

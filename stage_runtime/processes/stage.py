@@ -19,7 +19,7 @@ from stage_runtime.processes.incarnations import Incarnations
 from stage_runtime.processes.rank import EXIT_DRAINED, THREADS_S, RankProcess
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.processes.watchdog import Watchdog
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import edges
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets import addresses

@@ -1,6 +1,6 @@
 """Asyncio tasks of a process's own: one that ends before it is told to ends the process, with its reason.
 
-Not here: tasks of one request, whose error boundary is the request (`relays.fetching`, `engines.loops`, `web`). The
+Not here: tasks of one request, whose error boundary is the request (`transfers.receiving`, `engines.loops`, `web`). The
 same rule for threads is in `engines.threads`. Used by `stage` and `coordinator`.
 """
 

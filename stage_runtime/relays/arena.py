@@ -24,8 +24,9 @@ from typing import Any, Final
 import numpy as np
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.relays import memory
-from stage_runtime.relays.base import ALIGNMENT
+from stage_runtime.payloads import buffers
+from stage_runtime.payloads.pack import ALIGNMENT
+from stage_runtime.relays import pages
 from stage_runtime.relays.slots import Event, Extents, Slot, State
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Arena:
         self._bytes: np.ndarray[Any, Any] = np.frombuffer(self._map, np.uint8)
         self._address = self._bytes.ctypes.data
         self._kept = min(PAGE + prefault_nbytes, self.nbytes)  #: Never given back.
-        memory.populate(self._map, self._kept)
+        pages.populate(self._map, self._kept)
         self._lock = threading.Lock()
         self._extents = Extents(PAGE, self.nbytes, PAGE)
         self._generations = itertools.count(1)
@@ -75,7 +76,7 @@ class Arena:
 
         source: the largest part of what will be copied into it.
         """
-        shift = self._shift(source) if source is not None and len(source) >= memory.LARGE_NBYTES else 0
+        shift = self._shift(source) if source is not None and len(source) >= buffers.LARGE_NBYTES else 0
         with self._lock:
             self._reap()
             extent = self._extents.allocate(ALIGNMENT + shift + nbytes + tail_nbytes)
@@ -96,7 +97,7 @@ class Arena:
         """Copy ``part`` to ``at`` bytes behind the slot's beginning of data. Long copies run without the GIL."""
         start = slot.offset + at
         nbytes = len(part)
-        if nbytes < memory.NOGIL_NBYTES:
+        if nbytes < buffers.NOGIL_NBYTES:
             self._view[start : start + nbytes] = part
         else:
             self._bytes[start : start + nbytes] = np.frombuffer(part, np.uint8)
@@ -129,7 +130,7 @@ class Arena:
                 if slot.owned and not slot.given and self._slots.get(slot.start) is slot:
                     self._lent.holds = True
                     try:
-                        memory.remap(self._address, slot.start, slot.size, self.fd, private=True)
+                        pages.remap(self._address, slot.start, slot.size, self.fd, private=True)
                         slot.given = True
                     except OSError as error:
                         log.error("a tensor that was sent is shared with what its author writes into it: %s", error)
@@ -172,7 +173,7 @@ class Arena:
         slot = self.allocate(nbytes, tail_nbytes=tail_nbytes)
         if slot is None:
             return None
-        region = memory.region(self._map, slot.offset, nbytes)
+        region = pages.region(self._map, slot.offset, nbytes)
         with self._lock:
             self._regions[slot.start] = weakref.ref(region, lambda _: self._orphans.append(slot))
         return region
@@ -185,7 +186,7 @@ class Arena:
         region = self.allocate_region(count * dtype.itemsize, tail_nbytes=TAIL_NBYTES) if count else None
         if region is None:
             return None if count else torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(memory.view(region), dtype=torch.uint8).view(dtype).view(shape)
+        return torch.frombuffer(buffers.view(region), dtype=torch.uint8).view(dtype).view(shape)
 
     def find(self, part: memoryview) -> tuple[Slot, int] | None:
         """The slot of an author's tensor in which ``part`` lies, and where in its data; None when it lies elsewhere, or
@@ -193,7 +194,7 @@ class Arena:
         """
         if not self._regions or getattr(self._lent, "holds", mmap.PAGESIZE > PAGE):
             return None
-        offset = memory.address(part) - self._address
+        offset = buffers.address(part) - self._address
         if not 0 <= offset < self.nbytes:
             return None
         with self._lock:
@@ -251,7 +252,7 @@ class Arena:
         """Where in a page to begin, so that a copy from ``source`` goes half a page beside it: a store that shares the
         low 12 bits of its address with loads soon to come stalls them, and such copies take four times as long.
         """
-        wanted = memory.address(source) + PAGE // 2 - self._address - ALIGNMENT
+        wanted = buffers.address(source) + PAGE // 2 - self._address - ALIGNMENT
         return wanted % PAGE // ALIGNMENT * ALIGNMENT
 
     def _free_unless_held(self, slot: Slot) -> bool:
@@ -259,7 +260,7 @@ class Arena:
             return False
         if slot.given:
             try:
-                memory.remap(self._address, slot.start, slot.size, self.fd, private=False)
+                pages.remap(self._address, slot.start, slot.size, self.fd, private=False)
             except OSError:
                 return False  # nobody else could see what is written there: it is not used again
         slot.take(Event.DROPPED)
@@ -281,7 +282,7 @@ class Arena:
 def _create(nbytes: int) -> tuple[int, mmap.mmap]:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        fd = os.memfd_create("omni-arena", flags | memory.MFD_NOEXEC_SEAL)
+        fd = os.memfd_create("omni-arena", flags | pages.MFD_NOEXEC_SEAL)
     except OSError:  # before Linux 6.3
         fd = os.memfd_create("omni-arena", flags)
     try:

@@ -11,30 +11,14 @@ Release message → the sender's `released` (the slot is FREE). A peer whose inc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NewType, Protocol
 
-import msgspec
+from stage_runtime.payloads.pack import Pack
 
 Peer = NewType("Peer", str)  #: The incarnation of the process at the other end.
 TransferId = NewType("TransferId", int)  #: Unique per sending process and relay; never used twice.
 Release = Callable[[Peer, TransferId], None]  #: Called in any thread.
-
-ALIGNMENT = 64  # a cache line: what torch's vectorised kernels and every backend's DMA are happy with
-
-
-class Pack(msgspec.Struct, frozen=True):
-    """Buffers that travel as one flat buffer: part k lies at ``offsets[k]`` (aligned), ``nbytes`` in all.
-
-    parts: C-contiguous byte buffers (``memoryview`` with format B). Their owner may write into them as soon as `put`
-        has returned: a relay that reads them later copies them first, all but those of ``private``.
-    private: indices of the parts that nobody writes any more: immutable bytes, and copies made on the way here.
-    """
-
-    parts: Sequence[memoryview]
-    offsets: Sequence[int]
-    nbytes: int
-    private: frozenset[int] = frozenset()
 
 
 class RelayOperation(Protocol):

@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.errors import ProtocolError
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
 
 class Sealed(Protocol):
-    """A value that has arrived: `relays.fetching.Fetched`, or `Passed` from a stage of this process."""
+    """A value that has arrived: `transfers.receiving.Fetched`, or `Passed` from a stage of this process."""
 
     def open(self) -> Any: ...
     def copy_out(self) -> None: ...
@@ -46,7 +46,7 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
     request = fields["request"]
     work.know(request)
     # What is left out is the request's inputs: the stage's own, which it may write into without changing the request.
-    return StagePayload(request=request, data=fields["data"] if "data" in fields else payloads.reissued(request).inputs)
+    return StagePayload(request=request, data=fields["data"] if "data" in fields else encoding.reissued(request).inputs)
 
 
 class PayloadArrival:

@@ -13,14 +13,14 @@ from typing import Any, Final, TypeAlias
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import payloads
-from stage_runtime.relays.payloads import Extracted
-from stage_runtime.relays.send_queues import Make, PendingSend
+from stage_runtime.payloads import encoding
+from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules import streams
 from stage_runtime.stage.arrivals import Passed
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.stage_input import StageInput
 from stage_runtime.stage.work import RequestWork
+from stage_runtime.transfers.sending import Make, PendingSend
 from stage_runtime.wire.messages import (
     Body,
     Complete,
@@ -54,7 +54,7 @@ class LocalEdge:
     def payload(self, work: RequestWork, payload: StagePayload, packed: Packed) -> None:
         timings = work.timing(self._stage)
         fields: dict[str, Any] = {
-            "request": payloads.reissued(payload.request),
+            "request": encoding.reissued(payload.request),
             "data": self._shared(work, payload.data, "payload.data"),
         }
         self._input.payload(work.header(), self._stage, Passed(fields), timings)
@@ -66,7 +66,7 @@ class LocalEdge:
             "metadata": self._shared(work, chunk.metadata, "chunk.metadata"),
         }
         if work.request is not None and work.sent(target) == 0:
-            fields["request"] = payloads.reissued(work.request)
+            fields["request"] = encoding.reissued(work.request)
         self._input.chunk(work.header(), self._stage, work.number(target), chunk.modality, Passed(fields))
 
     def end(self, work: RequestWork) -> None:
@@ -74,7 +74,7 @@ class LocalEdge:
         total = work.sent(self._neighbour)
         sealed = None
         if total == 0 and work.request is not None:
-            sealed = Passed({"request": payloads.reissued(work.request)})
+            sealed = Passed({"request": encoding.reissued(work.request)})
         self._input.end(work.header(), self._stage, total, sealed)
 
     def skip(self, work: RequestWork, chunks: int | None) -> None:
@@ -105,7 +105,7 @@ class LocalEdge:
 
 
 class _SendingEdge:
-    """To one peer over the planes. ``_queue_key``: of `relays.send_queues`."""
+    """To one peer over the planes. ``_queue_key``: of `transfers.sending`."""
 
     def __init__(self, plan: StagePlan, neighbour: str, peer: str, process: ProcessContext, lost: Lost) -> None:
         self._stage = plan.name
@@ -145,7 +145,7 @@ class RemoteEdge(_SendingEdge):
             fields: dict[str, Any] = {"request": payload.request}
             if not (type(payload.data) in SCALARS and payload.data is payload.request.inputs):  # goes along with it
                 fields["data"] = payload.data
-            found = packed[id(payload)] = (payload, payloads.extract(fields, where="payload", as_fields=True))
+            found = packed[id(payload)] = (payload, encoding.extract(fields, where="payload", as_fields=True))
 
         def make(body: Body) -> Message:
             return DataReady(work.header(), self._stage, self._neighbour, body, timings=timings)
@@ -157,7 +157,7 @@ class RemoteEdge(_SendingEdge):
         fields: dict[str, Any] = {"data": chunk.data, "metadata": chunk.metadata}
         if work.sent(target) == 0:
             fields["request"] = work.request
-        extracted = payloads.extract(fields, where="chunk", as_fields=True)
+        extracted = encoding.extract(fields, where="chunk", as_fields=True)
         weight = streams.weight(extracted.nbytes)
         index = work.number(target, weight)
 
@@ -176,7 +176,7 @@ class RemoteEdge(_SendingEdge):
         def make(body: Body) -> Message:
             return DataReady(work.header(), self._stage, self._neighbour, body, 0, is_done=True)
 
-        self._ship(work, payloads.extract({"request": work.request}, where="payload", as_fields=True), make)
+        self._ship(work, encoding.extract({"request": work.request}, where="payload", as_fields=True), make)
 
     def skip(self, work: RequestWork, chunks: int | None) -> None:
         """As `LocalEdge.skip`."""
@@ -207,7 +207,7 @@ class ClientEdge(_SendingEdge):
     def chunk(self, work: RequestWork, chunk: Chunk) -> None:
         work.look(chunk.data)
         fields = {"data": chunk.data, "metadata": chunk.metadata}
-        extracted = payloads.extract(fields, where="chunk", as_fields=True)
+        extracted = encoding.extract(fields, where="chunk", as_fields=True)
         weight = streams.weight(extracted.nbytes)
         index = work.number(self._neighbour, weight)
 
@@ -225,7 +225,7 @@ class ClientEdge(_SendingEdge):
             return Complete(work.request_id, work.attempt, self._stage, body, chunks, timings=timings)
 
         if has_data:
-            self._ship(work, payloads.extract(data, where="result"), make)
+            self._ship(work, encoding.extract(data, where="result"), make)
         else:
             self._process.send(self._peer, make(None))
 

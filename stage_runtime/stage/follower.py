@@ -13,11 +13,11 @@ from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.errors import ProtocolError
-from stage_runtime.relays.fetching import Fetching
-from stage_runtime.relays.registry import Relays
-from stage_runtime.relays.send_queues import attempt_key
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, FollowerOutput, WorkKey, check
+from stage_runtime.transfers.receiving import Fetching
+from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, Release, RequestRef
 
 log = logging.getLogger(__name__)

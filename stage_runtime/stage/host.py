@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ValueRefused
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.administration import Administration
 from stage_runtime.stage.idle_trimming import IdleTrimming

@@ -8,8 +8,8 @@ import gc
 from collections.abc import Iterable
 from typing import Final
 
-from stage_runtime.relays import memory
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays import pages
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.stage.stage import Stage
 
 LAST_TRIM: Final = 64  # calm beats
@@ -45,7 +45,7 @@ class IdleTrimming:
         """At the first calm beat, the second, the fourth, the eighth…: what others hold of ours comes back late."""
         self._calm = self._calm + 1 if taken == self._taken and not busy else 0
         if 0 < self._calm <= LAST_TRIM and self._calm.bit_count() == 1:
-            memory.give_back()
+            pages.give_back()
         self._taken = taken
 
     def _give_dropped_back(self, dropped: int) -> None:
@@ -54,4 +54,4 @@ class IdleTrimming:
             self._free, self._dropped = True, dropped
         elif self._free:
             self._free = False
-            memory.give_back()
+            pages.give_back()

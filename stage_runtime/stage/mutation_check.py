@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.relays import payloads
-from stage_runtime.relays.payloads import Fingerprint
+from stage_runtime.payloads import fingerprints, isolating
+from stage_runtime.payloads.fingerprints import Fingerprint
 from stage_runtime.stage.arrivals import Sealed
 from stage_runtime.wire.values import detached
 
@@ -84,13 +84,13 @@ class MutationCheck:
 
     def passed(self, source: str, target: str, request: str, value: Any, where: str) -> Any:
         """``value``, isolated, on its way to a sibling stage: a copy."""
-        copy = payloads.isolate(detached(value))
+        copy = isolating.isolate(detached(value))
         self.took(target, source, request, copy, where)
         return copy
 
     def took(self, stage: str, source: str, request: str, value: Any, where: str) -> None:
         """``stage`` gets ``value``, in memory that nobody else has."""
-        fingerprint = payloads.fingerprint(value, where=where)
+        fingerprint = fingerprints.fingerprint(value, where=where)
         if not fingerprint.parts:
             return
         with self._lock:
@@ -103,7 +103,7 @@ class MutationCheck:
 
     def gave(self, stage: str, request: str, values: Mapping[str, Any]) -> None:
         """``stage`` has given these, by what a violation calls them."""
-        found = [payloads.fingerprint(value, where=where) for where, value in values.items()]
+        found = [fingerprints.fingerprint(value, where=where) for where, value in values.items()]
         with self._lock:
             given = self._given.setdefault(stage, deque(maxlen=self._remembered))
             self._look_back(given, stage)

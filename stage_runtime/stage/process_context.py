@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from stage_runtime.relays import payloads
-from stage_runtime.relays.registry import Relays
-from stage_runtime.relays.send_queues import SendQueues
+from stage_runtime.payloads import isolating
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.stage_input import StageInput
 from stage_runtime.stage.work import RequestWork
+from stage_runtime.transfers.sending import SendQueues
 from stage_runtime.wire.messages import Message
 
 
@@ -51,7 +51,7 @@ class ProcessContext:
 
         where: what a refusal calls it, the same as when it goes to another process.
         """
-        isolated = payloads.isolate(value, where=where)
+        isolated = isolating.isolate(value, where=where)
         if self.mutation_check is None:
             return isolated
         return self.mutation_check.passed(source, target, work.key, isolated, where)

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Final
 
 from stage_runtime.errors import ProtocolError
-from stage_runtime.relays.registry import Relays
-from stage_runtime.relays.send_queues import SendQueues
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.tensor_parallel import Leader
+from stage_runtime.transfers.sending import SendQueues
 from stage_runtime.wire.messages import Message, RankFailed, RankHello, Release, RequestRef
 
 GREET_EVERY_S: Final = 0.1

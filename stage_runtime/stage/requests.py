@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays.fetching import Fetched, Fetching
-from stage_runtime.relays.send_queues import attempt_key
 from stage_runtime.stage.arrivals import Sealed
 from stage_runtime.stage.mutation_check import CheckedPayload
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.stage_input import StageInput
+from stage_runtime.transfers.receiving import Fetched, Fetching
+from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import (
     Abort,
     Body,

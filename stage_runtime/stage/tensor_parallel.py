@@ -15,13 +15,13 @@ from typing import Any, Final, NamedTuple, Protocol
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Gate, Inbox, Work
 from stage_runtime.errors import ConfigurationError, RequestError, ValueRefused, describe
-from stage_runtime.relays import payloads
-from stage_runtime.relays.fetching import Fetched
-from stage_runtime.relays.send_queues import PendingSend, SendQueues
+from stage_runtime.payloads import encoding
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.rules.streams import Inbound
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.work import RequestWork
+from stage_runtime.transfers.receiving import Fetched
+from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire.messages import Body, Message, RankHello, RankWork
 from stage_runtime.wire.values import Chunk, StagePayload
 
@@ -271,7 +271,7 @@ class Leader:
                 self._channels.send(follower, RankWork(index, kind, key.request_id, key.owner, key.attempt))
             self._index += 1
             return
-        extracted = payloads.extract(fields, where="payload", as_fields=True)
+        extracted = encoding.extract(fields, where="payload", as_fields=True)
 
         def make(body: Body) -> Message:
             return RankWork(index, kind, key.request_id, key.owner, key.attempt, body)
@@ -283,7 +283,7 @@ class Leader:
 
 
 class StepSend:
-    """`relays.send_queues.SendOwner` of what goes to followers: always wanted, they take the same steps as rank 0."""
+    """`transfers.sending.SendOwner` of what goes to followers: always wanted, they take the same steps as rank 0."""
 
     aborted = False
 

@@ -8,11 +8,11 @@ from threading import Lock
 from typing import Any, Final
 
 from stage_runtime.engines.gates import Gate, Parking
-from stage_runtime.relays import payloads
-from stage_runtime.relays.send_queues import attempt_key
+from stage_runtime.payloads import encoding
 from stage_runtime.rules.expecting import Expecting
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
+from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire import outputs
 from stage_runtime.wire.messages import Header, Timing
 from stage_runtime.wire.values import OmniRequest
@@ -110,7 +110,7 @@ class RequestWork:
 
     def know(self, request: OmniRequest) -> None:
         """The request has arrived, with a payload or a first chunk; user code may ask it whether it was cancelled."""
-        payloads.received(request)
+        encoding.received(request)
         request.__dict__["_cancelled"] = self._fate.cancelled
         if self.request is None:
             self.request = request

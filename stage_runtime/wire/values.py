@@ -1,6 +1,6 @@
 """What stages say to each other and to clients: requests, payloads, chunks, results, client outputs.
 
-Values are plain data. How they become bytes is `codec`'s business, how tensors travel is `relays.payloads`'.
+Values are plain data. How they become bytes is `codec`'s business, how tensors travel is `payloads.encoding`'.
 Authors meet these names through `stage_runtime` itself. No torch and no numpy here: a tensor is whatever carries
 ``dtype`` and ``shape``; where torch is not wanted (the coordinator), it arrives as a `RawTensor`.
 """

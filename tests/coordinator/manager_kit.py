@@ -17,9 +17,9 @@ from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import RequestError, TransferError
-from stage_runtime.relays import payloads
-from stage_runtime.relays.fetching import Fetched
+from stage_runtime.payloads import encoding, pack
 from stage_runtime.rules import edges
+from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     PROTOCOL,
@@ -64,7 +64,7 @@ class MemoryRelays:
     def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return ("memory",)
 
-    def put(self, extracted: payloads.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put:
+    def put(self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put:
         if peer in self.unreachable:
             raise TransferError(f"no relay reaches {peer}")
         assert extracted.pack is not None
@@ -226,7 +226,7 @@ def codec_replace(said: Hello, name: str, value: Any) -> Hello:
 
 
 def body(value: Any) -> Body:
-    extracted = payloads.extract(value, where="result")
+    extracted = encoding.extract(value, where="result")
     return Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
 
 

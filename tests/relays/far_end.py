@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 
 
 async def main():
@@ -44,7 +44,7 @@ async def main():
                 send(released)
                 released.clear()
             case "put":
-                extracted = payloads.extract(np.full(command["nbytes"], command["mark"], np.uint8))
+                extracted = encoding.extract(np.full(command["nbytes"], command["mark"], np.uint8))
                 operation = relays.put(extracted, request_id="r", peer="near", backend=command["backend"])
                 send(base64.b64encode(operation.metadata).decode())
             case "stats":

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 
 MIB = 1 << 20
 SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, whole_bytes=2 * MIB)
@@ -41,7 +41,7 @@ class Pair:
 
     def put(self, value, request_id="r", **options):
         """Extract ``value`` and put it from a to b."""
-        extracted = payloads.extract(value)
+        extracted = encoding.extract(value)
         operation = self.a.put(extracted, request_id=request_id, peer="b", backend=self.backend, **options)
         return extracted, operation
 
@@ -50,7 +50,7 @@ class Pair:
 
     async def carry(self, value):
         extracted, operation = self.put(value)
-        return payloads.restore(extracted.value_bytes, extracted.refs, await self.get(operation))
+        return encoding.restore(extracted.value_bytes, extracted.refs, await self.get(operation))
 
     def held(self):
         """What a's stats say it has not got back."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from tests.relays.relay_pairs import MIB, SMALL, pair
 
 
@@ -34,7 +34,7 @@ async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both):
 
 async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both):
     extracted, operation = both.put({"t": torch.arange(9000), "u": torch.ones(3)})
-    arrived = payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+    arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
     view = arrived["t"][5:]
     del arrived
     await asyncio.sleep(0.02)
@@ -121,7 +121,7 @@ async def test_a_stranger_is_neither_sent_to_nor_fetched_from(both):
 
 async def test_a_thousand_aborted_puts_that_nobody_was_told_of_leave_nothing(both):
     for number in range(1000):
-        extracted = payloads.extract(np.ones(MIB, np.uint8))
+        extracted = encoding.extract(np.ones(MIB, np.uint8))
         assert both.a.put(extracted, request_id=f"r{number}", peer="b", backend=both.backend) is not None
         both.a.cleanup(f"r{number}")
         both.b.cleanup(f"r{number}")

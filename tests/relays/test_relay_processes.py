@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from tests.relays.relay_pairs import MIB, FarEnd
 
 
@@ -41,7 +41,7 @@ async def near(far):
 
 
 def put(near, array, backend):
-    return near.put(payloads.extract(array), request_id="r", peer="far", backend=backend)
+    return near.put(encoding.extract(array), request_id="r", peer="far", backend=backend)
 
 
 def fetch(far, operation, **options):

@@ -8,13 +8,13 @@ def test_relays_carry_values_in_a_process_that_never_imports_torch():
     program = """
 import asyncio, sys
 import numpy as np
-from stage_runtime.relays import payloads
-from stage_runtime.relays.registry import Relays
+from stage_runtime.payloads import encoding
+from stage_runtime.relays.dispatch import Relays
 
 async def main():
     relays = Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=print)
-    extracted = payloads.extract({"a": np.ones(5), "b": b"x" * 20_000})
-    payloads.restore(extracted.value_bytes, extracted.refs, extracted.flat(), torch=False)
+    extracted = encoding.extract({"a": np.ones(5), "b": b"x" * 20_000})
+    encoding.restore(extracted.value_bytes, extracted.refs, extracted.flat(), torch=False)
     relays.close()
 
 asyncio.run(main())

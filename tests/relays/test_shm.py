@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import payloads
-from stage_runtime.relays.shm import Metadata
+from stage_runtime.payloads import encoding
+from stage_runtime.relays.shm.relay import Metadata
 from tests.relays.relay_pairs import MIB, pair
 
 
@@ -42,7 +42,7 @@ async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(bot
         extracted, operation = both.put({"t": tensor, "n": torch.full((9,), number)})
         both.a.settle()
         tensor.fill_(-1)
-        arrived.append(payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation)))
+        arrived.append(encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation)))
         tensor[0] = 5
         assert tensor[:2].tolist() == [5, -1]
     assert [one["t"].unique().tolist() for one in arrived] == [[0], [1], [2], [3]]
@@ -80,7 +80,7 @@ async def test_a_slot_that_was_written_after_it_was_given_is_whole_when_it_is_us
         extracted, operation = in_a_thread(give)
         tensor.fill_(-1)
         assert mappings(both) == before + 2
-        arrived = payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+        arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
         assert arrived.unique().tolist() == [number]
         del tensor, extracted, arrived, give
         await operation.wait_for_completion(5)
@@ -95,7 +95,7 @@ async def test_what_its_author_let_go_of_is_neither_copied_nor_mapped_anew(both)
         extracted.pack = None
         both.a.settle()
         assert mappings(both) == before
-        arrived = payloads.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
+        arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
         assert arrived.unique().tolist() == [number]
         del arrived
         await operation.wait_for_completion(5)
@@ -195,7 +195,7 @@ async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(b
 async def test_a_large_copy_lies_half_a_page_beside_its_source(both):
     for skip in (0, 64, 1000, 4000):
         source = np.ones(16 * MIB + 4096, np.uint8)[skip : skip + 16 * MIB]
-        extracted = payloads.extract(source)
+        extracted = encoding.extract(source)
         operation = both.a.put(extracted, request_id="r", peer="b", backend="shm")
         said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=Metadata)
         apart = (both.a.arena._address + said.offset - source.ctypes.data) % 4096

@@ -8,8 +8,9 @@ import pytest
 import zmq
 
 from stage_runtime.errors import ConfigurationError, TransferError
-from stage_runtime.relays.arrivals import Header
-from stage_runtime.relays.registry import Relays, backend
+from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.registry import backend
+from stage_runtime.relays.tcp.arrivals import Header
 from stage_runtime.sockets.addresses import Security
 from tests.relays.relay_pairs import MIB, SMALL, pair
 

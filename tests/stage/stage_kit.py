@@ -20,10 +20,10 @@ import numpy as np
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import payloads
-from stage_runtime.relays.fetching import Fetched
+from stage_runtime.payloads import encoding, pack
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.mutation_check import MutationCheck
+from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     PROTOCOL,
@@ -69,7 +69,7 @@ class Got:
 
 
 class MemoryRelays:
-    """What hosts and request managers ask of `relays.registry.Relays`; one per process, all in one dictionary."""
+    """What hosts and request managers ask of `relays.dispatch.Relays`; one per process, all in one dictionary."""
 
     def __init__(self, world: World, me: str, slots: int) -> None:
         self._world = world
@@ -87,11 +87,11 @@ class MemoryRelays:
     def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return ("memory",)
 
-    def put(self, extracted: payloads.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put | None:
+    def put(self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put | None:
         if len(self.held) >= self._slots:
             return None
         assert extracted.pack is not None
-        put = Put(peer, next(self._ids), payloads.flatten(extracted.pack))
+        put = Put(peer, next(self._ids), pack.flatten(extracted.pack))
         self.held[peer, put.transfer] = put
         return put
 
@@ -248,7 +248,7 @@ class World:
 
     def submit(self, request_id: str, target: str, data: Any = None, *, attempt: int = 1, owner: str = OWNER) -> None:
         fields = {"request": OmniRequest(id=request_id, inputs=data), "data": data}
-        extracted = payloads.extract(fields, where="request", as_fields=True)
+        extracted = encoding.extract(fields, where="request", as_fields=True)
         assert extracted.is_inline
         body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
         self.send(owner, self.stage_of[target], Submit(self.header(request_id, attempt, owner), target, body))

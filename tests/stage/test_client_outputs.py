@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stage_runtime as omni
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.wire import outputs
 from stage_runtime.wire.messages import Body, Submit
 from stage_runtime.wire.values import OmniRequest, RawTensor
@@ -65,7 +65,7 @@ SOUND: list[Any] = [
 def test_what_a_client_can_have_is_not_refused(value: Any) -> None:
     assert outputs.problem(value) is None
     assert outputs.unshown(value) is None and outputs.shows([value])
-    payloads.extract(value)
+    encoding.extract(value)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -161,7 +161,7 @@ def test_an_output_that_cannot_be_printed_is_refused_all_the_same(value: Any) ->
 
 def ask(made: World, request_id: str, kind: Any, data: Any) -> None:
     request = OmniRequest(id=request_id, kind=kind, inputs=data)
-    extracted = payloads.extract({"request": request}, where="request", as_fields=True)
+    extracted = encoding.extract({"request": request}, where="request", as_fields=True)
     body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
     made.send(OWNER, made.stage_of["a"], Submit(made.header(request_id), "a", body))
 

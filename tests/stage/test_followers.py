@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from stage_runtime.engines import events
-from stage_runtime.relays import payloads
-from stage_runtime.relays.fetching import Fetched
+from stage_runtime.payloads import encoding
 from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, WorkKey
+from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.messages import Body, RankWork
 from stage_runtime.wire.values import OmniRequest
 
@@ -21,7 +21,7 @@ def step(
     if fields is None:
         follower.work(RankWork(index, kind, *whose), None)
         return
-    extracted = payloads.extract(fields, where="payload", as_fields=True)
+    extracted = encoding.extract(fields, where="payload", as_fields=True)
     body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
     follower.work(RankWork(index, kind, *whose, body), Fetched(body, None))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding, isolating
 from stage_runtime.wire.messages import Body, Complete, Submit
 from stage_runtime.wire.values import OmniRequest
 from tests.stage.stage_kit import OWNER, World, plan, world
@@ -127,7 +127,7 @@ inputs = (
 
 def submit(made: World, request: OmniRequest, target: str) -> None:
     """As a coordinator does: the request alone, whose inputs are the entry stage's data."""
-    extracted = payloads.extract({"request": request}, where="submitted", as_fields=True)
+    extracted = encoding.extract({"request": request}, where="submitted", as_fields=True)
     if extracted.is_inline:
         body = Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
     else:
@@ -178,7 +178,7 @@ async def what_stages_see(
 @given(inputs, st.lists(st.sampled_from(ACTS), min_size=4, max_size=4), st.booleans())
 def test_what_stages_get_does_not_depend_on_where_they_stand(data: Any, acts: list[Act], projected: bool) -> None:
     def request() -> OmniRequest:
-        return OmniRequest(id="r", inputs=payloads.isolate(data), params={"p": [1]}, metadata={"m": "x"})
+        return OmniRequest(id="r", inputs=isolating.isolate(data), params={"p": [1]}, metadata={"m": "x"})
 
     together, *others = (
         asyncio.run(what_stages_see(placement, request(), acts, projected)) for placement in PLACEMENTS

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
-from stage_runtime.relays import memory
+from stage_runtime.relays import pages
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import (
     Complete,
@@ -471,7 +471,7 @@ async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = list[int]()
-    monkeypatch.setattr(memory, "give_back", lambda: given.append(1))
+    monkeypatch.setattr(pages, "give_back", lambda: given.append(1))
     held, go_on = threading.Event(), threading.Event()
 
     def wait(payload: omni.StagePayload) -> Any:

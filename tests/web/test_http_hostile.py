@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
 from stage_runtime.errors import CODES, InvalidRequest, RequestError, ValueRefused
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.web import errors
 from stage_runtime.web.app import make_app
 from stage_runtime.web.connections import Limits
@@ -58,7 +58,7 @@ class HostileManager(ScriptedManager):
         hook_result: TerminalStagesResult | None = None,
     ) -> ScriptedHandle:
         try:
-            payloads.extract({"request": request}, where="submitted", as_fields=True)
+            encoding.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
             raise InvalidRequest(f"{error.path}: {error.problem}", param=error.path) from error
         return super().admit(request, timeout_s=timeout_s, trace=trace, hook_result=hook_result)

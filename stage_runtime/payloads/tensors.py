@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stage_runtime.relays import memory
+from stage_runtime.payloads import buffers
 from stage_runtime.wire import tensorrefs
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor
@@ -129,7 +129,7 @@ def tensor_bytes(tensor: Any) -> tuple[memoryview, bool]:
     if not tensor.is_contiguous():
         copied = True
         tensor = tensor.contiguous()
-    return memory.view(tensor.numpy().reshape(-1).view(np.uint8)), copied
+    return buffers.view(tensor.numpy().reshape(-1).view(np.uint8)), copied
 
 
 def array_problem(array: np.ndarray[Any, Any]) -> str | None:
@@ -161,7 +161,7 @@ def array_bytes(array: np.ndarray[Any, Any]) -> tuple[memoryview, bool]:
     plain = plain_array(array)
     if not plain.size:
         return EMPTY, True
-    return memory.view(plain.reshape(-1).view(np.uint8)), plain is not array
+    return buffers.view(plain.reshape(-1).view(np.uint8)), plain is not array
 
 
 def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from stage_runtime.errors import TransferError, ValueRefused
-from stage_runtime.relays import payloads
-from stage_runtime.relays.send_queues import PendingSend, SendQueues
+from stage_runtime.payloads import encoding, pack
+from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire.messages import FRAME_LIMIT, Body, Header, Message, Submit
 from stage_runtime.wire.tensorrefs import PATH_LIMIT
 
@@ -46,7 +46,7 @@ class Relays:
         self.refused: Callable[[], None] = lambda: None
         self._ids = itertools.count(1)
 
-    def put(self, extracted: payloads.Extracted, *, request_id: str, peer: str, backend: str) -> Put | None:
+    def put(self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str) -> Put | None:
         self.before(request_id.partition("/")[2].partition("#")[0])
         if self.free == 0:
             self.refused()
@@ -80,7 +80,7 @@ class Made:
         return True
 
     def ship(self, request_id: str, value: Any = LARGE, *, credits: int = 1, source: str = "coordinator") -> bool:
-        extracted = payloads.extract(value, where="inputs")
+        extracted = encoding.extract(value, where="inputs")
 
         def make(body: Body) -> Message:
             return Submit(Header(request_id, 1, "cc", {}), "entry", body)
@@ -164,9 +164,9 @@ def test_a_slot_that_is_released_while_a_lane_asks_for_one_is_not_missed() -> No
 
 def test_the_path_of_a_part_is_as_long_as_people_read_whatever_its_key() -> None:
     keys = ["k" * 100_000, "\0" * 100_000, "日" * 100_000]
-    extracted = payloads.extract({"inputs": [{key: np.zeros(9)} for key in keys]})
+    extracted = encoding.extract({"inputs": [{key: np.zeros(9)} for key in keys]})
     assert len(extracted.refs) == len(keys) + 1, "the parts, and the value itself, whose keys are long"
     assert max(len(ref.path) for ref in extracted.refs) <= PATH_LIMIT
     with pytest.raises(ValueRefused) as refused:
-        payloads.extract({"k" * 100_000: object()})
+        encoding.extract({"k" * 100_000: object()})
     assert len(str(refused.value)) < 300

@@ -19,11 +19,14 @@ import numpy as np
 import zmq
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import memory
-from stage_runtime.relays.base import ALIGNMENT, Peer, TransferId
+from stage_runtime.payloads import buffers
+from stage_runtime.payloads.pack import ALIGNMENT
+from stage_runtime.relays import pages
+from stage_runtime.relays.base import Peer, TransferId
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.movement import Movement
-from stage_runtime.relays.operations import GetOperation, Pins
+from stage_runtime.relays.operations import GetOperation
+from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.tcp.movement import Movement
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +122,7 @@ class Arrivals:
             return
         if transfer.region is None:
             transfer.region = self._region(header, body)
-        if len(body) != transfer.nbytes or transfer.region.ctypes.data != memory.address(body):
+        if len(body) != transfer.nbytes or transfer.region.ctypes.data != buffers.address(body):
             transfer.region[header.offset : transfer.end] = np.frombuffer(body, np.uint8)
         if transfer.end == transfer.nbytes:
             self._complete(key, transfer)
@@ -230,10 +233,10 @@ class Arrivals:
         """The buffer of a transfer that begins: the frame itself if it is the whole, else from the arena, whose pages
         are warm.
         """
-        if len(body) == header.nbytes and memory.address(body) % WORD == 0:
+        if len(body) == header.nbytes and buffers.address(body) % WORD == 0:
             return np.frombuffer(body, np.uint8)
         region = self._context.arena.allocate_region(header.nbytes)
-        return memory.fresh(header.nbytes) if region is None else region
+        return pages.fresh(header.nbytes) if region is None else region
 
     def _complete(self, key: Key, transfer: _Transfer) -> None:
         """All is here. In the receiving thread."""
@@ -256,7 +259,7 @@ class Arrivals:
             sizes = f"{transfer.nbytes} bytes came, {claim.nbytes} were announced"
             claim.operation.fail(TransferError(f"transfer {key[1]} from {key[0]}: {sizes}"))
         else:
-            claim.operation.arrived(memory.view(region))
+            claim.operation.arrived(buffers.view(region))
 
     def _drop(self, key: Key, why: str) -> None:
         """Forget a transfer, come or to come. Under the lock."""

@@ -1,14 +1,12 @@
-"""Values on their way: `extract` at the sender, `restore` at the receiver, `isolate` between stages of one process.
+"""Values on their way: `extract` at the sender, `restore` at the receiver.
 
-A value becomes MessagePack with placeholders, and flat parts: its tensors, arrays and long bytes. What moves the
-parts is a relay's business (`base.Pack`), which control message carries the rest is the stage layer's, the only caller.
-The check of values is `checking`'s and is the same on all three ways, so a pipeline behaves the same wherever its
-stages stand.
+A value becomes MessagePack with placeholders, and flat parts (`pack`): its tensors, arrays and long bytes. Which
+control message carries the rest is the stage layer's business. `checking` says what may travel, here and between
+stages of one process (`isolating`) alike, so a pipeline behaves the same wherever its stages stand.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -16,14 +14,11 @@ import msgspec
 import numpy as np
 
 from stage_runtime.errors import ProtocolError, ValueRefused
-from stage_runtime.relays import checking, memory, tensors
-from stage_runtime.relays.base import ALIGNMENT, Pack
-from stage_runtime.relays.tensors import FlatPart
+from stage_runtime.payloads import checking, isolating, tensors
+from stage_runtime.payloads.pack import INLINE_NBYTES, Extracted, packed
+from stage_runtime.payloads.tensors import FlatPart
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
-
-#: Up to here a payload rides in its control message: one acknowledgement and one slot less.
-INLINE_NBYTES: Final = 16 * 1024
 
 # MessagePack extension codes.
 PART: Final = 1  # data: the index of a TensorRef
@@ -37,41 +32,6 @@ _ORIGINAL: Final = "_original"
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-class Extracted(msgspec.Struct):
-    """A value ready to travel.
-
-    value_bytes: its MessagePack; empty when it is long and so a part itself (the last ref, of kind ``value``).
-    refs: one per part, in the order that placeholders count. pack: the parts; None when there are none.
-    """
-
-    value_bytes: bytes
-    refs: list[TensorRef]
-    pack: Pack | None
-    #: Operations under way with this pack, by relay: so several receivers can share one slot.
-    placed: dict[str, Any] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a relay would move."""
-        return self.pack.nbytes if self.pack is not None else 0
-
-    @property
-    def is_inline(self) -> bool:
-        """True when the parts are small enough to ride in the control message (`flat`)."""
-        return self.pack is None or len(self.value_bytes) + self.pack.nbytes <= INLINE_NBYTES
-
-    def hold(self) -> None:
-        """Copy what its giver may write into again: it will be sent later."""
-        pack = self.pack
-        if pack is not None and len(pack.private) < len(pack.parts):
-            parts = [part if k in pack.private else memory.copied(part) for k, part in enumerate(pack.parts)]
-            self.pack = Pack(parts, pack.offsets, pack.nbytes, frozenset(range(len(parts))))
-
-    def flat(self) -> bytes:
-        """The parts as one buffer, for the control message; empty when there are none."""
-        return b"" if self.pack is None else flatten(self.pack)
-
-
 def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False) -> Extracted:
     """Check ``value`` and take it apart. Nothing is copied that is contiguous and in main memory.
 
@@ -82,11 +42,11 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
     try:
         encoded = _encoder.encode(walk.run(value, where, as_fields=as_fields))
     except (OverflowError, UnicodeEncodeError) as error:
-        isolate(value, where=where, as_fields=as_fields)  # looks at every int and str, and says where
+        isolating.isolate(value, where=where, as_fields=as_fields)  # looks at every int and str, and says where
         raise ValueRefused(where, str(error)) from error
     if not walk.parts and len(encoded) <= INLINE_NBYTES:
         return Extracted(encoded, [], None)
-    return _packed(encoded, walk.parts, where)
+    return packed(encoded, walk.parts, where)
 
 
 def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, *, torch: bool = True) -> Any:
@@ -106,20 +66,10 @@ def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: 
         raise ProtocolError(f"payload cannot be restored: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def isolate(value: Any, *, where: str = "payload.data", as_fields: bool = False) -> Any:
-    """``value`` as another stage of this process may have it: checked as `extract` does, containers fresh.
-
-    Tensors and arrays are fresh objects, as from afar, on the memory of the given ones: both are read-only by contract.
-    A copy where they are not contiguous.
-    Raises: ValueRefused: as `extract`.
-    """
-    return _Isolation().run(value, where, as_fields=as_fields)
-
-
 def received(request: values.OmniRequest) -> None:
     """Keep what is sent on of a request that has just come in, before a stage is given it."""
     if _ENCODED not in request.__dict__ and _ORIGINAL not in request.__dict__:
-        request.__dict__[_ORIGINAL] = isolate(request)
+        request.__dict__[_ORIGINAL] = isolating.isolate(request)
 
 
 def reissued(request: values.OmniRequest, where: str = "payload.request") -> values.OmniRequest:
@@ -129,41 +79,10 @@ def reissued(request: values.OmniRequest, where: str = "payload.request") -> val
         again: values.OmniRequest = _hook(STRUCT, memoryview(encoded.data))
         return again
     original = request.__dict__.get(_ORIGINAL)
-    fresh: values.OmniRequest = isolate(original if original is not None else request, where=where)
+    fresh: values.OmniRequest = isolating.isolate(original if original is not None else request, where=where)
     if original is not None:
         fresh.__dict__[_ORIGINAL] = original
     return fresh
-
-
-class Fingerprint(msgspec.Struct):
-    """The tensors and arrays of a value, by path, and a hash of what each held at the last look."""
-
-    parts: dict[str, Any]
-    digests: dict[str, str]
-
-    def written(self) -> list[str]:
-        """The paths whose memory has changed since the last look."""
-        now = {path: _digest(part) for path, part in self.parts.items()}
-        changed = [path for path, digest in now.items() if digest != self.digests[path]]
-        self.digests = now
-        return changed
-
-
-def fingerprint(value: Any, *, where: str = "payload.data") -> Fingerprint:
-    """What all tensors and arrays in ``value`` hold now. For the debug mode."""
-    walk = _FlatParts(where)
-    walk.run(value, where)
-    return Fingerprint(walk.parts, {path: _digest(part) for path, part in walk.parts.items()})
-
-
-def flatten(pack: Pack) -> bytes:
-    """The parts of a pack in one buffer, each at its offset."""
-    if len(pack.parts) == 1:
-        return bytes(pack.parts[0])
-    flat = bytearray(pack.nbytes)
-    for part, offset in zip(pack.parts, pack.offsets, strict=True):
-        flat[offset : offset + len(part)] = part
-    return bytes(flat)
 
 
 class _Extraction(checking.Walk):
@@ -219,95 +138,6 @@ class _Extraction(checking.Walk):
             self.parts.append(FlatPart(path, shape, dtype, kind, data, owner, private))
             self.seen[id(owner)] = known
         return known
-
-
-class _Isolation(checking.Walk):
-    """Gives fresh containers around leaves that share their memory."""
-
-    rebuild = True
-    plain = frozenset([type(None), bool, float, bytes])
-    walkers = {}
-
-    __slots__ = ("seen",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, Any] = {}  #: What stands twice arrives as one object, as from afar.
-
-    def walk_struct(self, value: msgspec.Struct) -> Any:
-        return type(value)(**self.struct_fields(value))
-
-    def tensor(self, value: Any) -> Any:
-        known = self.seen.get(id(value))
-        return known if known is not None else self._fresh(value, tensors.plain_tensor(value))
-
-    def array(self, value: np.ndarray[Any, Any]) -> Any:
-        known = self.seen.get(id(value))
-        return known if known is not None else self._fresh(value, tensors.read_only(value))
-
-    def _fresh(self, value: Any, fresh: Any) -> Any:
-        self.seen[id(value)] = fresh
-        return fresh
-
-    def raw(self, value: values.RawTensor) -> Any:
-        return value
-
-
-class _FlatParts(_Isolation):
-    """Collects tensors and arrays."""
-
-    walkers = {}
-    __slots__ = ("parts", "where")
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-        self.parts: dict[str, Any] = {}
-
-    def tensor(self, value: Any) -> Any:
-        self.parts[checking.path_of(self.where, self.trail)] = value
-        return value
-
-    def array(self, value: np.ndarray[Any, Any]) -> Any:
-        return self.tensor(value)
-
-
-def _digest(part: Any) -> str:
-    data, _ = tensors.array_bytes(part) if isinstance(part, np.ndarray) else tensors.tensor_bytes(part)
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
-    """Give every leaf its place in the flat buffer: the largest first, for it may lie in the arena already.
-
-    Leaves on the same memory have one place: a stage that passes on what it got sends its request's inputs, too.
-    """
-    if len(encoded) > INLINE_NBYTES:
-        found.append(FlatPart(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))
-        encoded = b""
-    order = sorted(range(len(found)), key=lambda index: -len(found[index].data)) if len(found) > 1 else [0]
-    refs: list[Any] = [None] * len(found)
-    parts: list[memoryview] = []
-    offsets: list[int] = []
-    private = []
-    placed: dict[tuple[int, int], int] = {}  # (address, nbytes) of a part -> its place
-    end = 0
-    for index in order:
-        part = found[index]
-        nbytes = len(part.data)
-        memory_of = (memory.address(part.data), nbytes) if len(found) > 1 and nbytes else (0, 0)
-        start = placed.get(memory_of, -1)
-        if start < 0:
-            start = end + -end % ALIGNMENT
-            end = start + nbytes
-            if part.private:
-                private.append(len(parts))
-            parts.append(part.data)
-            offsets.append(start)
-            if nbytes:
-                placed[memory_of] = start
-        refs[index] = TensorRef(part.path, part.shape, part.dtype, start, nbytes, part.kind)
-    return Extracted(encoded, refs, Pack(parts, offsets, end, frozenset(private)))
 
 
 def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, torch: bool) -> Any:
@@ -372,12 +202,3 @@ _Extraction.walkers.update(
         values.OmniRequest: _Extraction.walk_request,
     }
 )
-for _sharing in (_Isolation, _FlatParts):
-    _sharing.walkers.update(
-        {
-            dict: checking.Walk.walk_dict,
-            list: checking.Walk.walk_list,
-            int: checking.check_int,
-            str: checking.check_str,
-        }
-    )

@@ -16,9 +16,9 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 
 from stage_runtime.errors import TransferError
+from stage_runtime.payloads.pack import Extracted
 from stage_runtime.relays.base import RelayOperation
-from stage_runtime.relays.payloads import Extracted
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.credits import Window
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Body, Message

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import payloads
-from stage_runtime.relays.fetching import Fetching
+from stage_runtime.payloads import encoding
+from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.wire.messages import Body
 from tests.relays.relay_pairs import MIB, Pair
 
@@ -73,7 +73,7 @@ async def narrowly():
 
 def fetch(both, fetching, fill, nbytes):
     """Put so many bytes and fetch them as a process does; the future gives what came, or the error."""
-    extracted = payloads.extract({"x": np.full(nbytes, fill, np.uint8)})
+    extracted = encoding.extract({"x": np.full(nbytes, fill, np.uint8)})
     operation = both.a.put(extracted, request_id="r", peer="b", backend="tcp")
     body = Body(extracted.value_bytes, tuple(extracted.refs), transfer=operation.metadata)
     came = asyncio.get_running_loop().create_future()

@@ -19,12 +19,15 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from stage_runtime.errors import ConfigurationError, TransferError
-from stage_runtime.relays import memory
-from stage_runtime.relays.arrivals import Arrivals, Header
-from stage_runtime.relays.base import Pack, Peer, RelayOperation, TransferId
+from stage_runtime.payloads import buffers
+from stage_runtime.payloads.pack import Pack
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.movement import Movement
-from stage_runtime.relays.operations import Completion, GetOperation, Ledger, Pins, PutOperation
+from stage_runtime.relays.ledger import Ledger
+from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.tcp.arrivals import Arrivals, Header
+from stage_runtime.relays.tcp.movement import Movement
 
 log = logging.getLogger(__name__)
 
@@ -342,13 +345,13 @@ def _frames(pack: Pack, settings: Any) -> Iterator[tuple[int, memoryview | bytes
         yield 0, _joined(pack, 0, len(pack.parts))
         return
     if len(pack.parts) == 1 and pack.nbytes <= settings.whole_bytes:
-        yield 0, pack.parts[0] if pack.private else memory.copied(pack.parts[0])
+        yield 0, pack.parts[0] if pack.private else buffers.copied(pack.parts[0])
         return
     index = 0
     while index < len(pack.parts):
         part, offset = pack.parts[index], pack.offsets[index]
         following = index + 1
-        if len(part) < memory.NOGIL_NBYTES:
+        if len(part) < buffers.NOGIL_NBYTES:
             while (
                 following < len(pack.parts)
                 and pack.offsets[following] + len(pack.parts[following]) - offset <= JOINED_NBYTES
@@ -358,7 +361,7 @@ def _frames(pack: Pack, settings: Any) -> Iterator[tuple[int, memoryview | bytes
         else:
             for start in range(0, len(part), settings.piece_bytes):
                 piece = part[start : start + settings.piece_bytes]
-                yield offset + start, piece if index in pack.private else memory.copied(piece)
+                yield offset + start, piece if index in pack.private else buffers.copied(piece)
         index = following
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays.fetching import Fetched, Fetching
+from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.wire.messages import Body
 
 

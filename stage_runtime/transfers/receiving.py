@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from stage_runtime.errors import ProtocolError, TransferError
-from stage_runtime.relays import payloads
+from stage_runtime.payloads import encoding
 from stage_runtime.relays.base import RelayOperation
-from stage_runtime.relays.registry import Relays
+from stage_runtime.relays.dispatch import Relays
 from stage_runtime.wire.messages import Body
 
 STALLED_S: Final = 10.0  # without a byte of its sender's a transfer is lost; slow, or queued behind others, it is not
@@ -35,7 +35,7 @@ class Fetched:
         self._buffer = None
         if body.inline and buffer is None:
             buffer = bytearray(body.inline)  # writable: torch knows no read-only tensors
-        return payloads.restore(body.value, body.refs, buffer, torch=torch)
+        return encoding.restore(body.value, body.refs, buffer, torch=torch)
 
     def copy_out(self) -> None:
         """It will wait: leave the sender's slot, which it may need for what is waited for."""

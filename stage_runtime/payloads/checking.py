@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from stage_runtime.errors import ValueRefused, safe_str
-from stage_runtime.relays import tensors
+from stage_runtime.payloads import tensors
 from stage_runtime.wire import outputs, values
 
 MAX_DEPTH: Final = 64

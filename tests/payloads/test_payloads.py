@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.errors import ProtocolError, ValueRefused
-from stage_runtime.relays import checking, payloads
+from stage_runtime.payloads import checking, encoding, fingerprints, isolating, pack
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor, message
@@ -40,10 +40,10 @@ class Box:
 
 def travel(value, **options):
     """There and back, as a relay would carry it."""
-    extracted = payloads.extract(value)
+    extracted = encoding.extract(value)
     flat = extracted.flat()
     assert len(flat) == extracted.nbytes
-    return payloads.restore(extracted.value_bytes, extracted.refs, memoryview(bytearray(flat)), **options)
+    return encoding.restore(extracted.value_bytes, extracted.refs, memoryview(bytearray(flat)), **options)
 
 
 def same(a, b):
@@ -187,7 +187,7 @@ def test_any_value_arrives_as_it_was_sent(value):
 @given(anything, st.booleans())
 def test_a_value_is_the_same_in_process_and_from_afar(value, twice):
     value = [value, value] if twice else value
-    assert alike(payloads.isolate(value), travel(value))
+    assert alike(isolating.isolate(value), travel(value))
 
 
 def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar():
@@ -200,10 +200,10 @@ def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar():
     values = [marked, inferred, inferred.T, torch.nn.Parameter(torch.ones(3), requires_grad=False)]
     values += [torch.nn.Parameter(torch.ones(2, 3)).T, z.conj(), z.conj().imag, torch.ones(4, 3)[:, 1]]
     for value in values:
-        assert alike(payloads.isolate([value, value]), travel([value, value]))
-    torch.nn.Linear(3, 2)(payloads.isolate(inferred))  # autograd refuses tensors of the inference mode
+        assert alike(isolating.isolate([value, value]), travel([value, value]))
+    torch.nn.Linear(3, 2)(isolating.isolate(inferred))  # autograd refuses tensors of the inference mode
     shared = torch.ones(2, 3)
-    payloads.isolate(shared).t_()  # in place, but not of the sender's object
+    isolating.isolate(shared).t_()  # in place, but not of the sender's object
     assert shared.shape == (2, 3)
 
 
@@ -220,8 +220,8 @@ def test_a_value_may_be_as_deep_in_process_as_from_afar(levels):
             return str(error)
         return None
 
-    inside = refused(lambda: payloads.isolate(value, where="payload.data"))
-    apart = refused(lambda: payloads.extract({"data": value}, where="payload", as_fields=True))
+    inside = refused(lambda: isolating.isolate(value, where="payload.data"))
+    apart = refused(lambda: encoding.extract({"data": value}, where="payload", as_fields=True))
     assert inside == apart and (inside is None) == (levels <= checking.MAX_DEPTH)
 
 
@@ -245,20 +245,20 @@ def test_gradients_and_lazy_conjugates_are_left_behind():
     z = torch.randn(3, dtype=torch.complex64)
     arrived = travel([weight, z.conj(), z.conj().imag])
     assert same(arrived, [weight.detach(), z.conj().resolve_conj(), z.conj().imag.resolve_neg()])
-    assert [type(one) for one in payloads.isolate([weight])] == [torch.Tensor]
+    assert [type(one) for one in isolating.isolate([weight])] == [torch.Tensor]
 
 
 def test_arrays_of_the_other_byte_order_arrive_in_ours():
     big = np.arange(5, dtype=">i4")
-    for arrived in (travel(big), payloads.isolate(big)):
+    for arrived in (travel(big), isolating.isolate(big)):
         assert arrived.dtype == np.dtype("int32") and arrived.dtype.isnative
         assert arrived.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_tensors_are_views_of_one_buffer_and_arrays_cannot_be_written():
-    extracted = payloads.extract({"t": torch.zeros(4), "a": np.zeros(4)})
+    extracted = encoding.extract({"t": torch.zeros(4), "a": np.zeros(4)})
     buffer = bytearray(extracted.flat())
-    arrived = payloads.restore(extracted.value_bytes, extracted.refs, buffer)
+    arrived = encoding.restore(extracted.value_bytes, extracted.refs, buffer)
     arrived["t"][0] = 1.0
     assert bytes(buffer).count(0) < len(buffer)
     with pytest.raises(ValueError, match="read-only"):
@@ -266,7 +266,7 @@ def test_tensors_are_views_of_one_buffer_and_arrays_cannot_be_written():
 
 
 def test_parts_begin_at_multiples_of_64_and_the_largest_comes_first():
-    extracted = payloads.extract([np.zeros(3, np.uint8), torch.zeros(100), torch.zeros(7)])
+    extracted = encoding.extract([np.zeros(3, np.uint8), torch.zeros(100), torch.zeros(7)])
     assert [ref.offset % 64 for ref in extracted.refs] == [0, 0, 0]
     assert extracted.refs[1].offset == 0
     assert [len(part) for part in extracted.pack.parts] == [400, 28, 3]
@@ -274,7 +274,7 @@ def test_parts_begin_at_multiples_of_64_and_the_largest_comes_first():
 
 def test_contiguous_tensors_are_not_copied_by_extraction():
     tensor = torch.zeros(1000)
-    extracted = payloads.extract(tensor)
+    extracted = encoding.extract(tensor)
     tensor[0] = 7.0
     assert extracted.pack.parts[0][:4] == np.float32(7).tobytes()
 
@@ -282,7 +282,7 @@ def test_contiguous_tensors_are_not_copied_by_extraction():
 def test_the_same_object_twice_is_packed_once_and_arrives_as_one():
     tensor, blob, array = torch.randn(300), b"x" * 20_000, np.zeros(300)
     value = {"a": [tensor, blob, array], "b": [tensor, blob, array]}
-    assert len(payloads.extract(value).refs) == 3
+    assert len(encoding.extract(value).refs) == 3
     arrived = travel(value)
     assert all(one is other for one, other in zip(arrived["a"], arrived["b"], strict=True))
 
@@ -291,10 +291,10 @@ def test_two_objects_on_one_memory_are_packed_once_and_arrive_as_two():
     """A stage that passes on what it got: its request holds the same tensor as another object."""
     given = torch.arange(8192, dtype=torch.int32)
     value = {"request": given, "data": given.detach(), "half": given[:4096], "array": given.numpy()}
-    extracted = payloads.extract(value)
+    extracted = encoding.extract(value)
     assert [len(part) for part in extracted.pack.parts] == [given.nbytes, given.nbytes // 2]
-    flat = payloads.flatten(extracted.pack)
-    restored = payloads.restore(extracted.value_bytes, extracted.refs, bytearray(flat))
+    flat = pack.flatten(extracted.pack)
+    restored = encoding.restore(extracted.value_bytes, extracted.refs, bytearray(flat))
     assert restored["request"] is not restored["data"]
     assert torch.equal(restored["request"], given) and torch.equal(restored["data"], given)
     assert np.array_equal(restored["array"], given.numpy())
@@ -303,27 +303,27 @@ def test_two_objects_on_one_memory_are_packed_once_and_arrive_as_two():
 
 def test_a_long_value_is_a_part_itself():
     value = {"words": ["word"] * 20_000, "t": torch.ones(3)}
-    extracted = payloads.extract(value)
+    extracted = encoding.extract(value)
     assert extracted.value_bytes == b"" and extracted.refs[-1].kind == "value" and not extracted.is_inline
     assert same(travel(value), value)
 
 
 @pytest.mark.parametrize("nbytes", [16_384, 16_385])
 def test_bytes_over_16_kib_become_a_part(nbytes):
-    extracted = payloads.extract({"blob": b"x" * nbytes})
+    extracted = encoding.extract({"blob": b"x" * nbytes})
     assert [ref.kind for ref in extracted.refs if ref.kind == "bytes"] == ([] if nbytes == 16_384 else ["bytes"])
 
 
 def test_small_payloads_ride_inline_and_large_ones_do_not():
-    assert payloads.extract({"n": 1}).is_inline
-    assert payloads.extract({"t": torch.zeros(1000)}).is_inline
-    assert not payloads.extract({"t": torch.zeros(5000)}).is_inline
+    assert encoding.extract({"n": 1}).is_inline
+    assert encoding.extract({"t": torch.zeros(1000)}).is_inline
+    assert not encoding.extract({"t": torch.zeros(5000)}).is_inline
 
 
 def test_paths_of_parts_are_said_as_python_would():
     value = {"cache": [Turn("a", hidden=torch.zeros(1))]}
-    assert [ref.path for ref in payloads.extract(value).refs] == ["payload.data['cache'][0].hidden"]
-    named = payloads.extract({"inputs": {"x": torch.zeros(1)}}, where="payload", as_fields=True)
+    assert [ref.path for ref in encoding.extract(value).refs] == ["payload.data['cache'][0].hidden"]
+    named = encoding.extract({"inputs": {"x": torch.zeros(1)}}, where="payload", as_fields=True)
     assert [ref.path for ref in named.refs] == ["payload.inputs['x']"]
 
 
@@ -339,17 +339,17 @@ def test_without_torch_tensors_arrive_raw_and_can_be_sent_on():
 
 
 def test_a_read_only_buffer_is_copied_once_rather_than_warned_about():
-    extracted = payloads.extract({"t": torch.ones(3), "u": torch.ones(5)})
-    arrived = payloads.restore(extracted.value_bytes, extracted.refs, extracted.flat())
+    extracted = encoding.extract({"t": torch.ones(3), "u": torch.ones(5)})
+    arrived = encoding.restore(extracted.value_bytes, extracted.refs, extracted.flat())
     arrived["t"][0] = 2.0
     assert arrived["u"].tolist() == [1.0] * 5
 
 
 def test_an_unknown_struct_arrives_as_the_dict_of_its_fields():
-    extracted = payloads.extract(Turn("me", hidden=[1]))
+    extracted = encoding.extract(Turn("me", hidden=[1]))
     renamed = extracted.value_bytes.replace(b"test_payloads:Turn", b"test_payloads:Twin")
     assert renamed != extracted.value_bytes
-    assert payloads.restore(renamed, [], None) == {"who": "me", "hidden": [1], "notes": []}
+    assert encoding.restore(renamed, [], None) == {"who": "me", "hidden": [1], "notes": []}
 
 
 def test_fields_that_our_version_lacks_are_left_out(monkeypatch):
@@ -361,9 +361,9 @@ def test_fields_that_our_version_lacks_are_left_out(monkeypatch):
     class Shrunk(msgspec.Struct):
         a: int
 
-    extracted = payloads.extract(Grown(1, 2))
+    extracted = encoding.extract(Grown(1, 2))
     monkeypatch.setitem(values.REGISTRY, values.message_name(Grown), Shrunk)
-    assert payloads.restore(extracted.value_bytes, [], None) == Shrunk(1)
+    assert encoding.restore(extracted.value_bytes, [], None) == Shrunk(1)
 
 
 def freed():
@@ -416,7 +416,7 @@ class Unprintable:
     ids=lambda case: case[-50:] if isinstance(case, str) else "",
 )
 def test_what_cannot_travel_is_refused_on_every_way_with_its_path_and_the_cure(value, words):
-    for way in (payloads.extract, payloads.isolate):
+    for way in (encoding.extract, isolating.isolate):
         with pytest.raises(ValueRefused) as caught:
             way(value)
         assert words in str(caught.value)
@@ -433,13 +433,13 @@ def test_a_subclass_of_a_plain_type_is_refused_with_the_plain_one():
 
     for value, cure in [(Name("x"), "use str(...)"), ({}.__class__.__subclasses__()[0](), "use dict(...)")]:
         with pytest.raises(ValueRefused, match=cure.replace("(...)", "")):
-            payloads.extract([value])
+            encoding.extract([value])
 
 
 def test_a_value_that_contains_itself_is_refused():
     loop = []
     loop.append({"again": loop})
-    for way in (payloads.extract, payloads.isolate):
+    for way in (encoding.extract, isolating.isolate):
         with pytest.raises(ValueRefused, match="deeper than 64 levels"):
             way(loop)
 
@@ -450,13 +450,13 @@ def test_64_levels_travel():
         deep = [deep]
     assert travel(deep) == deep
     with pytest.raises(ValueRefused):
-        payloads.extract([deep])
+        encoding.extract([deep])
 
 
 def test_isolated_containers_are_fresh_and_tensors_shared():
     tensor, array = torch.zeros(3), np.zeros(3)
     value = {"list": [1, {"t": tensor}], "turn": Turn("x", notes=[array])}
-    apart = payloads.isolate(value)
+    apart = isolating.isolate(value)
     assert same(apart, value)
     apart["list"][1]["new"] = 1
     apart["turn"].notes.append(2)
@@ -468,7 +468,7 @@ def test_isolated_containers_are_fresh_and_tensors_shared():
 
 def test_fingerprints_name_what_was_written():
     value = {"t": torch.zeros(3), "u": [torch.zeros(3, dtype=torch.bfloat16), np.zeros(2)]}
-    found = payloads.fingerprint(value)
+    found = fingerprints.fingerprint(value)
     assert found.written() == []
     value["u"][0][1] = 5
     value["u"][1][0] = 1
@@ -479,12 +479,12 @@ def test_fingerprints_name_what_was_written():
 
 @pytest.mark.parametrize("keep", ["t", "a"])
 def test_a_restored_view_alone_keeps_the_buffer_alive_and_its_death_is_seen_at_once(keep):
-    extracted = payloads.extract({"t": torch.zeros(4), "a": np.zeros(4), "deep": Turn("x", hidden=torch.ones(2))})
+    extracted = encoding.extract({"t": torch.zeros(4), "a": np.zeros(4), "deep": Turn("x", hidden=torch.ones(2))})
     owner = np.ndarray((extracted.nbytes,), np.uint8, bytearray(extracted.flat()))
     seen = weakref.ref(owner)
     gc.disable()  # no cycle may be needed to see it
     try:
-        arrived = payloads.restore(extracted.value_bytes, extracted.refs, memoryview(owner))
+        arrived = encoding.restore(extracted.value_bytes, extracted.refs, memoryview(owner))
         del owner
         view = arrived[keep]
         del arrived
@@ -518,7 +518,7 @@ def test_a_restored_view_alone_keeps_the_buffer_alive_and_its_death_is_seen_at_o
 )
 def test_garbage_is_restored_or_refused_and_nothing_else(value, buffer, refs, torch):
     try:
-        payloads.restore(value, refs, buffer, torch=torch)
+        encoding.restore(value, refs, buffer, torch=torch)
     except ProtocolError:
         pass
 
@@ -526,12 +526,12 @@ def test_garbage_is_restored_or_refused_and_nothing_else(value, buffer, refs, to
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_damaged_payload_is_restored_or_refused_and_nothing_else(data):
-    extracted = payloads.extract({"t": torch.zeros(5), "s": Turn("x", hidden=np.zeros(2)), "b": b"x" * 17_000})
+    extracted = encoding.extract({"t": torch.zeros(5), "s": Turn("x", hidden=np.zeros(2)), "b": b"x" * 17_000})
     damaged = bytearray(extracted.value_bytes)
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        payloads.restore(bytes(damaged), extracted.refs, extracted.flat())
+        encoding.restore(bytes(damaged), extracted.refs, extracted.flat())
     except ProtocolError:
         pass
 
@@ -551,7 +551,7 @@ def test_a_damaged_payload_is_restored_or_refused_and_nothing_else(data):
 )
 def test_a_forged_value_is_refused(bytes_):
     with pytest.raises(ProtocolError):
-        payloads.restore(bytes_, [], None)
+        encoding.restore(bytes_, [], None)
 
 
 def test_structs_nested_without_end_are_refused():
@@ -559,4 +559,4 @@ def test_structs_nested_without_end_are_refused():
     for _ in range(400):
         body = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, msgspec.msgpack.encode(["x", {"y": msgspec.Raw(body)}])))
     with pytest.raises(ProtocolError):
-        payloads.restore(body, [], None)
+        encoding.restore(body, [], None)

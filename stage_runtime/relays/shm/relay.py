@@ -17,11 +17,15 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays import arena, memory
+from stage_runtime.payloads import buffers
+from stage_runtime.payloads.pack import ALIGNMENT, Pack
+from stage_runtime.relays import arena, pages
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import ALIGNMENT, Pack, Peer, RelayOperation, TransferId
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.operations import Completion, GetOperation, Ledger, Pins, PutOperation
+from stage_runtime.relays.ledger import Ledger
+from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.pins import Pins
 from stage_runtime.relays.slots import Slot
 
 MAPPED_NBYTES: Final = 64 << 20  # of a peer's arena, whose page tables are made when it is mapped
@@ -117,7 +121,7 @@ class ShmRelay:
         self._counts["received_transfers"] += 1
         self._counts["received_bytes"] += announced.nbytes
         operation = GetOperation(Completion(self._loop), transfer, peer, metadata)
-        operation.arrived(memory.view(region))
+        operation.arrived(buffers.view(region))
         return operation
 
     async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
@@ -223,7 +227,7 @@ class ShmRelay:
         generation, size = arena.HEADER.unpack_from(mapping, announced.start)
         if generation != announced.generation or announced.offset + announced.nbytes > announced.start + size:
             raise TransferError(f"shm transfer {announced.transfer} from {peer}: its slot has another use now")
-        return memory.region(mapping, announced.offset, announced.nbytes)
+        return pages.region(mapping, announced.offset, announced.nbytes)
 
 
 def _own_facts(own: Arena) -> Facts:

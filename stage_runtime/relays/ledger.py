@@ -1,0 +1,89 @@
+"""What this process has put and not got back. Shared by the relays."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import threading
+
+from stage_runtime.relays.base import Peer, TransferId
+from stage_runtime.relays.operations import PutOperation
+
+
+class Ledger:
+    """What this process has put and not got back, and who waits for room. From any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._puts: dict[TransferId, PutOperation] = {}
+        self._by_request: dict[str, set[TransferId]] = {}
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._puts)
+
+    def add(self, put: PutOperation) -> None:
+        with self._lock:
+            self._puts[put.transfer] = put
+            self._by_request.setdefault(put.request_id, set()).add(put.transfer)
+
+    def released(self, peer: Peer, transfer: TransferId) -> PutOperation | None:
+        """The put that ``peer`` has let go of, now forgotten here; None when it is no such put."""
+        with self._lock:
+            put = self._puts.get(transfer)
+            if put is None or put.peer != peer:
+                return None
+            return self._pop(put)
+
+    def aborted(self, request_id: str) -> tuple[list[PutOperation], list[PutOperation]]:
+        """Of a request: the puts that nobody was told of, now forgotten here, and those that a receiver may know."""
+        with self._lock:
+            puts = [self._puts[transfer] for transfer in self._by_request.get(request_id, ())]
+            return [self._pop(put) for put in puts if not put.announced], [put for put in puts if put.announced]
+
+    def held_by(self, peer: Peer) -> list[PutOperation]:
+        """All that was put to ``peer``, now forgotten here."""
+        with self._lock:
+            return [self._pop(put) for put in list(self._puts.values()) if put.peer == peer]
+
+    def all(self) -> list[PutOperation]:
+        """Everything, now forgotten here."""
+        with self._lock:
+            return [self._pop(put) for put in list(self._puts.values())]
+
+    async def room(self) -> None:
+        """Wait until something was released. On the loop."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append(future)
+        try:
+            await future
+        finally:
+            if not future.done() or future.cancelled():
+                self._discard(future)
+
+    def wake(self) -> None:
+        """Something was released: whoever waits for room tries again."""
+        if self._waiting:
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:  # the loop is closed
+                pass
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, collections.deque()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _discard(self, future: asyncio.Future[None]) -> None:
+        if future in self._waiting:
+            self._waiting.remove(future)
+
+    def _pop(self, put: PutOperation) -> PutOperation:
+        del self._puts[put.transfer]
+        of_request = self._by_request[put.request_id]
+        of_request.discard(put.transfer)
+        if not of_request:
+            del self._by_request[put.request_id]
+        return put

@@ -1,0 +1,1 @@
+"""The relay for peers on the same machine: shared memory."""

@@ -1,0 +1,1 @@
+"""The relay that always works: ZeroMQ over TCP or Unix sockets."""
