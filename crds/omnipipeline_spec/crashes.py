@@ -1,12 +1,12 @@
-"""What a process leaves behind when it ends with an error, and which line of it is the cause.
+"""Termination messages, and finding the cause of an exit in a program's output.
 
 Here: the form of a termination message (written by the runtime and the prefetch Job, read by the operator), and the
-rule that finds the cause in any program's last output. Not here: writing files, reading pods. Called by the runtime's
-``processes`` and the operator's ``changes``.
+rule that finds the cause in the last output of any program. Not here: writing files, reading pods. Called by the
+runtime's ``processes`` and the operator's ``changes``.
 
-A termination message of ours is the cause in one line, a line `RULE`, and details. A container that could not write one
-(a foreign image, a killed process) leaves the end of its log, as the kubelet's policy FallbackToLogsOnError asks for;
-in that the cause is found by the marks that language runtimes leave.
+Our termination messages are the cause in one line, a line `RULE`, and details. A container that could not write one (a
+foreign image, a killed process) has the end of its log instead (the kubelet's policy FallbackToLogsOnError). The cause
+is found there by the crash output of language runtimes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_BYTES: Final = 4096  # of a termination message; the kubelet keeps no more
 MAX_CAUSE: Final = 1024  # bytes of its first line: the rest is for the end of the details
 MAX_LINE: Final = 2048  # characters of an output line that are looked at
 RULE: Final = "---"
-#: Exit code of a program that was ended because it did nothing while it started.
+#: Exit code of a program that was ended because it made no progress during its start.
 EXIT_HUNG: Final = 4
 
 
 def message(cause: str, details: str = "") -> bytes:
-    """A termination message: at most `MAX_BYTES` of UTF-8, the cause first, of the details the end."""
+    """A termination message of at most `MAX_BYTES` of UTF-8: the cause, then the end of the details."""
     first = _cut(one_line(cause).encode(errors="replace"), MAX_CAUSE)
     between = f"\n{RULE}\n".encode()
     rest = details.strip("\n").encode(errors="replace")
@@ -37,9 +37,9 @@ def message(cause: str, details: str = "") -> bytes:
 
 
 def cause(text: str) -> str:
-    """The one line of a termination message, or of the end of a log, that says why the program ended.
+    """The line of a termination message or log that says why the program ended.
 
-    Of several crashes the last one counts: what was logged earlier was survived. Empty when the text is.
+    With several crashes in a log it is the last one: the program survived the others. Empty for an empty text.
     """
     first, _, rest = text.partition("\n")
     if rest.partition("\n")[0] == RULE:
@@ -54,36 +54,36 @@ def cause(text: str) -> str:
 
 
 def is_fatal(line: str) -> bool:
-    """Whether a line begins what no program survives: what stands before it is not needed to explain its end."""
+    """Whether a line starts the output of a fatal crash; the lines before it do not explain the exit."""
     line = _plain(line[:MAX_LINE])
     return bool(_FATAL.match(line) or _THROWN.search(line) or _ABORTED.search(line) or _PANIC_GO.match(line))
 
 
 def raised(error: BaseException) -> str:
-    """An exception in one line: its type, the first line of what it says, and what it was raised from."""
+    """An exception in one line: its type, the first line of its message, and its first cause."""
     if isinstance(error, BaseExceptionGroup):
         return raised(error.exceptions[0])  # the group's own message only counts its members
     said = [_said(error)]
     origin, seen = error.__cause__, {id(error)}
     while origin is not None and id(origin) not in seen:
         seen.add(id(origin))
-        said[1:], origin = [_said(origin)], origin.__cause__  # the first of a chain is where it began
+        said[1:], origin = [_said(origin)], origin.__cause__  # only the first of the chain is kept
     return _because(said[0], said[1] if len(said) > 1 else None)
 
 
 def one_line(text: str) -> str:
-    """Without control characters and runs of blanks: what a terminal or a condition can show."""
+    """The text without control characters and repeated blanks, for terminals and conditions."""
     return " ".join(_CONTROL.sub(" ", _ESCAPES.sub("", text)).split())
 
 
 _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
-#: What stands before each line of a rank's output, and inside an exception group.
+#: Prefix of the lines of a rank's output, and of an exception group's.
 _PREFIX: Final = re.compile(r"^(?:\[\w*rank\d+\]:? ?|\s*\| ?)+")
 
 
 def _plain(line: str) -> str:
-    line = _ESCAPES.sub("", line).rstrip("\r").rpartition("\r")[2]  # of a progress bar what it showed last
+    line = _ESCAPES.sub("", line).rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
     return _PREFIX.sub("", line)
 
 
@@ -98,7 +98,7 @@ def _said(error: BaseException) -> str:
 
 
 def _because(said: str, origin: str | None) -> str:
-    """A message that repeats what it was raised from needs no second telling."""
+    """The message with its cause, unless the message already contains it."""
     if origin is None or origin in said or origin.partition(": ")[2] in said.partition(": ")[2]:
         return said
     return f"{said} (because of {origin})"
@@ -107,7 +107,7 @@ def _because(said: str, origin: str | None) -> str:
 # --- marks of a crash, in order ----------------------------------------------------------------------------------
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
-#: Before tracebacks that Python prints and goes on from.
+#: Lines before tracebacks that do not end the program.
 _SURVIVED: Final = ("Exception ignored ", "Exception in thread ", "Task exception was never retrieved")
 _CHAINED: Final = "The above exception was the direct cause of the following exception:"
 _FRAME: Final = re.compile(r'^ *File "[^"]*", line \d+(?:, in |$)')
@@ -159,12 +159,12 @@ def _marks(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _is_traceback(line: str) -> bool:
-    """Its head, or where the log's end begins below the head, a frame."""
+    """The first line of a traceback, or a frame when the text starts inside one."""
     return line.lstrip(" +").startswith(_TRACEBACK) or bool(_FRAME.match(line))
 
 
 def _raised_below(lines: Sequence[str], at: int) -> tuple[int, str]:
-    """The line after an exception's, and the exception: the first line below the frames that is indented less."""
+    """The index after the exception's line, and the exception: the first less indented line below the frames."""
     is_head = not _FRAME.match(lines[at])
     indent = _indent(lines[at]) if is_head else _indent(lines[at]) - 1
     for below in range(at + 1, len(lines)):
@@ -184,7 +184,7 @@ def _with_message(lines: Sequence[str], at: int) -> str:
 
 
 def _fatal(lines: Sequence[str], at: int) -> str:
-    """faulthandler's head; why a program aborted itself stands above it, where it was stands below."""
+    """faulthandler's first line with the location from the stack below it, or the abort's own message above it."""
     for above in range(at - 1, max(-1, at - 8), -1):
         if _THROWN.search(lines[above]):
             return _thrown(lines, above)
@@ -198,7 +198,7 @@ def _fatal(lines: Sequence[str], at: int) -> str:
 
 
 def _thrown(lines: Sequence[str], at: int) -> str:
-    """A C++ exception that nobody caught: its type, and what it says on the next line."""
+    """An uncaught C++ exception: its type, and its message from the next line."""
     thrown = _THROWN.search(lines[at])
     kind = thrown["type"] if thrown else None
     said = next((what[1] for line in lines[at + 1 : at + 3] if (what := _WHAT.match(line))), None)
@@ -206,7 +206,7 @@ def _thrown(lines: Sequence[str], at: int) -> str:
 
 
 def _told(line: str) -> tuple[str, bool]:
-    """An output line, and whether it speaks of an error; a structured log line says so by its level."""
+    """The text of an output line, and whether it reports an error; for a structured log line the level decides."""
     try:
         entry = json.loads(line) if line.startswith("{") else None
     except (ValueError, RecursionError):
@@ -219,7 +219,7 @@ def _told(line: str) -> tuple[str, bool]:
 
 
 def _unwrapped(line: str) -> str:
-    """A container runtime wraps what went wrong into each of its layers."""
+    """The innermost error: a container runtime adds a prefix per layer."""
     return _WRAPPED.split(line)[-1].removesuffix(": unknown")
 
 

@@ -1,10 +1,10 @@
 """What an author writes: the pipeline, its stages, its relays and endpoints.
 
 Here: `PipelineConfig` (the resource's ``spec``, and what a Python module instantiates), `StageConfig`, `RelayConfig`,
-`EndpointsConfig`, and what follows from their fields alone. Not here: the cluster's value types (`cluster`), the
-resource's status (`status`), whether the graph is sound (`topology`), what a process is told (`planning`).
-Called by everything that reads a spec. Building a value checks nothing: `topology.check` and `planning.plan` do,
-and name all faults at once.
+`EndpointsConfig`, and properties derived from their own fields. Not here: the cluster's value types (`cluster`), the
+resource's status (`status`), validation (`topology`), the plan of a process (`planning`). Called by everything that
+reads a spec. Building a value validates nothing: `topology.check` and `planning.plan` do, and report all faults at
+once.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class StageConfig(Spec, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """The GPU ids, however they were written."""
+        """The GPU ids as a tuple."""
         return (self.gpu,) if isinstance(self.gpu, int) else tuple(self.gpu)
 
     @property
     def group(self) -> str:
-        """The process group it declares; before fusion."""
+        """The declared process group, before fusion."""
         return self.process or self.name
 
 

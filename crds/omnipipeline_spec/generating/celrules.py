@@ -1,11 +1,12 @@
-"""The rules that the API server checks before a pipeline is stored, in CEL, beside the types they hold for.
+"""Rules in CEL that the API server checks before it stores a pipeline, by type.
 
-Here: one table. Not here: the same rules with better words and the ones CEL cannot say (`graph`, `placement`,
-`deployment`); whatever passes those passes these, and a test on a real API server holds it. Called by `schema`.
+Here: one table. Not here: the full validation, with more precise messages (`graph`, `placement`, `deployment`). Every
+spec that passes that passes these rules; a test on a real API server verifies it. Called by `schema`.
 
-Every list they walk has a bound, or the API server's cost estimate refuses the CRD; 64 stages with 16 edges each is
-what it admits at run time too. ``orValue``, ``map`` and indexing of ``filter`` lose those bounds, so names are looked
-up by ``exists``. A rule on a stage names the culprit, a rule on the spec cannot.
+Every list that a rule iterates has a bound: without one the API server's cost estimate refuses the CRD. 64 stages with
+16 edges each also stay within its cost limit at run time. ``orValue``, ``map`` and indexing of ``filter`` lose those
+bounds, so names are looked up by ``exists``. A rule on a stage can name the stage in its message, a rule on the spec
+cannot.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ _STAGE: Final = (
     Rule(rule=f"self.name != '{COORDINATOR}'", message="has a name that is reserved", names_culprit=True),
 )
 
-#: Type -> its rules. The root's rule stands in `schema`, because the root is no type of ours.
+#: Type -> its rules. Those of the root object, which has no type here, are `ROOT`.
 RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
     PipelineConfig: _PIPELINE,
     StageConfig: _STAGE,

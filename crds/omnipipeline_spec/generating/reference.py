@@ -1,7 +1,7 @@
 """The config reference, generated from the types. As a program it writes docs/config.md.
 
-Here: one table per type, in the order a reader meets them, and the words around them. Not here: any field. Called by
-``make crds`` and by a test that compares.
+Here: one table per type, in the order of the spec, and the text around them. Not here: any field. Called by ``make
+crds`` and by a test that compares.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The CRD, generated from the types. As a program it writes crds/omnipipelines.yaml.
 
 Here: types -> structural OpenAPI schema, with descriptions, defaults, bounds, list types and the rules of `celrules`;
-columns, names and the status subresource. Not here: any field (`pipeline`, `cluster`, `status`). Called by
-``make crds`` and by a test that compares. Never edit the YAML: v1alpha1's defaults are frozen, because a CRD default
-that changes rewrites stored objects without an event; later defaults belong in the planner.
+columns, names and the status subresource. Not here: any field (`pipeline`, `cluster`, `status`). Called by ``make
+crds`` and by a test that compares. Never edit the YAML. v1alpha1's defaults are frozen: a changed CRD default rewrites
+stored objects without an event; new defaults belong in the planner.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from omnipipeline_spec.types.values import (
 )
 
 PATH: Final = Path(__file__).resolve().parents[2] / f"{PLURAL}.yaml"
-#: The status of a pipeline that no operator has looked at: the API server says so, for nobody else can.
+#: Status of a pipeline that no operator has reconciled yet. The API server sets it, as a default.
 UNSEEN: Final[dict[str, Any]] = {
     "conditions": [
         {
@@ -140,7 +140,7 @@ def _field(field: inspect.Field) -> dict[str, Any]:
     schema = {"description": description_of(field), **_type(without_none(field.type), extra_of(field.type))}
     pattern = schema.get("pattern")
     if optional and pattern and may_be_empty(field.type):
-        schema["pattern"] = f"^$|{pattern}"  # "" is how a template says unset; `shapes` reads it so
+        schema["pattern"] = f"^$|{pattern}"  # templates write "" for unset; `shapes` accepts it
     default = None if field.required else default_of(field)
     if isinstance(default, bool | int | float | str) and default:
         schema["default"] = default
@@ -148,7 +148,7 @@ def _field(field: inspect.Field) -> dict[str, Any]:
 
 
 def description_of(field: inspect.Field) -> str:
-    """What the field's annotation says of it."""
+    """The description in the field's annotation."""
     kind = field.type
     found = ""
     while isinstance(kind, inspect.Metadata):

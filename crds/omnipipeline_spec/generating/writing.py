@@ -1,8 +1,8 @@
-"""A spec as the resource's YAML, so that kubectl reads back exactly what was meant.
+"""A spec as the resource's YAML, from which kubectl reads exactly the same values.
 
 Here: the resource as plain values, and its YAML. Not here: reading (`loading`, `goyaml`). Called by ``omni convert``
-and by the tools that make manifests. Strings that Go would take for something else (``y``, ``1e3``, ``0o17``) are
-put in quotes; PyYAML alone would leave them bare.
+and by the tools that make manifests. Strings that Go would read as another type (``y``, ``1e3``, ``0o17``) are quoted;
+PyYAML alone would not quote them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omnipipeline_spec.validation import topology
 
 
 def resource(spec: PipelineConfig, *, name: str | None = None, metadata: Mapping[str, Any] | None = None) -> Any:
-    """The resource as plain values: camelCase, defaults left out, the name a legal one.
+    """The resource as plain values: camelCase, without defaults, with a valid name.
 
     Raises: InvalidPipeline: a free-form value holds None in a map.
     """
@@ -41,7 +41,7 @@ def resource(spec: PipelineConfig, *, name: str | None = None, metadata: Mapping
 def convert(spec: PipelineConfig, *, name: str | None = None) -> str:
     """The resource as YAML.
 
-    Raises: InvalidPipeline: the spec is not sound.
+    Raises: InvalidPipeline: the spec is invalid.
     """
     return to_yaml(resource(topology.check(spec), name=name))
 
@@ -61,7 +61,7 @@ def _nulls(value: Any, place: str) -> Iterator[str]:
 
 
 def to_yaml(value: Any, *, compact: bool = False) -> str:
-    """YAML that Go reads as it was meant; keys in the order given. ``compact``: innermost maps take one line."""
+    """YAML that Go reads as the same values; keys in the order given. ``compact``: innermost maps take one line."""
     style = None if compact else False
     text: str = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style

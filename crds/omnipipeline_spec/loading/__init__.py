@@ -1,4 +1,4 @@
-"""From a file, a text or a resource to a sound spec, with the source of each value.
+"""From a file, a text or a resource to a valid spec, with the source of each value.
 
 Not here: the rules (`validation`), writing a resource (`generating.writing`). The only package of the contract that
 reads files and imports an author's modules.

@@ -1,14 +1,14 @@
 """YAML as ``kubectl`` reads it, so that one file means the same on a laptop and on a cluster.
 
-Here: documents from text, with the line of every value. PyYAML scans and parses; which plain scalar is a number, a
-boolean or a string is decided as Go's sigs.k8s.io/yaml decides it (a table test compares with a real kubectl), and
-what Kubernetes would take silently is refused: a key that is written twice, an alias that contains itself, a tag.
-Not here: what the documents mean (`loading`). The facts, each measured:
+Here: documents from text, with the line of every value. PyYAML scans and parses. Which plain scalar is a number, a
+boolean or a string is decided as Go's sigs.k8s.io/yaml decides it (a table test compares with a real kubectl). Input
+that Kubernetes accepts silently is refused: a duplicate key, an alias that contains itself, a tag. Not here: what the
+documents mean (`loading`). Facts, each measured with kubectl:
 
 - ``y yes on true`` in lower, upper and title case are booleans, ``n no off false`` too; ``~`` and ``null`` are null
 - ``0o17`` and ``017`` are 15, ``08`` is 8, ``0x1F`` 31, ``0b11`` 3, ``1_000`` 1000, ``1e3`` the integer 1000
-- dates, ``12:30:45`` and ``1e400`` are strings; ``.inf`` and ``.nan`` are refused, because JSON cannot say them
-- keys are strings in the end: ``1:`` is "1", ``yes:`` is "true"
+- dates, ``12:30:45`` and ``1e400`` are strings; ``.inf`` and ``.nan`` are refused, because JSON has no such numbers
+- all keys become strings: ``1:`` is "1", ``yes:`` is "true"
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WORDS: Final[Mapping[str, bool | None]] = {
 _NO_JSON: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER: Final = re.compile(r"([-+]?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0[oO]?([0-7]+)|([1-9][0-9]*|0))")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-# A number that begins with its point takes another way through Go, which is stricter about underscores.
+# Go parses a number that begins with a point by other code, which is stricter about underscores.
 _POINT_FIRST: Final = re.compile(r"\.[0-9]+(_[0-9]+)*([eE][-+]?[0-9]+(_[0-9]+)*)?")
 _TAG: Final = "tag:yaml.org,2002:"
 
@@ -45,13 +45,13 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """One document of a file."""
 
     value: Any
-    lines: Mapping[str, int]  #: Path, as faults spell it -> line in the file, from 1.
+    lines: Mapping[str, int]  #: Path, spelled as in faults -> line in the file, from 1.
 
 
 def documents(text: str, source: str) -> tuple[Document, ...]:
     """All documents of a text; empty ones are left out.
 
-    Raises: UnreadableSpec: no YAML, or YAML that kubectl and we would not read alike. Names ``source`` and line.
+    Raises: UnreadableSpec: not YAML, or YAML that kubectl would read differently. Names ``source`` and line.
     """
     try:
         nodes = list(yaml.compose_all(text, Loader=_Composer))
@@ -67,7 +67,7 @@ def documents(text: str, source: str) -> tuple[Document, ...]:
 
 
 def scalar(text: str) -> bool | int | float | str | None:
-    """What Go makes of a plain scalar.
+    """The value of a plain scalar, as Go reads it.
 
     Raises: ValueError: infinity, not-a-number, an integer beyond 64 bits.
     """
@@ -99,7 +99,7 @@ def _integer(found: re.Match[str]) -> int:
 
 
 class _Composer(yaml.BaseLoader):
-    """PyYAML up to its nodes, without its own idea of scalars: a plain one gets the tag ``?``."""
+    """PyYAML's composer without its resolution of scalars: a plain one gets the tag ``?``."""
 
     levels = 0  #: Of the node being composed.
 
@@ -182,7 +182,7 @@ class _Reading:
         return merged | found
 
     def merges(self, node: yaml.Node, path: str, inside: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-        """What ``<<`` names: one map or a list of them; the first that has a key wins."""
+        """The maps that ``<<`` names: one map or a list of them; the first that has a key wins."""
         sources: Sequence[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in sources:
             if not isinstance(source, yaml.MappingNode) or id(source) in inside:

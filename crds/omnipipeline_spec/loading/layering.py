@@ -1,8 +1,8 @@
-"""One value over another, and where each part of the result came from.
+"""Merging of documents, with the source of each part of the result.
 
-Here: merging a file over the defaults of a class, and the record of sources. Not here: reading either (`loading`),
-``--set`` (`overrides`). Lists whose items all have a name merge by it, as the resource's do; other lists, an empty
-one too, replace what was there.
+Here: merging a file over the defaults of a class, and the record of sources. Not here: reading either (`reading`),
+``--set`` (`overrides`). Lists whose items all have a name are merged by name, as in the resource; any other list, also
+an empty one, replaces the one below it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from omnipipeline_spec.types.canonical import join
 
-#: Path in the merged document -> what put the value there, in words.
+#: Path in the merged document -> source of the value, as text.
 Sources = dict[str, str]
 
 
 def merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], str], place: str = "") -> Any:
-    """``over`` laid over ``base``; records for each leaf taken from ``over`` what ``source_of`` says of its path."""
+    """``over`` merged over ``base``; records ``source_of(path)`` for each leaf that comes from ``over``."""
     return _merge(base, over, sources, source_of, place, place)
 
 
 def record(value: Any, sources: Sources, source_of: Callable[[str], str], place: str, origin: str) -> None:
-    """Record the source of all leaves of ``value``, which stands at ``place`` and stood at ``origin``."""
+    """Record the source of all leaves of ``value``, which is at ``place`` and was at ``origin``."""
     children = list(_children(value))
     for step, child in children:
         record(child, sources, source_of, _step(place, step), _step(origin, step))
@@ -35,7 +35,7 @@ def _merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], st
         merged = dict(base)
         for key, value in over.items():
             if value is None and key in base:
-                continue  # null is an entry that is not there
+                continue  # a null entry counts as absent
             merged[key] = _merge(base.get(key), value, sources, source_of, join(place, key), join(origin, key))
         return merged
     if _is_named(base) and _is_named(over):

@@ -1,8 +1,8 @@
-"""``--set path=value``: which places of a document a path means, and what is put there.
+"""``--set path=value``: which values of a document a path selects, and setting them.
 
-Here: the little language of paths (``stages.thinker.factoryArgs.x``, ``stages[2].gpu``, ``stages.*.relay.credits``,
-either spelling of a field, quoted keys in brackets) and its application. Not here: files (`loading`), the check of
-the result (`shapes`). A path that names one stage beats one that means all of them, whatever their order.
+Here: parsing of paths (``stages.thinker.factoryArgs.x``, ``stages[2].gpu``, ``stages.*.relay.credits``, either
+spelling of a field, quoted keys in brackets) and their application. Not here: files (`reading`), validation of the
+result (`shapes`). A path that names one stage takes precedence over one that selects all of them, in any order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _STEP: Final = re.compile(r"""\.?(?:([^.\[\]'"=]+)|\[([0-9]+)\]|\[(?:'([^']*)'|"
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One value that a path means."""
+    """One value that a path selects."""
 
-    holder: Any  #: The map or list that has it.
+    holder: Any  #: The map or list that contains it.
     key: str | int
     path: str
     kind: inspect.Type | None  #: None inside free-form values.
@@ -48,7 +48,7 @@ class _Override(msgspec.Struct, frozen=True, kw_only=True):
 def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sources) -> dict[str, Any]:
     """A copy of the document with all overrides applied; records them as sources.
 
-    Raises: InvalidPipeline: a path that leads nowhere, or one place given twice; all of them at once.
+    Raises: InvalidPipeline: paths that select nothing, values that are set twice; all of them at once.
     """
     result: dict[str, Any] = copy.deepcopy(document)
     faults: list[Fault] = []
@@ -69,7 +69,7 @@ def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sour
 
 
 class _NowhereError(Exception):
-    """A path that leads nowhere; the message says where it ends."""
+    """A path that selects nothing; the message says why."""
 
 
 def _parsed(text: str) -> _Override:
@@ -94,7 +94,7 @@ def _steps(override: _Override) -> tuple[str | int, ...]:
 
 
 def _places(override: _Override, document: dict[str, Any]) -> Iterator[_Place]:
-    """All values that the path means; missing maps on the way are made."""
+    """All values that the path selects; missing maps on the way are created."""
     root: inspect.Type = inspect.type_info(PipelineConfig)
     return _descend(document, root, _steps(override), "")
 
@@ -149,7 +149,7 @@ def _indices(items: list[Any], step: str | int, map_key: str | None, path: str) 
         known = [str(item.get(map_key)) for item in items]
         near = shapes.nearest(step, known)
         raise _NowhereError(f"{step!r} is no stage" + (f"; did you mean {near}?" if near else ""))
-    items.append({map_key: step})  # a refinement of a process group that had none
+    items.append({map_key: step})  # settings of a process group that had none
     return [len(items) - 1]
 
 
@@ -171,7 +171,7 @@ def _put(place: _Place, override: _Override, sources: layering.Sources) -> None:
 
 
 def _value(place: _Place, override: _Override) -> Any:
-    """The YAML of the text; of a field that holds a string, the text itself: ``modelPath=123`` needs no quotes."""
+    """The text read as YAML; for a string field the text itself: ``modelPath=123`` needs no quotes."""
     read = goyaml.documents(override.value, f"--set {override.text}")
     value = read[0].value if read else None
     if place.kind is None:

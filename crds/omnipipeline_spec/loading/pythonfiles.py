@@ -26,7 +26,7 @@ from omnipipeline_spec.types.errors import UnreadableSpec
 from omnipipeline_spec.validation import shapes
 
 CLASS_NAME: Final = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.([^\W\d]\w*|<locals>))*"  # package.module:Outer.Class
-MAX_SUGGESTION_BYTES: Final = 1 << 20  # a larger file is no module that an author wrote
+MAX_SUGGESTION_BYTES: Final = 1 << 20  # larger files are not searched for a suggestion
 
 
 class PythonSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class PythonSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stem(self) -> str:
-        """What to call a pipeline that has no name of its own."""
+        """The name of a pipeline that has none of its own."""
         return Path(self.module).stem if self.module.endswith(".py") else self.module.rpartition(".")[2]
 
     def load(self) -> PipelineConfig:
@@ -66,7 +66,7 @@ class PythonSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def locate(text: str) -> PythonSource | None:
-    """The Python source that a command line means; None for a file that is none."""
+    """The Python source that an argument names; None for another file."""
     module, colon, attribute = text.rpartition(":")
     if colon and attribute.isidentifier() and (module.endswith(".py") or _dotted(module)):
         return PythonSource(text=text, module=module, attribute=attribute)
@@ -77,7 +77,7 @@ def defaults(name: str, folder: Path) -> PipelineConfig:
     """A value of the class that a plain file names as ``pkg.mod:Class``, with nothing set.
 
     folder: of that file; modules in it are found before all others.
-    Raises: UnreadableSpec: there is no such class, or none can be made of its defaults.
+    Raises: UnreadableSpec: there is no such class, or its defaults make no instance.
     """
     cls = _config_class(name, folder)
     unset: dict[str, Any] = dict.fromkeys(_required(cls))
@@ -132,7 +132,7 @@ def _module_near(name: str, text: str, folder: Path) -> ModuleType:
             return importlib.import_module(name)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a module may do anything when it is imported, also exit
+        except BaseException as error:  # importing a module may raise anything, also SystemExit
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is None or not f"{name}.".startswith(f"{missing}."):
                 raise _raised(text, error) from error
@@ -185,7 +185,7 @@ def _import(module: str, text: str) -> ModuleType:
 
 
 def _raised(text: str, error: BaseException) -> UnreadableSpec:
-    """What a module raised when it was imported, on one line, and where in it; it may raise again while it is told."""
+    """What importing a module raised, in one line, with the location in it. Its ``__str__`` may raise, too."""
     try:
         said = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:

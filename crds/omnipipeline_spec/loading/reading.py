@@ -1,10 +1,10 @@
-"""From a file to a sound spec: the resource's YAML, a plain YAML, a Python module's `PipelineConfig(...)`.
+"""Loads a pipeline: the resource's YAML, a plain YAML or a Python module's `PipelineConfig(...)`, as a valid spec.
 
-Here: telling the three apart, laying overrides over the file over the defaults of the class it names, and what is
-known of each value's source. A Python value is what it says: only overrides are laid over it. Not here: YAML itself
-(`goyaml`), paths of overrides (`overrides`), Python modules (`pythonfiles`), the rules (`topology`). The only room of
-the contract that touches the disk. Called by every command and, for resources that come from the API server, by the
-operator. Only a file that a person names imports code, never a resource or a text.
+Here: telling the three forms apart; merging the defaults of the class that a plain file names, the file, and the
+overrides, in rising precedence; the source of each value. Only overrides are applied to a Python value. Not here: YAML
+itself (`goyaml`), paths of overrides (`overrides`), Python modules (`pythonfiles`), validation (`topology`). Called by
+every command and, for resources from the API server, by the operator. Code is imported only for a file that a person
+names, never for a resource or a text.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from omnipipeline_spec.types.resource import API_VERSION, CLASS_ANNOTATION, KIND
 from omnipipeline_spec.types.values import fields_of, to_document
 from omnipipeline_spec.validation import shapes, topology
 
-MAX_NBYTES: Final = 3 << 20  # of a file: the API server takes no larger request
+MAX_NBYTES: Final = 3 << 20  # of a file: the API server accepts no larger request
 _OBJECT_KEYS: Final = ("apiVersion", "kind", "metadata", "spec", "status")
 
 
 class LoadedPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A sound spec and where it came from."""
+    """A valid spec and its sources."""
 
-    name: str  #: A legal name of a resource.
+    name: str  #: A valid name of a resource.
     spec: PipelineConfig
     source: str  #: The file, as it was given.
-    sources: Mapping[str, str]  #: Path of each value that somebody set -> who.
+    sources: Mapping[str, str]  #: Path of each value that is set -> what set it.
     metadata: Mapping[str, Any] = {}  #: Of a resource: labels, annotations, namespace.
     beside: tuple[Mapping[str, Any], ...] = ()  #: The file's other documents: a Secret, a ConfigMap.
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """One value of a spec and what decided it."""
+    """One value of a spec and its source."""
 
     path: str
     value: Any
@@ -50,12 +50,12 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file said, before anything is laid over it."""
+    """A parsed source, before merging."""
 
     document: Any
     source: str
     kind: Literal["resource", "plain", "python"]
-    folder: Path | None = None  #: Where the class that a plain file names may stand; None imports none.
+    folder: Path | None = None  #: Where to look for the class that a plain file names; None: it is not imported.
     lines: Mapping[str, int] = {}
     name: str | None = None
     metadata: Mapping[str, Any] = {}
@@ -63,10 +63,10 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedPipeline:
-    """The pipeline of a file, with ``path=value`` overrides laid over it.
+    """The pipeline of a file, with ``path=value`` overrides applied.
 
     path:   ``pipeline.yaml``, ``pipeline.py``, ``pipeline.py:name`` or ``package.module:name`` of a Python value.
-    Raises: UnreadableSpec: nothing there that is a pipeline; InvalidPipeline: with all faults, form and meaning.
+    Raises: UnreadableSpec: the source contains no pipeline; InvalidPipeline: carries all faults.
     """
     text = str(path)
     found = pythonfiles.locate(text)
@@ -77,7 +77,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedPipeline:
 
 
 def _text(path: str | Path) -> str:
-    """A file's text, read no further than it may be long: a device or a pipe may have no end."""
+    """A file's text. Reads at most `MAX_NBYTES`: a device or a pipe may have no end."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_NBYTES + 1)
@@ -108,14 +108,14 @@ def from_resource(resource: Mapping[str, Any], *, source: str = "the resource") 
 
 
 def explain(loaded: LoadedPipeline) -> tuple[Explained, ...]:
-    """Every value of the spec, those nobody set too, with what decided it."""
+    """Every value of the spec, defaults included, with its source."""
     found: list[Explained] = []
     _explain(loaded.spec, "", loaded.sources, found)
     return tuple(found)
 
 
 def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
-    """The one pipeline of a file; a resource may stand among others (a Secret beside it)."""
+    """The one pipeline of a file; other documents (a Secret) may be in the same file."""
     pipelines = [each for each in documents if isinstance(each.value, Mapping) and each.value.get("kind") == KIND]
     found = pipelines if len(documents) > 1 else documents
     if len(found) == 1:
@@ -126,7 +126,7 @@ def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
 
 
 def _document(spec: PipelineConfig) -> Any:
-    """What a Python value says. A name that was made of the model path is not written: it follows an override."""
+    """A Python value as a document. A name derived from the model path is left out: it follows an override."""
     document = to_document(spec)
     if spec.name == spec.model_path:
         document.pop("name", None)
@@ -193,7 +193,7 @@ def _unknown(key: str, known: Sequence[str], path: str) -> Fault:
 
 
 def _finish(read: _Read, given: Sequence[str], *, fallback: str) -> LoadedPipeline:
-    """Overrides over the file over the class, checked as one; every fault gets its line."""
+    """Merge and validate; every fault gets its line."""
     sources: layering.Sources = {}
     laid = _over_class(read, sources)
     faults = list(read.faults)
@@ -220,7 +220,7 @@ def _noted_class(metadata: Mapping[str, Any]) -> str | None:
 
 
 def _over_class(read: _Read, sources: layering.Sources) -> Any:
-    """What was read; of a plain file over the defaults of the class it names."""
+    """The document; of a plain file merged over the defaults of the class it names."""
     if not isinstance(read.document, Mapping):
         return read.document
     plain = read.kind == "plain"
@@ -237,7 +237,7 @@ def _over_class(read: _Read, sources: layering.Sources) -> Any:
 
 
 def _located(fault: Fault, read: _Read, sources: layering.Sources) -> Fault:
-    """The fault with its line, or with the override that is to blame."""
+    """The fault with its line, or with the override that caused it."""
     source = sources.get(fault.path, "")
     if source.startswith("--set"):
         return msgspec.structs.replace(fault, message=f"{fault.message} (from {source})")
@@ -250,7 +250,7 @@ def _place(read: _Read, path: str) -> str:
 
 
 def _line(path: str, lines: Mapping[str, int]) -> int | None:
-    """The line of a path, or of the nearest thing around it; a file may spell a field in snake_case."""
+    """The line of a path, or of the nearest value around it; a file may use snake_case."""
     folded = {_folded(place): line for place, line in lines.items()}
     while path:
         if _folded(path) in folded:

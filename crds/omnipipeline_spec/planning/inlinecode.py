@@ -1,8 +1,8 @@
-"""Which files of ``code.inline`` a process needs, so that an edit of one file restarts only who uses it.
+"""Which files of ``code.inline`` a process needs, so that an edit of a file restarts only the units that use it.
 
-Here: one rule over names and texts. It may keep a file too many, never one too few: a module is used when what is used
-already imports it or holds its name in a string; all files are kept where code finds others by names that it computes,
-and where a function comes from a module of the image, which may import any of them; files that are no Python modules
+Here: one rule over names and texts. It may keep unneeded files and never drops a needed one. A module is needed when a
+needed file imports it or contains its name in a string. All files are kept when code finds modules by computed names,
+and when a function comes from a module of the image, which may import any of them. Files that are not Python modules
 are always kept. Not here: writing files (the runtime does). Called by `planning`.
 """
 
@@ -50,7 +50,7 @@ def _named(text: str) -> set[str] | None:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # its own process says so when it imports it
+        return None  # the process that imports it reports the error
     named: set[str] = set()
     for node in ast.walk(tree):
         match node:

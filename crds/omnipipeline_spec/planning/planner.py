@@ -1,8 +1,8 @@
-"""From a spec to what every process is told: pure, deterministic, no clock, no cluster.
+"""Derives the plan from a spec: pure, deterministic, no clock, no cluster.
 
-Here: `plan`, and `without_gpus` for runs on a CPU. Not here: whether the spec is sound (`topology`, asked first), the
-types of the plan (`plan`), the pod's settings (`podsettings`). Called by the CLI, by local runs and by the operator,
-which must get the same bytes from the same spec wherever it was read.
+Here: `plan`, and `without_gpus` for runs on a CPU. Not here: validation (`topology`, called first), the types of the
+plan (`plan`), the pod's settings (`podsettings`). Called by the CLI, by local runs and by the operator, which must get
+the same bytes for the same spec.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from omnipipeline_spec.validation.grouping import Grouping
 
 Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
 
-STUCK_AFTER_S = 300.0  # long computing is not death; five minutes without a step is
+STUCK_AFTER_S = 300.0  # a long computation is allowed; five minutes without a step are not
 
 
 def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
@@ -63,7 +63,7 @@ def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
 
 
 def without_gpus(plan: PipelinePlan) -> PipelinePlan:
-    """The same plan for a machine without GPUs: ids become nothing, tensor-parallel ranks stay."""
+    """The same plan for a machine without GPUs: GPU ids are removed, tensor-parallel ranks stay."""
     units = tuple(_unit_without_gpus(unit) for unit in plan.units)
     revisions = {unit.name: unit.revision for unit in units}
     return msgspec.structs.replace(
@@ -254,19 +254,19 @@ def _transport(source: str, target: str, groups: Grouping) -> Literal["in_proces
 
 
 def _edge_relay(backend: str, transport: str) -> str:
-    """What will run, as far as placement says it: a backend that this version has not gives way to one that it has."""
+    """The relay to expect from placement. A backend that this version lacks falls back to one that it has."""
     match transport:
         case "in_process":
             return "in_process"
         case "same_pod":
             return "tcp" if backend == "tcp" else "shm"
         case _:
-            # Shared memory ends at the pod; between pods of one host it is used where the facts allow it.
+            # Shared memory works within a pod; between pods of one host the facts in Hello decide at run time.
             return "tcp"
 
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:
-    """Of the groups in a pod; `placement` has refused two different counts."""
+    """Replicas of the groups in a pod; `placement` has refused different counts."""
     return next((count for member in members if (count := _count(refined.get(member)))), 1)
 
 
@@ -275,7 +275,7 @@ def _count(refined: ProcessGroup | None) -> int | None:
 
 
 def _local_gpus(groups: Grouping, refined: Mapping[str, ProcessGroup]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Devices of each local replica: as ``localGpus`` says, else the author's own ids for every one of them."""
+    """Devices of each local replica: ``localGpus``, else the stages' own ids for every replica."""
     devices: dict[str, tuple[tuple[int, ...], ...]] = {}
     for members in groups.units.values():
         for name in members:
@@ -316,5 +316,5 @@ def _unit_without_gpus(unit: UnitPlan) -> UnitPlan:
 
 
 def _stamped(value: Revised) -> Revised:
-    """The value with the hash of everything else in it."""
+    """The value with ``revision`` set to the hash of its other fields."""
     return msgspec.structs.replace(value, revision=short_hash(value))

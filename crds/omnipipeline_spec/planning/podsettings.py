@@ -1,8 +1,8 @@
-"""Everything of the spec that a unit's pod is made from, in one form, for the operator.
+"""The settings of a unit's pod, in canonical form, for the operator.
 
-Here: the dict that stands in a plan's ``pod``: image, environment, summed resources, placement, volumes, devices. Its
-keys are the resource's own words. Not here: Kubernetes objects (the operator renders them), anything that may change
-without a restart: replicas, exposure, budgets of disruption, profiling but its storage. Called by `planning`.
+Here: the dict ``pod`` of a plan: image, environment, summed resources, placement, volumes, devices. Its keys are those
+of the resource. Not here: Kubernetes objects (the operator builds them), settings that may change without a restart:
+replicas, exposure, disruption budgets, profiling except its storage. Called by `planning`.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def _gpu_resource(refined: Sequence[ProcessGroup]) -> str:
 
 
 def _the_one(refined: Sequence[ProcessGroup], of: Callable[[ProcessGroup], T | None]) -> T | None:
-    """What the groups of a pod agree on (`placement` has refused two different values)."""
+    """The value that the groups of a pod share (`placement` has refused different ones)."""
     return next((value for group in refined if (value := of(group)) is not None), None)
 
 
 def _settled(settings: dict[str, Any]) -> dict[str, Any]:
-    """Canonical, and without what is unset, so that one meaning has one spelling."""
+    """Canonical and without unset entries, so that equal settings have equal bytes."""
     settled = {key: canonical(value) for key, value in settings.items()}
     settled["resources"] = {kind: amounts for kind, amounts in settled["resources"].items() if amounts}
     if "modelCache" in settled:

@@ -1,8 +1,8 @@
-"""One form of every value before it is compared or hashed.
+"""The canonical form of values, for comparing and hashing.
 
-Here: `canonical` (what JSON and a Go API server leave of a value: 1.0 is 1, tuples
-are lists, keys are sorted), `without_nulls`, a value's bytes and its
-hash. Not here: which values are refused (`shapes`). Called by `shapes` and `planning`.
+Here: `canonical` (a value as it comes back from JSON and a Go API server: 1.0 becomes 1, tuples become lists, keys are
+sorted), `without_nulls`, paths, encoding and hashing. Not here: which values are refused (`shapes`). Called by
+`shapes` and `planning`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 
 from omnipipeline_spec.types.values import to_document
 
-INT_BOUND = 1 << 63  # the API server holds integers in 64 bits
-POINTLESS_BOUND = 1e21  # below it Go prints an integral float without exponent, so JSON gives an integer back
+INT_BOUND = 1 << 63  # the API server stores integers in 64 bits
+POINTLESS_BOUND = 1e21  # below it Go prints an integral float without an exponent; JSON reads an integer
 
 
 class NotCanonical(ValueError):
-    """A value that no resource can hold. ``place`` is the way to it from the value that was given."""
+    """A value that no resource can hold. ``place`` is its path inside the given value."""
 
     def __init__(self, place: str, message: str) -> None:
         self.place = place
@@ -32,7 +32,7 @@ class NotCanonical(ValueError):
 def canonical(value: Any, place: str = "") -> Any:
     """The value as it comes back from the API server.
 
-    Raises: NotCanonical: an integer beyond 64 bits, NaN, infinity, a key that is no string, any other type.
+    Raises: NotCanonical: an integer beyond 64 bits, NaN, infinity, a key that is not a string, any other type.
     """
     match value:
         case None | bool() | str():
@@ -50,9 +50,9 @@ def canonical(value: Any, place: str = "") -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A document of YAML without the entries of its maps that are null, at every depth.
+    """A YAML document without null entries of maps, at every depth.
 
-    `kubectl apply` drops a null, create and server-side apply keep it: null is unset, in every field alike.
+    `kubectl apply` drops null entries; create and server-side apply keep them. Here null means unset in every field.
     """
     match value:
         case Mapping():
@@ -63,17 +63,17 @@ def without_nulls(value: Any) -> Any:
 
 
 def join(place: str, key: str) -> str:
-    """A path one step deeper; keys that are no plain words stand in quotes."""
+    """A path extended by a key. Keys of other characters than letters, digits, - and _ are quoted."""
     plain = key.replace("_", "").replace("-", "").isalnum()
     step = key if plain else f"[{key!r}]"
     return f"{place}.{step}" if place and plain else f"{place}{step}"
 
 
 def encode(value: Any) -> bytes:
-    """The JSON of a value, the same bytes for any order of its maps' keys.
+    """JSON of a value; the bytes do not depend on the order of map keys.
 
-    What equals its default is left out, so a field that a later version adds changes no revision. (msgspec's own
-    ``omit_defaults`` compares identity: a number that was computed would be written, the same one decoded would not.)
+    Fields that equal their default are left out, so a field that a later version adds changes no revision. (msgspec's
+    own ``omit_defaults`` compares by identity: it would encode a computed number and omit an equal decoded one.)
     """
     return msgspec.json.encode(canonical(to_document(value)), order="sorted")
 

@@ -1,11 +1,11 @@
-"""The errors of the contract, and the fault they carry.
+"""Errors of the contract, and the faults they carry.
 
-Here: `Fault`, one thing that is wrong with a pipeline and where, and the small tree that is raised. Not here: what
-counts as a fault (`shapes` for form, `topology` for meaning). Every reader of a spec catches `SpecError`.
+Here: `Fault` (one problem of a pipeline and its path) and the exceptions. Not here: what counts as a fault (`shapes`
+for form, `topology` for meaning). Every reader of a spec catches `SpecError`.
 
     SpecError                 the author's file has to change
-    ├── UnreadableSpec        it cannot be read at all: no such file, no YAML, no pipeline in the module
-    └── InvalidPipeline       it was read, and these are all its faults
+    ├── UnreadableSpec        it cannot be read: no such file, invalid YAML, no pipeline in the module
+    └── InvalidPipeline       it was read and is invalid; carries all its faults
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """One thing that is wrong, with its place in the resource's own spelling."""
+    """One problem of a pipeline, with its path in the resource's spelling."""
 
-    path: str  #: Such as ``stages[2].next``; empty when the whole spec is meant.
+    path: str  #: Such as ``stages[2].next``; empty for the whole spec.
     message: str
     names: tuple[str, ...] = ()  #: The stages, groups or keys involved, for tools that point at them.
     line: int | None = None  #: In the file that was read, when there is one.
@@ -33,11 +33,11 @@ class SpecError(Exception):
 
 
 class UnreadableSpec(SpecError):
-    """There is no spec in what was given; the message names the file and, when known, the line."""
+    """The source contains no spec; the message names the file and, when known, the line."""
 
 
 class InvalidPipeline(SpecError):
-    """The spec was read and is not sound."""
+    """The spec was read and is invalid."""
 
     def __init__(self, faults: Iterable[Fault], *, source: str | None = None) -> None:
         self.faults = tuple(faults)

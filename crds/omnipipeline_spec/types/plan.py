@@ -1,8 +1,8 @@
-"""What `planning.plan(spec)` derives, and what a process is told of it.
+"""Types of the plan that `planning.plan(spec)` derives, and of the part that each process gets.
 
-Values only: no logic, no clock, no cluster. Everything here is frozen and encodes to the same MessagePack or
-JSON bytes for the same spec, so a hash over it is a revision. Names of neighbours' addresses are absent on
-purpose: they come with the coordinator's Welcome, or a neighbour's roll would restart this process.
+Values only: no logic, no clock, no cluster. All are frozen and encode to the same MessagePack or JSON bytes for the
+same spec, so a hash over them is a revision. The plan holds no addresses of other instances: the coordinator sends
+them in Welcome, so a roll of one group does not change the revision of another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-BACKENDS = ("shm", "tcp")  # the relays that this version has; a spec may name others, which give way to these
+BACKENDS = ("shm", "tcp")  # the relays of this version; other names in a spec fall back to these
 PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N-1
 
 
@@ -27,7 +27,7 @@ class RelayPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One stage as its process is told it; hooks and declared edges included."""
+    """One stage as its process gets it, with hooks and declared edges."""
 
     name: str
     group: str  #: Process group (of a TP stage: the prefix of its rank processes).

@@ -1,8 +1,8 @@
-"""Names, amounts of memory and other measures that the spec's fields are made of.
+"""Constrained types of the spec's fields: names, Kubernetes quantities, durations, ports.
 
-Here: the constrained types with their patterns and bounds (they become the CRD's), parsers and formatters of
-Kubernetes quantities, and slugs. Not here: any field that uses them (`pipeline`, `cluster`). Called by every other
-module of the contract; imports none of them.
+Here: the types with their patterns and bounds (they become the CRD's), parsers and formatters of quantities, and
+slugs. Not here: any field that uses them (`pipeline`, `cluster`). Called by every other module of the contract;
+imports none of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUANTITY_PATTERN: Final = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|
 ENV_NAME_PATTERN: Final = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
 
 MAX_NAME: Final = 63  # a Kubernetes label value
-MAX_STAGES: Final = 64  # with 16 edges each: what the API server's cost limit still admits at run time
+MAX_STAGES: Final = 64  # with 16 edges each: the most that the API server's cost limit for rules allows
 MAX_EDGES: Final = 16
 MAX_PIPELINE_NAME: Final = 38  # leaves room for "-<unit>-<hash>" in a pod's host name
 MAX_GPUS_PER_STAGE: Final = MAX_EDGES
@@ -39,7 +39,7 @@ ShortText = Annotated[str, Meta(max_length=253)]
 ResourceName = Annotated[str, Meta(max_length=253, pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")]
 EnvName = Annotated[str, Meta(max_length=253, pattern=ENV_NAME_PATTERN)]
 EnvValue = Annotated[str, Meta(max_length=32768)]
-#: A Kubernetes quantity. ``extra`` tells the schema and the reader that an integer is welcome too.
+#: A Kubernetes quantity. ``extra`` tells the schema and the reader that an integer is accepted too.
 Quantity = Annotated[str, Meta(max_length=20, pattern=QUANTITY_PATTERN, extra={"quantity": True})]
 GpuId = Annotated[int, Meta(ge=0, le=1023)]
 Fraction01 = Annotated[float, Meta(gt=0, le=1)]
@@ -61,7 +61,7 @@ _QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMG
 def parse_quantity(text: str | int) -> Fraction:
     """The exact value of a Kubernetes quantity such as ``500m``, ``12Gi``, ``1e3`` or ``4``.
 
-    Raises: ValueError: no quantity, or a negative one (no field of the spec means something by it).
+    Raises: ValueError: not a quantity, or negative (no field of the spec allows that).
     """
     found = _QUANTITY.fullmatch(str(text))
     if found is None:
@@ -80,7 +80,7 @@ def parse_quantity(text: str | int) -> Fraction:
 def parse_bytes(text: str | int) -> int:
     """Bytes of a quantity, rounded up as Kubernetes does.
 
-    Raises: ValueError: no quantity, or not positive.
+    Raises: ValueError: not a quantity, or not positive.
     """
     value = parse_quantity(text)
     if value <= 0:
@@ -89,9 +89,9 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_quantity(value: Fraction | int) -> str:
-    """The one spelling of an amount: ``64Gi`` for 65536Mi, ``8`` for 8000m, ``500m`` for 0.5.
+    """The canonical spelling of an amount: ``64Gi`` for 65536Mi, ``8`` for 8000m, ``500m`` for 0.5.
 
-    Binary units are used for 1 KiB upwards only where they are exact; finer than 1/1000 is rounded up.
+    Binary units are used from 1 KiB on when they are exact. Fractions finer than 1/1000 are rounded up.
     """
     exact = Fraction(value)
     if exact.denominator != 1:
@@ -113,21 +113,21 @@ def sum_quantities(amounts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def slug(name: str) -> str:
-    """A stage's or group's name as Kubernetes may see it: ``_`` becomes ``-``."""
+    """A stage's or group's name as a Kubernetes name: ``_`` becomes ``-``."""
     return name.replace("_", "-")
 
 
 def is_pipeline_name(name: str) -> bool:
-    """Whether a resource may bear this name (the CRD's root rule says the same)."""
+    """Whether this is a valid name of a resource; the CRD's root rule checks the same."""
     fits = len(name) <= MAX_PIPELINE_NAME and re.fullmatch(RESOURCE_NAME_PATTERN[1:-1], name) is not None
     return fits and not name.endswith(RESERVED_SUFFIX)
 
 
 def pipeline_slug(name: str) -> str:
-    """A legal resource name from any text; the text itself when it is one already.
+    """A valid resource name from any text; a valid name is returned unchanged.
 
-    A hub id loses its owner (``Qwen/Qwen3-Omni`` is ``qwen3-omni``). What must be cut gets four digits of a hash,
-    so that two long names do not become one.
+    The owner of a hub id is removed (``Qwen/Qwen3-Omni`` becomes ``qwen3-omni``). A name that is truncated gets four
+    digits of a hash, so that two long names stay different.
     """
     if is_pipeline_name(name):
         return name

@@ -1,7 +1,7 @@
-"""What the operator reports of a pipeline: the resource's ``status``.
+"""The resource's ``status``, as the operator reports it.
 
-Here: value types only; the CRD is generated from them. Not here: how they are found out (the operator's ``changes``).
-Called by `schema`; the operator writes these fields.
+Here: value types only; the CRD is generated from them. Not here: how the values are determined (the operator's
+``changes``). Called by `schema`; the operator writes these fields.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The base of all spec types: frozen values that accept what people write and hold one form of it.
+"""The base class of all spec types: frozen values that accept several spellings and store one.
 
-Here: `Spec`, which turns lists into tuples, a lone value into a list where a field allows that, ``""`` and None into
-"unset", and integers into quantities, whether a value was built in Python or read from a file. Not here: refusing
-anything (`shapes` does, with the path). Subclassed by `pipeline`, `cluster` and `status`, and by authors who give
-their pipelines other defaults.
+Here: `Spec`. Its constructor turns lists into tuples, a single value into a list where the field allows it, ``""`` and
+None into "unset", and integers into quantities, for values built in Python and values read from files alike. Not here:
+refusing values (`shapes` does, with the path). Subclassed by `pipeline`, `cluster` and `status`, and by authors who
+give their pipelines other defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omnipipeline_spec.types.quantities import NAME_PATTERN
 
 #: ``extra`` of a list field that may be written as one value: ``next: thinker``.
 SCALAR_OR_LIST = {"scalar": True}
-#: ``extra`` of a field that only Python and plain files have; the resource says it otherwise.
+#: ``extra`` of a field that only Python and plain files have; the resource expresses it differently.
 OUTSIDE_RESOURCE = {"outside_resource": True}
 
 
@@ -35,7 +35,7 @@ class _SpecMeta(msgspec.StructMeta):
                 namespace[field] = msgspec.field(default_factory=functools.partial(copy.deepcopy, default))
         made = super().__new__(metacls, name, bases, namespace, **config)
         for field in sorted(inherited & vars(made).keys()):
-            # A class attribute would hide the field: each instance would have it, whatever it was given.
+            # A class attribute would hide the field: instances would return it instead of the value they were given.
             kind = type(vars(made)[field]).__name__
             raise TypeError(f"{name}.{field} needs an annotation: {field}: {kind} = ...")
         return made
@@ -58,7 +58,7 @@ class Spec(msgspec.Struct, metaclass=_SpecMeta, frozen=True, kw_only=True, omit_
 
 
 def unwrap(kind: inspect.Type) -> tuple[inspect.Type, dict[str, Any]]:
-    """A type without its description, and the merged ``extra`` that was written beside it."""
+    """A type without its metadata, and the merged ``extra`` of that metadata."""
     extra: dict[str, Any] = {}
     while isinstance(kind, inspect.Metadata):
         extra |= kind.extra or {}
@@ -67,14 +67,14 @@ def unwrap(kind: inspect.Type) -> tuple[inspect.Type, dict[str, Any]]:
 
 
 def is_optional(kind: inspect.Type) -> bool:
-    """Whether None stands for "unset"."""
+    """Whether None means "unset"."""
     return isinstance(kind, inspect.UnionType) and kind.includes_none
 
 
 def without_none(kind: inspect.Type) -> inspect.Type:
-    """The one type that a field has when it is set. (No field of the spec is a union of two things but ``gpu``.)
+    """A field's type without None. (``gpu`` is the only union of two types.)
 
-    A field that may be written as one value or a list is a list: that is how the resource holds it.
+    For a field that accepts a single value or a list this is the list, as in the resource.
     """
     kind, _ = unwrap(kind)
     if not isinstance(kind, inspect.UnionType):
@@ -85,13 +85,13 @@ def without_none(kind: inspect.Type) -> inspect.Type:
 
 
 def may_be_empty(kind: inspect.Type) -> bool:
-    """Whether ``""`` stands for "unset": in strings that are no name of a stage or process and no quantity."""
+    """Whether ``""`` means "unset": for strings other than names of stages or processes and quantities."""
     inner = without_none(kind)
     return isinstance(inner, inspect.StrType) and inner.pattern != NAME_PATTERN and "quantity" not in extra_of(kind)
 
 
 def extra_of(kind: inspect.Type) -> dict[str, Any]:
-    """All ``extra`` of a field's type, also of what stands inside an optional."""
+    """All ``extra`` of a field's type, the members of a union included."""
     inner, extra = unwrap(kind)
     if isinstance(inner, inspect.UnionType):
         for member in inner.types:
@@ -105,7 +105,7 @@ def is_list(kind: inspect.Type) -> bool:
 
 @functools.cache
 def contract_of(struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The contract's own type that an author's subclass stands for: a subclass has other defaults, not other fields."""
+    """The contract's type that an author's class derives from. A subclass changes defaults and adds no fields."""
     package = f"{__name__.partition('.')[0]}."
     return next((each for each in struct.__mro__ if each.__module__.startswith(package)), struct)
 
@@ -119,10 +119,10 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
 
 
 def to_document(value: Any) -> Any:
-    """A spec value as the resource writes it: camelCase, lists, what is unset or as by default left out.
+    """A spec value as in the resource: camelCase, lists, without unset fields and fields that equal their default.
 
-    Of a subclass's value, what equals the default of the contract's type is left out, and fields that the subclass
-    adds are written, so that `shapes` refuses them. Of other Structs (a plan's) the same, in their own spelling.
+    Defaults are those of the contract's type, also for a value of a subclass. Fields that a subclass adds are kept, so
+    that `shapes` refuses them. Works for other Structs (a plan's) too, in their own spelling.
     """
     match value:
         case msgspec.Struct():
@@ -142,7 +142,7 @@ def to_document(value: Any) -> Any:
 
 
 def default_of(field: inspect.Field) -> Any:
-    """What a field holds when it is not written; NODEFAULT for a required one."""
+    """The default of a field; NODEFAULT for a required one."""
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 

@@ -1,7 +1,7 @@
-"""Do the cluster's fields fit together? Environment, code, ports, caches, transports.
+"""Faults of the cluster's fields: environment, code, ports, caches, transports.
 
 Here: the faults of fields that only say how pods are made. Not here: the graph (`graph`), processes and GPUs
-(`placement`). Called by `topology` on a spec whose form is right.
+(`placement`). Called by `topology` on a spec of valid form.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.validation import grouping, variables
 
 FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be
-NO_HOST = frozenset("/*@?#[]\\")  # in a URL no part of a host, so such an entry would never match
-#: What every process imports. Inline code stands before it on the path, the standard library included.
+NO_HOST = frozenset("/*@?#[]\\")  # never part of a URL's host: such an entry would never match
+#: Modules that every process imports. Inline code comes before them on sys.path, also before the standard library.
 TAKEN_MODULES = sys.stdlib_module_names | {
     *("stage_runtime", "stage_models", "omnipipeline_spec", "omnipipeline_operator", "sitecustomize", "usercustomize"),
     *("click", "cryptography", "fastapi", "httptools", "httpx", "msgspec", "numpy", "prometheus_client"),
@@ -39,7 +39,7 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def reserved_ports() -> frozenset[int]:
-    """Ports of a pod that are taken before the author chooses one."""
+    """Ports that every pod uses, so that an author cannot choose them."""
     groups = range(pods.CONTROL_PORT, pods.CONTROL_PORT + quantities.MAX_STAGES)
     return frozenset({pods.ADMIN_PORT, pods.PROBE_PORT, pods.PUBLISH_PORT, *groups})
 
@@ -85,7 +85,7 @@ def _code(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _amounts(spec: PipelineConfig) -> Iterator[Fault]:
-    """A limit below its request is refused by the API server only when a pod is made; here it has a path."""
+    """Limits below their requests. The API server refuses them only when a pod is created, without a path."""
     places = [(f"processGroups[{index}].resources", group.resources) for index, group in enumerate(spec.process_groups)]
     for path, resources in [*places, ("coordinator.resources", spec.coordinator.resources)]:
         yield from _limits(resources or Resources(), path)
@@ -143,7 +143,7 @@ def _storage(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _transports(spec: PipelineConfig) -> Iterator[Fault]:
-    """Without TCP an edge between pods needs a backend that can cross them, and devices for it."""
+    """Without TCP an edge between pods needs a backend that works between pods, and its devices."""
     if spec.data_plane.allow_tcp or spec.relay_backend in ("nixl", "mooncake", "nccl"):
         return
     if spec.relay_backend == "auto" and spec.data_plane.rdma is not None:

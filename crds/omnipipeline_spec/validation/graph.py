@@ -1,7 +1,7 @@
-"""Is the graph of stages sound? Edges, joins, routes, reachability.
+"""Faults of the graph of stages: edges, joins, routes, reachability.
 
 Here: the faults that follow from ``next``, ``waitFor``, ``streamTo`` and the hooks beside them. Not here: processes
-and GPUs (`placement`), the cluster's fields (`deployment`). Called by `topology` on a spec whose form is right.
+and GPUs (`placement`), the cluster's fields (`deployment`). Called by `topology` on a spec of valid form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def warnings(spec: PipelineConfig) -> Iterator[Fault]:
-    """What may go wrong for some requests, of a spec without faults: it depends on what routes choose."""
+    """Problems that some requests of a valid spec meet, depending on what its routes choose."""
     for index, stage in enumerate(spec.stages):
         feeders = _feeders(spec, stage)
         if len(feeders) > 1 and not stage.wait_for:
@@ -118,7 +118,7 @@ def _joins(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _second_payloads(spec: PipelineConfig) -> Iterator[Fault]:
-    """A stage takes one payload a request, and more only where it joins them: who is sent another by every request?"""
+    """Stages without a join that every request sends several payloads, and joins that leave out a source."""
     certain = _always_sent(spec)
     for index, stage in enumerate(spec.stages):
         feeders = _feeders(spec, stage)
@@ -135,13 +135,13 @@ def _second_payloads(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _feeders(spec: PipelineConfig, stage: StageConfig) -> list[str]:
-    """The stages whose result may go to it. Not those of a cycle, which is a fault of its own."""
+    """The stages that may send it their result, without those in a cycle with it (a fault of its own)."""
     behind = reachable(stage.name, edges(spec))
     return [other.name for other in spec.stages if stage.name in other.next and other.name not in behind]
 
 
 def _always_sent(spec: PipelineConfig) -> set[str]:
-    """The stages that every request passes and that send their result to all of ``next``: no route chooses."""
+    """The stages that every request passes and that have no route: each sends its result to all of ``next``."""
     passed: set[str] = {spec.resolved_entry_stage}
     while True:
         sends = {stage.name for stage in spec.stages if stage.name in passed and not stage.route_fn}
@@ -158,7 +158,7 @@ def _always_sent(spec: PipelineConfig) -> set[str]:
 
 
 def _cycles(spec: PipelineConfig) -> Iterator[Fault]:
-    """One fault per strongly connected part, with a way round it. A stage that names itself has a fault already."""
+    """One fault per strongly connected component, with a cycle of it. A stage that names itself has its own fault."""
     out = edges(spec)
     index_of = {stage.name: index for index, stage in enumerate(spec.stages)}
     seen: set[str] = set()
@@ -174,7 +174,7 @@ def _cycles(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _cycle_through(start: str, out: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The shortest way from a stage back to itself; empty when there is none."""
+    """The shortest path from a stage back to itself; empty if there is none."""
     ways = [[start]]
     seen: set[str] = set()
     while ways:
@@ -193,7 +193,7 @@ def _mutual(start: str, out: Mapping[str, tuple[str, ...]]) -> set[str]:
 
 
 def reachable(start: str, out: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """All stages that a request which starts there can touch, the start among them."""
+    """All stages reachable from a stage, itself included."""
     found: set[str] = set()
     open_ends = [start] if start in out else []
     while open_ends:

@@ -1,8 +1,8 @@
 """Which stages share a process, and which processes share a pod.
 
-Here: process groups after fusion, the pod units that shared GPU ids make of them, and the names of OS processes.
-Not here: whether that is allowed (`placement`), what is told to a process (`planning`). Called by both; works on
-faulty specs too, so that all faults can be found at once.
+Here: process groups after fusion, the pod units that shared GPU ids make of them, and the names of OS processes. Not
+here: whether that is allowed (`placement`), the plan of a process (`planning`). Called by both; works on invalid specs
+too, so that all faults are reported at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _root(name: str, merged: Mapping[str, str]) -> str:
 
 
 def _units(gpus: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-    """Groups that name a common GPU id share a unit, also through a third group."""
+    """Groups that name a common GPU id share a unit, transitively."""
     merged: dict[str, str] = {}
     holder: dict[int, str] = {}
     for name, ids in gpus.items():

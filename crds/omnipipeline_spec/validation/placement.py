@@ -1,8 +1,8 @@
-"""Can the stages be placed? Processes, tensor parallelism, GPUs, budgets, fusion, refinements.
+"""Faults of placement: processes, tensor parallelism, GPUs, memory budgets, fusion, process groups.
 
 Here: the faults that follow from ``process``, ``tpSize``, ``gpu``, ``gpuMemory``, ``fusedStages`` and
-``processGroups``. Not here: edges (`graph`), the cluster's other fields (`deployment`). Called by `topology` on a
-spec whose form is right.
+``processGroups``. Not here: edges (`graph`), the cluster's other fields (`deployment`). Called by `topology` on a spec
+of valid form.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _tensor_parallel_alone(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _colliding_names(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
-    """Two things that would bear one name on the machine or on the cluster, where ``_`` becomes ``-``."""
+    """Processes or stages that get one name on the machine, or on the cluster, where ``_`` becomes ``-``."""
     index_of = {stage.name: index for index, stage in enumerate(spec.stages)}
     taken: dict[str, str] = {}
     for name, members in groups.groups.items():
@@ -152,7 +152,7 @@ def _too_much(spec: PipelineConfig, gpu: int, budgets: Sequence[tuple[str, GpuMe
 
 
 def over_capacity(spec: PipelineConfig, device_bytes: Mapping[int, int]) -> Iterator[Fault]:
-    """Budgets by bytes against real devices (GPU id -> its memory), which only the machine knows."""
+    """Budgets in bytes that exceed real devices. ``device_bytes``: GPU id -> memory, known on the machine only."""
     for gpu, capacity in sorted(device_bytes.items()):
         wanted = {
             stage.name: quantities.parse_bytes(stage.gpu_memory.bytes)
@@ -215,7 +215,7 @@ def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
 
 
 def _replicas(spec: PipelineConfig, groups: Grouping, name: str) -> int:
-    """Of a group: its own, or those of the groups in its pod."""
+    """Replicas of a group: its own, or those of the groups in its pod."""
     beside = groups.units[groups.unit_of(name)]
     return next((group.replicas for group in spec.process_groups if group.name in beside and group.replicas), 1)
 

@@ -1,9 +1,9 @@
-"""Does a document have the form of the spec? All that is wrong with it at once, each fault with its path.
+"""Checks the form of a document against the types, and reports all faults at once, each with its path.
 
-Here: one walk over a document beside the types: unknown keys with their near misses, missing ones, wrong types,
-bounds, patterns, duplicates; it returns the document in the resource's own spelling. Not here: reading files
-(`loading`), what the fields mean together (`topology`). Called by `loading` and `topology`. msgspec's own
-conversion would stop at the first fault and cannot suggest.
+Here: one walk over a document and the types: unknown keys with the nearest known one, missing keys, wrong types,
+bounds, patterns, duplicates. It returns the document in the resource's spelling. Not here: reading files (`loading`),
+rules that span fields (`topology`). Called by `loading` and `topology`. msgspec's own conversion stops at the first
+fault and suggests nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from omnipipeline_spec.types.canonical import NotCanonical, canonical, join, wit
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.values import extra_of, fields_of, is_list, is_optional, may_be_empty, unwrap, without_none
 
-#: ``resource``: camelCase and lists, as the API server takes it; a null entry of a free-form value is none.
-#: ``plain``: snake_case and lone values as well; None is a value, for Python can say it. `respell` has read a file.
+#: ``resource``: camelCase and lists, as the API server accepts; null entries of free-form values are dropped.
+#: ``plain``: also snake_case and single values; None is a value in Python (`respell` drops a file's nulls).
 Spelling = Literal["resource", "plain"]
 
 
 def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) -> tuple[Any, tuple[Fault, ...]]:
-    """The document as the resource would hold it, and its faults; of use only when there are none."""
+    """The document in the resource's form, and its faults. Use the document only if there are none."""
     walk = _Walk(spelling)
     cleaned = walk.struct(document, struct, "")
     return cleaned, tuple(walk.faults)
@@ -35,7 +35,7 @@ def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) ->
 
 def respell(document: Any, struct: type[msgspec.Struct]) -> Any:
     """The document of a plain file with known fields in the resource's spelling, and without null entries in
-    free-form values; whatever is wrong with it stays for `check`.
+    free-form values. Its faults are left for `check`.
     """
     if not isinstance(document, Mapping):
         return document
@@ -53,7 +53,7 @@ def respell(document: Any, struct: type[msgspec.Struct]) -> Any:
 
 
 def respell_value(value: Any, kind: inspect.Type) -> Any:
-    """The same for the value of one field."""
+    """As `respell`, for the value of one field."""
     inner = without_none(kind)
     if isinstance(inner, inspect.StructType):
         return respell(value, inner.cls)
@@ -70,7 +70,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 
 
 def _sayable(text: str) -> bool:
-    """Whether files, environments and JSON can hold it."""
+    """Whether files, environment variables and JSON can hold the text."""
     return "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text)
 
 
@@ -265,7 +265,7 @@ def _spoken(given: Any) -> str:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    # Python's $ admits a line break at the end, RE2's does not.
+    # Python's $ also matches before a trailing line break, RE2's does not.
     return re.search(pattern.replace("$", r"\Z"), text) is not None
 
 

@@ -1,9 +1,8 @@
-"""Is a pipeline sound? One list of all its faults, each with its path and the names involved.
+"""Validation of a pipeline: one list of all its faults, each with its path and the names involved.
 
-Here: the order in which the rules are asked, and the two ways to ask. The rules themselves: form (`shapes`), graph
-(`graph`), processes and GPUs (`placement`), the cluster's fields (`deployment`). Called by `planning`, `loading`,
-``omni validate`` and the operator. The API server checks a part of them by CEL (`celrules`); what passes here
-passes there.
+Here: the order of the rules, and the entry points. The rules themselves: form (`shapes`), graph (`graph`), processes
+and GPUs (`placement`), the cluster's fields (`deployment`). Called by `planning`, `loading`, ``omni validate`` and the
+operator. The API server checks a part of them in CEL (`celrules`); every spec that passes here passes there.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def faults(spec: PipelineConfig) -> tuple[Fault, ...]:
 
 
 def check(spec: PipelineConfig) -> PipelineConfig:
-    """The same spec as the API server would give it back: one form of every value.
+    """The spec in canonical form, as the API server would return it.
 
     Raises: InvalidPipeline: with all faults.
     """
@@ -33,14 +32,14 @@ def check(spec: PipelineConfig) -> PipelineConfig:
 
 
 def warnings(spec: PipelineConfig) -> tuple[Fault, ...]:
-    """What may go wrong for some requests, of a spec that `check` has taken."""
+    """Problems that some requests of a valid spec meet."""
     return tuple(graph.warnings(spec))
 
 
 def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:
     """The spec that a document cleaned by `shapes.check` holds, and its faults of meaning.
 
-    None when the form is so wrong that no value can be made of it; its faults of form are all there is to say then.
+    None if the form is so wrong that no value can be built; then only the faults of form are known.
     """
     try:
         spec = msgspec.convert(document, PipelineConfig)

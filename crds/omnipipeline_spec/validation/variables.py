@@ -1,7 +1,7 @@
-"""Environment variables of a pipeline's processes that are not free for an author to set, in one list.
+"""Environment variables that an author may not set, in one list.
 
-Here: which names are taken, and the faults of a spec that sets one: in ``env``, in ``envDefaults``, or in the ``env``
-of a generated container through ``podTemplate``. Not here: the values (the operator's pod builder and `omni up` write
+Here: the reserved names, and the faults of a spec that sets one: in ``env``, in ``envDefaults``, or in the ``env`` of
+a generated container through ``podTemplate``. Not here: the values (the operator's pod builder and `omni up` write
 them). Called by `deployment` and `celrules`.
 """
 
@@ -28,7 +28,7 @@ CONTAINERS: Final = ("stage", COORDINATOR)  # names of the generated containers
 
 
 def faults(spec: PipelineConfig) -> Iterator[Fault]:
-    """Every variable of the spec that is taken, with its path."""
+    """A fault for every reserved variable that the spec sets."""
     for index, variable in enumerate(spec.env):
         yield from _taken(variable.name, f"env[{index}].name", spec)
         if variable.name == JOINED and variable.value_from is not None and spec.code and spec.code.config_map_ref:
@@ -64,7 +64,7 @@ def _taken(name: str, path: str, spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _no_default(name: str, path: str, spec: PipelineConfig) -> Iterator[Fault]:
-    """``envDefaults`` is applied when a process already runs: too late for the interpreter's and the runtime's own."""
+    """``envDefaults`` is applied in the running process: too late for variables of the interpreter and the runtime."""
     if name == JOINED or name in TUNABLE:
         yield Fault(path=path, message=f"{name!r} is read before envDefaults is applied: set it in env", names=(name,))
     else:
