@@ -1,4 +1,4 @@
-"""Helm, and the chart's values that are worth rendering. Used by the chart's tests."""
+"""Helm, and the combinations of values that are tested. Used by the chart's tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMESPACE = "omni-chart"
 MONITORED = [f"monitoring.{kind}.enabled=true" for kind in ("podMonitor", "prometheusRule", "dashboard")]
 SCRAPER = "scrapers[0].namespaceSelector.matchLabels.name=monitoring"
 
-#: What people choose that changes which objects there are.
+#: Values that change which objects there are.
 COMBINATIONS: dict[str, list[str]] = {
     "as it is": [],
     "namespaced": ["watchNamespaces={team-a,team-b}", "rbac.aggregate=false"],

@@ -1,4 +1,4 @@
-"""What of the chart can be judged without helm: generated files and the smoke test's code."""
+"""What can be checked of the chart without helm: generated files, the smoke test's code, the docs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.chart.rendering import CHART
 from tests.cluster_kit import REPOSITORY
 
 
-def test_the_charts_definition_is_the_generated_one() -> None:
+def test_the_charts_crd_is_the_generated_one() -> None:
     generated = (REPOSITORY / "crds" / "omnipipelines.yaml").read_text()
     assert (CHART / "crds.yaml").read_text() == generated, (
         "copy crds/omnipipelines.yaml to charts/omnipipeline/crds.yaml"

@@ -1,4 +1,4 @@
-"""The chart, rendered by helm and judged by a real API server."""
+"""The chart, rendered by helm and validated by a real API server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cluster_kit import Cluster
 
 pytestmark = [pytest.mark.cluster]
 
-#: What the Prometheus operator would bring; only that they exist matters to a dry run.
+#: The Prometheus operator's CRDs; for a dry run they only have to exist.
 MONITORING = """
 apiVersion: apiextensions.k8s.io/v1
 kind: CustomResourceDefinition
@@ -55,7 +55,7 @@ def test_a_real_api_server_takes_what_these_values_render(server: Cluster, name:
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_helm_finds_nothing_to_say_of_these_values(api_server: Cluster, name: str) -> None:
+def test_helm_lint_accepts_these_values(api_server: Cluster, name: str) -> None:
     done = helm(api_server, "lint", str(CHART), "--strict", *sets(COMBINATIONS[name]))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -68,12 +68,12 @@ def test_a_value_that_is_not_in_the_schema_is_refused(api_server: Cluster, value
     assert done.returncode != 0 and value.split("=")[0].split(".")[-1] in done.stderr
 
 
-def test_the_definition_is_kept_when_the_release_goes(api_server: Cluster) -> None:
+def test_the_crd_is_kept_when_the_release_is_uninstalled(api_server: Cluster) -> None:
     [crd] = [each for each in objects(rendered(api_server, [])) if each["kind"] == "CustomResourceDefinition"]
     assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_the_release_holds_the_lease_that_the_operator_is_told_of(api_server: Cluster) -> None:
+def test_the_release_contains_the_lease_that_the_operator_is_configured_with(api_server: Cluster) -> None:
     made = objects(rendered(api_server, []))
     [lease] = [each["metadata"]["name"] for each in made if each["kind"] == "Lease"]
     [deployment] = [each for each in made if each["kind"] == "Deployment"]
@@ -98,7 +98,7 @@ def test_the_namespaced_operator_has_no_right_on_the_cluster(api_server: Cluster
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_the_operator_understands_what_the_chart_tells_it(api_server: Cluster, name: str) -> None:
+def test_the_operator_reads_the_settings_that_the_chart_renders(api_server: Cluster, name: str) -> None:
     made = objects(rendered(api_server, COMBINATIONS[name]))
     [deployment] = [each for each in made if each["kind"] == "Deployment"]
     [container] = deployment["spec"]["template"]["spec"]["containers"]

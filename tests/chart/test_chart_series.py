@@ -1,4 +1,4 @@
-"""Every series and label that the chart's alerts and dashboard ask for is one that somebody serves.
+"""Every series and label in the chart's alerts and dashboard is served by a program.
 
 What the runtime serves is rendered by the code that serves it, with one sample of everything; the operator has a list.
 """

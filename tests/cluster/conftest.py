@@ -1,7 +1,7 @@
 """The chart's release and the pipelines that the tests of this folder share.
 
 In the order of the files: what serves, GPUs, models, a lost node, the release's upgrade, a roll to another protocol,
-strangers, and at the end what is left when all of it goes.
+foreign pods, and at the end what is left after deleting everything.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def choir(installed: Installed) -> str:
 
 @pytest.fixture(scope="session")
 def lost_node_pipeline(installed: Installed) -> Iterator[str]:
-    """A pipeline whose node has just stopped to answer; Kubernetes takes two minutes for what follows.
+    """A pipeline whose node has just stopped answering; Kubernetes needs two minutes to react.
 
-    The nodes are simulated: what is tried is what the cluster and the operator do, and no container runs.
+    The nodes are simulated: the cluster and the operator are tested, and no container runs.
     """
     _kit("fakenodes", DOOMED, "1", "0")
     _kit("fakenodes", SPARE, "1", "0")
@@ -118,7 +118,7 @@ def delete_lost_node_pipeline(installed: Installed, name: str) -> None:
     installed.kubectl("delete", "omnipipeline", name, "--wait=false", "--ignore-not-found")
 
     def gone() -> bool:
-        """Nobody is left to say that the lost node's pod has ended."""
+        """Delete by force: no kubelet can report that the lost node's pod has ended."""
         mine = ("-l", f"{PIPELINE}={name}")
         installed.kubectl("delete", "pods", *mine, "--grace-period=0", "--force")
         return not installed.kubectl("get", "deployments,replicasets,pods", *mine, "-o", "name")
@@ -146,7 +146,7 @@ def _there(cluster: Cluster, *namespaces: str) -> bool:
 
 
 def _last_words(cluster: Cluster) -> str:
-    """What the operator said before it ended."""
+    """The operator's last log lines."""
     selector = f"app.kubernetes.io/instance={RELEASE}"
     arguments = ["-n", SYSTEM, "logs", "-l", selector, "--tail=30"]
     return "".join(cluster.kubectl(*arguments, *more, check=False).stdout for more in ((), ("--previous",)))

@@ -1,7 +1,7 @@
 """The project's own images and chart in a cluster, for tests of the whole.
 
 Here: building and loading the images, helm, the plugin, reading objects and conditions, the wait for a pipeline. Not
-here: what is tested, the load (`ledger`). Images: ``$OMNI_TEST_OPERATOR_IMAGE`` and ``$OMNI_TEST_STAGE_IMAGE`` where
+here: what is tested, the load (`load`). Images: ``$OMNI_TEST_OPERATOR_IMAGE`` and ``$OMNI_TEST_STAGE_IMAGE`` where
 the cluster has them already, else the Dockerfile is built by the kit.
 """
 

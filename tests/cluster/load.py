@@ -1,6 +1,6 @@
-"""Steady load on a pipeline, and what became of every request, as its clients saw it.
+"""Steady load on a pipeline, and the outcome of every request for its client.
 
-Here: clients that retry nothing, half of them streaming, each request with words of its own; their ledger. Not here:
+Here: clients that retry nothing, half of them streaming, each request with unique words; a list of outcomes. Not here:
 what is done to the pipeline meanwhile. Used by the end-to-end tests.
 """
 
@@ -86,7 +86,7 @@ class Load:
 
 
 class _Failed(Exception):
-    """The pipeline said no."""
+    """The pipeline answered with an error."""
 
 
 def _is_answer(text: str, words: list[str]) -> bool:

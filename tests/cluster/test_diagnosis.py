@@ -40,7 +40,7 @@ def _units(installed: Installed, name: str) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in installed.status(name).get("units", ())}
 
 
-def test_the_cause_of_a_crash_is_told_and_a_hang_is_a_start_that_took_too_long(installed: Installed) -> None:
+def test_the_cause_of_a_crash_is_reported_and_a_hang_exceeds_the_startup_deadline(installed: Installed) -> None:
     stages = [_stage("private", "crash"), _stage("crash", "hang"), _stage("hang")]
     groups = [{"name": "hang", "startup": {"deadlineSeconds": 3}}]
     installed.apply(pipeline("ill", stages, code=CODE, processGroups=groups))
@@ -74,7 +74,7 @@ def _restarts(installed: Installed) -> int:
     return sum(each["restartCount"] > 0 for pod in pods for each in pod["status"].get("containerStatuses", ()))
 
 
-def test_what_a_kubelet_waits_for_is_named_and_then_it_goes_on(installed: Installed) -> None:
+def test_a_missing_mount_is_named_and_the_pod_starts_when_it_appears(installed: Installed) -> None:
     echo = "def only():\n    return lambda payload: payload.data\n"
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"other": "k"}}
     http = {"apiKeySecretRef": {"name": "keys", "key": "key"}}

@@ -82,7 +82,7 @@ def test_groups_that_share_a_gpu_share_a_pod_and_a_surge_without_room_is_explain
     assert pod["metadata"]["uid"] in installed.uids("duet")
 
 
-def test_a_pod_that_crashes_and_one_without_memory_say_why(installed: Installed) -> None:
+def test_a_crashing_pod_and_one_without_memory_are_reported_with_their_cause(installed: Installed) -> None:
     stages: list[dict[str, object]] = [
         {"name": "first", "process": "front", "factory": "made:broken", "next": ["last"]},
         {"name": "last", "process": "back", "factory": "made:last", "terminal": True},

@@ -50,9 +50,7 @@ def volume(installed: Installed, tmp_path: Path) -> Iterator[str]:
     installed.cluster.kubectl("delete", "persistentvolume", CLASS, "--wait=false")
 
 
-def test_pods_wait_for_the_model_and_a_fetch_that_fails_is_told_and_tried_again(
-    installed: Installed, volume: str
-) -> None:
+def test_pods_wait_for_the_model_and_a_failed_fetch_is_reported_and_retried(installed: Installed, volume: str) -> None:
     cluster, namespace = installed.cluster, installed.namespace
     [node] = [each for each in read(cluster, "nodes")["items"] if "fake" not in each["metadata"]["labels"]]
     [address] = [each["address"] for each in node["status"]["addresses"] if each["type"] == "InternalIP"]

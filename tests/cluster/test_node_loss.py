@@ -1,4 +1,4 @@
-"""A node that stops to answer: its pods are replaced, and the pipeline says why it was away."""
+"""A node that stops answering: its pods are replaced, and the pipeline reports why it was unavailable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.cluster.installing import Installed, read, wait_for, wait_ready
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
 
-def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_told_why(
+def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_reported_why(
     installed: Installed, lost_node_pipeline: str
 ) -> None:
     def leaving() -> dict[str, bool]:
@@ -22,4 +22,4 @@ def test_a_lost_nodes_pod_is_replaced_elsewhere_and_the_conditions_told_why(
     events = read(installed.cluster, "-n", installed.namespace, "events")["items"]
     told = [each["message"] for each in events if each["involvedObject"]["name"] == lost_node_pipeline]
     assert any("doomed-1" in message for message in told), told
-    delete_lost_node_pipeline(installed, lost_node_pipeline)  # what follows asks whether anything is left
+    delete_lost_node_pipeline(installed, lost_node_pipeline)  # later tests check that nothing is left

@@ -1,4 +1,4 @@
-"""A stranger's pod and a pipeline's ports: with the NetworkPolicy nothing but HTTP answers, without it all ports do."""
+"""A foreign pod and a pipeline's ports: with the NetworkPolicy only HTTP answers, without it all ports do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ with concurrent.futures.ThreadPoolExecutor(len(doors)) as pool:
 
 @pytest.fixture
 def doors(installed: Installed) -> Iterator[dict[str, list[tuple[str, int]]]]:
-    """What a pipeline without a policy listens on, pod by pod, and the admin port. Also a namespace of strangers."""
+    """What a pipeline without a policy listens on, pod by pod, and the admin port. Also a foreign namespace."""
     cluster = installed.cluster
     cluster.kubectl("delete", "namespace", ELSEWHERE, "--ignore-not-found", "--timeout=60s")
     cluster.kubectl("create", "namespace", ELSEWHERE)
@@ -65,7 +65,7 @@ def doors(installed: Installed) -> Iterator[dict[str, list[tuple[str, int]]]]:
         cluster.kubectl("delete", "namespace", ELSEWHERE, "--timeout=60s")
 
 
-def test_a_stranger_gets_in_everywhere_without_a_policy_and_only_to_http_with_one(
+def test_a_foreign_pod_reaches_every_port_without_a_policy_and_only_http_with_one(
     installed: Installed, doors: dict[str, list[tuple[str, int]]]
 ) -> None:
     everything = [door for each in doors.values() for door in each]

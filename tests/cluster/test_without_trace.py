@@ -1,4 +1,4 @@
-"""What is left when all of it goes: pipelines first, then the release; and what serves without any operator."""
+"""What is left after deleting the pipelines and then the release; and what serves without an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy before the API server that can swallow everything, as a broken network does: nothing is refused."""
+"""A TCP proxy before the API server that can drop all bytes without closing a connection, as a broken network does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 class Proxy:
-    """Forwards to one address until `swallow` is set; what was said meanwhile is lost with its connection."""
+    """Forwards to one address until `swallow` is set; bytes sent meanwhile are lost with their connection."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
@@ -28,7 +28,7 @@ class Proxy:
                 client, _ = self._listener.accept()
                 try:
                     server = socket.create_connection(self._target)
-                except OSError:  # nobody listens there now: the same is told on this side
+                except OSError:  # no listener: close this side too
                     client.close()
                     continue
                 self._sockets += [client, server]
@@ -47,13 +47,13 @@ class Proxy:
                     data = one.recv(1 << 16)
                     holed = holed or self.swallow.is_set()
                     if not data and holed:
-                        selector.unregister(one)  # the end is swallowed, too
+                        selector.unregister(one)  # the end of the stream is dropped too
                     elif not data:
                         raise ConnectionResetError  # as suppressed above: on to closing both
                     elif not holed:
                         peers[one].sendall(data)
                 if holed and not self.swallow.is_set():
-                    break  # bytes are missing: the network is back, this connection is not
+                    break  # bytes are missing, so the connection cannot be used again
         for one in peers:
             with contextlib.suppress(OSError):
                 one.close()

@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def prepared(api_server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Path]:
-    """The cluster as `helm install` leaves it, but for the operator's pod; and a folder."""
+    """The cluster as `helm install` leaves it, without the operator's pod; and a folder."""
     program = kit()
     assert program is not None
     api_server.kubectl(
@@ -56,7 +56,7 @@ def prepared(api_server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> t
 
 @pytest.fixture
 def kube(prepared: tuple[Cluster, Path]) -> Iterator[running.Kube]:
-    """A namespace of the test's own."""
+    """A namespace for one test."""
     cluster, _ = prepared
     name = f"omni-test-{next(_numbers)}"
     cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=50s")
@@ -90,7 +90,7 @@ def audit(prepared: tuple[Cluster, Path]) -> running.Audit:
 
 @pytest.fixture
 def election(prepared: tuple[Cluster, Path]) -> Iterator[running.Election]:
-    """The Lease of who writes; none before and none afterwards."""
+    """The operators' Lease; deleted before and after the test."""
     found = running.Election(prepared[0])
     found.close()
     yield found

@@ -1,4 +1,4 @@
-"""An operator that dies without a word before its n-th write: ``python crashing_operator.py N``."""
+"""An operator that exits without cleaning up before its n-th write: ``python crashing_operator.py N``."""
 
 from __future__ import annotations
 

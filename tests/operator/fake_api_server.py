@@ -21,7 +21,7 @@ Write = tuple[str, str, str]  # verb, kind, name
 class ApiServer:
     """Objects by kind, namespace and name.
 
-    before_write: called before each write with its verb, kind and name; a test changes the world there.
+    before_write: called before each write with its verb, kind and name; a test may change objects there.
     """
 
     def __init__(self, before_write: Callable[[Write], None] = lambda write: None) -> None:
@@ -31,7 +31,7 @@ class ApiServer:
         self._versions: Iterator[int] = itertools.count(10)
 
     def put(self, manifest: Mapping[str, Any]) -> Manifest:
-        """Store an object as somebody else's write would; its new version."""
+        """Store an object, as another writer would; returns its new version."""
         made = copy.deepcopy(dict(manifest))
         version = next(self._versions)
         made["metadata"] = {"uid": f"uid-{version}", **made["metadata"], "resourceVersion": str(version)}

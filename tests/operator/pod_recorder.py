@@ -1,6 +1,6 @@
-"""Every state that a pipeline's pods were in, from a watch: what held for a moment only is seen, too.
+"""Records every state of a pipeline's pods from a watch, so that states which last a moment are checked too.
 
-Here: recording and replaying. Not here: what must hold of a state (the tests say it).
+Here: recording and replaying. Not here: any assertion.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.operator.running import Kube, eventually
 
 UNIT = "omnipipeline.dev/unit"
 REVISION = "omnipipeline.dev/revision"
-Ready = Mapping[tuple[str, str], int]  # (unit, revision) -> pods that work and are not leaving
+Ready = Mapping[tuple[str, str], int]  # (unit, revision) -> ready pods that are not terminating
 
 
 class PodRecorder:
@@ -57,7 +57,7 @@ class PodRecorder:
             self._watch.stdout.close()
 
     def states(self) -> Iterator[Ready]:
-        """What was ready after each event, from the first complete list on."""
+        """The ready pods after each event, from the first complete list on."""
         pods: dict[str, dict[str, Any]] = {}
         for index, event in enumerate(list(self._events)):
             _enter(pods, event)
@@ -65,7 +65,7 @@ class PodRecorder:
                 yield _ready(pods.values())
 
     def _catch_up(self) -> None:
-        """Until the watch has told all that is so now."""
+        """Wait until the watch has reported the present state."""
 
         def told() -> bool:
             pods: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
-"""A small world for roll-outs: Deployments that make pods, pods that become ready, leave and go.
+"""Simulates roll-outs: Deployments that make pods, pods that become ready, drain and end.
 
-Here: what a Deployment controller and kubelets do, as far as `rollout` can see. Not here: any assertion.
+Here: what a Deployment controller and kubelets do, as far as `rollout` observes it. Not here: any assertion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RolloutSimulation:
         return [_workload(key, held) for key, held in self.held.items()]
 
     def act(self, goal: Goal) -> Decision:
-        """One reconcile: decide, and do it."""
+        """One reconcile: decide and apply."""
         made = decide(goal, self.observed(), self.serving)
         self.time += 1
         for key, replicas in made.replicas.items():
@@ -61,7 +61,7 @@ class RolloutSimulation:
         return made
 
     def settle(self) -> None:
-        """The Deployment controller: not-ready pods go first, at once; ready ones leave after draining."""
+        """The Deployment controller: pods that are not ready end first, at once; ready ones drain before they end."""
         for held in self.held.values():
             excess = held.starting + held.ready - held.replicas
             cut = min(max(excess, 0), held.starting)
@@ -79,7 +79,7 @@ class RolloutSimulation:
             held.ready += 1
 
     def finish(self, key: Key) -> None:
-        """One draining pod goes."""
+        """One draining pod ends."""
         held = self.held.get(key)
         if held and held.leaving:
             held.leaving -= 1
@@ -98,14 +98,14 @@ class RolloutSimulation:
         return sum(held.replicas for (name, _), held in self.held.items() if name == unit)
 
     def settle_everything(self) -> None:
-        """All that can start has started, all that drains has gone."""
+        """Let all pods start that can, and all draining pods end."""
         for key, held in self.held.items():
             while held.starting and key not in self.broken:
                 self.start(key)
             held.leaving = 0
 
     def run(self, goal: Goal, steps: int = 200) -> int:
-        """Reconcile until nothing changes any more; the number of steps."""
+        """Reconcile until nothing changes; returns the number of steps."""
         for step in range(steps):
             before = {key: (h.replicas, h.starting, h.ready, h.leaving) for key, h in self.held.items()}
             self.act(goal)
@@ -116,7 +116,7 @@ class RolloutSimulation:
 
 
 def running(revisions: Mapping[str, str], replicas: Mapping[str, int]) -> RolloutSimulation:
-    """A pipeline that is up and has served."""
+    """A pipeline that is complete and has served."""
     held = {(u, r): SimulatedDeployment(replicas=replicas[u], ready=replicas[u]) for u, r in revisions.items()}
     held[COORDINATOR, "c"] = SimulatedDeployment(replicas=1, ready=1)
     return RolloutSimulation(held=held, serving=dict(revisions))

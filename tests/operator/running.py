@@ -28,7 +28,7 @@ TOLERATED = [{"key": "fake", "operator": "Exists"}]
 
 
 def eventually(probe: Callable[[], T | Literal[False]], *, within_s: float = 90.0, what: str = "") -> T:
-    """The first truthy answer; what the last one was when there is none in time."""
+    """The first truthy answer. Raises: AssertionError: with the last answer, when there is none in time."""
     until = time.monotonic() + within_s
     while True:
         answer = probe()
@@ -114,7 +114,7 @@ class OperatorProcess:
         return self
 
     def managing(self) -> OperatorProcess:
-        """Once it has listed everything and leads."""
+        """Wait until it has a complete list and leads."""
         eventually(lambda: b"managing" in self.log.read_bytes()[self._log_start :], what="the operator leads")
         return self
 
@@ -138,7 +138,7 @@ class OperatorProcess:
 
 
 class Audit:
-    """What somebody wrote since a moment, from the API server's own log."""
+    """The writes of one user since a moment, from the API server's audit log."""
 
     def __init__(self, path: Path, user: str) -> None:
         self._path = path
@@ -158,14 +158,14 @@ class Audit:
         return found
 
     def writers(self) -> list[str]:
-        """Whose token each of these writes bore, in the order in which they came in."""
+        """The token of each of these writes, in the order of their arrival."""
         entries = sorted(self._entries(), key=lambda entry: str(entry["requestReceivedTimestamp"]))
         return [entry["user"]["extra"]["authentication.kubernetes.io/credential-id"][0] for entry in entries]
 
     def _entries(self) -> list[dict[str, Any]]:
         with self._path.open("rb") as log:
             log.seek(self._from)
-            whole, _, _ = log.read().rpartition(b"\n")  # a line that is being written comes with the next look
+            whole, _, _ = log.read().rpartition(b"\n")  # an incomplete line is read next time
         entries = [json.loads(line) for line in whole.splitlines()]
         return [
             entry

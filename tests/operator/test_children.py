@@ -1,4 +1,4 @@
-"""From a spec to objects: what a pod asks for, what it may do, how children are called."""
+"""The desired children of a spec: what pods request, what they may do, the names of children."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_groups_on_one_gpu_share_a_pod_that_asks_for_it_once() -> None:
     assert pods.gpus(made.workloads[1].deployment) == 0
 
 
-def test_what_the_store_leaves_out_is_nothing_that_an_observer_reads() -> None:
+def test_a_workload_is_the_same_from_a_stored_object_and_from_a_whole_one() -> None:
     for made in desired().workloads:
         deployment = {**made.deployment, "metadata": {**made.deployment["metadata"], "uid": "d"}}
         template = deployment["spec"]["template"]
@@ -131,7 +131,7 @@ def test_the_image_of_the_spec_wins_over_the_operators() -> None:
     assert pod_of(desired(image="mine:2"), "mouth")["containers"][0]["image"] == "mine:2"
 
 
-def test_a_lost_node_is_left_after_a_minute_and_the_authors_tolerations_stay() -> None:
+def test_pods_are_evicted_from_a_lost_node_after_a_minute_and_the_authors_tolerations_stay() -> None:
     made = desired(processGroups=[{"name": "mouth", "placement": {"tolerations": [{"key": "gpu"}]}}])
     tolerations = pod_of(made, "mouth")["tolerations"]
     assert [each.get("tolerationSeconds") for each in tolerations] == [60, 60, None]
@@ -178,7 +178,7 @@ def test_only_what_the_spec_asks_for_is_made() -> None:
 
 
 @pytest.mark.parametrize("patch, place", podsecurity_cases.REFUSED)
-def test_a_way_out_of_the_sandbox_is_refused_unless_the_operator_allows_it(patch: Any, place: str) -> None:
+def test_a_privilege_is_refused_unless_the_operator_allows_it(patch: Any, place: str) -> None:
     refined = [{"name": "mouth", "podTemplate": patch}]
     with pytest.raises(NotAllowed) as refused:
         desired(processGroups=refined)
@@ -207,13 +207,13 @@ def test_what_the_restricted_standard_accepts_is_accepted(patch: Any) -> None:
         ),
     ],
 )
-def test_a_template_that_is_none_is_refused_with_its_place(patch: Any, place: str) -> None:
+def test_an_invalid_pod_template_is_refused_with_its_place(patch: Any, place: str) -> None:
     with pytest.raises(NotAllowed) as refused:
         desired(processGroups=[{"name": "mouth", "podTemplate": patch}])
     assert refused.value.path == f"processGroups[mouth].podTemplate.{place}"
 
 
-def test_a_pod_that_says_nothing_of_its_security_is_refused_at_each_place() -> None:
+def test_a_pod_without_a_security_context_is_refused_at_each_place() -> None:
     bare = {"spec": {"containers": [{"name": "stage"}]}}
     context = "spec.containers[stage].securityContext"
     assert [place for place, _ in podsecurity.violations(bare, generated="stage")] == [

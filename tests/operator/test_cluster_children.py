@@ -1,4 +1,4 @@
-"""On a real API server: children appear, follow the spec, and are nobody else's."""
+"""On a real API server: children are created, follow the spec, and belong to their pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.operator.running import Audit, Kube, OperatorProcess, eventually, pip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-SETTLE_S = 3.0  # for "nothing more happens": several watch events would have come and gone
+SETTLE_S = 3.0  # for "nothing more happens": several watch events would have arrived by then
 
 
 def deployments(kube: Kube) -> dict[str, dict[str, int]]:
@@ -27,7 +27,7 @@ def deployments(kube: Kube) -> dict[str, dict[str, int]]:
     return found
 
 
-def test_a_pipeline_becomes_ready_and_a_second_look_of_a_newer_operator_writes_nothing(
+def test_a_pipeline_becomes_ready_and_a_reconcile_of_a_newer_operator_writes_nothing(
     kube: Kube, operator: OperatorProcess, audit: Audit
 ) -> None:
     operator.start()
@@ -209,7 +209,7 @@ def test_deleting_leaves_nothing_and_the_name_can_be_used_at_once(kube: Kube, op
         eventually(partial(lambda kind: not kube.names(kind), kind), what=f"no {kind} left")
 
 
-def test_as_many_stages_as_there_may_be_with_the_longest_names_are_made_whole(
+def test_the_largest_pipeline_with_the_longest_names_gets_all_its_children(
     kube: Kube, operator: OperatorProcess
 ) -> None:
     operator.start()

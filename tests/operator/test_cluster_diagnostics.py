@@ -1,4 +1,4 @@
-"""On a real API server: what goes wrong is said in conditions, in the words that help."""
+"""On a real API server: failures are reported in conditions, with their cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_too_many_gpus_are_explained_and_fewer_are_scheduled(kube: Kube, operato
     assert kube.condition("duo", "Scheduled")["status"] == "True"
 
 
-def test_a_roll_without_room_says_what_to_free_and_recreate_does_it(kube: Kube, operator: OperatorProcess) -> None:
+def test_a_roll_without_capacity_names_what_to_free_and_recreate_succeeds(
+    kube: Kube, operator: OperatorProcess
+) -> None:
     operator.start()
     full = [{"name": "first", "replicas": 12}]
     kube.apply(pipeline(stages=GPU_STAGES, processGroups=full))
@@ -59,7 +61,7 @@ def test_a_roll_without_room_says_what_to_free_and_recreate_does_it(kube: Kube, 
     kube.wait_ready("duo")
 
 
-def test_a_quota_is_told(kube: Kube, operator: OperatorProcess) -> None:
+def test_an_exceeded_quota_is_reported(kube: Kube, operator: OperatorProcess) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
     kube.apply(quota)
     operator.start()
@@ -68,7 +70,7 @@ def test_a_quota_is_told(kube: Kube, operator: OperatorProcess) -> None:
     assert "exceeded quota: few" in found["message"]
 
 
-def test_our_pods_satisfy_the_restricted_standard_and_a_violation_is_told(
+def test_our_pods_satisfy_the_restricted_standard_and_a_violation_is_reported(
     kube: Kube, operator: OperatorProcess
 ) -> None:
     kube("label", "namespace", kube.namespace, "pod-security.kubernetes.io/enforce=restricted")
@@ -91,7 +93,7 @@ def test_a_privileged_pod_template_is_refused_by_path(kube: Kube, operator: Oper
     assert kube.names("deployments") == set()
 
 
-def test_a_pod_template_that_the_api_server_refuses_is_told_and_what_runs_goes_on(
+def test_a_pod_template_that_the_api_server_refuses_is_reported_and_running_pods_stay(
     kube: Kube, operator: OperatorProcess
 ) -> None:
     operator.start()
@@ -112,7 +114,7 @@ def test_a_pod_template_that_the_api_server_refuses_is_told_and_what_runs_goes_o
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
 
 
-def test_a_namespace_that_is_going_is_left_in_peace(kube: Kube, operator: OperatorProcess) -> None:
+def test_nothing_is_created_in_a_terminating_namespace(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
@@ -138,7 +140,7 @@ def test_the_plan_is_the_same_through_kubectl_and_offline(kube: Kube, operator: 
     assert {unit: next(iter(revisions)) for unit, revisions in deployments(kube).items()} == desired
 
 
-def test_events_tell_of_transitions_only_and_conditions_of_their_generation(
+def test_events_are_posted_for_transitions_only_and_conditions_carry_their_generation(
     kube: Kube, operator: OperatorProcess
 ) -> None:
     operator.start()

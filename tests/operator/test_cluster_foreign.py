@@ -1,4 +1,4 @@
-"""On a real API server: what others do to our children, and objects of others under our names."""
+"""On a real API server: edits of our children by others, and foreign objects under our names."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_child_that_lost_its_label_is_found_again_with_all_its_pods(kube: Kube
     assert {each["metadata"]["uid"] for each in kube.all("pods")} == pods
 
 
-def test_a_template_edited_by_hand_is_told_and_left(kube: Kube, operator: OperatorProcess) -> None:
+def test_a_template_edited_by_hand_is_reported_and_kept(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")

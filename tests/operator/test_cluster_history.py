@@ -1,4 +1,4 @@
-"""On a real API server: what has served is kept, and going back to it loses neither scale nor pods."""
+"""On a real API server: revisions that served are recorded, and undoing to one keeps replicas and pods."""
 
 from __future__ import annotations
 

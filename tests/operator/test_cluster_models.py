@@ -1,4 +1,4 @@
-"""On a real API server: the model cache's claim and the Job that fills it, from pending to gone."""
+"""On a real API server: the model cache's claim and the Job that fills it, from pending to deleted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sources(kube: Kube) -> list[str]:
     return found
 
 
-def test_a_prefetch_is_told_of_while_it_waits_and_fails_and_goes_with_its_source(
+def test_a_prefetch_is_reported_while_it_waits_or_fails_and_is_deleted_with_its_source(
     kube: Kube, operator: OperatorProcess
 ) -> None:
     operator.start()
@@ -96,7 +96,7 @@ def test_a_prefetch_is_told_of_while_it_waits_and_fails_and_goes_with_its_source
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")
 
 
-def test_a_claim_that_several_pods_cannot_share_is_told_of(kube: Kube, operator: OperatorProcess) -> None:
+def test_a_claim_that_several_pods_cannot_share_is_reported(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     made = volume(kube.namespace, ["ReadWriteOnce"])
     kube.apply(made)

@@ -1,4 +1,4 @@
-"""On a real API server that goes away for a while: one writer at a time throughout, and work goes on afterwards."""
+"""On a real API server with outages: only one operator writes at any time, and reconciles go on afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOLE_S = 30.0
 
 
 def through(proxy: Proxy, cluster: Cluster, base: dict[str, str], config: Path) -> dict[str, str]:
-    """The same environment by way of the proxy, with a token of its own: the audit log tells it from the others."""
+    """The same environment through the proxy, with another token, by which the audit log identifies the process."""
     view = json.loads(Path(base["KUBECONFIG"]).read_text())
     view["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{proxy.port}"
     view["users"][0]["user"]["token"] = running.token(cluster)
@@ -58,7 +58,7 @@ def kill_api_server(cluster: Cluster) -> list[str]:
 
 
 def start_api_server(cluster: Cluster) -> None:
-    """Anew, by the kit."""
+    """Start it again with the kit."""
     program = kit()
     assert program is not None
     subprocess.run([program, "up", "--no-node"], env=cluster.environment, capture_output=True, timeout=240, check=True)
@@ -136,7 +136,9 @@ def test_one_writes_while_the_api_server_restarts_and_while_its_holder_is_in_a_b
                 print(each.log.read_text() if each.log.exists() else "")
 
 
-def test_after_a_black_hole_the_watches_hear_again(kube: Kube, prepared: tuple[Cluster, Path], tmp_path: Path) -> None:
+def test_watches_work_again_after_a_network_black_hole(
+    kube: Kube, prepared: tuple[Cluster, Path], tmp_path: Path
+) -> None:
     cluster, folder = prepared
     base = running.environment(cluster, folder, namespaces=kube.namespace)
     with Proxy(api_address(base)).running() as proxy:

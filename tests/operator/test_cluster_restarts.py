@@ -24,7 +24,7 @@ DEATHS = (0, 1, 2, 4, 7, 11, 15)  # writes that an operator makes before it dies
 
 
 def shape(kube: Kube) -> dict[str, Any]:
-    """Everything that the operator decides of the children, without what the API server or chance adds."""
+    """The fields of the children that the operator decides, without those of the API server and random ones."""
     found: dict[str, Any] = {}
     for kind in ("deployments", "configmaps", "services", "networkpolicies", "poddisruptionbudgets"):
         for each in kube.all(kind, "omnipipeline.dev/pipeline"):
@@ -101,9 +101,7 @@ def test_a_roll_goes_on_where_a_dead_operator_left_it(kube: Kube, operator: Oper
     assert {name: count for name, count in asked.items() if count} == workloads
 
 
-def test_what_is_deleted_or_made_anew_while_nobody_watched_is_not_mistaken(
-    kube: Kube, operator: OperatorProcess
-) -> None:
+def test_what_is_deleted_or_recreated_while_no_watch_runs_is_recognised(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     kube.apply(pipeline("gone"), pipeline("anew"))
     kube.wait_ready("gone")

@@ -1,4 +1,4 @@
-"""On a real API server: rolls that change their mind on the way. Every state of the pods is looked at, from a watch."""
+"""On a real API server: specs edited during a roll-out. A watch records every state of the pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOWHERE: dict[str, Any] = {"placement": {"nodeSelector": {"fake": "nowhere"}}}
 
 
 def trio(*, size: int, first: str = "first", last: str = "last", **refined: Any) -> dict[str, Any]:
-    """Both stages take ``size``: another one changes both units, and neither fits the other's old revision."""
+    """Both stages take ``size``: another size changes both units, which then do not fit each other's old revision."""
     arguments = {"factoryArgs": {"size": size}}
     return pipeline(
         stages=[
@@ -48,7 +48,7 @@ def is_whole(state: Ready, revisions: list[dict[str, str]]) -> bool:
 
 
 def uids(kube: Kube, revisions: Mapping[str, str]) -> set[str]:
-    """Pods of these unit revisions that are not leaving."""
+    """Pods of these unit revisions that are not terminating."""
     return {
         pod["metadata"]["uid"]
         for pod in kube.all("pods")

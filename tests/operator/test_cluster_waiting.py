@@ -1,4 +1,4 @@
-"""On a real API server: what pods wait for is named at once, and they go on as soon as it is there; one image each."""
+"""On a real API server: what pods wait for is reported, and they start when it appears; one image a revision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_bare_node(**spec: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def bare(kube: Kube) -> Any:
-    """The node; nobody looks after it."""
+    """A node without a kubelet."""
     room = {"cpu": "8", "memory": "8Gi", "pods": "50"}
     kube("delete", "node", NODE, "--ignore-not-found")
     kube.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE, "labels": {"bare": "true"}}})
@@ -68,7 +68,7 @@ def secret(name: str) -> dict[str, Any]:
 
 
 def images(kube: Kube) -> dict[str, str]:
-    """Of the Deployments that are asked for pods."""
+    """The images of Deployments whose replicas are not 0."""
     return {
         each["metadata"]["labels"]["omnipipeline.dev/unit"]: each["spec"]["template"]["spec"]["containers"][0]["image"]
         for each in kube.all("deployments")
@@ -76,7 +76,7 @@ def images(kube: Kube) -> dict[str, str]:
     }
 
 
-def test_what_a_spec_names_and_is_not_there_is_told_and_its_pods_start_when_it_appears(
+def test_missing_references_are_reported_and_the_pods_start_when_they_appear(
     kube: Kube, operator: OperatorProcess
 ) -> None:
     operator.start()
@@ -99,7 +99,9 @@ def test_what_a_spec_names_and_is_not_there_is_told_and_its_pods_start_when_it_a
     kube.wait_ready("duo", within_s=30)
 
 
-def test_a_roll_to_what_is_not_there_leaves_what_runs_and_says_so(kube: Kube, operator: OperatorProcess) -> None:
+def test_a_roll_with_a_missing_reference_keeps_running_pods_and_reports_it(
+    kube: Kube, operator: OperatorProcess
+) -> None:
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
@@ -112,7 +114,7 @@ def test_a_roll_to_what_is_not_there_leaves_what_runs_and_says_so(kube: Kube, op
     kube.wait_ready("duo", within_s=40)
 
 
-def test_pods_that_are_refused_are_tried_again_soon(kube: Kube, operator: OperatorProcess) -> None:
+def test_refused_pods_are_retried_soon(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "0"}}}
     kube.apply(quota)
@@ -130,7 +132,7 @@ def test_pods_that_are_refused_are_tried_again_soon(kube: Kube, operator: Operat
 
 
 @pytest.mark.usefixtures("bare")
-def test_what_a_kubelet_cannot_mount_is_told_in_its_words(kube: Kube, operator: OperatorProcess) -> None:
+def test_a_failed_mount_is_reported_with_the_kubelets_message(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     volume = {"name": "data", "csi": {"driver": "nowhere.example.org"}}
     desired = on_bare_node()
@@ -281,7 +283,7 @@ def test_a_template_edited_by_hand_is_not_brought_back_by_a_rollback(kube: Kube,
     assert kube.get("deployment", kept)["metadata"]["uid"] == uids[kept], "scaled up again"
 
 
-def test_what_a_deleted_pipeline_left_is_taken_up_by_its_successor(kube: Kube, operator: OperatorProcess) -> None:
+def test_orphans_of_a_deleted_pipeline_are_adopted_by_its_successor(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     desired = pipeline(networkPolicy={}, disruption={"podDisruptionBudget": {}})
     kube.apply(desired)
@@ -309,7 +311,7 @@ def test_what_a_deleted_pipeline_left_is_taken_up_by_its_successor(kube: Kube, o
 LABELLED = "omnipipeline.dev/pipeline=duo"
 
 
-def test_an_orphan_that_somebody_else_owns_is_left_to_him(kube: Kube, operator: OperatorProcess) -> None:
+def test_an_orphan_with_another_owner_is_not_adopted(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     kube.apply(pipeline())
     kube.wait_ready("duo")
@@ -323,7 +325,7 @@ def test_an_orphan_that_somebody_else_owns_is_left_to_him(kube: Kube, operator: 
     assert kube.get("service", "duo")["metadata"]["ownerReferences"] == owner
 
 
-def test_a_pipeline_that_no_operator_has_seen_says_so(kube: Kube, operator: OperatorProcess) -> None:
+def test_a_pipeline_that_no_operator_has_reconciled_reports_that(kube: Kube, operator: OperatorProcess) -> None:
     kube.apply(pipeline())
     header, line = kube("get", "omnipipeline", "duo").splitlines()
     assert line.split()[:3] == ["duo", "Unknown", "NoOperatorYet"], (header, line)
@@ -349,7 +351,7 @@ def test_a_child_labelled_for_another_pipeline_comes_back_at_once(kube: Kube, op
         )
 
 
-def test_who_administers_a_namespace_may_install_the_operator_there(kube: Kube) -> None:
+def test_an_administrator_of_a_namespace_can_install_the_operator_there(kube: Kube) -> None:
     user = "somebody"
     kube("create", "rolebinding", "them", "--clusterrole=admin", f"--user={user}")
     values = [f"watchNamespaces={{{kube.namespace}}}", "rbac.aggregate=false", "crds.install=false"]

@@ -1,4 +1,4 @@
-"""One crash is one reason with one message, in whichever of its states the container is seen."""
+"""A crash has one reason and one message in every state of the container."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pod(state: dict[str, Any], last: dict[str, Any] | None = None, *, unready_si
 
 
 def phases(ended: dict[str, Any]) -> list[Pod]:
-    """The states that a container goes through again and again."""
+    """The states of a crash loop."""
     return [
         pod({"terminated": ended}),
         pod({"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}, ended),
@@ -86,13 +86,13 @@ def test_an_image_that_cannot_be_pulled_has_one_reason_and_message() -> None:
     }
 
 
-def test_a_container_that_has_been_ready_since_its_crash_is_no_crash() -> None:
+def test_a_container_that_has_been_ready_since_its_crash_is_not_crashing() -> None:
     later = "2026-01-01T00:05:00Z"
     assert pod({"running": {"startedAt": AGAIN}}, terminated(), unready_since=later).reason is None
     assert pod({"running": {"startedAt": AGAIN}}, terminated(), ready=True).reason is None
 
 
-def test_a_container_that_outlives_its_crash_is_starting_again() -> None:
+def test_a_container_that_runs_longer_than_before_its_crash_counts_as_starting() -> None:
     observed = pod({"running": {"startedAt": AGAIN}}, terminated())
     again = workloads.timestamp(AGAIN)
     workload = Workload(unit="first", revision="r", name="d", uid="u", replicas=1, pods=(observed,))
@@ -116,7 +116,7 @@ def test_a_pod_that_was_ready_long_ago_is_not_late_in_starting() -> None:
     )
 
 
-def test_the_same_trouble_with_other_numbers_keeps_its_words() -> None:
+def test_the_same_diagnostic_with_other_numbers_keeps_its_message() -> None:
     def diagnostic(message: str, reason: str = "CrashLoopBackOff") -> Diagnostic:
         return Diagnostic(unit="first", reason=reason, message=message)
 
@@ -138,7 +138,7 @@ def test_the_same_trouble_with_other_numbers_keeps_its_words() -> None:
     )
 
 
-def test_a_refusal_names_no_attempt() -> None:
+def test_a_refusal_does_not_name_the_attempted_pod() -> None:
     refused = 'pods "duo-first-x-{}" is forbidden: exceeded quota: few'
     said = set()
     for attempt in ("a1", "b2"):

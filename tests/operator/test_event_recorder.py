@@ -1,4 +1,4 @@
-"""Events: one for each change that matters, a count where it changes to and fro."""
+"""Events: one for each transition, a series with a count for repeated ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UP = Transition(condition=condition("Ready", True, "Serving", "all well"), warni
 
 
 class Posted:
-    """An API server that takes Events."""
+    """An API server that stores Events."""
 
     def __init__(self) -> None:
         self.events: dict[str, dict[str, Any]] = {}
@@ -42,7 +42,7 @@ class Clock:
         return self.now
 
 
-async def test_what_changes_to_and_fro_is_a_few_events_of_which_the_last_counts() -> None:
+async def test_a_condition_that_flaps_is_a_few_events_with_a_count() -> None:
     posted, clock = Posted(), Clock()
     reporter = EventRecorder(cast(Client, posted), name="operator", clock=clock)
     for _ in range(40):  # of a pod that crashes whenever it was ready for a moment: eleven minutes
@@ -56,7 +56,7 @@ async def test_what_changes_to_and_fro_is_a_few_events_of_which_the_last_counts(
     assert posted.writes <= 2 * event_recorder.BEFORE_SERIES + 2 * (660 / event_recorder.PATCH_S)
 
 
-async def test_the_same_after_a_while_is_a_new_event_and_so_is_one_whose_event_has_expired() -> None:
+async def test_a_repeat_after_the_gap_or_after_the_event_expired_is_a_new_event() -> None:
     posted, clock = Posted(), Clock()
     reporter = EventRecorder(cast(Client, posted), name="operator", clock=clock)
     await reporter.report(OWNER, [DOWN])
@@ -71,7 +71,7 @@ async def test_the_same_after_a_while_is_a_new_event_and_so_is_one_whose_event_h
     assert len(posted.events) == 1
 
 
-async def test_what_is_remembered_is_bounded() -> None:
+async def test_the_number_of_remembered_series_is_bounded() -> None:
     reporter = EventRecorder(cast(Client, Posted()), name="operator")
     for number in range(event_recorder.MAX_SERIES + 5):
         await reporter.report(Owner(namespace="n", name="p", uid=f"u{number}"), [DOWN])

@@ -1,4 +1,4 @@
-"""One image a pipeline revision: which one, as a table of what is there."""
+"""Which image a pipeline revision gets, as a table of observed workloads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ UNPULLED = Pod(name="p", reason="ImagePullBackOff")
         ([made("stage:a", RUNS), made("stage:b", RUNS), made("stage:b", RUNS)], None, "stage:b"),
     ],
 )
-def test_what_runs_decides_then_what_was_pinned_then_the_day(
+def test_running_pods_decide_the_image_then_the_pin_then_the_default(
     own: list[Workload], remembered: str | None, chosen: str
 ) -> None:
     assert pinning.pinned_image(own, remembered, DAY) == chosen

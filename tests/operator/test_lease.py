@@ -1,4 +1,4 @@
-"""The Lease as its holder sees it: one write a renewal, and an end when somebody else has it."""
+"""The Lease of its holder: one write per renewal, and an end when another process has taken it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETTINGS = LeaseSettings(namespace="space", name="lease", identity="me", retry_s
 
 
 class OneLease:
-    """What the API server keeps of one Lease; obeys the part of `Client` that `Lease` uses."""
+    """One Lease in an API server; implements the part of `Client` that `Lease` uses."""
 
     def __init__(self) -> None:
         self.live: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ async def test_a_renewal_is_one_write_and_no_read() -> None:
     assert set(server.asked) == {"replace"} and lease.held
 
 
-async def test_a_lease_that_somebody_has_marked_or_removed_is_still_ours() -> None:
+async def test_a_lease_that_was_annotated_or_deleted_is_still_held() -> None:
     server, lease, keeping = await held()
     assert server.live is not None
     server.write({**server.live, "metadata": {**server.live["metadata"], "labels": {"theirs": "1"}}})
@@ -83,7 +83,7 @@ async def test_a_lease_that_somebody_has_marked_or_removed_is_still_ours() -> No
     await ended(keeping)
 
 
-async def test_a_lease_that_somebody_else_has_taken_ends_its_holder() -> None:
+async def test_a_holder_ends_when_another_process_has_taken_the_lease() -> None:
     server, lease, keeping = await held()
     assert server.live is not None
     server.write({**server.live, "spec": {**server.live["spec"], "holderIdentity": "somebody else"}})

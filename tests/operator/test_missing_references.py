@@ -1,4 +1,4 @@
-"""What is asked about pods that do not start, and what is made of the answers."""
+"""What is checked for workloads that do not start, and what is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWNER = Owner(namespace="n", name="p", uid="u")
 
 
 class Server:
-    """An API server, as far as it is asked."""
+    """The requests that a check makes to an API server."""
 
     def __init__(self, *, secret: bool | Exception = True, events: tuple[dict[str, Any], ...] = ()) -> None:
         self.secret, self.told = secret, events
@@ -72,7 +72,7 @@ def event(reason: str, age_s: float) -> dict[str, Any]:
 NEEDS = {"envFrom": [{"secretRef": {"name": "hub"}}], "code": {"configMapRef": {"name": "code"}}}
 
 
-async def test_units_whose_references_are_missing_are_held_and_each_is_asked_for_once() -> None:
+async def test_units_with_missing_references_are_held_and_each_reference_is_checked_once() -> None:
     server = Server(secret=False)
     found = await ask(server, **NEEDS)
     assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
@@ -85,19 +85,19 @@ async def test_units_whose_references_are_missing_are_held_and_each_is_asked_for
 @pytest.mark.parametrize(
     "refusal", [errors.Forbidden("POST", 403, "exceeded quota"), errors.Unavailable("POST", 0, "")]
 )
-async def test_a_secret_of_which_nobody_can_say_whether_it_is_there_holds_nothing(refusal: Exception) -> None:
+async def test_a_secret_whose_existence_is_unknown_holds_nothing_back(refusal: Exception) -> None:
     found = await ask(Server(secret=refusal), envFrom=NEEDS["envFrom"])
     assert (found.held, found.diagnostics) == (frozenset(), ())
 
 
-async def test_about_what_has_started_nothing_is_asked() -> None:
+async def test_workloads_that_have_started_are_not_checked() -> None:
     server = Server(secret=False)
     runs = Workload(unit="only", revision="", name="d", uid="u", replicas=1, pods=(Pod(name="p", started=True),))
     assert await ask(server, runs, **NEEDS) == MissingReferences()
     assert server.asked == []
 
 
-async def test_of_many_pods_that_wait_the_oldest_is_asked_about_and_its_newest_failure_told() -> None:
+async def test_of_many_waiting_pods_the_oldest_ones_newest_failure_is_reported() -> None:
     told = (
         event("FailedScheduling", 1),
         event("FailedMount", 9),
@@ -113,7 +113,7 @@ async def test_of_many_pods_that_wait_the_oldest_is_asked_about_and_its_newest_f
     assert found.again_s == 30.0 and found.held == frozenset()
 
 
-async def test_what_a_kubelet_said_long_ago_is_over() -> None:
+async def test_an_old_event_of_a_kubelet_is_ignored() -> None:
     server = Server(events=(event("FailedMount", RECENT_S + 1),))
     assert (await ask(server, waiting(600))).diagnostics == ()
 

@@ -50,7 +50,7 @@ def test_every_way_to_name_a_config_map_or_a_secret_is_found() -> None:
     ]
 
 
-def test_what_is_optional_or_the_operator_s_own_is_not_asked_for() -> None:
+def test_optional_and_generated_references_are_not_required() -> None:
     container = {
         "envFrom": [{"secretRef": {"name": "hub", "optional": True}}],
         "env": [{"name": "T", "valueFrom": {"secretKeyRef": {"name": "t", "key": "k", "optional": True}}}],
@@ -64,7 +64,7 @@ def test_what_is_optional_or_the_operator_s_own_is_not_asked_for() -> None:
     assert named({"containers": [container], "volumes": volumes}) == []
 
 
-def test_what_an_author_has_left_empty_is_no_reference() -> None:
+def test_an_empty_name_is_no_reference() -> None:
     assert named({"containers": [{"env": None, "envFrom": None}], "volumes": None, "initContainers": None}) == []
     assert named({"volumes": [{"name": "x", "configMap": None}, {"name": "y", "projected": None}]}) == []
 

@@ -1,4 +1,4 @@
-"""A plan is made once for a spec, and anew for everything that it depends on."""
+"""A plan is made once per spec, and again when anything that it depends on changes."""
 
 from __future__ import annotations
 

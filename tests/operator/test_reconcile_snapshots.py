@@ -23,7 +23,7 @@ STAGES = [
 
 
 class NoCoordinators:
-    """A status client none of whose coordinators answers."""
+    """A status client without answers."""
 
     async def ask(self, addresses: Any) -> list[CoordinatorStatus]:
         return []
@@ -47,7 +47,7 @@ class Operator:
         self.watch({**resource, "metadata": metadata, "spec": {"stages": STAGES, **spec}})
 
     def watch(self, manifest: dict[str, Any]) -> None:
-        """Somebody writes an object, and the watch brings it."""
+        """Write an object as another writer, and deliver its watch event."""
         self.store.put(self.server.put(manifest))
 
     def live(self, kind: Any, name: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Operator:
 
 @pytest.fixture
 async def operator() -> Operator:
-    """One whose pipeline has all its children."""
+    """An operator whose pipeline has all its children."""
     operator = Operator()
     await operator.reconcile()
     return operator

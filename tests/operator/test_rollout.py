@@ -1,4 +1,4 @@
-"""Roll-outs, as a table of small worlds and as anything hypothesis can think of."""
+"""Roll-outs, as tables of simulations and with hypothesis."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_a_revision_that_is_never_ready_leaves_the_old_one_whole_and_scalable() 
     assert spec_of(world, "a") == {"a1": 5, "a2": 1}
 
 
-def test_what_never_served_makes_way_at_once_for_its_correction() -> None:
+def test_a_revision_that_never_served_is_replaced_at_once() -> None:
     world = RolloutSimulation(broken={("a", "a1")})
     world.act(goal({"a": "a1"}, {"a": 1}))
     world.act(goal({"a": "a2"}, {"a": 1}))
     assert spec_of(world, "a") == {"a1": 0, "a2": 1}
 
 
-def test_going_back_in_mid_roll_keeps_the_pods_that_are_still_there() -> None:
+def test_going_back_in_mid_roll_keeps_the_pods_that_still_exist() -> None:
     world = running({"a": "a1"}, {"a": 2})
     world.act(goal({"a": "a2"}, {"a": 2}))
     world.start(("a", "a2"))
@@ -96,7 +96,7 @@ def test_regrouped_units_go_only_when_all_new_ones_are_ready() -> None:
     assert (spec_of(world, "a"), spec_of(world, "b")) == ({"a1": 0}, {"b1": 0})
 
 
-def test_recreate_starts_nothing_before_the_last_old_pod_has_gone() -> None:
+def test_recreate_starts_nothing_before_the_last_old_pod_has_ended() -> None:
     world = running({"a": "a1", "b": "b1"}, {"a": 2, "b": 1})
     desired = goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1}, strategy="Recreate")
     world.act(desired)
@@ -134,7 +134,7 @@ def test_suspending_takes_everything_down_and_resuming_brings_it_back() -> None:
     assert world.held[COORDINATOR, "c"].replicas == 1
 
 
-def test_suspending_in_mid_roll_takes_old_and_new_and_what_was_never_there_begins_at_none() -> None:
+def test_suspending_in_mid_roll_scales_old_and_new_to_zero() -> None:
     world = running({"a": "a1"}, {"a": 2})
     world.act(goal({"a": "a2"}, {"a": 2}))
     world.act(goal({"a": "a2", "b": "b1"}, {"a": 2, "b": 1}, suspended=True))

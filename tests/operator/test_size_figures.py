@@ -59,7 +59,7 @@ def test_the_lease_is_not_counted_among_the_operators_writes(tmp_path: Path) -> 
     assert [each.resource for each in operator_size.own(audit.new())] == ["pods"]
 
 
-def test_a_figure_beyond_what_was_promised_is_told_apart() -> None:
+def test_a_figure_beyond_its_limit_is_marked() -> None:
     assert Figure("a", 1.0, "s").holds and Figure("a", 1.0, "s", 1.0).holds
     beyond = Figure("a", 1.01, "s", 1.0)
     assert not beyond.holds and "TOO MUCH" in str(beyond)

@@ -1,4 +1,4 @@
-"""What the status says, as a table of what is."""
+"""The status that observed workloads give, as tables."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_with_only_the_old_revision_ready_requests_are_answered_but_it_is_not_re
     assert found["Progressing"] == ("True", "RollingOut")
 
 
-def test_halves_of_two_revisions_make_no_whole() -> None:
+def test_incomplete_sets_of_two_revisions_do_not_make_a_complete_one() -> None:
     new, old = all_of(PLAN), all_of(OLD)
     observed = (workload("first", new[0].revision, READY), workload("last", old[1].revision, READY), coordinator(READY))
     assert said(facts(*observed))["Available"][0] == "False"
@@ -135,7 +135,7 @@ def test_a_new_revision_is_not_ready_while_old_pods_still_take_requests() -> Non
     assert said(facts(*RUNNING, *leaving))["Ready"] == ("True", "Serving")
 
 
-def test_the_worst_trouble_is_named_with_its_pod_and_cause() -> None:
+def test_the_worst_diagnostic_names_its_pod_and_cause() -> None:
     broken = pod("duo-first-x", reason="ImagePullBackOff", message="container stage: no such image")
     unplaced = pod("duo-last-y", reason="Unschedulable", message="0/3 nodes", unschedulable=True)
     first, last = PLAN.units
@@ -150,26 +150,26 @@ def test_the_worst_trouble_is_named_with_its_pod_and_cause() -> None:
     assert [each.get("reason") for each in made["units"]] == ["ImagePullBackOff", "Unschedulable", None]
 
 
-def test_a_pod_that_loads_for_too_long_is_told() -> None:
+def test_a_pod_that_loads_for_too_long_is_reported() -> None:
     slow = Pod(name="slow", created_at=NOW - PLAN.units[0].startup_deadline_s - 1)
     assert said(facts(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"
 
 
-def test_a_roll_without_room_says_so_and_recreate_does_not_complain() -> None:
+def test_a_roll_without_capacity_is_reported_but_not_with_recreate() -> None:
     unplaced = pod("new", reason="Unschedulable", message="0/3 nodes: Insufficient nvidia.com/gpu", unschedulable=True)
     observed = (*all_of(PLAN, unplaced), *all_of(OLD, READY), coordinator(READY))
     assert said(facts(*observed))["Progressing"] == ("False", "InsufficientCapacity")
     assert said(facts(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
 
 
-def test_no_progress_for_too_long_is_told_and_the_old_revision_goes_on() -> None:
+def test_no_progress_for_too_long_is_reported_and_the_old_revision_serves() -> None:
     observed = (*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
     found = said(facts(*observed, progress_deadline_s=15.0))
     assert found["Progressing"] == ("False", "ProgressDeadlineExceeded")
     assert found["Available"] == ("True", "Serving")
 
 
-def test_a_passed_deadline_asks_for_no_further_look() -> None:
+def test_a_passed_deadline_needs_no_further_reconcile() -> None:
     starting = facts(*all_of(PLAN, pod()), coordinator(READY), progress_deadline_s=100.0)
     assert status.deadline(starting, NOW) == NOW + 80
     start = PLAN.units[0].startup_deadline_s
@@ -178,7 +178,7 @@ def test_a_passed_deadline_asks_for_no_further_look() -> None:
     assert status.deadline(facts(*RUNNING), NOW) is None
 
 
-def test_the_serving_revision_changes_when_the_roll_is_over() -> None:
+def test_the_serving_revision_changes_when_the_roll_has_finished() -> None:
     before = {"revision": {"current": OLD.current.revision}}
     half = facts(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
     assert status.serving_revision(half, before) == OLD.current.revision
@@ -200,13 +200,13 @@ def test_a_refused_spec_keeps_the_rest_of_the_status() -> None:
     assert warnings == {"Accepted", "Ready"}
 
 
-def test_suspension_is_no_fault() -> None:
+def test_a_suspended_pipeline_has_no_warning() -> None:
     _, found = status.summarise(facts(coordinator(), suspended=True), {}, generation=1, now=NOW)
     assert not [each for each in found if conditions.is_bad(each) and each.type != "Available"]
     assert said(facts(coordinator(), suspended=True))["Ready"] == ("False", "Suspended")
 
 
-def test_registered_counts_what_the_coordinator_says_when_it_says_something() -> None:
+def test_registered_counts_what_the_coordinator_reports_when_it_answers() -> None:
     first = PLAN.units[0]
     made, _ = status.summarise(facts(*RUNNING, registered={("first", first.revision): 0}), {}, generation=1, now=NOW)
     assert made["units"][0]["ready"] == 1 and made["units"][0]["registered"] == 0
@@ -214,7 +214,7 @@ def test_registered_counts_what_the_coordinator_says_when_it_says_something() ->
     assert made["units"][0]["registered"] == 1
 
 
-def test_a_crash_is_told_by_the_last_line_that_the_container_said() -> None:
+def test_a_crash_is_reported_with_the_last_line_of_the_container() -> None:
     terminated = {"reason": "Error", "exitCode": 1, "message": "Traceback\n  File x\nValueError: no weights\n"}
     manifest = {
         "metadata": {"name": "p"},
@@ -238,7 +238,7 @@ def test_a_crash_is_told_by_the_last_line_that_the_container_said() -> None:
     )
 
 
-def test_a_container_that_was_killed_for_memory_says_so_while_it_waits_to_be_started_again() -> None:
+def test_a_container_killed_for_memory_is_reported_while_it_waits_for_its_restart() -> None:
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}}
     ended = {"lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137, "message": "loading"}}}
     container = {"name": "stage", **waiting, **ended}
@@ -246,7 +246,7 @@ def test_a_container_that_was_killed_for_memory_says_so_while_it_waits_to_be_sta
     assert observed.reason == "OOMKilled" and "resources.limits.memory" in observed.message
 
 
-def test_a_pod_whose_node_has_gone_silent_says_which() -> None:
+def test_a_pod_whose_node_does_not_answer_names_the_node() -> None:
     conditions = [{"type": "ContainersReady", "status": "True"}, {"type": "Ready", "status": "False"}]
     manifest = {"metadata": {"name": "p"}, "spec": {"nodeName": "n7"}, "status": {"conditions": conditions}}
     assert (workloads.read_pod(manifest).reason, "n7" in workloads.read_pod(manifest).message) == ("NodeLost", True)
@@ -254,7 +254,7 @@ def test_a_pod_whose_node_has_gone_silent_says_which() -> None:
     assert workloads.read_pod(manifest).reason is None
 
 
-def test_units_that_wait_for_their_model_say_what_of_it() -> None:
+def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
     broken = pod("f0", finished=True, reason="Error", message="container prefetch: no such model")
 

@@ -1,4 +1,4 @@
-"""Asking coordinators over real sockets: one that cannot be asked costs a whole second only once."""
+"""Reading coordinators' status over real sockets: only the first request to a silent address waits a whole second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTANCES = [
 
 
 def nobody_answers(asked: StatusClient, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """From now on; the list gets how long each was waited for."""
+    """Let no coordinator answer; returns the list of timeouts used."""
     patience: list[float] = []
 
     async def never(_: str, timeout_s: float) -> CoordinatorStatus | None:
@@ -33,7 +33,7 @@ def nobody_answers(asked: StatusClient, monkeypatch: pytest.MonkeyPatch) -> list
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    """A coordinator's `/status`, at 127.0.0.1 and nowhere else."""
+    """A coordinator's `/status` on 127.0.0.1 only."""
 
     async def status(_: web.Request) -> web.Response:
         return web.json_response({"revisions": ["a", "b"], "instances": INSTANCES})
@@ -49,9 +49,7 @@ async def port() -> AsyncIterator[int]:
     await runner.cleanup()
 
 
-async def test_what_a_coordinator_says_and_one_that_nobody_answers_for(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_coordinators_that_answer_are_read_and_others_skipped(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_client, "PROBE_PORT", port)
     async with StatusClient() as asked:
         found = await asked.ask(["127.0.0.1", "127.0.0.2"])
@@ -61,10 +59,8 @@ async def test_what_a_coordinator_says_and_one_that_nobody_answers_for(
     assert status.loads() == {"10.0.0.1": 7, "::2": 0}
 
 
-async def test_who_has_never_answered_is_waited_for_briefly_and_who_has_is_not(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.3", port), backlog=0) as silent:  # accepts, and never says a word
+async def test_an_address_that_never_answered_gets_a_short_timeout(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.3", port), backlog=0) as silent:  # accepts, and never answers
         monkeypatch.setattr(status_client, "PROBE_PORT", port)
         async with StatusClient() as asked:
             waits = []
@@ -80,7 +76,7 @@ async def test_who_has_never_answered_is_waited_for_briefly_and_who_has_is_not(
             assert patience == [status_client.TIMEOUT_S]
 
 
-async def test_addresses_of_long_ago_are_forgotten(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_least_recently_asked_addresses_are_forgotten(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_client, "PROBE_PORT", port)
     monkeypatch.setattr(status_client, "MAX_ADDRESSES", 3)
     async with StatusClient() as asked:

@@ -1,4 +1,4 @@
-"""What is remembered of the cluster, and what a watch, a list or our own write may change of it."""
+"""The store, and how watches, lists and our own writes change it."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def test_a_page_of_a_list_that_comes_in_after_a_deletion_brings_nothing_back() -
 
 
 def test_a_child_that_lost_its_label_to_the_watch_comes_back_with_it() -> None:
-    """For a watch by label, what loses its label is deleted, and what gets it back is new."""
+    """A watch by label reports an object that loses its label as deleted, and one that gets it back as added."""
     store = Store()
     store.put(service(5))
     store.drop(service(8))
     assert store.put(service(9)) == {KEY}
-    store.drop(service(8))  # we had given it back before the news of its loss came in
+    store.drop(service(8))  # it was restored before the watch reported its loss
     assert store.child(KEY, SERVICE, "demo") is not None
 
 
-def test_what_was_not_found_is_gone_for_good() -> None:
+def test_an_object_that_the_api_server_does_not_find_is_deleted_for_good() -> None:
     store = Store()
     store.put(pipeline(5))
     store.drop({"kind": PIPELINE.name, "metadata": {"namespace": "space", "name": "demo", "uid": "u"}})
@@ -70,7 +70,7 @@ def test_what_was_not_found_is_gone_for_good() -> None:
     assert store.put(pipeline(7)) == set()
 
 
-def test_deletions_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_deletions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_of, "MAX_DELETIONS", 3)
     store = Store()
     for number in range(10):
@@ -79,7 +79,7 @@ def test_deletions_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     assert [name for name, value in vars(store).items() if len(value) > 3] == []
 
 
-def test_a_child_that_loses_its_label_is_no_child_any_more() -> None:
+def test_a_child_that_loses_its_label_is_no_longer_a_child() -> None:
     store = Store()
     store.put(service(5))
     store.put(service(6, labelled=False))
@@ -87,8 +87,8 @@ def test_a_child_that_loses_its_label_is_no_child_any_more() -> None:
     assert store.child(KEY, SERVICE, "demo") is None
 
 
-def test_a_child_that_is_relabelled_concerns_the_pipeline_that_lost_it_too() -> None:
-    """A watch by label tells of no deletion: the child still bears the label, with another value."""
+def test_a_relabelled_child_changes_the_pipeline_that_lost_it_too() -> None:
+    """A watch by label reports no deletion: the child still has the label, with another value."""
     store, other = Store(), ("space", "other")
     store.put(service(5))
     before = store.changes(KEY)
@@ -100,7 +100,7 @@ def test_a_child_that_is_relabelled_concerns_the_pipeline_that_lost_it_too() -> 
     assert store.drop(service(7)) == {KEY, other}, "the deletion bears the label of before"
 
 
-def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
+def test_a_list_drops_deleted_objects_but_nothing_newer_than_itself() -> None:
     store = Store()
     store.put(service(5, name="ghost"))
     store.put(service(10, name="as old as the list"))
@@ -111,14 +111,14 @@ def test_a_list_drops_ghosts_but_nothing_that_is_newer_than_itself() -> None:
     assert [each["metadata"]["name"] for each in store.children(KEY, SERVICE)] == ["just-made", "there"]
 
 
-def test_a_list_that_says_nothing_new_wakes_nobody() -> None:
+def test_a_list_without_news_queues_nothing() -> None:
     store = Store()
     store.put(service(5))
     assert store.put(service(5)) == set()
     assert store.drop_unlisted(SERVICE, {address_of(service(5))}, older_than=10) == set()
 
 
-def test_the_echo_of_our_own_write_wakes_nobody() -> None:
+def test_the_watch_event_of_our_own_write_queues_nothing() -> None:
     store = Store()
     store.put(service(5))
     assert store.put(service(5)) == set()
@@ -141,8 +141,8 @@ def test_changes_of_children_and_of_the_spec_are_counted_and_those_of_the_status
     assert observed == [0, 1, 1, 2, 3, 3, 4]
 
 
-def test_an_edit_that_came_in_with_the_answer_to_a_write_of_ours_is_counted() -> None:
-    """Its event finds the store ahead of it: without the count nobody would look."""
+def test_an_edit_that_arrived_with_the_answer_to_our_write_is_counted() -> None:
+    """Its watch event is not newer than the store: only the count shows the change."""
     store = Store()
     store.put(pipeline(3))
     before = store.changes(KEY)
@@ -151,7 +151,7 @@ def test_an_edit_that_came_in_with_the_answer_to_a_write_of_ours_is_counted() ->
     assert store.changes(KEY) > before
 
 
-def test_what_nobody_reads_is_not_kept() -> None:
+def test_unread_fields_are_not_stored() -> None:
     noise = {"managedFields": [{"manager": "m"}], "annotations": {"a": "1", store_of.LAST_APPLIED: "{}"}}
     head = {"name": "n", "namespace": "space"}
     template = {
@@ -208,7 +208,7 @@ def test_a_pipeline_is_known_by_its_own_name() -> None:
     assert store.pipeline(KEY) is None
 
 
-def test_a_child_is_as_wanted_whatever_others_added_to_it() -> None:
+def test_a_child_matches_its_manifest_whatever_others_added() -> None:
     desired = {"metadata": {"labels": {"a": "1"}}, "spec": {"ports": [{"port": 80}], "type": "ClusterIP"}}
     live = {
         "metadata": {"labels": {"a": "1", "theirs": "x"}, "uid": "u"},
@@ -219,7 +219,7 @@ def test_a_child_is_as_wanted_whatever_others_added_to_it() -> None:
         assert not comparing.matches(desired, {**live, "spec": {**live["spec"], path: value}})  # type: ignore[dict-item]
 
 
-def test_the_stamp_changes_with_anything_that_is_wanted() -> None:
+def test_the_applied_hash_changes_with_anything_in_the_manifest() -> None:
     stamps = {
         comparing.stamped(manifest)["metadata"]["annotations"]["omnipipeline.dev/applied"]
         for manifest in (service(1), service(1, port=1), service(1, port=1, more={}), service(1, port=2))

@@ -1,4 +1,4 @@
-"""One place per pipeline, one look at a time, and patience after failures."""
+"""The work queue: one reconcile per pipeline at a time, and back-off after failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A, B = ("space", "a"), ("space", "b")
 
 
 class Clock:
-    """Stands until a test moves it."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -49,7 +49,7 @@ async def is_idle(given: WorkQueue) -> bool:
     return idle
 
 
-async def test_many_events_are_one_look(given: WorkQueue) -> None:
+async def test_many_events_are_one_reconcile(given: WorkQueue) -> None:
     for _ in range(10):
         given.add(A)
     assert await given.take() == A
@@ -57,9 +57,7 @@ async def test_many_events_are_one_look(given: WorkQueue) -> None:
     assert await is_idle(given)
 
 
-async def test_a_pipeline_is_never_looked_at_twice_at_a_time_and_no_event_is_lost(
-    given: WorkQueue, clock: Clock
-) -> None:
+async def test_a_pipeline_is_never_in_two_reconciles_and_no_event_is_lost(given: WorkQueue, clock: Clock) -> None:
     given.add(A)
     assert await given.take() == A
     given.add(A)
@@ -100,7 +98,7 @@ async def test_success_makes_the_next_failure_a_first_one(given: WorkQueue, cloc
     assert given.failed(A) == MIN_RETRY_S
 
 
-async def test_a_change_during_a_failing_look_is_looked_at_soon_but_not_at_once(given: WorkQueue) -> None:
+async def test_a_change_during_a_failing_reconcile_is_retried_soon_but_not_at_once(given: WorkQueue) -> None:
     for _ in range(9):
         given.add(A)
         await given.take()
@@ -112,7 +110,7 @@ async def test_a_change_during_a_failing_look_is_looked_at_soon_but_not_at_once(
     assert await is_idle(given)
 
 
-async def test_the_api_servers_retry_after_is_kept(given: WorkQueue, clock: Clock) -> None:
+async def test_the_api_servers_retry_after_is_respected(given: WorkQueue, clock: Clock) -> None:
     given.add(A)
     await given.take()
     assert given.failed(A, least_s=30.0) == 30.0
@@ -122,7 +120,7 @@ async def test_the_api_servers_retry_after_is_kept(given: WorkQueue, clock: Cloc
     assert await given.take() == A
 
 
-async def test_a_later_look_does_not_put_off_an_earlier_one(given: WorkQueue, clock: Clock) -> None:
+async def test_a_later_reconcile_does_not_delay_an_earlier_one(given: WorkQueue, clock: Clock) -> None:
     given.add(A)
     given.add(A, 100.0)
     assert await given.take() == A
@@ -132,13 +130,13 @@ async def test_a_later_look_does_not_put_off_an_earlier_one(given: WorkQueue, cl
     assert await given.take() == A
 
 
-async def test_what_was_asked_for_goes_before_what_only_happened(given: WorkQueue) -> None:
+async def test_an_edit_is_reconciled_before_other_events(given: WorkQueue) -> None:
     given.add(A)
     given.add(B, urgent=True)
     assert [await given.take(), await given.take()] == [B, A]
 
 
-async def test_an_edit_during_a_look_goes_first_after_it(given: WorkQueue) -> None:
+async def test_an_edit_during_a_reconcile_is_taken_first_after_it(given: WorkQueue) -> None:
     given.add(A)
     assert await given.take() == A
     given.add(B)
@@ -156,7 +154,7 @@ async def test_a_stream_of_edits_does_not_starve_the_others(given: WorkQueue) ->
     assert taken.index(A) == MAX_URGENT_IN_A_ROW
 
 
-async def test_an_edit_does_not_cut_short_the_patience_after_a_failure(given: WorkQueue) -> None:
+async def test_an_edit_does_not_shorten_the_back_off_after_a_failure(given: WorkQueue) -> None:
     given.add(A, urgent=True)
     assert await given.take() == A
     given.add(A, urgent=True)
@@ -166,7 +164,7 @@ async def test_an_edit_does_not_cut_short_the_patience_after_a_failure(given: Wo
     assert await given.take() == B
 
 
-async def test_news_lets_a_pipeline_rest_for_a_moment_but_an_edit_does_not(given: WorkQueue, clock: Clock) -> None:
+async def test_an_event_waits_for_the_cool_down_and_an_edit_does_not(given: WorkQueue, clock: Clock) -> None:
     given.add(A)
     await given.take()
     given.done(A)
@@ -180,14 +178,14 @@ async def test_news_lets_a_pipeline_rest_for_a_moment_but_an_edit_does_not(given
     assert await given.take() == A
 
 
-async def test_a_look_that_changed_something_is_repeated_ever_later_until_one_changes_nothing(given: WorkQueue) -> None:
+async def test_a_reconcile_that_changed_something_is_repeated_with_growing_delay(given: WorkQueue) -> None:
     given.add(A)
     waits: list[float] = []
     for _ in range(9):
         assert await given.take() == A
         given.done(A, again_s=1000.0, changed=True)
         waits.append(given.next_in_s() or 0.0)
-        given.add(A, urgent=True)  # an edit need not wait for that
+        given.add(A, urgent=True)  # an edit does not wait for the cool-down
     assert waits == sorted(waits) and waits[:2] == pytest.approx([COOL_DOWN_S, 2 * COOL_DOWN_S])
     assert waits[-1] == pytest.approx(MAX_CHANGED_DELAY_S)
     assert await given.take() == A
@@ -195,7 +193,7 @@ async def test_a_look_that_changed_something_is_repeated_ever_later_until_one_ch
     assert await is_idle(given) and len(given) == 0
 
 
-async def test_pipelines_that_have_rested_leave_nothing_behind(given: WorkQueue, clock: Clock) -> None:
+async def test_expired_cool_downs_are_pruned(given: WorkQueue, clock: Clock) -> None:
     for number in range(3 * MAX_COOL_DOWNS):
         key = ("space", f"p{number}")
         given.add(key)

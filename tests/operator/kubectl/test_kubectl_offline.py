@@ -1,4 +1,4 @@
-"""``kubectl omni plan | validate | manifests``: what is said of a file without a cluster."""
+"""``kubectl omni plan | validate | manifests``: the output for a file, without a cluster."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_namespace_is_taken_from_the_command_line_before_the_file(tmp_path: Pa
     assert namespaces("-n", "ours") == {"ours"}
 
 
-def test_every_fault_is_told_with_its_line_and_the_exit_code_says_so(tmp_path: Path) -> None:
+def test_every_fault_is_printed_with_its_line_and_the_exit_code_is_1(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.yaml"
     file.write_text(Path(HELLO).read_text().replace("next: [shout]", "next: [shuot]"))
     done = run("validate", "-f", str(file))

@@ -1,4 +1,4 @@
-"""What ``kubectl omni status`` shows of objects that were read, and which pods ``drain`` means."""
+"""What ``kubectl omni status`` shows of live objects, and which pods ``drain`` selects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_unit_is_followed_by_its_pods_with_their_states() -> None:
     ]
 
 
-def test_a_crashing_pod_shows_its_last_words() -> None:
+def test_a_crashing_pod_shows_its_termination_message() -> None:
     crashed = {
         "restartCount": 3,
         "state": {"waiting": {"reason": "CrashLoopBackOff"}},
@@ -55,7 +55,7 @@ def test_a_crashing_pod_shows_its_last_words() -> None:
     assert lines[-1] == "a  CrashLoopBackOff: FileNotFoundError: no weights  3 restarts  node n1"
 
 
-def test_a_pod_that_no_node_takes_shows_the_schedulers_words() -> None:
+def test_a_pod_that_fits_no_node_shows_the_schedulers_message() -> None:
     refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient gpu"}
     lines = shown(
         pipeline(observedGeneration=2, units=[{"name": "voice"}]), pod("a", phase="Pending", conditions=[refused])
@@ -88,11 +88,11 @@ def test_pods_of_a_unit_that_the_spec_no_longer_has_are_shown_too() -> None:
         ({"observedGeneration": 2, "revision": {"current": "aa", "update": "bb"}}, "revision aa → bb"),
     ],
 )
-def test_the_title_says_when_the_status_does_not_speak_of_the_last_change(status: dict[str, Any], said: str) -> None:
+def test_the_title_shows_when_the_status_is_older_than_the_spec(status: dict[str, Any], said: str) -> None:
     assert said in shown(pipeline(**status))[0]
 
 
-def test_draining_means_pods_that_all_conditions_name_and_that_are_neither_leaving_nor_over() -> None:
+def test_draining_selects_pods_that_match_all_conditions_and_are_neither_terminating_nor_ended() -> None:
     pods = [pod("a"), pod("b", node="n2"), pod("c", unit="front"), pod("d", leaving=True), pod("e", phase="Failed")]
 
     def names(**conditions: Any) -> list[str]:
