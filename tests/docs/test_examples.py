@@ -49,7 +49,7 @@ def module() -> Iterator[types.ModuleType]:
             [omni.Chunk({"word": "a"}), omni.Chunk({"word": "b"})],
             [([omni.Text("A!"), omni.Text("B!"), omni.Usage(completion_tokens=2)], None)],
         ),
-        ("An engine of one's own", 0, [[1, 2], [3]], [], [([], 3), ([], 3)]),
+        ("A custom engine", 0, [[1, 2], [3]], [], [([], 3), ([], 3)]),
     ],
 )
 def test_each_kind_of_stage_function_does_what_its_example_says(
@@ -86,7 +86,7 @@ def test_every_example_of_the_api_is_run_here() -> None:
         "A generator": 1,
         "Batches": 1,
         "Streams in": 1,
-        "An engine of one's own": 1,
+        "A custom engine": 1,
         "Tests": 1,
     }
 
