@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster import store as store_of
-from omnipipeline_operator.cluster.store import Store, address_of
+from omnipipeline_operator.cluster.store import MAX_DELETIONS, Store, address_of
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import PIPELINE, SERVICE
 
@@ -70,13 +68,12 @@ def test_an_object_that_the_api_server_does_not_find_is_deleted_for_good() -> No
     assert store.put(pipeline(7)) == set()
 
 
-def test_the_number_of_remembered_deletions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_of, "MAX_DELETIONS", 3)
+def test_the_number_of_remembered_deletions_is_bounded() -> None:
     store = Store()
-    for number in range(10):
+    for number in range(MAX_DELETIONS + 10):
         store.put(service(5, uid=f"s{number}"))
         store.drop(service(8, uid=f"s{number}"))
-    assert [name for name, value in vars(store).items() if len(value) > 3] == []
+    assert [name for name, value in vars(store).items() if len(value) > MAX_DELETIONS] == []
 
 
 def test_a_child_that_loses_its_label_is_no_longer_a_child() -> None:

@@ -75,7 +75,8 @@ class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StatusClient:
     """Reads the status of coordinators over HTTP."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, port: int = PROBE_PORT) -> None:
+        self._port = port
         self._session = aiohttp.ClientSession()
         self._has_answered: dict[str, bool] = {}  #: Address -> whether it has ever answered.
 
@@ -92,8 +93,12 @@ class StatusClient:
         answers = await asyncio.gather(*(self._one(address) for address in addresses))
         return [each for each in answers if each is not None]
 
+    def timeout_s(self, address: str) -> float:
+        """How long a request to this address may take."""
+        return TIMEOUT_S if self._has_answered.get(address, True) else UNANSWERED_TIMEOUT_S
+
     async def _one(self, address: str) -> CoordinatorStatus | None:
-        status = await self._ask(address, TIMEOUT_S if self._has_answered.get(address, True) else UNANSWERED_TIMEOUT_S)
+        status = await self._ask(address, self.timeout_s(address))
         self._has_answered[address] = self._has_answered.pop(address, False) or status is not None
         if len(self._has_answered) > MAX_ADDRESSES:
             del self._has_answered[next(iter(self._has_answered))]
@@ -104,7 +109,7 @@ class StatusClient:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.get(f"http://{host}:{PROBE_PORT}/status") as answer,
+                self._session.get(f"http://{host}:{self._port}/status") as answer,
             ):
                 answer.raise_for_status()
                 return msgspec.json.decode(await answer.read(), type=CoordinatorStatus)
