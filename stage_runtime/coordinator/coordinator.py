@@ -15,6 +15,7 @@ from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.messages import (
     Beat,
     Complete,
@@ -47,7 +48,7 @@ class Coordinator:
         self.incarnation = incarnation
         self._plan = plan
         self._loop = loop
-        self._releases: dict[str, list[int]] = {}
+        self._releases = Releases(loop, lambda peer, message: self._channels.send(peer, message))
         self._channels: Channels
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Stream: lambda sender, message: self.manager.answers.stream(sender, message),
@@ -123,10 +124,8 @@ class Coordinator:
     # --- what the process does with it --------------------------------------------------------------------------
 
     def release(self, peer: str, transfer: int) -> None:
-        """The last view of what a stage put has died: tell it, all that died lately in one message."""
-        if not self._releases:
-            self._loop.call_soon(self._send_releases)
-        self._releases.setdefault(peer, []).append(transfer)
+        """The last view of what a stage put has died."""
+        self._releases.add(peer, transfer)
 
     def update_revisions(self, revisions: Sequence[PipelineRevision]) -> None:
         """The list of revisions has changed: new requests may go to other instances."""
@@ -164,8 +163,3 @@ class Coordinator:
     def _ready(self, sender: str, message: Ready) -> None:
         if self.membership.ready_now(sender):
             self.manager.instances_changed()
-
-    def _send_releases(self) -> None:
-        releases, self._releases = self._releases, {}
-        for peer, transfers in releases.items():
-            self._channels.send(peer, Release(tuple(transfers)))

@@ -17,8 +17,9 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, FollowerOutput, WorkKey, check
 from stage_runtime.transfers.receiving import Fetching
+from stage_runtime.transfers.releases import Releases
 from stage_runtime.transfers.sending import attempt_key
-from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, Release, RequestRef
+from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, RequestRef
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class FollowerHost:
         self._leader: str | None = None
         self._via = ""
         self._loaded = False
-        self._releases: list[int] = []
+        self._releases = Releases(loop, lambda peer, message: self._channels.send(peer, message))
         self._endpoint = ""
         self._thread: Thread | None = None
         self._channels: Channels
@@ -110,13 +111,7 @@ class FollowerHost:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def release(self, peer: str, transfer: int) -> None:
-        if not self._releases:
-            self._loop.call_soon(self._send_releases, peer)
-        self._releases.append(transfer)
-
-    def _send_releases(self, peer: str) -> None:
-        releases, self._releases = self._releases, []
-        self._channels.send(peer, Release(tuple(releases)))
+        self._releases.add(peer, transfer)
 
     def _answer(self) -> None:
         if self._leader is not None:

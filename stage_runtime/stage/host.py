@@ -28,6 +28,7 @@ from stage_runtime.stage.requests import Requests
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.startup import Startup
 from stage_runtime.stage.tensor_parallel import Leader
+from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.messages import (
     Admin,
     Beat,
@@ -37,7 +38,6 @@ from stage_runtime.wire.messages import (
     ProfilerStart,
     ProfilerStop,
     Rejected,
-    Release,
     RequestRef,
     Shutdown,
     Unbound,
@@ -94,7 +94,7 @@ class Host:
             self.stages, loop=loop, leader=leader, on_loaded=lifecycle.loaded, on_failed=lifecycle.failed
         )
         self._ranks: RankPlane | None = None
-        self._releases: dict[str, list[int]] = {}
+        self._releases = Releases(loop, self.process.send)
         self._idle_trimming = IdleTrimming(self.stages.values())
         self._administration = Administration(self.stages, self.process.send)
         self._handlers: dict[type, Callable[[str, Any], None]] = {
@@ -176,10 +176,8 @@ class Host:
     # --- what the process does with it --------------------------------------------------------------------------
 
     def release(self, peer: str, transfer: int) -> None:
-        """The last view of what a peer put has died: tell it, all that died lately in one message."""
-        if not self._releases:
-            self._loop.call_soon(self._send_releases)
-        self._releases.setdefault(peer, []).append(transfer)
+        """The last view of what a peer put has died."""
+        self._releases.add(peer, transfer)
 
     def beat(self) -> None:
         """Tell every coordinator how it goes."""
@@ -237,8 +235,3 @@ class Host:
         """In any thread."""
         self._administration.crashed(name, error)
         self._loop.call_soon_threadsafe(self._lifecycle.failed, name, error)
-
-    def _send_releases(self) -> None:
-        releases, self._releases = self._releases, {}
-        for peer, transfers in releases.items():
-            self.process.send(peer, Release(tuple(transfers)))
