@@ -19,14 +19,23 @@ class Ledger:
         self._puts: dict[TransferId, PutOperation] = {}
         self._by_request: dict[str, set[TransferId]] = {}
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._nbytes = 0  #: Of all puts in here.
+        self._sent = 0  #: Ever added, as `_sent_nbytes`.
+        self._sent_nbytes = 0
 
-    def __len__(self) -> int:
-        return len(self._puts)
-
-    def add(self, put: PutOperation) -> None:
+    def add(self, put: PutOperation, *, most: int | None = None) -> bool:
+        """Account for ``put``. False, and nothing changes, when more than ``most`` bytes would be unreleased; one put
+        alone always may be.
+        """
         with self._lock:
+            if most is not None and self._nbytes and self._nbytes + put.nbytes > most:
+                return False
+            self._nbytes += put.nbytes
+            self._sent += 1
+            self._sent_nbytes += put.nbytes
             self._puts[put.transfer] = put
             self._by_request.setdefault(put.request_id, set()).add(put.transfer)
+            return True
 
     def released(self, peer: Peer, transfer: TransferId) -> PutOperation | None:
         """The put that ``peer`` has let go of, now forgotten here; None when it is no such put."""
@@ -80,8 +89,17 @@ class Ledger:
         if future in self._waiting:
             self._waiting.remove(future)
 
+    def stats(self) -> dict[str, int]:
+        return {
+            "sent_transfers": self._sent,
+            "sent_bytes": self._sent_nbytes,
+            "unreleased_transfers": len(self._puts),
+            "unreleased_bytes": self._nbytes,
+        }
+
     def _pop(self, put: PutOperation) -> PutOperation:
         del self._puts[put.transfer]
+        self._nbytes -= put.nbytes
         of_request = self._by_request[put.request_id]
         of_request.discard(put.transfer)
         if not of_request:

@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -20,15 +20,12 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import ALIGNMENT, Pack
 from stage_runtime.relays import arena, pages
+from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.ledger import Ledger
 from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
-from stage_runtime.relays.pins import Pins
 from stage_runtime.relays.slots import Slot
-
-MAPPED_NBYTES: Final = 64 << 20  # of a peer's arena, whose page tables are made when it is mapped
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -53,40 +50,27 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     generation: int
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Metadata).decode
-
-
-class ShmRelay:
+class ShmRelay(AbstractRelay[mmap.mmap, Metadata]):
     """Shared memory towards all peers of this machine."""
 
     name = "shm"
 
     def __init__(self, context: RelayContext) -> None:
-        self._context = context
-        self._loop = context.loop
+        super().__init__(context, Metadata)
         self._arena: Arena = context.arena
-        self._ledger = Ledger(context.loop)
-        self._pins = Pins(context.loop, context.on_release)
-        self._peers: dict[Peer, mmap.mmap] = {}
-        self._counts = dict.fromkeys(
-            ("sent_transfers", "sent_bytes", "copied_bytes", "received_transfers", "received_bytes"), 0
-        )
+        self._counts = dict.fromkeys(("copied_bytes", "received_transfers", "received_bytes"), 0)
 
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(_own_facts(self._arena))  # type: ignore[no-any-return]
 
-    def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
-        if peer in self._peers:
-            return True
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> mmap.mmap | None:
         try:
-            mapping = _mapped(msgspec.convert(facts, Facts))
+            return _mapped(msgspec.convert(facts, Facts))
         except (OSError, ValueError, OverflowError):  # ValidationError is a ValueError
-            return False
-        if mapping is None:
-            return False
-        self._peers[peer] = mapping
-        return True
+            return None
+
+    def _disconnect(self, peer: Peer, connection: mmap.mmap) -> None:
+        """Views that are still held keep the mapping, and so the dead peer's pages."""
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
@@ -96,23 +80,12 @@ class ShmRelay:
         if placed is None:
             return None
         slot, offset = placed
-        transfer = TransferId(next(self._context.ids))
-        metadata = _encode(Metadata(transfer, slot.start, offset, pack.nbytes, slot.generation))
-        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, placed, metadata)
-        self._ledger.add(put)
-        self._counts["sent_transfers"] += 1
-        self._counts["sent_bytes"] += pack.nbytes
-        return put
-
-    async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
-        while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
-            await self._ledger.room()
-        return put
+        metadata = Metadata(next(self._context.ids), slot.start, offset, pack.nbytes, slot.generation)
+        return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
-        """As `base.Relay.get`. holder: who will look at the bytes, for `pins`."""
         announced = self._decoded(metadata, peer)
-        mapping = self._peers.get(peer)
+        mapping = self._connections.get(peer)
         if mapping is None:
             raise TransferError(f"shm transfer {announced.transfer} from {peer}, whose arena is not mapped")
         transfer = TransferId(announced.transfer)
@@ -124,49 +97,14 @@ class ShmRelay:
         operation.arrived(buffers.view(region))
         return operation
 
-    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
-        return self.get(metadata, request_id=request_id, peer=peer)
-
-    def decline(self, metadata: bytes, *, peer: Peer) -> None:
-        self._context.on_release(peer, TransferId(self._decoded(metadata, peer).transfer))
-
-    def released(self, peer: Peer, transfer: TransferId) -> bool:
-        """As `base.Relay.released`. Returns: whether it was a transfer of ours."""
-        put = self._ledger.released(peer, transfer)
-        if put is None:
-            return False
-        self._release(put)
-        self._ledger.wake()
-        return True
-
-    def cleanup(self, request_id: str) -> None:
-        unknown, announced = self._ledger.aborted(request_id)
-        for put in unknown:
-            self._release(put)
-        for put in announced:
-            self._arena.aborted(put.resource[0])
-        if unknown:
-            self._ledger.wake()
-
-    def forget(self, peer: Peer) -> None:
-        for put in self._ledger.held_by(peer):
-            self._release(put, TransferError(f"{peer} is gone"))
-        self._ledger.wake()
-        self._pins.forget(peer)
-        self._peers.pop(peer, None)  # views that are still held keep the mapping, and so the dead peer's pages
-
-    @property
-    def pins(self) -> Pins:
-        return self._pins
-
     def stats(self) -> dict[str, int]:
-        return {**self._counts, "unreleased_transfers": len(self._ledger), **self._pins.stats()}
+        return {**self._counts, **super().stats()}
 
-    def close(self) -> None:
-        for put in self._ledger.all():
-            self._release(put, TransferError("the relay was closed"))
-        for peer in list(self._peers):
-            self.forget(peer)
+    def _free(self, put: PutOperation) -> None:
+        self._arena.released(put.resource[0])
+
+    def _quarantine(self, put: PutOperation) -> None:
+        self._arena.aborted(put.resource[0])
 
     def _copied(self, pack: Pack) -> tuple[Slot, int] | None:
         slot = self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
@@ -204,16 +142,6 @@ class ShmRelay:
         if not isinstance(like, PutOperation) or not self._arena.share(like.resource[0]):
             return None
         return like.resource  # type: ignore[no-any-return]
-
-    def _release(self, put: PutOperation, error: TransferError | None = None) -> None:
-        put.finish(error)
-        self._arena.released(put.resource[0])
-
-    def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
-        try:
-            return _decode(metadata)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"shm metadata from {peer}: {error}") from None
 
     def _region(self, mapping: mmap.mmap, announced: Metadata, peer: Peer) -> Any:
         inside = (

@@ -21,11 +21,10 @@ from zmq.utils.monitor import parse_monitor_message
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import Pack
+from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.ledger import Ledger
 from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
-from stage_runtime.relays.pins import Pins
 from stage_runtime.relays.tcp.arrivals import Arrivals, Header
 from stage_runtime.relays.tcp.movement import Movement
 
@@ -64,29 +63,19 @@ class _Route:
         self.closed = False
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Metadata).decode
-
-
-class TcpRelay:
+class TcpRelay(AbstractRelay[_Route, Metadata]):
     """PUSH sockets to every peer, one PULL socket for all that comes."""
 
     name = "tcp"
 
     def __init__(self, context: RelayContext) -> None:
         """Raises: ConfigurationError: the address cannot be bound."""
-        self._context = context
-        self._loop = context.loop
+        super().__init__(context, Metadata)
         self._settings = context.settings
-        self._ledger = Ledger(context.loop)
-        self._pins = Pins(context.loop, context.on_release)
         self._token = secrets.token_bytes(16)
         self._movement = Movement()
         self._arrivals = Arrivals(context, self._pins, self._token, self._movement)
-        self._routes: dict[Peer, _Route] = {}
-        self._lock = threading.Lock()
-        self._unreleased_bytes = 0
-        self._counts = dict.fromkeys(("sent_transfers", "sent_bytes", "handshake_failures"), 0)
+        self._handshake_failures = 0
         self._told: set[zmq.Event] = set()  #: Why somebody was turned away, as far as it is in the log.
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
@@ -104,9 +93,7 @@ class TcpRelay:
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(Facts(self._endpoint, self._token.hex()))  # type: ignore[no-any-return]
 
-    def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
-        if peer in self._routes:
-            return True
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> _Route | None:
         socket = self._zmq.socket(zmq.PUSH)
         try:
             announced = msgspec.convert(facts, Facts)
@@ -119,10 +106,16 @@ class TcpRelay:
             socket.connect(announced.endpoint)
         except (ValueError, zmq.ZMQError):  # ValidationError is a ValueError
             socket.close(linger=0)
-            return False
-        self._routes[peer] = _Route(socket, token)
+            return None
         self._arrivals.open(peer)
-        return True
+        return _Route(socket, token)
+
+    def _disconnect(self, peer: Peer, connection: _Route) -> None:
+        with connection.lock:
+            connection.closed = True
+            connection.socket.close(linger=0)
+        self._arrivals.forget(peer)
+        self._movement.forget(peer)
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
@@ -130,29 +123,17 @@ class TcpRelay:
         """As `base.Relay.put`. ``like`` saves nothing here: every receiver is sent the bytes, from memory of their own:
         libzmq sends them later.
         """
-        route = self._routes.get(peer)
+        route = self._connections.get(peer)
         if route is None:
             raise TransferError(f"the tcp relay is not open towards {peer}")
-        with self._lock:
-            if self._unreleased_bytes and self._unreleased_bytes + pack.nbytes > self._settings.unreleased_bytes:
-                return None
-            self._unreleased_bytes += pack.nbytes
-            self._counts["sent_transfers"] += 1
-            self._counts["sent_bytes"] += pack.nbytes
-        transfer = TransferId(next(self._context.ids))
-        metadata = _encode(Metadata(transfer, pack.nbytes))
-        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, None, metadata)
-        self._ledger.add(put)
-        self._send(route, put, pack)
-        return put
-
-    async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
-        while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
-            await self._ledger.room()
+        metadata = Metadata(next(self._context.ids), pack.nbytes)
+        most = self._settings.unreleased_bytes
+        put = self._accounted(metadata, pack, None, request_id=request_id, peer=peer, most=most)
+        if put is not None:
+            self._send(route, put, pack)
         return put
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
-        """As `base.Relay.get`. holder: who will look at the bytes, for `pins`."""
         announced = self._decoded(metadata, peer)
         operation = GetOperation(
             Completion(self._loop), TransferId(announced.transfer), peer, metadata, lambda: self._movement.last(peer)
@@ -160,66 +141,22 @@ class TcpRelay:
         self._arrivals.claim(operation, announced.nbytes, request_id=request_id, holder=holder)
         return operation
 
-    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
-        operation = self.get(metadata, request_id=request_id, peer=peer)
-        await operation.wait()
-        return operation
-
     def decline(self, metadata: bytes, *, peer: Peer) -> None:
         self._arrivals.decline(peer, TransferId(self._decoded(metadata, peer).transfer))
 
-    def released(self, peer: Peer, transfer: TransferId) -> bool:
-        """As `base.Relay.released`. Returns: whether it was a transfer of ours."""
-        put = self._ledger.released(peer, transfer)
-        if put is None:
-            return False
-        self._release(put)
-        self._ledger.wake()
-        return True
-
     def cleanup(self, request_id: str) -> None:
-        unknown, _ = self._ledger.aborted(request_id)  # of the others, the receivers will say that they are through
-        for put in unknown:
-            self._release(put)
-        if unknown:
-            self._ledger.wake()
+        super().cleanup(request_id)
         self._arrivals.cleanup(request_id)
 
-    def forget(self, peer: Peer) -> None:
-        route = self._routes.pop(peer, None)
-        if route is not None:
-            with route.lock:
-                route.closed = True
-                route.socket.close(linger=0)
-        for put in self._ledger.held_by(peer):
-            self._release(put, TransferError(f"{peer} is gone"))
-        self._ledger.wake()
-        self._arrivals.forget(peer)
-        self._movement.forget(peer)
-        self._pins.forget(peer)
-
-    @property
-    def pins(self) -> Pins:
-        return self._pins
-
     def stats(self) -> dict[str, int]:
-        return {
-            **self._counts,
-            "unreleased_transfers": len(self._ledger),
-            "unreleased_bytes": self._unreleased_bytes,
-            **self._arrivals.stats(),
-            **self._pins.stats(),
-        }
+        return {"handshake_failures": self._handshake_failures, **super().stats(), **self._arrivals.stats()}
 
     def close(self) -> None:
         self._expiring.cancel()
         if self._thread.is_alive():
             self._stop.send(b"")
             self._thread.join()
-        for put in self._ledger.all():
-            self._release(put, TransferError("the relay was closed"))
-        for peer in list(self._routes):
-            self.forget(peer)
+        super().close()
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
@@ -276,20 +213,8 @@ class TcpRelay:
                     nbytes=pack.nbytes,
                     offset=offset,
                 )
-                route.socket.send(_encode(header), zmq.SNDMORE)
+                route.socket.send(self._encode(header), zmq.SNDMORE)
                 route.socket.send(body, copy=False)
-
-    def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
-        try:
-            return _decode(metadata)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"tcp metadata from {peer}: {error}") from None
-
-    def _release(self, put: PutOperation, error: TransferError | None = None) -> None:
-        with self._lock:
-            self._unreleased_bytes -= put.nbytes
-        put.resource = None
-        put.finish(error)
 
     def _expire(self) -> None:
         self._arrivals.expire(time.monotonic())
@@ -306,7 +231,7 @@ class TcpRelay:
 
     def _turned_away(self, why: zmq.Event) -> None:
         """Counted each time, told once a reason."""
-        self._counts["handshake_failures"] += 1
+        self._handshake_failures += 1
         if why not in self._told:
             self._told.add(why)
             log.warning("tcp relay: somebody was turned away at %s: %s", self._endpoint, why.name)

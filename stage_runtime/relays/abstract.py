@@ -1,0 +1,159 @@
+"""What every relay does alike: account of its peers, its puts and the buffers that it has received.
+
+A relay is a subclass in a folder of its own. It says how a peer is connected, how bytes get there and come from there,
+and what a put holds; when that is given back is decided here. `base.Relay` is what callers see.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+from stage_runtime.errors import TransferError
+from stage_runtime.payloads.pack import Pack
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.ledger import Ledger
+from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.pins import Pins
+
+
+class Announcement(Protocol):
+    """A relay's metadata, decoded."""
+
+    @property
+    def transfer(self) -> int: ...
+
+
+Connection = TypeVar("Connection")
+Metadata = TypeVar("Metadata", bound=Announcement)
+
+
+class AbstractRelay(ABC, Generic[Connection, Metadata]):
+    """`base.Relay`, but for what differs between relays."""
+
+    name: ClassVar[str]
+
+    def __init__(self, context: RelayContext, metadata: type[Metadata]) -> None:
+        """metadata: the Struct that this relay announces a transfer with."""
+        self._context = context
+        self._loop = context.loop
+        self._ledger = Ledger(context.loop)
+        self._pins = Pins(context.loop, context.on_release)
+        self._connections: dict[Peer, Connection] = {}
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(metadata).decode
+
+    # --- what each relay says -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Connection | None:
+        """The way to a peer; None when this relay does not reach it. Bad facts never raise."""
+
+    @abstractmethod
+    def _disconnect(self, peer: Peer, connection: Connection) -> None:
+        """The peer is gone: close the way to it, and fail what is awaited from it."""
+
+    @abstractmethod
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None: ...
+
+    @abstractmethod
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation: ...
+
+    def _free(self, put: PutOperation) -> None:
+        """Give back what a put holds: nobody reads it any more."""
+
+    def _quarantine(self, put: PutOperation) -> None:
+        """Its request was aborted, and its receiver may still read."""
+
+    # --- base.Relay ---------------------------------------------------------------------------------------------
+
+    def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
+        if peer not in self._connections:
+            connection = self._connect(peer, facts)
+            if connection is None:
+                return False
+            self._connections[peer] = connection
+        return True
+
+    async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
+        while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
+            await self._ledger.room()
+        return put
+
+    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
+        operation = self.get(metadata, request_id=request_id, peer=peer)
+        await operation.wait()
+        return operation
+
+    def decline(self, metadata: bytes, *, peer: Peer) -> None:
+        self._context.on_release(peer, TransferId(self._decoded(metadata, peer).transfer))
+
+    def released(self, peer: Peer, transfer: TransferId) -> bool:
+        put = self._ledger.released(peer, transfer)
+        if put is None:
+            return False
+        self._end(put)
+        self._ledger.wake()
+        return True
+
+    def cleanup(self, request_id: str) -> None:
+        unannounced, announced = self._ledger.aborted(request_id)
+        for put in unannounced:
+            self._end(put)
+        for put in announced:
+            self._quarantine(put)
+        if unannounced:
+            self._ledger.wake()
+
+    def forget(self, peer: Peer) -> None:
+        connection = self._connections.pop(peer, None)
+        if connection is not None:
+            self._disconnect(peer, connection)
+        for put in self._ledger.held_by(peer):
+            self._end(put, TransferError(f"{peer} is gone"))
+        self._ledger.wake()
+        self._pins.forget(peer)
+
+    @property
+    def pins(self) -> Pins:
+        return self._pins
+
+    def stats(self) -> dict[str, int]:
+        return {**self._ledger.stats(), **self._pins.stats()}
+
+    def close(self) -> None:
+        for put in self._ledger.all():
+            self._end(put, TransferError("the relay was closed"))
+        for peer in list(self._connections):
+            self.forget(peer)
+
+    # --- for relays ---------------------------------------------------------------------------------------------
+
+    def _accounted(
+        self, metadata: Metadata, pack: Pack, resource: Any, *, request_id: str, peer: Peer, most: int | None = None
+    ) -> PutOperation | None:
+        """A put that begins now. None when that would be more than ``most`` unreleased bytes."""
+        transfer = TransferId(metadata.transfer)
+        announced = self._encode(metadata)
+        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, resource, announced)
+        return put if self._ledger.add(put, most=most) else None
+
+    def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
+        """Raises: TransferError: that is no metadata of this relay's."""
+        try:
+            return self._decode(metadata)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"{self.name} metadata from {peer}: {error}") from None
+
+    def _end(self, put: PutOperation, error: TransferError | None = None) -> None:
+        self._free(put)
+        put.finish(error)
