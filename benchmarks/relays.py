@@ -28,9 +28,9 @@ import uvloop
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.registry import RELAYS
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
-BACKENDS = ("shm", "tcp")
 SMALL_NBYTES = 4 << 20  # up to here a round takes many samples
 SAMPLES = 30
 WARM_UP = 3
@@ -94,7 +94,7 @@ def measure(control: Control, sizes: list[int], rounds: int) -> dict[str, dict[i
     methods: dict[str, Callable[[int, np.ndarray[Any, Any]], float]] = {
         "memcpy": Memcpy().once,
         "raw tcp": lambda size, source: send_raw(control, raw, source),
-        **{name: relay_once(control, relays, name) for name in BACKENDS},
+        **{name: relay_once(control, relays, name) for name in RELAYS},
     }
     found: dict[str, dict[int, float]] = {name: {} for name in methods}
     for size in sizes:
@@ -204,15 +204,15 @@ async def far(control: Control) -> None:
 
 def report(found: dict[str, dict[int, float]]) -> str:
     """A table: milliseconds, and each relay against memcpy and raw TCP."""
-    lines = [
-        f"{'bytes':>12} {'memcpy ms':>10} {'raw tcp ms':>11} {'shm ms':>9} {'/memcpy':>8} {'tcp ms':>9} {'/raw tcp':>9}"
-    ]
+    relays = "".join(f"{name + ' ms':>10} {'/memcpy':>8} {'/raw tcp':>9}" for name in RELAYS)
+    lines = [f"{'bytes':>12} {'memcpy ms':>10} {'raw tcp ms':>11}{relays}"]
     for size, copy in found["memcpy"].items():
-        raw, shm, tcp = (found[name][size] for name in ("raw tcp", "shm", "tcp"))
-        lines.append(
-            f"{size:>12,} {copy * 1e3:>10.3f} {raw * 1e3:>11.3f} {shm * 1e3:>9.3f} {shm / copy:>8.2f}"
-            f" {tcp * 1e3:>9.3f} {tcp / raw:>9.2f}"
-        )
+        raw = found["raw tcp"][size]
+        line = f"{size:>12,} {copy * 1e3:>10.3f} {raw * 1e3:>11.3f}"
+        for name in RELAYS:
+            took = found[name][size]
+            line += f"{took * 1e3:>10.3f} {took / copy:>8.2f} {took / raw:>9.2f}"
+        lines.append(line)
     return "\n".join(lines)
 
 

@@ -66,7 +66,9 @@ def rank_addresses(settings: StageSettings) -> tuple[str, str, RelaySettings]:
         bind = listen = f"{followers.rpartition(':')[0]}:*"
         advertise = listen
     arena = max(relays.arena_bytes // 4, min(relays.arena_bytes, 64 << 20))  # steps are released as they are taken
-    settled = msgspec.structs.replace(relays, bind=bind, advertise_host=None, arena_bytes=arena, prefault_bytes=0)
+    settled = msgspec.structs.replace(
+        relays, bind=bind, advertise_host=None, arena_bytes=arena, prefault_bytes=0, asked=frozenset()
+    )
     return listen, advertise, settled
 
 
@@ -81,5 +83,16 @@ def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettin
         host = settings.advertise.removeprefix("tcp://").rpartition(":")[0]
     arena = settings.arena_bytes or min(defaults.arena_bytes, int(memory_limit() * ARENA_SHARE))
     return RelaySettings(
-        arena_bytes=arena, prefault_bytes=min(defaults.prefault_bytes, arena), bind=bind, advertise_host=host
+        asked=_asked(settings),
+        arena_bytes=arena,
+        prefault_bytes=min(defaults.prefault_bytes, arena),
+        bind=bind,
+        advertise_host=host,
     )
+
+
+def _asked(settings: StageSettings | CoordinatorSettings) -> frozenset[str]:
+    """The relays that the plan names for what this process sends."""
+    if isinstance(settings, StageSettings):
+        return frozenset(stage.relay.backend for stage in settings.stages()) - {"auto"}
+    return frozenset([settings.plan.relay_backend]) - {"auto"}

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types.plan import BACKENDS
 from omnipipeline_spec.types.values import to_document
+from stage_runtime.relays.registry import RELAYS
 
 #: Every value of these fields reaches the processes of `omni up`.
 HONOURED: Final = frozenset(
@@ -89,8 +89,8 @@ def notices(spec: PipelineConfig, *, local: bool) -> tuple[str, ...]:
     local: on one machine; otherwise only what no program of this version reads.
     """
     found: dict[str, list[str]] = {}
-    if spec.relay_backend not in ("auto", *BACKENDS):
-        reason = f"not in this version: tensors travel by {' or '.join(BACKENDS)}"
+    if spec.relay_backend not in ("auto", *RELAYS):
+        reason = f"not in this version: tensors travel by {' or '.join(RELAYS)}"
         found.setdefault(reason, []).append(f"relayBackend: {spec.relay_backend}")
     for place, field in _set(to_document(spec), "", ""):
         if field in NOT_IN_THIS_VERSION:

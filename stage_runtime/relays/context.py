@@ -1,4 +1,4 @@
-"""What a backend is made with: the process's loop, name, arena and settings. Made by `registry.Relays`."""
+"""What a relay is made with: the process's loop, name, arena and settings. Made by `dispatch.Relays`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Security(Protocol):
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and addresses of this process's relays."""
 
+    asked: frozenset[str] = frozenset()  #: Relays that the pipeline asks for by name; opened beside those of `auto`.
     arena_bytes: int = 4 << 30  #: Most that may be in flight by shm; taken from the machine only as it is used.
     prefault_bytes: int = 32 << 20  #: Arena pages taken at the start and kept.
     bind: str = "tcp://127.0.0.1:*"  #: Of the tcp relay: ``tcp://host:port`` (``*``: any) or ``ipc:///path``.
@@ -41,12 +42,12 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The surroundings of a backend."""
+    """The surroundings of a relay."""
 
     loop: asyncio.AbstractEventLoop
     incarnation: Peer
     on_release: Release  #: Called on the loop.
-    ids: Iterator[int]  #: Transfer ids, shared by all backends of the process.
+    ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena
     security: Security | None
     settings: RelaySettings

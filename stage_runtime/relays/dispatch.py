@@ -1,7 +1,7 @@
 """All relays of a process as one: which of them serves a peer, and the names that go with a transfer.
 
 `Relays` is what the stage layer and the coordinator hold. Metadata begins with the backend's name, so a receiver
-needs to be told nothing else. A new backend is one line in `BACKENDS`.
+needs to be told nothing else. Which relays there are is `registry`'s table.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.payloads.pack import Extracted, Pack
+from stage_runtime.relays import registry
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, Relay, RelayOperation, Release, TransferId
 from stage_runtime.relays.context import RelayContext, RelaySettings, Security
 from stage_runtime.relays.pins import Pin
-from stage_runtime.relays.registry import AUTO, backend
+from stage_runtime.relays.registry import RELAYS, Entry
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,12 @@ class Relays:
         on_release: Release,
         security: Security | None = None,
         settings: RelaySettings | None = None,
-        backends: tuple[str, ...] = AUTO,
+        table: Mapping[str, Entry] = RELAYS,
     ) -> None:
         """on_release: called on ``loop`` when the last view of a received transfer has died: send a Release.
 
-        Raises: ConfigurationError: a backend is unknown, or what it needs is not installed.
+        Opened are the relays of ``table`` that `auto` may choose, and those that ``settings.asked`` names.
+        Raises: ConfigurationError: one that is asked for, or needs no extra, cannot be opened.
         """
         settings = settings or RelaySettings()
         self.arena = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
@@ -53,10 +55,11 @@ class Relays:
             security=security,
             settings=settings,
         )
-        self._relays: dict[str, Relay] = {}
+        self._table = table
+        self._relays: dict[str, Relay] = {}  #: Best first, as the table has them.
         try:
-            for name in backends:
-                self._relays[name] = backend(name)(context)
+            for name in registry.to_open(settings.asked, table):
+                self._open(name, context)
         except ConfigurationError:
             self._close_all()
             raise
@@ -95,12 +98,13 @@ class Relays:
         reach = self._reach.get(Peer(peer), ())
         if not reach:
             raise TransferError(f"no relay reaches {peer}")
-        if backend == "auto" or backend in reach:
-            return reach[0] if backend == "auto" else backend
-        if (Peer(peer), backend) not in self._warned:
+        if backend in reach:
+            return backend
+        best = next((name for name in reach if self._table[name].auto), reach[0])
+        if backend != "auto" and (Peer(peer), backend) not in self._warned:
             self._warned.add((Peer(peer), backend))
-            log.warning("relay %s does not reach %s: using %s", backend, peer, reach[0])
-        return reach[0]
+            log.warning("relay %s does not reach %s: using %s", backend, peer, best)
+        return best
 
     def put(self, extracted: Extracted, *, request_id: str, peer: str, backend: str = "auto") -> RelayOperation | None:
         """Start moving the parts of ``extracted``; from any thread. None when there is no room now.
@@ -199,6 +203,14 @@ class Relays:
     def close(self) -> None:
         self._trimming.cancel()
         self._close_all()
+
+    def _open(self, name: str, context: RelayContext) -> None:
+        try:
+            self._relays[name] = registry.load(name, self._table)(context)
+        except ConfigurationError as error:
+            if name in context.settings.asked or self._table[name].extra is None:
+                raise
+            log.info("auto does without: %s", error)
 
     def _close_all(self) -> None:
         for relay in self._relays.values():

@@ -1,44 +1,79 @@
-"""The table of relays. A new relay is one folder beside this file and one line in `BACKENDS`."""
+"""The table of relays: their names, where they are, which of them `auto` may choose.
+
+To add a relay NAME:
+
+1. one folder, ``stage_runtime/relays/NAME/``: a subclass of `abstract.AbstractRelay` in ``relay.py``. It imports from
+   outside what it needs, modules beside this one, and nothing of another relay's folder;
+2. one line in `RELAYS`, at the place where it is to be preferred.
+
+The rest follows from the line: processes open it and announce its facts in Hello, the contract suite
+(``tests/relays/test_relay_contract.py``) and ``benchmarks/relays.py`` run over it, import-linter keeps its folder apart
+from the others, ``omni plan`` no longer calls it missing. Only where it applies:
+
+- packages that it imports: an extra in ``pyproject.toml``, named in its line;
+- a new name for `relayBackend`: ``RelayBackend`` of the contract, then ``make crds``;
+- what only this relay promises: ``tests/relays/test_NAME.py``.
+
+Nothing of a relay is imported before it is opened, and this module imports none of them.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Final, Protocol
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.relays.base import Relay
-from stage_runtime.relays.context import RelayContext
 
-#: Backend -> (where it is, the extra that brings what it needs).
-BACKENDS: Final[dict[str, tuple[str, str | None]]] = {
-    "shm": ("stage_runtime.relays.shm.relay:ShmRelay", None),
-    "tcp": ("stage_runtime.relays.tcp.relay:TcpRelay", None),
-}
-#: Backends that a pipeline may ask for by name and this version has not.
-PLANNED: Final = frozenset(["nixl", "mooncake", "nccl"])
-AUTO: Final = ("shm", "tcp")  # the first that reaches a peer
+if TYPE_CHECKING:
+    from stage_runtime.relays.base import Relay
+    from stage_runtime.relays.context import RelayContext
 
 
-class Backend(Protocol):
-    """What `BACKENDS` names: how a relay is made."""
+class Factory(Protocol):
+    """What a line names: makes the relay of a process."""
 
     def __call__(self, context: RelayContext) -> Relay: ...
 
 
-def backend(name: str) -> Backend:
-    """The constructor of a backend.
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One relay."""
+
+    factory: str  #: ``module:name`` of its `Factory`.
+    extra: str | None = None  #: Of omnipipeline: installs what the relay imports.
+    #: Every process opens it, and `auto` may choose it. False: opened only where a pipeline asks for it by name.
+    auto: bool = True
+
+
+#: Best first: `auto` takes the first that reaches a peer.
+RELAYS: Final[Mapping[str, Entry]] = {
+    "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
+    "tcp": Entry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
+}
+
+
+def to_open(asked: Collection[str], table: Mapping[str, Entry] = RELAYS) -> tuple[str, ...]:
+    """The relays of a process whose pipeline asks for those names, best first.
+
+    A name that is not in the table opens nothing: its edges use what reaches the peer (`dispatch.Relays.choose`).
+    """
+    return tuple(name for name, entry in table.items() if entry.auto or name in asked)
+
+
+def load(name: str, table: Mapping[str, Entry] = RELAYS) -> Factory:
+    """The factory of a relay; imports its folder.
 
     Raises: ConfigurationError: there is none of that name, or what it needs is not installed.
     """
-    if name in PLANNED:
-        raise ConfigurationError(f"relay {name!r} is not in this version: use auto, {' or '.join(BACKENDS)}")
-    if name not in BACKENDS:
-        raise ConfigurationError(f"unknown relay {name!r}: wanted auto, {', '.join(BACKENDS)}")
-    where, extra = BACKENDS[name]
-    module, _, attribute = where.partition(":")
+    entry = table.get(name)
+    if entry is None:
+        raise ConfigurationError(f"relay {name!r} is not in this version: use auto, {' or '.join(table)}")
+    module, _, attribute = entry.factory.partition(":")
     try:
-        found: Backend = getattr(importlib.import_module(module), attribute)
+        factory: Factory = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        hint = f"pip install 'omnipipeline[{extra}]'" if extra else "install omnipipeline[runtime]"
-        raise ConfigurationError(f"relay {name!r} cannot be loaded ({error}): {hint}") from error
-    return found
+        install = f"pip install 'omnipipeline[{entry.extra or 'runtime'}]'"
+        raise ConfigurationError(f"relay {name!r} cannot be loaded ({error}): {install}") from error
+    return factory

@@ -20,11 +20,9 @@ from omnipipeline_spec.cluster import (
     Security,
 )
 from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
-from omnipipeline_spec.types.plan import BACKENDS
 from omnipipeline_spec.types.values import fields_of, is_list, without_none
 from stage_runtime.processes import references, unsupported
 from stage_runtime.processes.unsupported import CLUSTER_ONLY, HONOURED, NOT_IN_THIS_VERSION
-from stage_runtime.relays import registry
 
 
 def leaves(kind: inspect.Type, path: str) -> Iterator[str]:
@@ -57,10 +55,6 @@ def test_no_table_names_a_field_that_is_gone() -> None:
     assert set(FIELDS) >= HONOURED
     for prefix in (*NOT_IN_THIS_VERSION, *CLUSTER_ONLY):
         assert any(inside(path, prefix) for path in FIELDS), prefix
-
-
-def test_the_contract_knows_the_relays_that_there_are() -> None:
-    assert tuple(registry.BACKENDS) == BACKENDS
 
 
 #: A sound spec, and for each honoured field a change of it: path of `--set` and value.

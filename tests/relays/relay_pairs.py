@@ -11,6 +11,7 @@ import msgspec
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.registry import RELAYS
 
 MIB = 1 << 20
 SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, whole_bytes=2 * MIB)
@@ -55,7 +56,11 @@ class Pair:
     def held(self):
         """What a's stats say it has not got back."""
         stats = self.a.stats()
-        return stats["arena_bytes_in_use"] + stats["shm_unreleased_transfers"] + stats["tcp_unreleased_transfers"]
+        return stats["arena_bytes_in_use"] + sum(stats[f"{name}_unreleased_transfers"] for name in RELAYS)
+
+    def kept(self):
+        """Bytes that have come to b and that nobody has fetched."""
+        return sum(count for name, count in self.b.stats().items() if name.endswith("_unclaimed_bytes"))
 
     async def until(self, condition, timeout=5.0):
         async with asyncio.timeout(timeout):

@@ -14,6 +14,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.registry import RELAYS
 from tests.relays.relay_pairs import MIB, FarEnd
 
 
@@ -34,8 +35,8 @@ async def near(far):
         settings=RelaySettings(arena_bytes=256 * MIB, prefault_bytes=0),
     )
     relays.told = told
-    assert relays.open("far", far.facts) == ("shm", "tcp")
-    assert far.ask(do="open", facts=relays.facts()) == ["shm", "tcp"]
+    assert relays.open("far", far.facts) == tuple(RELAYS)
+    assert far.ask(do="open", facts=relays.facts()) == list(RELAYS)
     yield relays
     relays.close()
 
@@ -48,7 +49,7 @@ def fetch(far, operation, **options):
     return far.ask(do="get", metadata=base64.b64encode(operation.metadata).decode(), **options)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", list(RELAYS))
 @pytest.mark.parametrize("nbytes", [4096, MIB, 40 * MIB + 3])
 async def test_bytes_reach_another_process_and_are_released_from_there(near, far, backend, nbytes):
     array = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
@@ -59,14 +60,14 @@ async def test_bytes_reach_another_process_and_are_released_from_there(near, far
     assert operation.done() and near.stats()["arena_bytes_in_use"] == 0
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", list(RELAYS))
 async def test_bytes_come_from_another_process(near, far, backend):
     metadata = base64.b64decode(far.ask(do="put", nbytes=3 * MIB, mark=7, backend=backend))
     buffer = await near.get(metadata, request_id="r", peer="far").wait_for_completion(10)
     assert bytes(buffer) == b"\7" * (3 * MIB)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", list(RELAYS))
 async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near, far, backend):
     operations = [put(near, np.ones(MIB, np.uint8), backend) for _ in range(20)]
     for operation in operations[:10]:
@@ -179,7 +180,7 @@ async def test_unix_sockets_carry_bulk_too(tmp_path):
         settings=RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, bind=f"ipc://{tmp_path}/near.data"),
     )
     try:
-        assert relays.open("far", end.facts) == ("shm", "tcp")
+        assert relays.open("far", end.facts) == tuple(RELAYS)
         end.ask(do="open", facts=relays.facts())
         array = np.full(5 * MIB, 3, np.uint8)
         assert fetch(end, put(relays, array, "tcp"))["sha"] == hashlib.sha256(array).hexdigest()

@@ -192,6 +192,14 @@ async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(b
     assert both.a.stats()["slots_quarantined"] == 0
 
 
+async def test_one_payload_for_two_receivers_is_copied_once(both):
+    extracted, first = both.put(np.arange(9000))
+    second = both.a.put(extracted, request_id="r", peer="b", backend="shm")
+    assert copied(both) == 72_000
+    for operation in (first, second):
+        both.a.discard(operation)
+
+
 async def test_a_large_copy_lies_half_a_page_beside_its_source(both):
     for skip in (0, 64, 1000, 4000):
         source = np.ones(16 * MIB + 4096, np.uint8)[skip : skip + 16 * MIB]

@@ -9,7 +9,6 @@ import zmq
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.registry import backend
 from stage_runtime.relays.tcp.arrivals import Header
 from stage_runtime.sockets.addresses import Security
 from tests.relays.relay_pairs import MIB, SMALL, pair
@@ -212,13 +211,6 @@ async def test_peers_are_told_the_advertised_host(bind, host, wanted):
     with pair("shm", settings=msgspec.structs.replace(SMALL, bind=bind, advertise_host=host)) as both:
         endpoint = both.a.facts()["tcp"]["endpoint"]
         assert endpoint.startswith(wanted) and int(endpoint.removeprefix(wanted)) > 0
-
-
-@pytest.mark.parametrize(("name", "words"), [("nixl", "not in this version"), ("carrier-pigeon", "unknown relay")])
-def test_a_backend_that_is_not_here_is_refused_with_what_there_is(name, words):
-    with pytest.raises(ConfigurationError, match=words) as caught:
-        backend(name)
-    assert "shm" in str(caught.value) and "tcp" in str(caught.value)
 
 
 async def test_what_nobody_asks_for_in_time_is_dropped_and_its_sender_released():

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-BACKENDS = ("shm", "tcp")  # the relays of this version; other names in a spec fall back to these
 PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N-1
 
 

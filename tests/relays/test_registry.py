@@ -1,0 +1,115 @@
+"""The table of relays: a relay is one folder and one line, and what the line says happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import stage_runtime.relays
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.payloads import encoding
+from stage_runtime.relays import registry
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.registry import RELAYS, Entry
+from stage_runtime.relays.shm.relay import ShmRelay
+from tests.relays.relay_pairs import SMALL
+
+HERE = Path(stage_runtime.relays.__file__).parent
+
+
+class ListedRelay(ShmRelay):
+    """A relay that has a line and is not of `auto`."""
+
+    name = "listed"
+
+
+def listed(context: RelayContext) -> ListedRelay:
+    return ListedRelay(context)
+
+
+LISTED: Mapping[str, Entry] = {"listed": Entry(factory=f"{__name__}:listed", auto=False), **RELAYS}
+MISSING = Entry(factory="there_is_no_such_package:relay", extra="pigeon")
+
+
+def relays(incarnation: str, table: Mapping[str, Entry], *asked: str) -> Relays:
+    return Relays(
+        loop=asyncio.get_running_loop(),
+        incarnation=incarnation,
+        on_release=lambda peer, transfer: None,
+        settings=msgspec.structs.replace(SMALL, asked=frozenset(asked)),
+        table=table,
+    )
+
+
+def test_every_folder_has_a_line_and_every_line_a_folder() -> None:
+    folders = {path.name for path in HERE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders == set(RELAYS)
+    for name, entry in RELAYS.items():
+        assert entry.factory.startswith(f"stage_runtime.relays.{name}.")
+        assert registry.load(name).name == name  # type: ignore[attr-defined]
+
+
+def test_the_table_imports_no_relay_and_what_no_relay_needs() -> None:
+    program = "import sys; import stage_runtime.relays.registry; print(*sys.modules, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    found = done.stdout.split()
+    assert not {"numpy", "torch", "zmq"}.intersection(found)
+    assert [name for name in found if name.startswith("stage_runtime.relays.")] == ["stage_runtime.relays.registry"]
+
+
+async def test_a_relay_that_is_listed_is_opened_and_used_where_a_pipeline_asks_for_it() -> None:
+    a, b = relays("a", LISTED, "listed"), relays("b", LISTED, "listed")
+    try:
+        assert list(a.facts()) == ["listed", *RELAYS]
+        assert a.open("b", b.facts()) == ("listed", *RELAYS) == b.open("a", a.facts())
+        assert (a.choose("b", "listed"), a.choose("b")) == ("listed", next(iter(RELAYS)))
+        put = a.put(encoding.extract(np.ones(9000)), request_id="r", peer="b", backend="listed")
+        assert put is not None and put.metadata.startswith(b"listed:")
+        assert len(await b.get(put.metadata, request_id="r", peer="a").wait_for_completion(5)) == 72_000
+    finally:
+        a.close()
+        b.close()
+
+
+async def test_a_relay_that_nobody_asks_for_is_not_opened_and_a_peer_without_it_is_served_by_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    a, b = relays("a", LISTED, "listed"), relays("b", LISTED)
+    try:
+        assert list(b.facts()) == list(RELAYS)
+        assert a.open("b", b.facts()) == tuple(RELAYS)
+        assert [a.choose("b", "listed") for _ in range(3)] == [next(iter(RELAYS))] * 3
+        assert [record.levelname for record in caplog.records if "listed" in record.message] == ["WARNING"]
+    finally:
+        a.close()
+        b.close()
+
+
+async def test_auto_does_without_what_is_not_installed_and_says_how_to_install_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    only = relays("a", {"pigeon": MISSING, **RELAYS})
+    assert list(only.facts()) == list(RELAYS)
+    only.close()
+    assert "relay 'pigeon' cannot be loaded" in caplog.text and "omnipipeline[pigeon]" in caplog.text
+
+
+async def test_what_a_pipeline_asks_for_and_is_not_installed_ends_the_start() -> None:
+    with pytest.raises(ConfigurationError, match=r"No module named 'there_is_no.*pip install 'omnipipeline\[pigeon\]'"):
+        relays("a", {"pigeon": MISSING, **RELAYS}, "pigeon")
+
+
+@pytest.mark.parametrize("name", ["nixl", "carrier-pigeon"])
+def test_a_relay_that_is_not_in_the_table_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{name}' is not in this version: use auto, shm or tcp"):
+        registry.load(name)
