@@ -141,11 +141,21 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     def _accounted(
         self, metadata: Metadata, pack: Pack, resource: Any, *, request_id: str, peer: Peer, most: int | None = None
     ) -> PutOperation | None:
-        """A put that begins now. None when that would be more than ``most`` unreleased bytes."""
+        """A put that begins now. None when that would be more than ``most`` unreleased bytes.
+
+        Raises: TransferError: the peer was forgotten meanwhile; nothing of the put is left.
+        """
         transfer = TransferId(metadata.transfer)
         announced = self._encode(metadata)
         put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, resource, announced)
-        return put if self._ledger.add(put, most=most) else None
+        if not self._ledger.add(put, most=most):
+            return None
+        # In this order: `forget` takes the connection before it looks into the ledger.
+        if peer not in self._connections and self._ledger.released(peer, transfer) is not None:
+            error = TransferError(f"{peer} is gone")
+            self._end(put, error)
+            raise error
+        return put
 
     def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
         """Raises: TransferError: that is no metadata of this relay's."""

@@ -10,6 +10,9 @@ import torch
 
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
+from stage_runtime.relays import registry
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.registry import RELAYS
 from tests.relays.relay_pairs import MIB, SMALL, pair
 
@@ -276,3 +279,44 @@ async def test_what_is_written_after_a_put_has_returned_does_not_arrive(both):
         assert sorted({int(value) for value in np.unique(np.frombuffer(buffer, np.uint8))}) in ([1], [0, 1])
         del buffer
         await operation.wait_for_completion(5)
+
+
+class Interrupted:
+    """Transfer ids. Taking one happens between finding the peer and accounting for the put: there the peer is lost."""
+
+    def __init__(self, lose):
+        self._lose = lose
+
+    def __next__(self):
+        self._lose()
+        return 1
+
+    def __iter__(self):
+        return self
+
+
+@pytest.mark.parametrize("name", list(RELAYS))
+async def test_a_put_during_which_its_peer_is_forgotten_leaves_nothing(name):
+    """A stage's thread puts, the I/O thread forgets: what came into the ledger after that would stay for ever."""
+    with pair(name) as both:
+        memory = Arena(4 * MIB)
+        context = RelayContext(
+            loop=asyncio.get_running_loop(),
+            incarnation="a",
+            on_release=lambda peer, transfer: None,
+            ids=Interrupted(lambda: relay.forget("b")),
+            arena=memory,
+            security=None,
+            settings=SMALL,
+        )
+        relay = registry.load(name)(context)
+        try:
+            assert relay.open("b", both.b.facts()[name])
+            with pytest.raises(TransferError, match="b is gone"):
+                relay.put(encoding.extract(np.ones(9000)).pack, request_id="r", peer="b")
+            stats = relay.stats()
+            assert (stats["unreleased_transfers"], stats["unreleased_bytes"]) == (0, 0)
+            assert memory.stats()["arena_bytes_in_use"] == 0
+        finally:
+            relay.close()
+            memory.close()
