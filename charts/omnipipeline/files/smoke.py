@@ -1,7 +1,7 @@
-"""`helm test`: apply a small CPU pipeline, wait until it is ready, ask it, remove it.
+"""`helm test`: apply a small CPU pipeline, wait until it is ready, send it a request, delete it.
 
 Runs in the operator's image (it holds Python and the Kubernetes client), with a service account of its own that may do
-this and nothing else. Exit code 0 says that the operator, the stage image, DNS, the Service and the stages work.
+this and nothing else. Exit code 0 means that the operator, the stage image, DNS, the Service and the stages work.
 """
 
 import json
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def remove(api: client.CustomObjectsApi) -> None:
-    """Delete the pipeline and wait until it is gone."""
+    """Delete the pipeline and wait until it no longer exists."""
     while time.monotonic() < DEADLINE + 30:
         try:
             api.delete_namespaced_custom_object(name=NAME, propagation_policy="Foreground", **KIND)
@@ -73,7 +73,7 @@ def remove(api: client.CustomObjectsApi) -> None:
 
 def ready(api: client.CustomObjectsApi) -> str:
     """The pipeline's URL, once it is Ready."""
-    why = "the operator has said nothing of it"
+    why = "no operator has reconciled it"
     while time.monotonic() < DEADLINE:
         found = api.get_namespaced_custom_object(name=NAME, **KIND)
         status = found.get("status", {})
@@ -87,7 +87,7 @@ def ready(api: client.CustomObjectsApi) -> str:
 
 
 def ask(url: str) -> str:
-    """What the pipeline answers; a Service's rules may take a moment after the condition."""
+    """The pipeline's answer; retried, because the Service's rules may follow the condition a moment later."""
     question = {"model": NAME, "messages": [{"role": "user", "content": "it works"}]}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}

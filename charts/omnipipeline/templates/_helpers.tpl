@@ -54,7 +54,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* The operator's own pods, then those that values name: who may read :8081 of a pipeline's pods. */}}
+{{/* Peers that may read :8081 of a pipeline's pods: the operator's own pods, then `scrapers`. */}}
 {{- define "omnipipeline.scrapers" -}}
 {{- $own := dict
   "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace))
@@ -62,7 +62,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- prepend .Values.scrapers $own | toJson -}}
 {{- end -}}
 
-{{/* What the operator does to a pipeline's children; the same in a ClusterRole and in a Role. */}}
+{{/* The operator's rights on a pipeline's children; the same in a ClusterRole and in a Role. */}}
 {{- define "omnipipeline.rules" -}}
 - apiGroups: [omnipipeline.dev]
   resources: [omnipipelines]
@@ -70,7 +70,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [omnipipeline.dev]
   resources: [omnipipelines/status]
   verbs: [patch]
-# Owner references that block deletion need it under OwnerReferencesPermissionEnforcement.
+# OwnerReferencesPermissionEnforcement requires it for owner references that block deletion.
 - apiGroups: [omnipipeline.dev]
   resources: [omnipipelines/finalizers]
   verbs: [update]
@@ -84,7 +84,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, patch, delete]
-# The control plane's key: made once, never read.
+# The control plane's key: created once, never read.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
@@ -106,7 +106,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]
-# What kubelets say of pods that cannot start: a missing ConfigMap, Secret or volume stands nowhere else.
+# Kubelets' Events about pods that cannot start: nothing else reports a missing volume or key.
 - apiGroups: [""]
   resources: [events]
   verbs: [list]
