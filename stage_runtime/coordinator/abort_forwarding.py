@@ -1,6 +1,6 @@
-"""Aborting what another coordinator owns: in a roll, a DELETE may reach the one that does not know its request.
+"""Forwards aborts of requests that another coordinator owns: in a roll, a DELETE may reach the wrong coordinator.
 
-The instances are asked, which know all coordinators (`rules.forwarding`). On the I/O thread.
+Instances know all coordinators and pass the abort on (`rules.forwarding`). On the I/O thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPEN_MOST: Final = 64  # at once: each question costs a message to every instanc
 
 
 class AbortForwarding:
-    """Questions that are open."""
+    """Forwarded aborts that wait for an answer."""
 
     def __init__(self, me: str, send: Callable[[str, Message], bool]) -> None:
         self._me = me
@@ -51,14 +51,14 @@ class AbortForwarding:
         return inquiry.outcome
 
     def answered(self, sender: str, message: ForwardAbortReply) -> None:
-        """An instance brings what an owner said."""
+        """An instance returns an owner's answer."""
         if message.request_id in self._open:
             inquiry, changed = self._open[message.request_id]
             inquiry.answered(sender, aborted=message.aborted, owners=message.owners)
             changed.set()
 
     def forget(self, instance: str) -> None:
-        """It is gone, and answers nothing."""
+        """The instance is gone: expect no answer from it."""
         for inquiry, changed in self._open.values():
             inquiry.gone(instance)
             changed.set()

@@ -1,6 +1,6 @@
 """What must be known of a request before anything is sent: its terminals, its encoded body, its deadline, its retries.
 
-Whatever is refused here has touched nobody. Called by the request manager alone.
+A request that is refused here has sent nothing. Called by the request manager alone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """The pipeline's terms."""
+    """Applies the pipeline's limits (deadline, retries, memory kept for retries) to each new request."""
 
     def __init__(self, plan: CoordinatorPlan, terminal_stages: Callable[[OmniRequest], Any] | None) -> None:
         self._plan = plan
         self._terminal_stages = terminal_stages
-        self.kept_nbytes = 0  #: Of bodies that requests in flight keep.
+        self.kept_nbytes = 0  #: Encoded bodies that requests in flight keep for a retry.
 
     def admit(
         self, request: OmniRequest, revision: PipelineRevision, wanted: Collection[str] | None, timeout_s: float
@@ -64,7 +64,7 @@ class Admission:
         return limit_s if asked_s is None else min(asked_s, limit_s)
 
     def ended(self, extracted: Extracted) -> None:
-        """A request is over; its body is kept no longer."""
+        """A request has ended: release its encoded body."""
         self.kept_nbytes -= extracted.nbytes
 
     def wanted_terminals(

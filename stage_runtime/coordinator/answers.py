@@ -94,7 +94,7 @@ class Answers:
         self._end_if_whole(handle, message.source, message.attempt)
 
     def _skipped(self, message: Complete) -> None:
-        """Nothing of the request can reach a terminal: where it is waited for, its request fails now."""
+        """No data of the request can reach this terminal stage. If the request waits for the stage, it fails now."""
         handle = self._current(message)
         if handle is not None and message.source in handle.tracked.waiting:
             problem = f"no route leads the request to {message.source!r}, a terminal stage that it waits for: "
@@ -118,7 +118,7 @@ class Answers:
         self._end_if_whole(handle, message.source, message.attempt)
 
     def _end_if_whole(self, handle: RequestHandle, source: str, attempt: int) -> None:
-        """A terminal is through once its result and all its chunks are here, in whatever order they came."""
+        """A terminal stage is done when its result and all its chunks have arrived, in any order."""
         if source in handle.undelivered and handle.streams[source].closed:
             _, fetched = handle.undelivered.pop(source)
             self._happen(handle, TerminalDone(source, attempt), Resulted(source, fetched))

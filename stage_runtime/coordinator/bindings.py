@@ -51,7 +51,7 @@ class Bindings:
             ) from error
 
     def give_back(self, bindings: dict[str, str]) -> None:
-        """What was chosen is not used."""
+        """Return a choice that is not used."""
         self._membership.state.unbind(bindings)
 
     def attach(self, handle: RequestHandle, revision: PipelineRevision, bindings: dict[str, str]) -> None:
@@ -62,7 +62,7 @@ class Bindings:
             self._by_instance.setdefault(incarnation, set()).add(handle)
 
     def release(self, handle: RequestHandle) -> None:
-        """Its instances carry one less. ``handle.bindings`` still says who they were."""
+        """Decrease the load of its instances. ``handle.bindings`` keeps their incarnations."""
         self._membership.state.unbind(handle.bindings)
         for incarnation in set(handle.bindings.values()):
             bound = self._by_instance.get(incarnation)
@@ -119,7 +119,7 @@ class Rebinding:
             self._awaiting[handle] = self._loop.call_later(NEW_INSTANCE_WAIT_S, self._give_up, handle)
 
     def instances_changed(self) -> None:
-        """Somebody is ready: those that wait may go."""
+        """An instance is ready: bind the requests that wait for one."""
         for handle in list(self._awaiting):
             self._try(handle)
 

@@ -1,4 +1,4 @@
-"""The coordinator's ear: what is said to it goes to membership or to the request manager.
+"""Dispatches control messages to membership and the request manager.
 
 `sockets.channels.Handler`.
 """
@@ -75,7 +75,7 @@ class Coordinator:
         revisions: Sequence[PipelineRevision],
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
     ) -> None:
-        """Take the ends of the planes, before anything is said.
+        """Set the sockets and relays. Called once, before the first message is sent.
 
         endpoint, publisher: as the others must know them. terminal_stages: the pipeline's terminalStagesFn.
         """
@@ -124,7 +124,7 @@ class Coordinator:
     # --- what the process does with it --------------------------------------------------------------------------
 
     def release(self, peer: str, transfer: int) -> None:
-        """The last view of what a stage put has died."""
+        """The last view of a stage's transfer is gone: release it."""
         self._releases.add(peer, transfer)
 
     def update_revisions(self, revisions: Sequence[PipelineRevision]) -> None:
@@ -133,7 +133,7 @@ class Coordinator:
         self.manager.instances_changed()
 
     def set_aside(self, hosts: Sequence[str]) -> None:
-        """Bind nothing new to what runs at these addresses."""
+        """Bind no new request to instances at these addresses."""
         self.membership.set_aside(hosts)
         self.manager.instances_changed()
 
@@ -149,14 +149,14 @@ class Coordinator:
         for replaced in before - set(self.membership.state.instances):
             self.manager.instance_lost(replaced)
         if sender not in before and welcome and message.member.ready:
-            self.manager.instances_changed()  # one that was fenced comes back loaded
+            self.manager.instances_changed()  # a fenced instance returns with its models loaded
         return welcome
 
     def _hello_again(self, sender: str, message: Hello) -> None:
         self._hello(sender, message)
 
     def _forward_abort(self, sender: str, message: ForwardAbort) -> None:
-        """Another coordinator was asked to abort it, and an instance says so."""
+        """Another coordinator received the abort; an instance forwards it to us."""
         aborted = self.manager.abort(message.request_id, message.reason)
         self._channels.send(sender, ForwardAbortReply(message.request_id, message.asker, aborted))
 

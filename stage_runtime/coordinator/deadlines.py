@@ -12,7 +12,7 @@ STALE_KEPT: Final = 10_000  # deadlines of requests that are over, before they a
 
 
 class Deadlines:
-    """A heap of (deadline, request id). Ids come again, so whoever is told compares the deadline too.
+    """A heap of (deadline, request id). Ids may be reused, so callbacks compare the deadline too.
 
     passed: called with (id, deadline) on the loop, once, within `CHECK_EVERY_S`. wanted: (id, deadline) still matters.
     """
@@ -28,7 +28,7 @@ class Deadlines:
         self._passed = passed
         self._wanted = wanted
         self._heap: list[tuple[float, str]] = []
-        self._live = 0  #: How many were wanted when they were last counted, and all since.
+        self._live = 0  #: Deadlines still wanted at the last cleanup, plus all added since.
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, request_id: str, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""What the request manager tells whoever waits for a request: the only words between `coordinator` and `web`."""
+"""The interface between `coordinator` and `web`: events of a request, its record, and the protocols of both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who belongs to the pipeline, as this coordinator sees it: Hello, Welcome, Ready, beats, goodbyes, losses."""
+"""The pipeline's members, as this coordinator sees them: registration, readiness, heartbeats, departures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Membership:
         return True
 
     def unknown_peer(self, sender: str) -> None:
-        """Somebody speaks to us who has no link. One that we fenced, by mistake or frozen, must learn of it."""
+        """A message came from a process without a link. A fenced one is told that it was fenced."""
         endpoint = self._fenced.get(sender)
         if endpoint is not None:
             self._channels.dismiss(sender, endpoint, Rejected(sender, FENCED, fenced=True))
@@ -114,13 +114,13 @@ class Membership:
             self.unbound(sender)
 
     def unbound(self, incarnation: str) -> None:
-        """A request less is bound to it; a draining instance is told when it was the last."""
+        """One request fewer is bound to it. A draining instance is told when no request is left."""
         instance = self.state.instances.get(incarnation)
         if instance is not None and instance.draining and not self._bound_to(incarnation):
             self._channels.send(incarnation, Unbound())
 
     def fence(self, incarnation: str) -> bool:
-        """It is gone for good: late words of this life are ignored. False when it was no member."""
+        """Remove the member for good: later messages of this incarnation are ignored. False when it was no member."""
         instance = self.state.leave(incarnation)
         if instance is None:
             return False
@@ -161,7 +161,7 @@ class Membership:
         self._log_ineligible(*self.state.instances)
 
     def set_aside(self, hosts: Sequence[str]) -> None:
-        """The pods at these addresses were taken out of their units: what is bound to them ends, nothing new is."""
+        """The pods at these addresses were taken out of their units: bound requests finish, no new one is bound."""
         for incarnation in self.state.set_aside(hosts):
             instance = self.state.instances[incarnation]
             change = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
@@ -242,7 +242,9 @@ def _rests(revisions: Sequence[PipelineRevision]) -> dict[str, bool]:
 
 
 def _may_leave_rest(revision: PipelineRevision) -> bool:
-    """A straight line of normal edges leaves nothing behind: its one terminal is through last."""
+    """False for a linear pipeline of normal edges: its only terminal stage finishes last, so no stage holds
+    anything.
+    """
     sources = [source for source, _, _ in revision.edges]
     return (
         len(revision.terminals) > 1

@@ -1,4 +1,4 @@
-"""Small news for instances, batched: what has ended, and how far a client has read. On the I/O thread."""
+"""Batched notifications to instances: requests that ended, chunks that clients consumed. On the I/O thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EndedNotifier:
 
 
 class ConsumedNotifier:
-    """The weight of chunks that clients have read, and their producers have not been told of."""
+    """The weight of chunks that clients have read and that were not reported to their producers yet."""
 
     def __init__(self, owner: str, send: Callable[[str, Message], bool]) -> None:
         self._owner = owner

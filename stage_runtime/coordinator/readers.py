@@ -1,4 +1,4 @@
-"""Keeps clients that do not read from holding up stages that others wait for (`rules.readers`). On the I/O thread."""
+"""Prevents slow clients from blocking a stage that other requests need (`rules.readers`). On the I/O thread."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Readers:
             self._timer.cancel()
 
     def _look(self) -> None:
-        # Armed first: a look that raises is not the last one.
+        # Armed first: a check that raises does not stop the later ones.
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look) if self._stalled else None
         for instance, stage in sorted(self._stalled):
             self._make_way(instance, stage)

@@ -57,7 +57,7 @@ from stage_runtime.wire.values import OmniRequest
 
 log = logging.getLogger(__name__)
 
-RECONNECT_S: Final = 1.0  # two that cannot reach each other are given so long: is one of them dead, or back?
+RECONNECT_S: Final = 1.0  # after two instances lost their connection: wait so long for a death or a reconnect
 
 
 class RequestManager:
@@ -105,7 +105,8 @@ class RequestManager:
         self._consumed_notifier = ConsumedNotifier(membership.incarnation, send)
         self.readers = Readers(loop, bound_to=self._bindings.on, end=self._end_unread)
         self._handles: dict[str, RequestHandle] = {}  #: In flight, by id.
-        self._attempts = itertools.count(1)  #: Across all requests: ids come again, and stages remember the dead.
+        #: Increases across all requests: a reused id gets a higher number than its tombstone.
+        self._attempts = itertools.count(1)
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._started_at = time.monotonic()
 
@@ -223,7 +224,7 @@ class RequestManager:
     # --- what processes say -------------------------------------------------------------------------------------
 
     def unreadable(self, sender: str, request: RequestRef, problem: str) -> None:
-        """What an instance said of a request cannot be read: no retry makes it readable."""
+        """A message about a request cannot be decoded. A retry would produce the same message, so the request fails."""
         handle = self._handles.get(request.request_id)
         if handle is not None:
             stage = next((stage for stage, bound in handle.bindings.items() if bound == sender), None)
@@ -231,7 +232,10 @@ class RequestManager:
             self._failed(handle, request.attempt, failure)
 
     def hand_back(self, sender: str, message: HandBack) -> None:
-        """A draining instance has not begun. Without another one it shall go on: draining takes what is bound."""
+        """A draining instance returns a request that it has not begun.
+
+        If no other instance is ready, it keeps the request.
+        """
         handle = self._handles.get(message.request_id)
         if handle is None:
             return
@@ -253,7 +257,7 @@ class RequestManager:
         self._bindings.drop(incarnation)
 
     def peer_unreachable(self, sender: str, peer: str) -> None:
-        """Two instances have lost each other, and with it what was under way between them.
+        """The connection between two instances broke; messages in transit between them may be lost.
 
         If one of them is dead, that is known soon and `instance_lost` says more. Else their requests would wait for
         each other until their deadlines.
@@ -263,7 +267,7 @@ class RequestManager:
             self._loop.call_later(RECONNECT_S, self._give_up, attempts, peer)
 
     def instances_changed(self) -> None:
-        """Somebody is ready: requests that wait for an instance may go."""
+        """An instance is ready: bind the requests that wait for one."""
         self._rebinding.instances_changed()
 
     def bound_to(self, incarnation: str) -> int:
@@ -283,12 +287,12 @@ class RequestManager:
 
     def _failed(self, handle: RequestHandle, attempt: int, failure: Failure) -> None:
         if failure.code == "transport_failed":
-            # Which end is cut off, neither knows: sent again, it goes to others where there are others.
+            # It is unknown which end failed, so a retry avoids all bound instances where others are ready.
             handle.avoid.update(handle.bindings.values())
         self._happen(handle, StageFailed(attempt, failure))
 
     def _give_up(self, attempts: list[tuple[RequestHandle, int]], peer: str) -> None:
-        """Whatever of ``attempts`` is still under way is stuck between ``peer`` and another."""
+        """Fail those of ``attempts`` that are still under way: they wait for messages lost at ``peer``."""
         for handle, attempt in attempts:
             if handle.tracked.hears(attempt) and peer in handle.bindings.values():
                 stage = next(stage for stage, bound in handle.bindings.items() if bound == peer)
@@ -301,7 +305,7 @@ class RequestManager:
             log.exception("request %s; its history: %s", error, "; ".join(error.history) or "none")
             return NOTHING
         if Instruction.REBIND in instructions and not isinstance(event, HandedBack):
-            self.stats.retried += 1  # what had not begun loses nothing by going elsewhere: that is no retry
+            self.stats.retried += 1  # a request handed back before it began is not counted as a retry
         self._carry_out(handle, instructions, delivered)
         return instructions
 
@@ -339,7 +343,7 @@ class RequestManager:
         return bool(self._happen(handle, Cancelled(reason)))
 
     def _end_unread(self, handle: RequestHandle, reason: str) -> None:
-        """Its client does not read. Of one that is complete already, only what waits to be read is dropped."""
+        """Its client does not read. If the request is complete, only its unread events are dropped."""
         if not self._cancel(handle, reason):
             handle.fail(Failure("cancelled", reason))
 
@@ -352,7 +356,7 @@ class RequestManager:
     # --- ending -------------------------------------------------------------------------------------------------
 
     def _abort_attempt(self, handle: RequestHandle) -> None:
-        """Tell everybody that this attempt could have reached; then its instances carry one less."""
+        """Send the abort to all instances that the attempt may have reached, then unbind it."""
         abort = Abort(handle.id, handle.tracked.attempt, self._membership.incarnation, handle.tracked.public_state)
         for incarnation in set(handle.bindings.values()):
             self._send(incarnation, abort)
@@ -377,7 +381,7 @@ class RequestManager:
         self.stats.ended(handle.id, handle.kind, failure.code if failure is not None else "completed", handle.record)
 
     def _note_ended(self, handle: RequestHandle) -> None:
-        """It is complete, so its instances carry one less; those that may still hold something of it are told."""
+        """The request is complete: unbind it, and notify the instances that may still hold data of it."""
         self._bindings.release(handle)
         if self._membership.leaves_rest(handle.revision):
             self._ended_notifier.add(set(handle.bindings.values()), handle.id, handle.tracked.attempt)

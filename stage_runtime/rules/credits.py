@@ -1,4 +1,4 @@
-"""How many transfers one edge may have unreleased: a window of slots, never of queue places."""
+"""Flow control of relays: how many unreleased transfers one edge may have. Queued payloads need no credit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Window:
 
     @property
     def exhausted(self) -> bool:
-        """The last credit is out. What took it must be copied out on arrival.
+        """The last credit is taken. The transfer that took it must be copied out on arrival.
 
         A receiver holds slots while payloads wait: at a join, in a queue, at a stage that keeps views. If all could
         be held, two requests that wait for each other's slots would never go on; so one is always in motion.
@@ -29,7 +29,7 @@ class Window:
         return self.taken >= self._limit
 
     def give(self) -> bool:
-        """One came back. False when none was out: a repeated release, which must open nothing."""
+        """Return one credit. False when none was taken: a repeated release changes nothing."""
         if self.taken == 0:
             return False
         self.taken -= 1

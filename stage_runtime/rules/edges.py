@@ -1,7 +1,7 @@
-"""What a process declares of its edges, in one word: so that nobody is bound who would send where nobody listens.
+"""A hash of the edges that a process declares, so that a request is bound only to instances with the same graph.
 
-A process says it in its Hello, from its own plan; the coordinator derives it from the graph of a pipeline revision.
-Both ends of an edge stand in it, the coordinator's with the entry and the terminals too. Pure.
+A process sends it in its Hello, from its own plan; the coordinator computes it from the graph of a pipeline revision.
+It covers both ends of each edge, and the coordinator's edges to the entry and from the terminal stages. Pure.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ def _of_group(revision: PipelineRevision, group: str, edges: Iterable[Edge]) -> 
 
 
 def _schema(stages: Iterable[str], edges: Collection[Edge]) -> str:
-    """The protocol in plain sight: one who speaks another one is refused, whatever its edges."""
+    """Prefixed with the protocol version: a process of another version is rejected whatever its edges are."""
     encoded = msgspec.msgpack.encode([sorted(stages), sorted(edges)])
     return f"{PROTOCOL}:{hashlib.blake2b(encoded, digest_size=8).hexdigest()}"

@@ -1,9 +1,9 @@
-"""What may still come of one request to one stage, edge by edge: so that nobody waits for what cannot come.
+"""Which inputs of one request a stage may still receive, edge by edge, so that it never waits for an input in vain.
 
-Every source says of every edge how it ends: a payload or `Skip` on a normal edge; on a stream its end, with the done
-signal or by `Skip`. A payload, a chunk or a done signal begins the request at the stage; a skip begins nothing. When
-all edges have ended and nothing has begun it, the stage is skipped itself, and says so to its own targets. So the end
-of a branch that a router did not take travels along that branch. Pure: the caller brings events in any order.
+Every source ends each edge: a normal edge with a payload or `Skip`; a stream with the done signal or `Skip`. A payload,
+a chunk or a done signal begins the request at the stage; a skip does not. When all edges have ended and the request has
+not begun, the stage itself is skipped and sends `Skip` to its targets. So a branch that a router did not take ends
+along its whole length. Pure: the caller passes events in any order.
 """
 
 from __future__ import annotations

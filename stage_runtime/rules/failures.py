@@ -1,6 +1,6 @@
-"""What is told of an error that an author's code raised, and its line in the log. Nothing here raises.
+"""Converts an exception of an author's code into a `Failure` and a log line. Nothing here raises.
 
-The error is a foreign object: its texts and attributes may raise, be of any type and of any size. Called by `outbox`
+The exception is untrusted: its texts and attributes may raise, have any type and any size. Called by `outbox`
 for every failed request, by a TP stage's followers, and at admission.
 """
 
@@ -59,7 +59,7 @@ def log_failure(request_id: str, failure: Failure, error: BaseException) -> None
             log.info(template, *facts)
         else:
             log.error(template + "\n%s", *facts, format_traceback(error).rstrip())
-    except BaseException:  # a handler's own trouble: the request fails all the same
+    except BaseException:  # a logging handler failed: the request fails all the same
         pass
 
 

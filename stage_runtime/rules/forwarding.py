@@ -1,6 +1,6 @@
-"""An abort that came to a coordinator which does not own the request: whom it is passed on to, and what came of it.
+"""An abort received by a coordinator that does not own the request: where it is forwarded, and its outcome.
 
-Coordinators do not speak to each other; in a roll the stages, which know them all, pass it on. Pure.
+Coordinators have no connections to each other; in a roll the stages, which know them all, forward it. Pure.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from collections.abc import Collection, Iterable
 
 
 def owners(asker: str, coordinators: Collection[str]) -> tuple[str, ...]:
-    """Whom a stage passes it on to: every other live coordinator, whether the request has been here or not.
+    """The coordinators that a stage forwards an abort to: every other live one, whether or not it knows the request.
 
-    A request that is under way between two stages, or waits for an instance, is at no stage at all.
+    A request in transit between two stages, or one that waits for an instance, is at no stage.
     """
     return tuple(sorted(one for one in coordinators if one != asker))
 
 
 class Inquiry:
-    """One coordinator's question, until it is answered. ``outcome`` None: some are still to answer."""
+    """One forwarded abort, until it is answered. ``outcome`` None: answers are missing."""
 
     def __init__(self, instances: Iterable[str]) -> None:
         self._open: dict[str, int | None] = dict.fromkeys(instances)  #: instance -> answers that it still owes
         self.outcome: bool | None = None if self._open else False
 
     def answered(self, instance: str, *, aborted: bool, owners: int) -> None:
-        """``instance`` says what one owner said; it asked ``owners`` of them (0: there is no other)."""
+        """``instance`` returns one owner's answer; it forwarded the abort to ``owners`` of them (0: there is no
+        other).
+        """
         if self.outcome is not None or instance not in self._open:
             return
         known = self._open[instance]
@@ -36,7 +38,7 @@ class Inquiry:
             self.gone(instance)
 
     def gone(self, instance: str) -> None:
-        """It answers no more."""
+        """The instance is gone: expect no answer from it."""
         self._open.pop(instance, None)
         if self.outcome is None and not self._open:
             self.outcome = False

@@ -1,8 +1,8 @@
 """Exactly-once, in order, between two incarnations: sequence numbers, cumulative acks, go-back-N.
 
 ZeroMQ keeps order on a connection but loses what was under way when it breaks, silently. So a sender keeps every
-frame until it is heard, and sends again from the first unheard one when the connection comes back or the receiver
-reports a gap. Pure: no sockets, no clock; the caller brings frames and carries frames away.
+frame until it is acknowledged, and sends again from the first unacknowledged one when the connection is back or the
+receiver reports a gap. Pure: no sockets, no clock; the caller passes frames in and takes frames out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Outgoing:
         return self._last + 1
 
     def keep(self, seq: int, frame: bytes) -> None:
-        """Hold a frame until it is heard; it waits to be sent."""
+        """Keep a frame until it is acknowledged; it waits to be sent."""
         self._last = seq
         self._waiting.append((seq, frame))
 
@@ -40,18 +40,21 @@ class Outgoing:
         self._unacked.append(self._waiting.popleft())
 
     def acked(self, ack: int) -> bool:
-        """The receiver has everything up to ``ack``. True when that freed something. A lie frees nothing."""
+        """The receiver has everything up to ``ack``. True when that freed frames.
+
+        An ack of frames never sent frees none.
+        """
         if ack > self._last:
             return False
         freed = False
-        for queue in (self._unacked, self._waiting):  # after a rewind, heard frames may wait again
+        for queue in (self._unacked, self._waiting):  # after a rewind, acknowledged frames may wait again
             while queue and queue[0][0] <= ack:
                 queue.popleft()
                 freed = True
         return freed
 
     def rewind(self) -> int:
-        """Send everything unheard again: the connection broke or frames are missing. Returns how many."""
+        """Send all unacknowledged frames again: the connection broke or frames are missing. Returns how many."""
         again = len(self._unacked)
         self._waiting.extendleft(reversed(self._unacked))
         self._unacked.clear()
@@ -74,38 +77,38 @@ class Outgoing:
 
 class Verdict(Enum):
     DELIVER = "deliver"  #: The next in order, or outside the order.
-    DUPLICATE = "duplicate"  #: Heard before: acknowledge again, deliver not.
-    GAP = "gap"  #: Frames before it are missing: ask for them, deliver not.
+    DUPLICATE = "duplicate"  #: Received before: acknowledge again, do not deliver.
+    GAP = "gap"  #: Frames before it are missing: request them, do not deliver.
     ASKED = "asked"  #: As GAP; they were asked for already. Asking once per frame would have all sent again each time.
 
 
 class Standing(Enum):
-    """Which of two ends' links a frame belongs to. Either end may give a link up alone; the other must learn of it."""
+    """Which session of a link a frame belongs to. Either end may drop a link alone; the other must detect it."""
 
     CURRENT = "current"
-    OLD = "old"  #: Said on a link that its sender has given up since: ignore.
-    LAGGING = "lagging"  #: Said to a link that we have given up: ignore, and say something, so that it learns.
-    RENEWED = "renewed"  #: Its sender has given up the link that we still have: so must we.
+    OLD = "old"  #: Sent in a session that its sender has dropped since: ignore.
+    LAGGING = "lagging"  #: Sent to a session that we have dropped: ignore it, and send an ack so that the sender knows.
+    RENEWED = "renewed"  #: Its sender has dropped the session that we still have: drop ours.
 
 
 class Incoming:
     """The receiver's half of one link.
 
     session: our number of this link, higher than that of any link to the same peer before.
-    before:  of the link before this one, which we gave up. What the peer says again of what it said before it had
-             heard anything names no link of ours. Where it did hear that link later, it will give up its own, too, once
-             it hears this one: its words of before are void. Else it may go on, from where it had come to.
+    before:  the session before this one, which we dropped. If the peer had received that session, it will drop its own
+             when it receives this one, and frames that it retransmits until then are discarded. Otherwise the peer
+             continues its session from the last frame that we received.
     """
 
     def __init__(self, session: int, before: Incoming | None = None) -> None:
         self.session = session
-        self.peer_session = 0  #: The peer's session that all frames here belong to; 0: none has come yet.
+        self.peer_session = 0  #: The peer's session that all frames here belong to; 0: no frame was received yet.
         self.last_received = 0  #: Everything up to here has been delivered.
         self.owed = 0  #: Frames delivered since the last ack went out.
         self._asked = False
-        self._peer_has_session = False  #: A frame has shown that the peer hears this very link.
-        self._void = 0  #: No session of the peer's up to here is heard.
-        self._resumed = (0, 0)  #: A session of the peer's, and what of it was heard on the link before.
+        self._peer_has_session = False  #: A frame has shown that the peer receives this session.
+        self._void = 0  #: Sessions of the peer up to this one are discarded.
+        self._resumed = (0, 0)  #: A session of the peer, and the last frame of it that was received before.
         if before is not None:
             self._void = max(before._void, before.peer_session if before._peer_has_session else 0)
             self._resumed = (
@@ -113,12 +116,12 @@ class Incoming:
             )
 
     def stand(self, session: int, ack_session: int) -> Standing:
-        """Place a frame of the peer's ``session``, which has heard our session ``ack_session``."""
-        if session == 0:  # said before its sender knew us: an introduction
+        """Classify a frame of the peer's ``session`` that acknowledges our session ``ack_session``."""
+        if session == 0:  # sent before registration
             return Standing.CURRENT
         if session <= self._void:
             return Standing.LAGGING
-        if 0 < self.peer_session < session:  # whichever link of ours it hears: it has given up the one that we hear
+        if 0 < self.peer_session < session:  # it has dropped the session that we receive, whatever it acknowledges
             return Standing.RENEWED
         if ack_session not in (0, self.session):
             return Standing.LAGGING

@@ -1,4 +1,5 @@
-"""Who is there, who may be bound together, and who is bound next. Pure: the coordinator brings events and loads.
+"""The instances, which of them may serve one request together, and which is chosen. Pure: the coordinator passes
+events and loads in.
 
 A request is bound to instances whose unit revisions stand together in one pipeline revision, and that declare the
 edges which it has there. Only groups with stages that it may meet are needed (`reachability`). New requests are shared

@@ -1,9 +1,9 @@
-"""Clients that read slower than a terminal stage streams to them, while other requests wait for that stage.
+"""Slow clients: clients that read slower than a terminal stage streams, while other requests wait for that stage.
 
-A full window makes a worker wait for its client. When all workers of a stage wait so and other requests are queued
-there, the stage says so (`Stalled`) and the coordinator, the streams' consumer, takes chunks early, within bounds of
-weight. Beyond a bound the request whose client read least recently ends. `rules.turns` is the same between stages.
-Pure: the coordinator says how things stand and carries the steps out.
+A full window blocks a worker until its client reads. When all workers of a stage are blocked so and other requests are
+queued there, the stage sends `Stalled`, and the coordinator, as consumer of the streams, counts chunks as taken early,
+up to a limit. Beyond the limit, the request whose client read least recently ends. `rules.turns` does the same between
+stages. Pure: the coordinator passes the state in and carries the steps out.
 """
 
 from __future__ import annotations

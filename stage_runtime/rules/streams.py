@@ -1,4 +1,4 @@
-"""A stream edge's order, at its consumer, and its window, at its producer.
+"""The order of a stream edge at its consumer, and its flow-control window at its producer.
 
 Chunks are numbered 0.. per request and edge. Transfers may end out of order, so the consumer puts them back in
 order; ``done`` says how many there were and never overtakes a chunk.
@@ -49,7 +49,7 @@ class Inbound(Generic[Item]):
 
         Raises: ProtocolError: it said otherwise before, or more have come.
         """
-        least = max(self._early, default=self._next - 1) + 1  # chunk 5 is here: there are six at least
+        least = max(self._early, default=self._next - 1) + 1  # with chunk 5 received there are at least six
         if (self._total is not None and self._total != total) or total < least:
             raise ProtocolError(f"a stream of {total} chunks, of which {self._total or least} were announced")
         self._total = total
@@ -93,7 +93,7 @@ class Outbound:
         return self.count - 1
 
     def consumed(self, weight: int) -> bool:
-        """The consumer took so much more. True when that opened a full window. A lie opens nothing beyond."""
+        """The consumer took ``weight`` more. True when that opened a full window. Capped at what was sent."""
         was_full = self.full
         self._consumed = min(self._consumed + weight, self._sent)
         return was_full and not self.full

@@ -1,7 +1,7 @@
-"""Remembering the dead: requests that ended here, so that what still arrives of them is drained and dropped.
+"""Tombstones of requests that ended here, so that their late messages are drained and dropped.
 
-Ids are the clients' and may come again: a coordinator numbers all its attempts upwards, whatever request they are
-of, so a later request of the same id is above what is dead; and each coordinator's dead are its own.
+Clients choose request ids and may reuse them. A coordinator numbers its attempts upwards across all requests, so a
+later request with the same id has a higher attempt than the tombstone. Tombstones are kept per coordinator.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Requests that wait for their turn at a stage, and the streams that wait with them: who must give way.
+"""Resolves a deadlock between a streaming producer and a consumer with few concurrent requests.
 
-A producer that works for one request at a time may wait for a full window of request 2, which has no place at the
-consumer yet; the consumer's places are taken by request 1, which waits for that same producer. Nobody would go on. So a
-producer says when all its workers wait (`Stalled`), and the consumer takes chunks of request 2 out of the window
-early, up to a bound of weight for the whole stage. Beyond that the newest request is turned away, one without a place
-first, which frees the producer. A consumer that computes, or waits for a producer that works, holds everybody back as
-before. Pure: the engine says how things stand and carries the steps out.
+A producer that works on one request at a time may be blocked by the full window of request 2, which has not begun at
+the consumer; the consumer is occupied by request 1, which waits for the same producer. So a producer sends `Stalled`
+when all its workers are blocked, and the consumer counts chunks of request 2 as taken early, up to a limit for the
+whole stage. Beyond the limit, the newest request is rejected, one that has not begun first, which frees the producer.
+A consumer that computes, or that waits for a working producer, applies back-pressure as usual. Pure: the engine passes
+the state in and carries the steps out.
 """
 
 from __future__ import annotations

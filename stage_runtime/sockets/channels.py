@@ -1,9 +1,9 @@
-"""A process's end of the control plane: one PULL socket, one link per peer, PUB or SUB for broadcasts.
+"""The control plane of one process: one PULL socket, one link per peer, PUB or SUB for broadcasts.
 
 Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
-elsewhere. The sockets themselves are `opening`'s, and who has said and heard what is `rules.links`'.
-What a message means is the handler's business; here it is counted, put in order, acknowledged, and its sender's
-life is watched: by libzmq's own heartbeats and disconnects, which go on while Python holds the GIL.
+other threads. `opening` makes the sockets; `rules.links` keeps sequence numbers and acknowledgements. This module
+counts, orders and acknowledges messages, passes them to a `Handler`, and detects dead peers by libzmq's heartbeats
+and disconnects, which work while Python holds the GIL.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ GIVEN_UP_KEPT: Final = 1000  # peers
 
 
 class Handler(Protocol):
-    """Who hears what is said to this process. Called on the I/O thread."""
+    """Receives the messages for this process. Called on the I/O thread."""
 
     def introduced(self, sender: str, message: Message) -> bool:
-        """A word of a sender without a link. True when it has one now (`Channels.connect`) and is to be heard.
+        """A message of a sender without a link. True: it has a link now (`Channels.connect`), deliver the message.
 
-        Any message: a sender that was given up does not know that it has no link any more.
+        Any message type: a sender whose link was dropped here does not know it yet.
         """
 
     def received(self, sender: str, message: Message) -> None:
@@ -130,7 +130,7 @@ class Channels:
         return self._sockets.bind(self._publisher, endpoint)
 
     def subscribe(self, endpoint: str) -> None:
-        """Hear a coordinator's broadcasts, too."""
+        """Receive a coordinator's broadcasts."""
         if endpoint in self._subscriptions:
             return
         subscription = self._sockets.make(zmq.SUB)
@@ -151,7 +151,7 @@ class Channels:
         if known is not None:
             return known
         push = self._sockets.make(zmq.PUSH)
-        push.immediate = True  # frames for nobody stay with us, where they can be sent again
+        push.immediate = True  # without a connection, frames stay in our queue and can be sent again
         push.reconnect_ivl = 50
         push.reconnect_ivl_max = 1000
         monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -168,7 +168,7 @@ class Channels:
         return link
 
     def name(self, endpoint: str, peer: str) -> Link | None:
-        """The process behind an unnamed link has said who it is."""
+        """Set the incarnation of the process behind an unnamed link."""
         link = self._unnamed.pop(endpoint, None)
         if link is not None:
             link.peer = peer
@@ -182,7 +182,7 @@ class Channels:
         return self._links.get(peer)
 
     def send(self, peer: str, message: Message) -> bool:
-        """Say it to ``peer``, in order. False when there is no link to it. Any thread."""
+        """Send ``message`` to ``peer``, in order and acknowledged. False when there is no link to it. Any thread."""
         link = self._links.get(peer)
         if link is None:
             return False
@@ -190,16 +190,17 @@ class Channels:
         return True
 
     def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
-        """Say one thing to somebody who is to have no link; what is opened for that is closed a little later."""
+        """Send one message to a process that gets no link; a connection opened for it is closed after `DISMISS_S`."""
         link = self._links.get(peer)
         if link is None:
             link = self.connect(peer, endpoint)
-            # By time, not by its ack: at that endpoint a later life may listen, which has no ear for this one's name.
+            # By time, not by its ack: a new process at that endpoint would never acknowledge a frame for the old
+            # incarnation.
             self._loop.call_later(DISMISS_S, self._dismissed, link)
         link.send(message)
 
     def publish(self, message: Message) -> None:
-        """Say it to whoever listens; a hint that may be lost."""
+        """Broadcast ``message`` to all subscribers; it may be lost."""
         if self._publisher is not None:
             frame = codec.encode(Frame(PROTOCOL, self.incarnation, "", 0, 0, 0, 0, message))
             try:
@@ -212,7 +213,7 @@ class Channels:
         return list(self._links)
 
     async def settled(self, timeout_s: float) -> bool:
-        """Wait until everything said has been heard. False after ``timeout_s``."""
+        """Wait until every sent frame is acknowledged. False after ``timeout_s``."""
         deadline = self._loop.time() + timeout_s
         while any(link.undelivered for link in self._links.values()):
             if self._loop.time() > deadline:
@@ -223,7 +224,7 @@ class Channels:
     # --- closing ------------------------------------------------------------------------------------------------
 
     def drop(self, peer: str) -> None:
-        """Close the link to ``peer``; what it still says is a stranger's."""
+        """Close the link to ``peer``; later frames of it are those of an unknown peer."""
         link = self._links.pop(peer, None)
         if link is not None:
             self._close_link(link)
@@ -275,7 +276,7 @@ class Channels:
         if frame is None:
             return
         if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
-            self.counters["misdirected"] += 1  # said to an earlier life at this endpoint
+            self.counters["misdirected"] += 1  # addressed to an earlier incarnation at this endpoint
             return
         link = self._link_of(frame)
         if link is None:
@@ -296,7 +297,7 @@ class Channels:
                 link.acknowledge(gap=True)
 
     def _deliver(self, link: Link, frame: Envelope) -> None:
-        """Its place in the order is taken already: whatever becomes of it, the next one is heard."""
+        """Deliver a frame whose sequence number is accepted: if it fails, the next frame is delivered all the same."""
         try:
             message = codec.read(frame)
         except ProtocolError as error:
@@ -353,7 +354,7 @@ class Channels:
             self._handler.received(frame.sender, message)
 
     def _read(self, frame: Envelope) -> Message | None:
-        """A message outside of any order; None: it is garbage."""
+        """Decode a message outside the order; None: it is malformed."""
         try:
             return codec.read(frame)
         except ProtocolError as error:
@@ -402,7 +403,7 @@ class Channels:
     # --- sending again ------------------------------------------------------------------------------------------
 
     def _stalled(self) -> None:
-        """A link has frames that its socket did not take; in any thread."""
+        """A link has frames that its socket did not accept. Any thread."""
         if not self._closed:
             self._loop.call_soon_threadsafe(self._retry_soon)
 
@@ -420,7 +421,7 @@ class Channels:
         self.counters["resent"] += link.rewind()
 
     def _resend_due(self) -> None:
-        """Frames that nobody has heard for a while: lost with a connection, or said to somebody not introduced yet."""
+        """Send frames again that were not acknowledged in time: lost with a connection, or sent before registration."""
         now = self._loop.time()
         for link in list(self._links.values()):
             if not link.unacked:

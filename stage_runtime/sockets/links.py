@@ -18,7 +18,7 @@ from stage_runtime.wire.messages import PROTOCOL, Ack, Frame, Message
 
 
 class Link:
-    """Frames to ``peer``, numbered, kept until heard; and what has been heard from it."""
+    """Sends numbered frames to ``peer`` and keeps them until acknowledged; tracks what was received from it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Link:
             return self._outgoing.acked(ack)
 
     def rewind(self) -> int:
-        """Send everything unheard again. Returns how many frames."""
+        """Send all unacknowledged frames again. Returns how many."""
         with self._lock:
             if self._closed:
                 return 0
@@ -101,7 +101,7 @@ class Link:
 
     def _frame(self, seq: int, message: Message) -> bytes:
         incoming = self.incoming
-        session = incoming.session if self.peer else 0  # who we are to a peer begins when we know it
+        session = incoming.session if self.peer else 0  # sessions begin with registration
         ack_session = incoming.peer_session
         return codec.encode(Frame(PROTOCOL, self._me, self.peer, session, ack_session, seq, incoming.acked(), message))
 

@@ -1,7 +1,7 @@
-"""A process's ZeroMQ sockets: opened, secured, read by descriptor, closed; and who was turned away at them.
+"""A process's ZeroMQ sockets: opened, secured, read by file descriptor, closed; failed handshakes are reported.
 
-Here: what all of them have in common. Not here: what is said through them, and to whom (`channels`, `links`). Never
-through ``zmq.asyncio``, which costs twice the latency. Called by `channels`, on the process's I/O thread.
+Here: what all sockets share. Not here: messages and peers (`channels`, `links`). ``zmq.asyncio`` is not used: it
+costs twice the latency. Called by `channels`, on the process's I/O thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stage_runtime.sockets.addresses import Security, check, is_local
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
 BUFFERED: Final = 2000  # frames on either side of a socket
-#: Why somebody who connected to us did not get as far as a word.
+#: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
@@ -64,7 +64,7 @@ class Sockets:
         return socket
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Returns the endpoint as bound. Whom libzmq turns away at it, and why, is told."""
+        """Returns the endpoint as bound. Failed handshakes at it are reported with their reason."""
         if self._security is not None and not is_local(check(endpoint)):
             self._security.server(socket)
         monitor = self._accept_monitor(socket)
@@ -101,7 +101,7 @@ class Sockets:
         self._context.term()
 
     def _accept_monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Where libzmq says whom it turned away at ``socket``."""
+        """The monitor socket on which libzmq reports failed handshakes at ``socket``."""
         address = f"inproc://monitor-{len(self._accept_monitors)}"
         socket.monitor(address, sum(HANDSHAKE_FAILURES))
         monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -116,7 +116,7 @@ class Sockets:
 
 
 def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:
-    """What a monitor has to say now; nothing once it is closed."""
+    """The events that a monitor holds now; none once it is closed."""
     while True:
         try:
             parts = monitor.recv_multipart(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Operations that a coordinator asks of a process's engines, and the one answer to each."""
+"""Admin operations on a process's engines, each answered exactly once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Administration:
             stage.inbox.put(AdminEvent("", operation, dict(arguments), lambda _: None))
 
     def crashed(self, stage: str, error: BaseException) -> None:
-        """The engine will answer nothing any more. In its thread."""
+        """The engine has stopped: answer its open operations. On its thread."""
         for call in [one for one in list(self._asked) if one[2] == stage]:
             self._answer(call, None, f"the engine crashed: {describe(error)}")
 

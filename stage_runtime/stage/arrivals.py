@@ -1,4 +1,4 @@
-"""What waits in a stage's inbox: not opened until the engine takes it. `engines.base.Arrival`, three kinds."""
+"""Items in a stage's inbox, decoded when the engine takes them. `engines.base.Arrival`, three kinds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Passed:
         return value
 
     def copy_out(self) -> None:
-        """It lies in no slot."""
+        """Does nothing: the value occupies no relay slot."""
 
     def discard(self) -> None:
         self._value = None
@@ -50,7 +50,7 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
 
 
 class PayloadArrival:
-    """One source's payload, and nothing to wait for."""
+    """The payload of a stage with one input."""
 
     __slots__ = ("sealed", "work")
 
@@ -105,7 +105,7 @@ class EndArrival:
 
 
 class ChunkArrival:
-    """One chunk, its turn having come."""
+    """One chunk, in order."""
 
     __slots__ = ("index", "modality", "sealed", "source", "weight", "work")
 

@@ -1,4 +1,4 @@
-"""What a factory is told of where it runs: `api.StageContext`."""
+"""The context that a factory receives: `api.StageContext`."""
 
 from __future__ import annotations
 

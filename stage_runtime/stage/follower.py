@@ -102,7 +102,7 @@ class FollowerHost:
             self._answer()
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
-        """A step is missing, and without it no later one can be taken: the ranks are apart."""
+        """A step is missing and no later one can be taken: the ranks have diverged."""
         self._on_failed(self._plan.name, ProtocolError(f"a step of rank 0 could not be read: {problem}"))
 
     def lost(self, peer: str) -> None:

@@ -15,7 +15,7 @@ LAZY: Final = (Awaitable, Generator, AsyncGenerator)  # what a hook gives that h
 
 
 class Hooks:
-    """What the plan names, as functions. Raises ConfigurationError when made, HookError when called."""
+    """The hook functions that the plan names. Raises ConfigurationError when made, HookError when called."""
 
     def __init__(self, plan: StagePlan) -> None:
         self._plan = plan
@@ -54,7 +54,7 @@ class Hooks:
         return self._as_payload("merge_fn", returned, next(iter(inputs.values())))
 
     def project(self, target: str, payload: StagePayload) -> StagePayload:
-        """What ``target`` shall have of ``payload``."""
+        """The part of ``payload`` that ``target`` receives."""
         function = self._project.get(target)
         if function is None:
             return payload

@@ -60,10 +60,10 @@ class Lifecycle(Protocol):
         """A coordinator asks the process to drain and end."""
 
     def unbound(self, coordinator: str) -> None:
-        """Nothing of this coordinator's is bound to the process any more."""
+        """No request of this coordinator is bound to the process any more."""
 
     def fenced(self) -> None:
-        """A coordinator has declared the process dead: it must go on under another incarnation."""
+        """A coordinator has declared the process dead: it must continue under a new incarnation."""
 
 
 class Host:
@@ -150,7 +150,10 @@ class Host:
         handler(sender, message)
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
-        """Its owner ends the request, here too. What belongs to none is counted and logged by the link."""
+        """Fail the request at its owner, which ends it here too.
+
+        The link counts and logs messages without a request.
+        """
         if request is None:
             return
         stage = next(iter(self.stages))
@@ -176,11 +179,11 @@ class Host:
     # --- what the process does with it --------------------------------------------------------------------------
 
     def release(self, peer: str, transfer: int) -> None:
-        """The last view of what a peer put has died."""
+        """The last view of a peer's transfer is gone: release it."""
         self._releases.add(peer, transfer)
 
     def beat(self) -> None:
-        """Tell every coordinator how it goes."""
+        """Send load and progress to every coordinator."""
         self._idle_trimming.beat(self.process.relays)
         beat = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
@@ -200,7 +203,7 @@ class Host:
         return found
 
     def reborn(self, incarnation: str) -> None:
-        """Everything that the life before was asked for is dropped; `wire` must follow."""
+        """Drop all work of the earlier incarnation; `wire` must follow."""
         self.requests.drop_all()
         self._releases.clear()
         self.membership.reset()
@@ -218,7 +221,7 @@ class Host:
 
     @property
     def idle(self) -> bool:
-        """No request is at any stage, nothing waits to be sent, nobody holds a slot of ours."""
+        """Whether no request is at any stage, no payload waits to be sent, and no peer holds a slot of ours."""
         busy = any(stage.waiting or stage.running for stage in self.stages.values())
         followed = self._ranks is None or self._ranks.idle
         queues = self.process.send_queues

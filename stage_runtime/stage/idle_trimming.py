@@ -1,5 +1,5 @@
-"""What a process does about its memory when it has come to rest: a process at rest allocates nothing, so neither its
-garbage collector nor its allocator would come by.
+"""Frees memory of an idle process: it allocates nothing, so neither its garbage collector nor its allocator would
+run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LAST_TRIM: Final = 64  # calm beats
 
 
 class IdleTrimming:
-    """Looks at every beat whether anything has happened since the one before."""
+    """Checks at every heartbeat whether the process was idle since the one before."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)

@@ -33,7 +33,7 @@ MEET_AGAIN_S: Final = 1.5  # after a connection broke; by then the coordinator h
 
 
 class StageMembership:
-    """One process's."""
+    """The members that one process knows, and what it has announced."""
 
     registration: Registration  #: Of this incarnation.
 
@@ -58,7 +58,7 @@ class StageMembership:
         self.registration = registration
 
     def reset(self) -> None:
-        """The process takes another incarnation: it knows nobody. `wire` must follow."""
+        """The process takes a new incarnation: forget all members. `wire` must follow."""
         self.members.clear()
 
     # --- what is announced --------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class StageMembership:
     # --- between coordinators -----------------------------------------------------------------------------------
 
     def _forward_abort(self, sender: str, message: ForwardAbort) -> None:
-        """One coordinator is asked to abort what another one owns: we know them all."""
+        """A coordinator received an abort of a request that another one owns: forward it to all others."""
         owners = forwarding.owners(message.asker, self.registration.coordinators)
         for owner in owners:
             self._process.send(owner, message)

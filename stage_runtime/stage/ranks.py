@@ -1,4 +1,4 @@
-"""Rank 0's plane towards the followers of a TP stage: links and relays of its own, as long as the process lives.
+"""Rank 0's connections to the followers of a TP stage: separate links and relays, for the life of the process.
 
 A coordinator may declare rank 0 dead, which then takes a new incarnation and opens its other planes anew. The followers
 must not notice: their engines are in the same steps, and a step that is lost between two lives would leave them apart.
@@ -66,7 +66,7 @@ class RankPlane:
 
     @property
     def idle(self) -> bool:
-        """Every follower has all steps."""
+        """Whether every follower has received all steps."""
         return not self._send_queues.outstanding and not self._send_queues.queued
 
     # --- sockets.channels.Handler -------------------------------------------------------------------------------
@@ -99,7 +99,10 @@ class RankPlane:
         """Followers send nothing by relay."""
 
     def _check_agreement(self, message: RankFailed) -> None:
-        """Computing failed on one rank. On all of them: rank 0 says so itself. On that one alone: they are apart."""
+        """Computing failed on one rank.
+
+        If all ranks failed, rank 0 reports it; if only this one, the ranks have diverged.
+        """
         work = self._stage.input.find(message.owner, message.request_id, message.attempt)
         if work is not None and not work.over:
             self._on_apart(RuntimeError(f"rank {message.rank} failed alone, the ranks are apart: {message.error}"))

@@ -1,4 +1,4 @@
-"""Making oneself known to every coordinator: Hello until Welcome, and again when one is gone."""
+"""Registers the process with every coordinator: Hello until Welcome, and again when a coordinator is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Resolve = Callable[[str], Awaitable[list[str]]]
 
 
 class Registration:
-    """One process's standing with the coordinators. On the I/O thread."""
+    """The coordinators that one process is registered with. On the I/O thread."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Registration:
         self._publishers: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Say Hello to whoever has not answered, for ever."""
+        """Send Hello to coordinators that have not answered, forever."""
         targets: list[str] = []
         next_resolve = 0.0
         loop = asyncio.get_running_loop()

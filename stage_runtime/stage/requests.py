@@ -1,4 +1,4 @@
-"""What a process receives of requests: given to its stages, dropped when nobody waits. On the I/O thread.
+"""Passes messages of requests to the process's stages; drops those of ended requests. On the I/O thread.
 
 Called by `host`, which looks a message's handler up in `Requests.handlers`. What happens to a request inside a stage is
 `stage_input`'s.
@@ -93,7 +93,7 @@ class Requests:
                         self._process.send(work.owner, HandBack(work.request_id, work.attempt, stage.plan.name))
 
     def drop_all(self) -> None:
-        """Whoever waited for this incarnation waits no more. `wire` must follow."""
+        """Abort all requests of the earlier incarnation. `wire` must follow."""
         self.abort_all()
         self._fetching.close()
         self._lost_owners.clear()  # what was bound to the life before is addressed to it
@@ -205,7 +205,7 @@ class Requests:
         return True
 
     def _drop(self, owner: str, request_id: str, attempt: int) -> None:
-        """Nobody waits for this attempt: free what engines, send queues and relays have of it, for whatever reason."""
+        """The attempt has ended: free what engines, send queues and relays hold of it."""
         for stage in self._stages.values():
             stage.input.abort(owner, request_id, attempt)
         self._process.send_queues.abort(owner, request_id, attempt)

@@ -1,4 +1,4 @@
-"""What comes to a stage: payloads, chunks, ends, aborts; checked, put in order, joined, and put into the inbox.
+"""The input of a stage: payloads, chunks, ends and aborts are checked, ordered, joined, and put into the inbox.
 
 Called by the I/O thread for what comes over the wire and by worker threads of sibling stages for what is passed
 inside the process, so its state stands behind one lock. No user code runs here: fan-in hooks have a thread.
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class StageInput:
-    """One stage's side towards its sources."""
+    """Receives the input of one stage from all its sources."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StageInput:
         self._sources = frozenset(plan.inputs_from)
         self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
         self._dead = Tombstones()
-        self._served = Tombstones()  #: Of the dead, those that had their payload here.
+        self._served = Tombstones()  #: Ended requests whose payload was complete here.
         self._lock = Lock()
         self._joins: Backlog[tuple[RequestWork, str, Sealed | None]] | None = None
         if plan.wait_for:
@@ -195,7 +195,7 @@ class StageInput:
     # --- what ends ----------------------------------------------------------------------------------------------
 
     def abort(self, owner: str, request_id: str, attempt: int) -> None:
-        """Nobody waits for it: drop what is here, and what still comes."""
+        """Abort the request: drop its data here, and what still arrives of it."""
         with self._lock:
             self._dead.add(owner, request_id, attempt, time.monotonic())
             work = self._works.get((owner, request_id))
@@ -242,7 +242,7 @@ class StageInput:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _work(self, header: Header) -> RequestWork | None:
-        """The request's work, made if this is the first we hear of it; None when it is over here."""
+        """The request's work, made at its first message; None when the request is over here."""
         superseded = None
         with self._lock:
             if self._dead.has(header.owner, header.request_id, header.attempt):
@@ -321,7 +321,7 @@ class StageInput:
                 self._inbox.put(events.StreamDone(work.request_id, source, work, work.request))
 
     def _look_ahead(self, work: RequestWork) -> None:
-        """Nobody waits for what cannot come: a payload that everybody has sent elsewhere, a request that was."""
+        """End the wait for a payload that no source will send, or skip a request that nothing can begin here."""
         with self._lock:
             outlook = work.expecting.outlook
             tell = outlook is Outlook.NO_PAYLOAD and not work.told_no_payload

@@ -1,4 +1,4 @@
-"""What leaves a stage: results routed and projected, chunks numbered, ends and failures told. Any thread.
+"""The output of a stage: routes and projects results, numbers chunks, sends ends and failures. Any thread.
 
 Runs in the thread that computed: user hooks and copies into the relay stay off the I/O thread, and the message
 goes straight from here to the socket.
@@ -118,7 +118,7 @@ class StageOutput:
                 if ours.sent(target):
                     self._edges.to(target, ours.bindings.get(target, "")).failed(ours, failure)
             self._end(ours)
-        except BaseException as trouble:  # a fault of ours: said aloud, for the request would wait in silence
+        except BaseException as trouble:  # a bug of the runtime: else the request would wait until its deadline
             self._crashed(trouble)
 
     def settle(self) -> None:
@@ -128,7 +128,7 @@ class StageOutput:
         self._crashed(error)
 
     def skip(self, work: RequestWork) -> None:
-        """Nothing can begin the request here any more: nor can this stage begin anything after it."""
+        """The request is skipped at this stage: skip it at the stage's targets too."""
         if not work.finish():
             return
         with contextlib.suppress(TransferError):  # a neighbour is away: the coordinator ends the request for that
@@ -141,7 +141,7 @@ class StageOutput:
         self._end(work)
 
     def refuse(self, header: Header, source: str) -> None:
-        """``source`` streams to a request that is over here: it need not wait for anybody."""
+        """``source`` streams to a request that is over here: tell it to send without a window."""
         self._edges.to(source, header.bindings.get(source, "")).refuse(header)
 
     def turn_away(self, work: Work, error: RequestError) -> None:
@@ -207,7 +207,7 @@ class StageOutput:
         raise HookError(plan.name, "chunk", f"a chunk to {chunk.to or 'nobody'}: {cure}")
 
     def _skip(self, work: RequestWork, target: str, *, chunks: int | None = None) -> None:
-        """Tell ``target`` that nothing more comes on this edge: it begins nothing, and ends waiting."""
+        """Tell ``target`` that nothing more comes on this edge: it stops waiting and begins nothing."""
         peer = work.bindings.get(target)
         if peer is not None:  # or the request has no instance of it: nobody waits there
             self._edges.to(target, peer).skip(work, chunks)
@@ -227,7 +227,7 @@ class StageOutput:
     def _end(self, work: RequestWork) -> None:
         self._forget(work)
         for source in self._plan.stream_from:
-            if source not in work.ended_sources:  # nobody takes the rest of that stream
+            if source not in work.ended_sources:  # the rest of that stream is not consumed
                 self.refuse(work.header(), source)
         self._process.ended(self._plan.name, work)
 

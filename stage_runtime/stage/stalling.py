@@ -1,6 +1,6 @@
-"""Telling consumers that all workers of a stage wait for them, so that nobody is locked out (`rules.turns`).
+"""Notifies consumers when all workers of a stage are blocked by full windows, to prevent a deadlock (`rules.turns`).
 
-The consumer of streams to clients is the coordinator; it is told while other requests wait here (`rules.readers`).
+The consumer of client streams is the coordinator; it is notified while other requests wait here (`rules.readers`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.gates import Parking
 from stage_runtime.stage.work import RequestWork
 
-PATIENCE_S: Final = 0.05  # a reader that is only slower opens its window again and again: nothing is said of that
+PATIENCE_S: Final = 0.05  # a consumer that is only slower reopens its window in time: no notification
 OTHERS_EVERY_S: Final = 0.2  # a stage whose workers wait for clients looks so often whether other requests wait here
 
 Notify = Callable[[str, str, bool], None]  #: (target stage, its instance, stalled or not)
@@ -64,7 +64,7 @@ class Stalling:
             self._changed()
         else:
             clients = self._notify_stalled()
-            if self._parking.left != left:  # a worker left while it was said
+            if self._parking.left != left:  # a worker left while the notification was sent
                 self._changed()
             elif clients:
                 self._looking = True
@@ -83,7 +83,7 @@ class Stalling:
         return clients
 
     def _consumers(self) -> Iterator[tuple[str, str]]:
-        """Who lags a whole window behind: (target, its instance)."""
+        """The consumers whose window is full: (target, its instance)."""
         for work in self._works():
             for target in work.full_targets():
                 peer = work.owner if target == COORDINATOR else work.bindings.get(target)

@@ -47,7 +47,7 @@ def check(engine: Engine, stage: str) -> None:
 
 
 class LeaderInbox(Inbox):
-    """Rank 0's. Taking an event tells the followers."""
+    """Rank 0's inbox. Each event that the engine takes is sent to the followers."""
 
     def __init__(self, fail: Callable[[Work, BaseException], None], broadcast: Broadcast) -> None:
         super().__init__(fail)
@@ -55,7 +55,7 @@ class LeaderInbox(Inbox):
         self._loops = False
 
     def on_arrival(self, wake: Callable[[], None]) -> None:
-        self._loops = True  # an event loop asks until there is nothing: followers need not hear of nothing
+        self._loops = True  # an event loop polls until the inbox is empty: followers need not see empty polls
         super().on_arrival(wake)
 
     def get(self, timeout: float | None = None) -> events.Incoming | None:
@@ -73,7 +73,10 @@ class LeaderInbox(Inbox):
                 return event
 
     def _told(self, event: events.Incoming | None) -> bool:
-        """Tell the followers. False: it cannot travel (what a merge gave, say): its request fails, no rank has it."""
+        """Send the event to the followers.
+
+        False: it cannot be encoded (a merged value, say): its request fails on all ranks.
+        """
         try:
             self._send(event)
         except ValueRefused as error:
@@ -105,7 +108,7 @@ class LeaderInbox(Inbox):
 
 
 class FollowerInbox(Inbox):
-    """Ranks 1..: gives what rank 0's engine took, in that order, whatever timeout is asked for."""
+    """The inbox of ranks 1..: returns the events that rank 0's engine took, in that order, whatever the timeout is."""
 
     def __init__(self) -> None:
         super().__init__(lambda work, error: log.error("rank work of %s is broken: %s", work.request_id, error))
@@ -115,7 +118,7 @@ class FollowerInbox(Inbox):
         self._wake_engine: Callable[[], None] | None = None
 
     def follow(self, event: events.Incoming | None) -> None:
-        """The next thing that rank 0's engine saw; None: nothing, within its timeout."""
+        """Add the next event of rank 0's engine; None: its `get` timed out."""
         self._sequence.put(event)
         if self._wake_engine is not None:
             self._wake_engine()
@@ -160,7 +163,7 @@ class WorkKey(NamedTuple):
     attempt: int
 
 
-NO_WORK: Final = WorkKey("", "", 0)  # of a step that is about no request
+NO_WORK: Final = WorkKey("", "", 0)  # for a step without a request
 
 
 class FollowedWork:
@@ -180,7 +183,7 @@ class FollowedWork:
 
 
 class FollowerOutput:
-    """A follower's outbox: results are rank 0's to send, failures are told to it."""
+    """A follower's outbox: drops results, which rank 0 sends, and reports failures to rank 0."""
 
     def __init__(
         self,
@@ -219,7 +222,7 @@ class FollowerOutput:
 
 
 class Leader:
-    """Rank 0's side: finds the followers and tells them what happens. Made before the stage."""
+    """Rank 0's side: finds the followers and sends them every step. Made before the stage."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self.endpoints = tuple(endpoints)
@@ -242,7 +245,7 @@ class Leader:
         self._lost = lost
 
     def greet(self, me: Callable[[str], RankHello]) -> None:
-        """Say who leads, to whoever has not answered."""
+        """Send RankHello to followers that have not answered."""
         for endpoint in self.endpoints:
             if endpoint not in self._answered:
                 self._channels.connect("", endpoint).send_unordered(me(endpoint))
@@ -279,7 +282,7 @@ class Leader:
         for follower, rank in self._followers.items():
             pending = PendingSend(StepSend(key), extracted, make, "auto", self._lost)
             self._send_queues.ship((self._stage, f"rank {rank}", follower), pending, credits=RANK_CREDITS)
-        self._index += 1  # by what was said alone: the followers wait for each number, and what is refused has none
+        self._index += 1  # only after a step was sent: followers wait for each number, and a refused step takes none
 
 
 class StepSend:

@@ -1,4 +1,4 @@
-"""One request at one stage: what has come, what was sent, and whether anybody still waits."""
+"""The state of one request at one stage: inputs received, outputs sent, aborted or not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RequestWork:
         self._payload_claimed = False
         self._outbound: dict[str, Outbound] = {}
         self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that nobody has taken, in order
-        self._unreported: dict[str, int] = {}  #: source -> weight of chunks taken and not told its producer yet
+        self._unreported: dict[str, int] = {}  #: source -> weight of chunks taken and not reported to the producer yet
         self._gate: Gate | None = None
         self._shows = False  #: Something was given that the client's route can show.
         self._unshown: str | None = None  #: The type of the first thing that it cannot.
@@ -87,7 +87,7 @@ class RequestWork:
 
     @property
     def aborted(self) -> bool:
-        """Nobody waits."""
+        """The request was aborted: no client waits for it."""
         return self._fate.aborted
 
     def abort(self) -> None:
@@ -95,12 +95,12 @@ class RequestWork:
 
     @property
     def dead(self) -> bool:
-        """Whatever is still said of it here goes nowhere."""
+        """Output for a finished or aborted request is discarded."""
         return self.aborted or self.over
 
     @property
     def cancelled(self) -> bool:
-        """What user code and engines are told: stop if you can."""
+        """Whether user code and engines should stop working on it."""
         return self._fate.cancelled()
 
     def header(self) -> Header:
@@ -127,7 +127,7 @@ class RequestWork:
         return self._payload_claimed
 
     def finish(self) -> bool:
-        """It is over here. False when it was already: only the first ending is told."""
+        """Mark it as over here. False when it was already: only the first end is reported."""
         with self._lock:
             if self.over:
                 return False
@@ -138,7 +138,7 @@ class RequestWork:
         return True
 
     def let_go(self) -> list[Any]:
-        """It is over here: hold nothing of it. Returns the chunks that wait for an earlier one, to be freed."""
+        """It is over here: drop all references. Returns the chunks that wait for an earlier one, to be freed."""
         self.gathering = self.request = None
         return self.merge.pending()
 
@@ -174,7 +174,7 @@ class RequestWork:
         return outbound.count if outbound is not None else 0
 
     def gate(self) -> Gate | None:
-        """None, or what to wait for before the next chunk: a consumer is a whole window behind."""
+        """None, or the gate to wait for before the next chunk: the window of a consumer is full."""
         with self._lock:
             if self.dead or not any(outbound.full for outbound in self._outbound.values()):
                 return None
@@ -182,7 +182,7 @@ class RequestWork:
             return self._gate
 
     def full_targets(self) -> list[str]:
-        """Consumers that are a whole window behind."""
+        """Consumers whose window is full."""
         with self._lock:
             return [] if self.dead else [target for target, outbound in self._outbound.items() if outbound.full]
 

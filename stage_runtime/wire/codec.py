@@ -1,8 +1,8 @@
-"""Frames to bytes and back. Bytes from a socket are not trusted: whatever is wrong with them is a ProtocolError.
+"""Encodes and decodes frames. Bytes from a socket are not trusted: malformed ones raise ProtocolError.
 
-A frame is read in two steps, its envelope first (`opened`) and its message then (`read`): a message that cannot be
-read still has its place in the order, and what was said after it is not lost. The sender reads its own message before
-it is said, so that nothing is sent which a receiver of this version refuses.
+A frame is decoded in two steps: its envelope (`opened`), then its message (`read`). So a message that cannot be decoded
+keeps its sequence number, and later messages are not lost. A sender decodes its own message before it is sent, so that
+it never sends one that a receiver of this version rejects.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _FIELD = re.compile(r" - at `[^$]*\$\[(\d+)\]")
 def encode(frame: Frame) -> bytes:
     """Write one frame.
 
-    Raises: ValueRefused: a field is none that a receiver takes, or it is so large that the receiver would close the
-        connection on it, and again each time that it is said.
+    Raises: ValueRefused: a field is invalid for the receiver, or the frame is over its size limit: the receiver would
+        close the connection at every retransmission.
     """
     message = frame.message
     try:
@@ -64,7 +64,7 @@ def check(message: Message) -> None:
 
 
 def opened(data: bytes | memoryview) -> Envelope:
-    """Read what stands around a message.
+    """Decode the envelope of a frame.
 
     Raises: OtherProtocol; ProtocolError: garbage, too large, or a field out of bounds.
     """
@@ -95,7 +95,7 @@ def decode(data: bytes | memoryview) -> Frame:
 
 
 def _request(message: Message) -> RequestRef | None:
-    """Which request ends badly when nobody can read this."""
+    """The request that fails when the receiver cannot decode the message."""
     where = _REQUESTS[type(message)]
     return None if where is None else where(message)
 

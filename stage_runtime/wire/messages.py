@@ -1,8 +1,8 @@
-"""Every sentence that processes say to each other on the control plane.
+"""All messages of the control plane.
 
 Array-like tagged structs: small, fast, and readable by any MessagePack decoder (a test reads them all with
-`msgpack`). Tensors never stand in here; up to 16 KiB of a payload may ride inline. How frames are acknowledged is
-`rules.links`; how they become bytes is `codec`.
+`msgpack`). Messages hold no tensors, but may carry up to 16 KiB of a payload inline. Acknowledgement of frames is in
+`rules.links`; encoding is in `codec`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stage_runtime.wire.tensorrefs import TensorRef
 
 PROTOCOL: Final = 3  #: Raised with every change that an older process would misread.
 INLINE_LIMIT: Final = 16 << 10  # a payload up to this rides in its message: one slot and one release saved
-FRAME_LIMIT: Final = 1 << 20  # no honest frame is larger: the value of a payload goes by relay too
+FRAME_LIMIT: Final = 1 << 20  # a valid frame is never larger: the value of a large payload goes by relay too
 NAME_LIMIT: Final = 64
 ID_LIMIT: Final = 128
 
@@ -181,7 +181,7 @@ class HandBack(BaseMessage, frozen=True, tag=8):
 
 
 class ForwardAbort(BaseMessage, frozen=True, tag=10):
-    """Coordinator → instances → every other coordinator: abort this request, if it is yours. It is not ``asker``'s."""
+    """Coordinator → instances → every other coordinator: abort this request if you own it. ``asker`` does not."""
 
     request_id: RequestId
     asker: Name  #: The incarnation of the coordinator that was asked for it.
@@ -225,7 +225,7 @@ class Stalled(BaseMessage, frozen=True, tag=13):
 
 
 class Hello(BaseMessage, frozen=True, tag=20):
-    """Process → coordinator, unsequenced and repeated until Welcome: who I am and how I am reached."""
+    """Process → coordinator, unordered and repeated until Welcome: registers the process and its endpoints."""
 
     member: Member
     edges: str  #: Hash of the protocol and the declared edges at this member: what could not talk is refused.
@@ -234,7 +234,7 @@ class Hello(BaseMessage, frozen=True, tag=20):
 
 
 class Welcome(BaseMessage, frozen=True, tag=21):
-    """Coordinator → process: you are known; these are the others."""
+    """Coordinator → process: the registration is accepted; lists the other members."""
 
     publisher: str
     coordinator: Member
@@ -243,7 +243,7 @@ class Welcome(BaseMessage, frozen=True, tag=21):
 
 
 class Rejected(BaseMessage, frozen=True, tag=22):
-    """Coordinator → process, outside the order: not as you are.
+    """Coordinator → process, unordered: the registration is rejected.
 
     ``fenced``: ``incarnation`` was declared dead; come back under a new one.
     """
@@ -254,14 +254,14 @@ class Rejected(BaseMessage, frozen=True, tag=22):
 
 
 class Members(BaseMessage, frozen=True, tag=23):
-    """Coordinator → processes: who has joined or changed, and who is proven gone."""
+    """Coordinator → processes: members that joined or changed, and members that are gone for good."""
 
     joined: tuple[Member, ...] = ()
     gone: tuple[str, ...] = ()
 
 
 class Ready(BaseMessage, frozen=True, tag=24):
-    """Process → coordinator: loaded and warmed up; bind requests to me."""
+    """Process → coordinator: models are loaded and warmed up; requests may be bound to it."""
 
 
 class Beat(BaseMessage, frozen=True, tag=25):
@@ -274,18 +274,18 @@ class Beat(BaseMessage, frozen=True, tag=25):
 
 
 class Deregister(BaseMessage, frozen=True, tag=26):
-    """Process → coordinator: I am draining; bind nothing new to me. What is bound I finish."""
+    """Process → coordinator: it drains. Bind no new request to it; bound requests are finished."""
 
     reason: str
 
 
 class Unbound(BaseMessage, frozen=True, tag=27):
-    """Coordinator → draining process: none of my requests is bound to you any more."""
+    """Coordinator → draining process: no request of this coordinator is bound to it any more."""
 
 
 class PeerUnreachable(BaseMessage, frozen=True, tag=28):
-    """Process → coordinator: my connection to ``peer`` broke. What was under way between us may be lost, even if you
-    still hear us both.
+    """Process → coordinator: its connection to ``peer`` broke. Messages in transit between the two may be lost, even if
+    the coordinator still reaches both.
     """
 
     peer: Name  #: An incarnation.
@@ -336,7 +336,7 @@ class AdminReply(BaseMessage, frozen=True, tag=44):
 
 
 class Ack(BaseMessage, frozen=True, tag=60):
-    """Nothing but the frame's ``ack``. ``gap``: I miss frames after it; send them again."""
+    """Carries only the frame's ``ack``. ``gap``: frames after it are missing; send them again."""
 
     gap: bool = False
 
@@ -345,7 +345,7 @@ class Ack(BaseMessage, frozen=True, tag=60):
 
 
 class RankHello(BaseMessage, frozen=True, tag=70):
-    """Rank 0 → follower, repeated: I lead; and back: I follow (``ready`` when my engine is loaded)."""
+    """Rank 0 → follower, repeated, and the follower's answer (``ready``: its engine is loaded)."""
 
     rank: Count
     endpoint: str
@@ -419,24 +419,24 @@ class RequestRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What goes over the wire: who says it to whom, where in the order, what has been heard so far; and a message.
+    """One frame on the wire: sender, receiver, sequence number, acknowledgement, and the encoded message.
 
-    The message is bytes of its own, so that nothing in it can hide its place in the order.
+    The message is encoded separately, so that a message that cannot be decoded does not lose its sequence number.
     """
 
     protocol: int
     sender: Name
     receiver: Name  #: Empty in a Hello, when the other end's incarnation is not known yet.
-    session: Count  #: Which link of the sender's to the receiver this is; higher: a later one. 0 in a Hello.
-    ack_session: Count  #: The receiver's session that ``ack`` is about; 0: nothing was heard on this link yet.
+    session: Count  #: The sender's number for this link; a later link has a higher one. 0 in a Hello.
+    ack_session: Count  #: The receiver's session that ``ack`` refers to; 0: no frame was received on this link yet.
     seq: Count  #: 1.. per session; 0: outside the order, may be lost.
-    ack: Count  #: All frames of the receiver's up to this one have been heard.
-    request: RequestRef | None  #: Who must learn of it when the message cannot be read.
+    ack: Count  #: All frames of the receiver up to this one were received.
+    request: RequestRef | None  #: The request that fails when the message cannot be decoded.
     message: bytes  #: MessagePack of a `Message`.
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """An `Envelope` with its message as one: what is said and heard."""
+    """An `Envelope` with its decoded message."""
 
     protocol: int
     sender: str

@@ -1,4 +1,4 @@
-"""How a part of a flat buffer is described: where it lies and what it is. Written by `payloads.encoding`.
+"""References to the parts of a flat buffer: offset, shape, dtype. Written by `payloads.encoding`.
 
 Pure: dtypes are names, nothing here knows torch, numpy or memory. Refs come from sockets: `validated` is the gate
 that they pass before anybody makes a view from one.
