@@ -21,6 +21,7 @@ COMMANDS = {
     "convert": ("stage_runtime.cli.convert", "Print a pipeline as the Kubernetes resource."),
     "scale": ("stage_runtime.cli.scale", "Change the replicas of a group of a running `omni up`."),
     "restart": ("stage_runtime.cli.restart", "Replace the processes of a group of a running `omni up`."),
+    "profile": ("stage_runtime.cli.profile", "Record where requests spend their time, and show it."),
     "stage": ("stage_runtime.cli.stage", "Run one process group's process, as its environment says."),
     "coordinator": ("stage_runtime.cli.coordinator", "Run the coordinator's process, as its environment says."),
 }

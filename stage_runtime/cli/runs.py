@@ -1,6 +1,6 @@
 """Finding the `omni up` that an order is meant for, and giving it.
 
-Called by `scale` and `restart`.
+Called by `scale`, `restart` and `profile`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,15 @@ def order(what: admin.Scale | admin.Restart, *, pipeline: str | None, pid: int |
     Raises: ConfigurationError: none or several are meant, or it was refused.
     """
     asyncio.run(admin.send(find(pipeline=pipeline, pid=pid, base_path=base_path), what))
+
+
+def url(*, pipeline: str | None, pid: int | None, base_path: str | None) -> str:
+    """Where the one run that is meant serves HTTP.
+
+    Raises: ConfigurationError: none or several are meant.
+    """
+    folder = find(pipeline=pipeline, pid=pid, base_path=base_path)
+    return next(str(facts["url"]) for path, facts in rundir.running(base_path) if path == folder)
 
 
 def find(*, pipeline: str | None, pid: int | None, base_path: str | None) -> Path:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, Streamed
 from stage_runtime.errors import ProtocolError
+from stage_runtime.profiler import events as profile
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules.requests import ChunkCame, Event, Instruction, Instructions, TerminalDone
 from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key
@@ -82,6 +85,8 @@ class Answers:
         if handle is None or inbound is None:
             fetched.discard()
             return
+        if recorder.active:
+            _record(message)
         streamed = Streamed(message.source, message.chunk_id, message.modality, fetched, message.weight)
         try:
             ready = inbound.offer(message.chunk_id, streamed)
@@ -128,3 +133,15 @@ class Answers:
         if handle is not None:
             failure = Failure("transport_failed", str(error), message.source, "relay")
             self._failed(handle, message.attempt, failure)
+
+
+def _record(message: Stream) -> None:
+    """A chunk has arrived, for the profiler."""
+    facts = {
+        "from_stage": message.source,
+        "chunk_id": message.chunk_id,
+        "modality": message.modality,
+        "attempt": message.attempt,
+    }
+    recorder.emit(profile.COORDINATOR_STREAM_RECEIVED, message.request_id, COORDINATOR, facts)
+    recorder.emit(profile.STAGE_STREAM_CHUNK_RECEIVED, message.request_id, COORDINATOR, facts)

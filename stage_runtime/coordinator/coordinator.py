@@ -12,7 +12,9 @@ from typing import Any
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.membership import Membership
+from stage_runtime.coordinator.profiling import Profiling
 from stage_runtime.coordinator.request_manager import RequestManager
+from stage_runtime.profiler.session import Session
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.releases import Releases
@@ -26,6 +28,7 @@ from stage_runtime.wire.messages import (
     Hello,
     Message,
     PeerUnreachable,
+    ProfilerReply,
     Ready,
     Release,
     RequestRef,
@@ -43,6 +46,7 @@ class Coordinator:
 
     membership: Membership
     manager: RequestManager
+    profiling: Profiling
 
     def __init__(self, plan: CoordinatorPlan, *, incarnation: str, loop: asyncio.AbstractEventLoop) -> None:
         self.incarnation = incarnation
@@ -63,6 +67,7 @@ class Coordinator:
             PeerUnreachable: lambda sender, message: self.manager.peer_unreachable(sender, message.peer),
             Deregister: lambda sender, message: self.membership.deregister(sender, message),
             Hello: self._hello_again,
+            ProfilerReply: lambda sender, message: self.profiling.replied(sender, message),
         }
 
     def wire(
@@ -73,11 +78,13 @@ class Coordinator:
         endpoint: str,
         publisher: str,
         revisions: Sequence[PipelineRevision],
+        profiles: Session | None = None,
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
     ) -> None:
         """Set the sockets and relays. Called once, before the first message is sent.
 
-        endpoint, publisher: as the others must know them. terminal_stages: the pipeline's terminalStagesFn.
+        endpoint, publisher: as the others must know them. profiles: of this process; None: it takes none.
+        terminal_stages: the pipeline's terminalStagesFn.
         """
         self._channels = channels
         self.membership = Membership(
@@ -98,6 +105,12 @@ class Coordinator:
             send=channels.send,
             publish=channels.publish,
             terminal_stages=terminal_stages,
+        )
+        self.profiling = Profiling(
+            profiles,
+            lambda: {name: one.member for name, one in self.membership.state.instances.items()},
+            channels.send,
+            self._loop,
         )
 
     # --- sockets.channels.Handler -------------------------------------------------------------------------------
@@ -120,6 +133,7 @@ class Coordinator:
     def lost(self, peer: str) -> None:
         if self.membership.fence(peer):
             self.manager.instance_lost(peer)
+            self.profiling.lost(peer)
 
     # --- what the process does with it --------------------------------------------------------------------------
 
@@ -148,8 +162,11 @@ class Coordinator:
         welcome = self.membership.hello(sender, message)
         for replaced in before - set(self.membership.state.instances):
             self.manager.instance_lost(replaced)
-        if sender not in before and welcome and message.member.ready:
-            self.manager.instances_changed()  # a fenced instance returns with its models loaded
+            self.profiling.lost(replaced)
+        if sender not in before and welcome:
+            self.profiling.joined(sender)
+            if message.member.ready:
+                self.manager.instances_changed()  # a fenced instance returns with its models loaded
         return welcome
 
     def _hello_again(self, sender: str, message: Hello) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.abort_forwarding import AbortForwarding
 from stage_runtime.coordinator.admission import Admission
 from stage_runtime.coordinator.answers import Answers
@@ -28,6 +29,8 @@ from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
 from stage_runtime.errors import IllegalEvent, RequestError
+from stage_runtime.profiler import events as profile
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.requests import (
     NOTHING,
@@ -154,6 +157,7 @@ class RequestManager:
         )
         self._handles[request.id] = handle
         self._deadlines.add(handle.id, handle.deadline)
+        recorder.emit(profile.REQUEST_ADMISSION, request.id, COORDINATOR, {"kind": request.kind})
         self._submit(handle, revision, bindings)
         return handle
 
@@ -376,6 +380,7 @@ class RequestManager:
         handle.sending.aborted = True
         self._consumed_notifier.forget(handle.id, handle.streams)
         handle.ended_at = time.monotonic()
+        recorder.emit(profile.TERMINAL_RESPONSE, handle.id, COORDINATOR, {"state": handle.tracked.public_state})
         self.stats.timed(handle.timings.values())
         failure = handle.tracked.failure
         self.stats.ended(handle.id, handle.kind, failure.code if failure is not None else "completed", handle.record)

@@ -15,7 +15,9 @@ import msgspec
 import uvloop
 
 from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.pods import PROFILING_FILE
 from stage_runtime.coordinator.coordinator import Coordinator
+from stage_runtime.coordinator.profiling import Limits
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import logs, process_context, statuspipe
@@ -25,7 +27,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.web import app as web
-from stage_runtime.web import probes
+from stage_runtime.web import probes, profiling
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.server import Server
@@ -37,6 +39,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 REREAD_EVERY_S: Final = 0.5
+ADMIN_HOST: Final = "127.0.0.1"  # `kubectl port-forward` reaches it, a Service does not
 LAST_WORDS_S: Final = 1.0  # of the time to drain, for telling who waits still; SIGKILL comes at its end
 ASIDE: Final = "aside.json"
 SETTLE_S: Final = 1.0
@@ -70,7 +73,9 @@ async def _serve(settings: CoordinatorSettings) -> int:
         if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()
         shown = _web_settings(settings)
-        app = web.make_app(manager, shown, codecs=codecs, metrics=metrics)
+        admin = profiling.routes(coordinator.profiling)
+        on_own_port = bool(settings.admin_port)
+        app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=[] if on_own_port else admin)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)
         server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=drain_s)
         await server.__aenter__()
@@ -82,6 +87,13 @@ async def _serve(settings: CoordinatorSettings) -> int:
             )
             await stack.enter_async_context(probing)
             serving.start("probe server", probing.ended())
+        if on_own_port:
+            own = web.make_admin(shown, admin)
+            administration = Server(own, host=ADMIN_HOST, port=settings.admin_port, drain_s=0)
+            await stack.enter_async_context(administration)
+            serving.start("admin server", administration.ended())
+        _watch(settings.revisions.with_name(PROFILING_FILE), _limits, coordinator.profiling.limit, tasks, known=b"{}")
+        tasks.start("profiles", _beat(coordinator.profiling.beat))
         _watch(settings.revisions, _revisions, coordinator.update_revisions, tasks)
         if settings.api_key_file is not None:
             _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
@@ -141,9 +153,12 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
     terminal_stages = None
     if plan.terminal_stages_fn:
         terminal_stages = resolve(plan.terminal_stages_fn, field="terminalStagesFn")
+    profiles = process_context.profiles(settings, lambda: incarnation)
+    stack.callback(profiles.close)
     coordinator.wire(
         channels,
         relays,
+        profiles=profiles,
         endpoint=process_context.advertised(settings.advertise, endpoint),
         publisher=process_context.advertised(settings.publish_advertise, publisher),
         revisions=read_revisions(settings.revisions),
@@ -181,6 +196,14 @@ def _hosts(content: bytes) -> list[str]:
         raise ConfigurationError(f"no list of addresses: {error}") from error
 
 
+def _limits(content: bytes) -> Limits:
+    """``profiling`` of the resource. Raises: ConfigurationError."""
+    try:
+        return msgspec.json.decode(content, type=Limits)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"no profiling settings: {error}") from error
+
+
 def _watch(
     path: Path,
     read: Callable[[bytes], T],
@@ -212,6 +235,12 @@ async def _watch_file(path: Path, read: Callable[[bytes], T], changed: Callable[
             log.info("%s has changed and was read again", path)
         except ConfigurationError as error:
             log.error("%s: %s; what was read before stays", path, error)
+
+
+async def _beat(beat: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        beat()
 
 
 async def _give_memory_back(ended: Callable[[], int]) -> None:

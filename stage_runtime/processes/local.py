@@ -24,7 +24,7 @@ from omnipipeline_spec import loading, planning
 from omnipipeline_spec.loading import LoadedPipeline
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
-from omnipipeline_spec.types.pods import COORDINATOR
+from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import (
@@ -308,6 +308,8 @@ class LocalPipeline:
             startup_s=self.options.startup_s,
             shown_gpus=self._shown_gpus,
         )
+        limits = {"enabled": self.spec.profiling.enabled, "maxSeconds": self.spec.profiling.max_seconds}
+        self._dir.write(PROFILING_FILE, msgspec.json.encode(limits))
         self._launcher.add_coordinator(host=self.options.host, port=self._port, api_keys=self._api_keys)
         for unit in self.plan.units:
             for group in unit.groups:

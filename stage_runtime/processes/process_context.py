@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.profiler.session import Session
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
 from stage_runtime.sockets.addresses import Security
@@ -96,3 +99,13 @@ def _asked(settings: StageSettings | CoordinatorSettings) -> frozenset[str]:
     if isinstance(settings, StageSettings):
         return frozenset(stage.relay.backend for stage in settings.stages()) - {"auto"}
     return frozenset([settings.plan.relay_backend]) - {"auto"}
+
+
+def profiles(settings: StageSettings | CoordinatorSettings, incarnation: Callable[[], str]) -> Session:
+    """The process's profiles. In pods each process has a folder of its own: they may share the storage."""
+    stages = [COORDINATOR]
+    rank = 0
+    if isinstance(settings, StageSettings):
+        stages, rank = [stage.name for stage in settings.stages()], settings.tp_rank
+    own_folder = not settings.listen.startswith("ipc://")
+    return Session(settings.profile_root, stages, incarnation=incarnation, rank=rank, own_folder=own_folder)

@@ -17,6 +17,7 @@ from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, describe, format_traceback
 from stage_runtime.processes import process_context, statuspipe
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets.channels import Channels, Handler
@@ -103,7 +104,7 @@ class RankProcess:
             rendezvous=settings.rendezvous,
             allocate=lambda shape, dtype: self._relays.allocate(shape, dtype),  # of the life that it is called in
             progress=self._report_progress,
-            emit=lambda *_, **__: None,
+            emit=lambda event, request_id, **metadata: recorder.emit(event, request_id, plan.name, metadata),
         )
         return loading.create(
             plan,

@@ -73,12 +73,14 @@ class StageProcess(RankProcess):
         self._incarnations = Incarnations(self._over)
         self._drain = Drain()
         self._leader = Leader(settings.tp_endpoints) if settings.group.tp_size > 1 else None
+        self._profiles = process_context.profiles(settings, lambda: self._incarnations.current)
         self._host = Host(
             settings.stages(),
             self,
             incarnation=self._incarnations.current,
             loop=asyncio.get_running_loop(),
             mutation_check=MutationCheck() if settings.debug_values else None,
+            profiles=self._profiles,
             leader=self._leader,
         )
         self._watchdog = Watchdog(self._host.stages, stuck_after_s=settings.plan.stuck_after_s, stuck=self.failed)
@@ -91,6 +93,7 @@ class StageProcess(RankProcess):
                 self._meet_followers(self._leader, stack)
             await self._incarnations.run(self._begin, self._renew)
             self._tasks.cancel()
+            self._profiles.close()
             if self._loaded and not self._host.close(THREADS_S):
                 log.warning("a stage's thread did not end; leaving it")
         return self._over.result()

@@ -38,6 +38,7 @@ HONOURED: Final = frozenset(
     coordinator.http.apiKeySecretRef.name coordinator.http.apiKeySecretRef.key
     coordinator.http.apiKeySecretRef.optional
     coordinator.retries coordinator.drain.timeoutSeconds
+    profiling.enabled profiling.maxSeconds
     control.heartbeatSeconds control.deadAfterSeconds
     """.split()
 )
@@ -54,7 +55,6 @@ NOT_IN_THIS_VERSION: Final[Mapping[str, str]] = {
     "dataPlane.rdma": "no relay uses RDMA devices",
     "dataPlane.allowTCP": "between pods tensors travel over tcp all the same",
     "observability.tracing": "no spans are sent",
-    "profiling": "no profile is recorded",
 }
 
 #: Field, with all that is in it -> what one machine has instead.
@@ -78,6 +78,7 @@ CLUSTER_ONLY: Final[Mapping[str, str]] = {
     "rollout": "nothing rolls on one machine; `omni restart` replaces processes",
     "disruption": _NO_PODS,
     "networkPolicy": _NO_PODS,
+    "profiling.storage": _NO_PODS,
     "restartedAt": "`omni restart` replaces processes",
     "suspend": "the pipeline runs until ^C",
 }

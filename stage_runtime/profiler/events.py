@@ -46,7 +46,7 @@ RELAY_GET_END: Final = "relay_get_end"
 # --- of a file, not of a request ----------------------------------------------------------------------------------
 RECORDER_STARTED: Final = "recorder_started"  #: metadata: host, incarnation, stages
 RECORDER_STOPPED: Final = "recorder_stopped"  #: metadata: dropped, why
-CLOCK_OFFSET: Final = "clock_offset"  #: metadata: offset_ns, to add to this file's times; uncertainty_ns; reference
+CLOCK_OFFSET: Final = "clock_offset"  #: metadata: incarnation, offset_ns to add to its times, uncertainty_ns, reference
 
 COORDINATOR: Final = "coordinator"  #: The stage name of what the coordinator does.
 

@@ -1,7 +1,8 @@
 """Event files of a run → events of each request, on one clock.
 
 Reads every ``*.jsonl`` below a folder. A line that cannot be read is counted: the last line of a process that was
-killed is cut off. A process's clock offset (`events.CLOCK_OFFSET`) is added to its times.
+killed is cut off. The distance of a process's clock (`events.CLOCK_OFFSET`, measured by
+the coordinator) is added to its times.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ class Moment(NamedTuple):
         return _metadata.decode(self.raw)
 
 
+class Clock(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """One measurement of a process's clock. The smallest uncertainty sorts first."""
+
+    uncertainty_ns: int
+    offset_ns: int  #: To be added to the process's times.
+
+
 class Process(msgspec.Struct, kw_only=True):
     """What one event file says of the process that wrote it."""
 
@@ -64,17 +72,28 @@ def read(folder: Path) -> Events:
         raise ConfigurationError(f"{folder}: no event files (*.jsonl) in this folder")
     found = Events(run_ids=set(), processes=[], requests={}, count=0)
     shared: dict[Any, Any] = {}  # equal strings are one object: a million events repeat the same few names
+    clocks: dict[str, Clock] = {}  # by incarnation; the coordinator's file has them, whichever is read first
     for path in files:
-        _read_file(path, found, shared)
+        _read_file(path, found, shared, clocks)
+    offsets = [_take_clock(process, clocks) for process in found.processes]
     for moments in found.requests.values():
+        if any(offsets):
+            moments[:] = [each._replace(time_ns=each.time_ns + offsets[each.process]) for each in moments]
         moments.sort()
     return found
 
 
-def _read_file(path: Path, found: Events, shared: dict[Any, Any]) -> None:
+def _take_clock(process: Process, clocks: dict[str, Clock]) -> int:
+    """The process's offset, from here on among its facts."""
+    clock = clocks.get(process.incarnation)
+    if clock is not None:
+        process.offset_ns, process.uncertainty_ns = clock.offset_ns, clock.uncertainty_ns
+    return process.offset_ns
+
+
+def _read_file(path: Path, found: Events, shared: dict[Any, Any], clocks: dict[str, Clock]) -> None:
     process, index = Process(path=path), len(found.processes)
     found.processes.append(process)
-    begun: list[tuple[str, Moment]] = []
     for event in _lines(path, process):
         raw = bytes(event.metadata)
         if raw not in shared:
@@ -84,7 +103,7 @@ def _read_file(path: Path, found: Events, shared: dict[Any, Any]) -> None:
                 process.unreadable += 1
                 continue
         if event.event_name in _OF_FILES:
-            _take_fact(process, event)
+            _take_fact(process, event, clocks)
         if not event.request_id:
             continue
         moment = Moment(
@@ -94,13 +113,9 @@ def _read_file(path: Path, found: Events, shared: dict[Any, Any]) -> None:
             index,
             shared.setdefault(raw, raw),
         )
-        begun.append((shared.setdefault(event.request_id, event.request_id), moment))
+        found.requests.setdefault(event.request_id, []).append(moment)
         found.run_ids.add(event.run_id)
-    found.count += len(begun)
-    for request_id, moment in begun:
-        if process.offset_ns:
-            moment = moment._replace(time_ns=moment.time_ns + process.offset_ns)
-        found.requests.setdefault(request_id, []).append(moment)
+        found.count += 1
 
 
 def _lines(path: Path, process: Process) -> Iterator[events.Event]:
@@ -118,7 +133,7 @@ def _lines(path: Path, process: Process) -> Iterator[events.Event]:
 _OF_FILES = frozenset((events.RECORDER_STARTED, events.RECORDER_STOPPED, events.CLOCK_OFFSET))
 
 
-def _take_fact(process: Process, event: events.Event) -> None:
+def _take_fact(process: Process, event: events.Event, clocks: dict[str, Clock]) -> None:
     process.pid = event.pid
     try:
         said = _metadata.decode(event.metadata)
@@ -128,9 +143,9 @@ def _take_fact(process: Process, event: events.Event) -> None:
             process.dropped += int(said.get("dropped", 0))
             process.stopped = True
         else:  # of several measurements the most certain one
-            uncertainty = int(said.get("uncertainty_ns", 0))
-            if not process.uncertainty_ns or uncertainty < process.uncertainty_ns:
-                process.offset_ns, process.uncertainty_ns = int(said["offset_ns"]), uncertainty
+            clock = Clock(uncertainty_ns=int(said.get("uncertainty_ns", 0)), offset_ns=int(said["offset_ns"]))
+            measured = str(said["incarnation"])
+            clocks[measured] = min(clock, clocks.get(measured, clock))
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         process.unreadable += 1
 

@@ -57,6 +57,7 @@ class Recorder:
     """The recorder of one process. Stages of one process share its file."""
 
     def __init__(self) -> None:
+        self.active = False  #: A run is recorded; hot paths ask this before they gather metadata.
         self._run: _Run | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  #: Held to start and stop only.
@@ -93,16 +94,18 @@ class Recorder:
                     return self._run.path
                 raise ConfigurationError(f"run {self._run.run_id!r} is recorded already: stop it first")
             path = folder / f"events_{_UNSAFE.sub('_', stage)}_{os.getpid()}.jsonl"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                file = path.open("ab")
-            except OSError as error:
-                raise ConfigurationError(f"{path}: {error.strerror or error}") from error
             run = _Run(run_id, path, max_bytes)
             started = {"host": socket.gethostname(), **(facts or {})}
             run.queue.append(("", stage, events.RECORDER_STARTED, time.time_ns(), _summarised(started)))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = path.open("ab")
+                self._flush(run, file)  # so that the file of a process that is killed at once has its name
+            except OSError as error:
+                raise ConfigurationError(f"{path}: {error.strerror or error}") from error
             self._thread = threading.Thread(target=self._write, args=(run, file), name="profiler", daemon=True)
             self._run = run
+            self.active = True
             self._thread.start()
             return path
 
@@ -112,6 +115,7 @@ class Recorder:
             run, thread = self._run, self._thread
             if run is None or thread is None or run_id not in (None, run.run_id):
                 return None
+            self.active = False
             self._run = self._thread = None
             stopped = {"dropped": run.dropped, "why": why}
             run.queue.append(("", events.COORDINATOR, events.RECORDER_STOPPED, time.time_ns(), stopped))
@@ -241,14 +245,14 @@ def emit(event: str, request_id: str, stage: str | None = None, **metadata: Any)
     stage:    None: the active stage of this task or thread.
     metadata: small scalars. Tensors and arrays are recorded as shape, dtype and device.
     """
-    if recorder._run is not None:
+    if recorder.active:
         recorder.emit(event, request_id, stage, metadata)
 
 
 @contextmanager
 def span(name: str, request_id: str, stage: str | None = None, **metadata: Any) -> Iterator[None]:
     """Record ``<name>_start`` and ``<name>_end`` around a block."""
-    if recorder._run is None:
+    if not recorder.active:
         yield
         return
     own = {**metadata, "span_id": f"{threading.get_ident():x}-{time.monotonic_ns():x}"}

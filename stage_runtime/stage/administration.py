@@ -32,12 +32,13 @@ class Administration:
             AdminEvent(message.call_id, message.operation, message.arguments, lambda value: self._answer(call, value))
         )
 
-    def tell_all(self, sender: str, message: ProfilerStart | ProfilerStop) -> None:
-        """Profiler control goes to every engine that listens for it."""
+    def profile(self, message: ProfilerStart | ProfilerStop) -> None:
+        """Tell every engine that takes operations that a profile starts or stops: it may record more of its own."""
         operation = "profiler_start" if isinstance(message, ProfilerStart) else "profiler_stop"
         arguments: Mapping[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
         for stage in self._stages.values():
-            stage.inbox.put(AdminEvent("", operation, dict(arguments), lambda _: None))
+            if stage.input.engine is not None and stage.input.engine.takes_admin:
+                stage.inbox.put(AdminEvent("", operation, dict(arguments), lambda _: None))
 
     def crashed(self, stage: str, error: BaseException) -> None:
         """The engine has stopped: answer its open operations. On its thread."""

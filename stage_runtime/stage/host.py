@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ValueRefused
+from stage_runtime.profiler.session import Session
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.administration import Administration
@@ -22,6 +23,7 @@ from stage_runtime.stage.idle_trimming import IdleTrimming
 from stage_runtime.stage.membership import StageMembership
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.process_context import ProcessContext
+from stage_runtime.stage.profiling import Profiling
 from stage_runtime.stage.ranks import RankPlane
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.requests import Requests
@@ -35,8 +37,6 @@ from stage_runtime.wire.messages import (
     Complete,
     Failure,
     Message,
-    ProfilerStart,
-    ProfilerStop,
     Rejected,
     RequestRef,
     Shutdown,
@@ -77,6 +77,7 @@ class Host:
         incarnation: str,
         loop: asyncio.AbstractEventLoop,
         mutation_check: MutationCheck | None = None,
+        profiles: Session | None = None,
         leader: Leader | None = None,
     ) -> None:
         """leader: the followers' end, of a TP stage's rank 0."""
@@ -97,6 +98,9 @@ class Host:
         self._releases = Releases(loop, self.process.send)
         self._idle_trimming = IdleTrimming(self.stages.values())
         self._administration = Administration(self.stages, self.process.send)
+        self._profiling = (
+            Profiling(profiles, self.process.send, loop, self._administration.profile) if profiles is not None else None
+        )
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             **self.requests.handlers,
             **self.membership.handlers,
@@ -105,8 +109,7 @@ class Host:
             Shutdown: lambda _, message: lifecycle.shut_down(message.reason),
             Unbound: lambda sender, _: lifecycle.unbound(sender),
             Admin: self._administration.ask,
-            ProfilerStart: self._administration.tell_all,
-            ProfilerStop: self._administration.tell_all,
+            **(self._profiling.handlers if self._profiling is not None else {}),
         }
 
     def wire(self, channels: Channels, registration: Registration, relays: Relays) -> None:
@@ -185,6 +188,8 @@ class Host:
     def beat(self) -> None:
         """Send load and progress to every coordinator."""
         self._idle_trimming.beat(self.process.relays)
+        if self._profiling is not None:
+            self._profiling.beat()
         beat = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},

@@ -12,6 +12,7 @@ from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.errors import describe
+from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.stage import tensor_parallel
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.process_context import ProcessContext
@@ -112,6 +113,7 @@ class Stage:
         return here and work.began_at is None and not work.dead
 
     def _run(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
+        set_active_stage(self.plan.name)
         try:
             engine = load(self.plan)
             if self.plan.tp_size > 1:

@@ -10,14 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from threading import Lock
+from typing import Any
 
 from omnipipeline_spec.types.plan import StagePlan
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines import events, threads
 from stage_runtime.engines.backlog import Backlog
 from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import HookError, ProtocolError
+from stage_runtime.profiler import events as profile
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules.expecting import Outlook
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.tombstones import Tombstones
@@ -86,6 +90,8 @@ class StageInput:
             return
         work.learn(timings)
         work.queued()
+        if recorder.active:
+            self._record(profile.STAGE_INPUT_RECEIVED, work, from_stage=source or COORDINATOR)
         if self._joins is not None and source:
             self._joins.put((work, source, sealed), work)
             self._look_back(work)
@@ -113,6 +119,10 @@ class StageInput:
             self._fail(work, TakesNoChunks(source), "chunks")
             return
         work.queued()
+        if recorder.active:
+            self._record(
+                profile.STAGE_STREAM_CHUNK_RECEIVED, work, from_stage=source, chunk_id=index, modality=modality
+            )
         with self._lock:  # offered and put in one step: two threads must not swap what became ready
             try:
                 ready = work.merge.of(source).offer(index, ChunkArrival(work, source, index, modality, sealed, weight))
@@ -297,10 +307,17 @@ class StageInput:
 
     def _begin(self, work: RequestWork, arrival: PayloadArrival | MergedArrival) -> None:
         """The payload is complete."""
+        if recorder.active:
+            if isinstance(arrival, MergedArrival):
+                self._record(profile.STAGE_AGGREGATE_READY, work)
+            self._record(profile.STAGE_DISPATCH, work)
         with self._lock:
             work.expecting.payload()
             self._inbox.put(arrival)
             self._flush_ends(work)
+
+    def _record(self, event: str, work: RequestWork, **facts: Any) -> None:
+        recorder.emit(event, work.request_id, self._plan.name, {**facts, "attempt": work.attempt})
 
     def _tell_end(self, work: RequestWork, source: str, sealed: Sealed | None = None) -> None:
         """Note the end of a stream if all of it is here. The engine is told once something has begun the request."""

@@ -14,6 +14,8 @@ from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines.base import Gate, Work
 from stage_runtime.errors import HookError, RequestError, TransferError, ValueRefused
+from stage_runtime.profiler import events as profile
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules import routing
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.edges import Edges, Packed
@@ -63,6 +65,8 @@ class StageOutput:
     def began(self, work: Work) -> None:
         ours = _ours(work)
         ours.began()
+        if recorder.active:
+            self._record(profile.STAGE_RUN_START, ours)
         self._process.began(self._plan.name, ours)
 
     def emit(self, work: Work, chunk: Chunk) -> Gate | None:
@@ -73,6 +77,8 @@ class StageOutput:
         outputs.check_chunk(chunk)
         for target in _met(ours, self._chunk_targets(chunk)):
             if ours.takes(target):
+                if recorder.active:
+                    self._record_chunk(ours, target, chunk.modality)
                 if target == COORDINATOR:
                     self._edges.client(ours.owner).chunk(ours, chunk)
                 else:
@@ -85,6 +91,8 @@ class StageOutput:
         self.given += 1
         if ours.dead:
             return
+        if recorder.active:
+            self._record(profile.STAGE_RUN_END, ours)
         try:
             self._process.ended(self._plan.name, ours)  # before the result is handed on, which may share
             if self._plan.stream_to:
@@ -94,6 +102,9 @@ class StageOutput:
                         self._edges.to(target, ours.bindings[target]).end(ours)
                     else:
                         self._skip(ours, target, chunks=ours.sent(target))
+            if recorder.active:
+                following = [] if self._plan.terminal else list(self._plan.next)
+                self._record(profile.STAGE_COMPLETE, ours, terminal=self._plan.terminal, next=following)
             if self._plan.terminal:
                 self._complete(ours, data, has_data=has_data)
             else:
@@ -112,6 +123,8 @@ class StageOutput:
             return
         failure = failure_of(error, self._plan.name, hook)
         log_failure(ours.request_id, failure, error)
+        if recorder.active:
+            self._record(profile.STAGE_RUN_END, ours, error=failure.code)
         try:
             self._send_failed(ours, failure, timings=ours.timing(self._plan.name))
             for target in self._plan.stream_to:
@@ -190,6 +203,8 @@ class StageOutput:
             sent[target] = self._hooks.project(target, given)
         packed: Packed = {}
         for target, projected in sent.items():
+            if recorder.active:  # before it is sent: the receiver's event must not come first
+                self._record(profile.STAGE_HOP_SENT, work, to_stage=target)
             self._edges.to(target, work.bindings[target]).payload(work, projected, packed)
         for projected in sent.values():
             self._process.gave(self._plan.name, work, {"payload.data": projected.data})
@@ -211,6 +226,17 @@ class StageOutput:
         peer = work.bindings.get(target)
         if peer is not None:  # or the request has no instance of it: nobody waits there
             self._edges.to(target, peer).skip(work, chunks)
+
+    # --- events of a profile ------------------------------------------------------------------------------------
+
+    def _record(self, event: str, work: RequestWork, **facts: Any) -> None:
+        recorder.emit(event, work.request_id, self._plan.name, {**facts, "attempt": work.attempt})
+
+    def _record_chunk(self, work: RequestWork, target: str, modality: str | None) -> None:
+        index = work.sent(target)
+        if index == 0:
+            self._record(profile.STAGE_FIRST_STREAM_CHUNK_SENT, work, to_stage=target, modality=modality)
+        self._record(profile.STAGE_STREAM_CHUNK_SENT, work, to_stage=target, chunk_id=index, modality=modality)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

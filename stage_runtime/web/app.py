@@ -1,6 +1,6 @@
 """The HTTP application of one pipeline. Called by `processes`; the routes are made in their own rooms.
 
-FastAPI holds the routes and the admin routers that others bring; the hot routes are plain ASGI under it, since
+FastAPI holds the routes; the hot ones are plain ASGI under it, since
 their bodies are read by msgspec, and validation by another library would cost more than the rest of the way. Requests
 for them go past its router (`endpoints.Direct`).
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
+from starlette.routing import Route
 
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.web import openai, openapi, pipeline, probes
@@ -30,13 +31,13 @@ def make_app(
     *,
     codecs: CodecPool,
     metrics: Metrics | None = None,
-    admin: Sequence[APIRouter] = (),
+    admin: Sequence[Route] = (),
 ) -> FastAPI:
     """The application.
 
     codecs: the caller's, who closes it.
     metrics: given when another port shows them too (`probes.make_probes`): both then count into the same.
-    admin: routers of others (the profiler's) that belong on this port; they are behind the API keys.
+    admin: the profiler's routes, where no port of their own is asked for; they are behind the API keys.
     """
     metrics = metrics or Metrics(manager)
     app = bare_app(title=settings.model)
@@ -45,12 +46,20 @@ def make_app(
     app.router.routes[:0] = routes
     if settings.probes:
         app.router.routes.extend(probes.routes(manager, metrics))
-    for router in admin:
-        app.include_router(router)
+    app.router.routes.extend(admin)
     app.openapi = lambda: openapi.document(settings)  # type: ignore[method-assign]
     budget = MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)
     metrics.watch("http_held_bytes", "Bodies and media of requests in flight.", lambda: budget.held_nbytes)
     origins = Origins(local=settings.local, hosts=settings.hosts)
     app.add_middleware(Direct, routes=routes)
     app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins, budget=budget, observe=metrics.observe)
+    return app
+
+
+def make_admin(settings: WebSettings, routes: Sequence[Route]) -> FastAPI:
+    """The admin routes as an application of their own, behind the same API keys."""
+    app = bare_app(title="admin")
+    app.router.routes[:] = routes
+    origins = Origins(local=True, hosts=settings.hosts)
+    app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins)
     return app

@@ -18,10 +18,12 @@ INLINE_LIMIT: Final = 16 << 10  # a payload up to this rides in its message: one
 FRAME_LIMIT: Final = 1 << 20  # a valid frame is never larger: the value of a large payload goes by relay too
 NAME_LIMIT: Final = 64
 ID_LIMIT: Final = 128
+PATH_LIMIT: Final = 4096
 
 Incarnation = NewType("Incarnation", str)  #: 16 hex digits, fresh for every start of a process.
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
 RequestId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_LIMIT)]
+FilePath: TypeAlias = Annotated[str, msgspec.Meta(max_length=PATH_LIMIT)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -302,18 +304,21 @@ class Shutdown(BaseMessage, frozen=True, tag=40):
 
 
 class ProfilerStart(BaseMessage, frozen=True, tag=41):
-    """Coordinator → process: record events (and a torch trace) under this run."""
+    """Coordinator → process: record events, and a torch trace. Answered by `ProfilerReply`."""
 
+    call_id: Name
     run_id: Name
-    event_dir: str
-    torch_template: str | None = None
-    config: dict[str, Any] = {}
+    event_dir: FilePath
+    torch_template: FilePath | None = None  #: None: no torch trace.
+    config: dict[str, bool] = {}  #: Switches of the torch trace.
+    max_seconds: Count = 0  #: The process ends the run then; 0: never.
 
 
 class ProfilerStop(BaseMessage, frozen=True, tag=42):
-    """Coordinator → process: stop the run; None stops whatever is active."""
+    """Coordinator → process: stop the run; None stops whatever is active. Answered by `ProfilerReply`."""
 
-    run_id: str | None = None
+    call_id: Name
+    run_id: Name | None = None
 
 
 class Admin(BaseMessage, frozen=True, tag=43):
@@ -339,6 +344,31 @@ class Ack(BaseMessage, frozen=True, tag=60):
     """Carries only the frame's ``ack``. ``gap``: frames after it are missing; send them again."""
 
     gap: bool = False
+
+
+class ProfilerRead(BaseMessage, frozen=True, tag=45):
+    """Coordinator → process: a piece of a file of this run, or the list of its files. Answered by `ProfilerReply`."""
+
+    call_id: Name
+    run_id: Name
+    path: FilePath = ""  #: As the list says; empty: the list.
+    offset: Count = 0  #: In bytes.
+
+
+class ProfilerReply(BaseMessage, frozen=True, tag=46):
+    """Process → coordinator: what became of a profiler message.
+
+    The two times are of the process's own clock, in nanoseconds since the epoch: with the coordinator's own two they
+    give the distance of the clocks.
+    """
+
+    call_id: Name
+    received_ns: int
+    sent_ns: int
+    stages: dict[str, str] = {}  #: stage -> ``started``, ``stopped``, ``not recording``, or ``failed: ...``
+    files: tuple[tuple[str, int], ...] = ()  #: (path, bytes)
+    data: bytes = b""  #: Of a file, from the offset on; empty at its end.
+    error: str | None = None
 
 
 # --- between the ranks of a TP stage ----------------------------------------------------------------------------
@@ -403,6 +433,8 @@ Message: TypeAlias = (
     | ProfilerStop
     | Admin
     | AdminReply
+    | ProfilerRead
+    | ProfilerReply
     | Ack
     | RankHello
     | RankWork

@@ -149,6 +149,8 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     ),
     "coordinator.retries": ("coordinator.retries=3",),
     "coordinator.drain.timeoutSeconds": ("coordinator.drain.timeoutSeconds=7",),
+    "profiling.enabled": ("profiling.enabled=false",),
+    "profiling.maxSeconds": ("profiling.maxSeconds=7",),
     "control.heartbeatSeconds": ("control.heartbeatSeconds=2",),
     "control.deadAfterSeconds": ("control.deadAfterSeconds=7",),
 }
@@ -169,7 +171,9 @@ def told(*changes: str) -> object:
     found = references.resolve(loaded.spec, BESIDE, {}, namespace=None)
     plan = planning.plan(loaded.spec, name=loaded.name)
     read = [msgspec.structs.replace(part, pod={}, revision="") for part in (*plan.units, plan.coordinator)]
-    return msgspec.to_builtins((read, plan.replicas, plan.local_gpus, found, loaded.spec.endpoints))
+    return msgspec.to_builtins(
+        (read, plan.replicas, plan.local_gpus, found, loaded.spec.endpoints, loaded.spec.profiling)
+    )
 
 
 def test_for_every_honoured_field_there_is_a_change_of_it() -> None:

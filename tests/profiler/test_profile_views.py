@@ -68,8 +68,12 @@ def test_every_hop_is_paired_however_stages_share_processes(
     home = {stage: chosen.randrange(processes) for stage in (*stages, "coordinator")}
     offsets = [chosen.randrange(-(10**12), 10**12) for _ in range(processes)]
     files: list[list[dict[str, object]]] = [
-        [line("", "s", "clock_offset", 0, offset_ns=-offset, uncertainty_ns=1000)] for offset in offsets
+        [line("", "s", "recorder_started", 0, incarnation=f"i{index}")] for index in range(processes)
     ]
+    for index, offset in enumerate(offsets):  # the coordinator's file has them all, and a worse measurement of each
+        for wrong, uncertainty in ((10**9, 5000), (0, 1000)):
+            facts = {"incarnation": f"i{index}", "offset_ns": wrong - offset, "uncertainty_ns": uncertainty}
+            files[home["coordinator"]].append(line("", "coordinator", "clock_offset", 0, **facts))
     for number in range(requests):
         for stage, event in chain(f"r{number}", stages, chunks, start=10**15):
             files[home[stage]].append({**event, "timestamp_ns": event["timestamp_ns"] + offsets[home[stage]]})

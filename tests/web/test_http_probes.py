@@ -5,12 +5,14 @@ from __future__ import annotations
 import httpx
 import msgspec
 import pytest
-from fastapi import APIRouter
 from prometheus_client.parser import text_string_to_metric_families
 
 from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.errors import InvalidRequest
+from stage_runtime.web import endpoints
 from stage_runtime.web.apikeys import ApiKeys
-from stage_runtime.web.app import make_app
+from stage_runtime.web.app import make_admin, make_app
+from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.probes import make_probes
 from stage_runtime.web.server import Server
@@ -110,22 +112,20 @@ async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> No
     assert samples(text)["omnipipeline_http_sent_bytes_total,route=POST /v1/pipeline"] > 0
 
 
-async def test_admin_routers_of_others_are_behind_the_keys_and_fail_in_our_shape() -> None:
-    router = APIRouter()
+async def test_admin_routes_are_behind_the_keys_on_either_port() -> None:
+    async def begin(exchange: Exchange) -> None:
+        raise InvalidRequest("run_id: x", param="run_id")
 
-    @router.post("/start_profile")
-    async def begin(run_id: int) -> dict[str, int]:
-        return {"run_id": run_id}
-
-    manager = ScriptedManager(OK)
-    app = make_app(manager, msgspec.structs.replace(ALL, api_keys=ApiKeys(("k",))), codecs=CodecPool(), admin=[router])
-    async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
-        closed = await client.post("/start_profile?run_id=1")
-        client.headers["authorization"] = "Bearer k"
-        good, bad = await client.post("/start_profile?run_id=1"), await client.post("/start_profile?run_id=x")
-    assert (closed.status_code, good.json()) == (401, {"run_id": 1})
-    assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
-    assert bad.json()["error"]["param"] == "query.run_id"
+    settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("k",)))
+    admin = [endpoints.route("/start_profile", ["POST"], begin)]
+    for app in (make_app(ScriptedManager(OK), settings, codecs=CodecPool(), admin=admin), make_admin(settings, admin)):
+        async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
+            closed = await client.post("/start_profile")
+            client.headers["authorization"] = "Bearer k"
+            refused, missing = await client.post("/start_profile"), await client.post("/stop_all")
+        assert closed.status_code == 401
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "run_id")
+        assert missing.status_code == 404
 
 
 @pytest.mark.parametrize("serves", [(), ("chat",), ("chat", "speech", "transcription")])

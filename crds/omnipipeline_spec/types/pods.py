@@ -11,6 +11,7 @@ from typing import Final
 #: Name of the coordinator's unit, container and process, and the target of a terminal stage's edge. No author's process
 #: may have it.
 COORDINATOR: Final = "coordinator"
+PROFILING_FILE: Final = "profiling.json"  #: Beside the list of revisions: what a coordinator takes over as it runs.
 ADMIN_PORT: Final = 8001  # on the loopback only
 PROBE_PORT: Final = 8081  # probes, metrics, status
 PUBLISH_PORT: Final = 5549

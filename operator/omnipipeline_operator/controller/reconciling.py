@@ -164,6 +164,7 @@ class Reconciler:
             aside=await coordinators.aside(self._client, snapshot, statuses),
             retried=[each for each in observed if each.refused is not None and retry_at(each, now) <= now],
             now=now,
+            profiling=planned.spec.profiling,
             curve=planned.spec.control.security.mode == "Curve",
             may_shrink=may_shrink or planned.goal.suspended,
             loads=coordinators.loads(statuses),

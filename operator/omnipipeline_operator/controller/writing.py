@@ -22,6 +22,7 @@ from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB
+from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 
@@ -40,6 +41,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     prefetch_held: bool = False
     aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
     retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.
+    profiling: Profiling = Profiling()
     curve: bool
     now: float
     may_shrink: bool  #: Whether all coordinators know the new revision, so that old pods may be removed.
@@ -84,8 +86,14 @@ class Writer:
             control_secret=pins.control_secret,
             rekeyed=pins.rekeyed,
             aside=state.aside if state.aside or config.has_aside(self._snapshot.revisions()) else None,
+            profiling=state.profiling if self._profiling_changed(state.profiling) else None,
         )
         return await self._ensure(manifest)
+
+    def _profiling_changed(self, profiling: Profiling) -> bool:
+        """Whether the list must hold it: it is not the default, or the list holds another one."""
+        changed = profiling != Profiling(storage=profiling.storage)
+        return changed or config.has_profiling(self._snapshot.revisions())
 
     async def restart_units(self, entries: Sequence[PipelineRevision], pins: Pins, *, rekey: bool) -> None:
         """Pin a new id, so that the next reconcile plans new revisions of all units. ``rekey``: with a new Secret."""

@@ -15,6 +15,7 @@ import msgspec
 from omnipipeline_operator.desired import config, pods, policies, services, storage
 from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -87,7 +88,11 @@ def manifests(
     """Every object of a new pipeline in the order it may be applied by hand, replicas and Secret included."""
     desired = children(spec, plan, facts)
     listed = config.revisions(
-        entries or [plan.current], facts.owner, image=facts.image, control_secret=facts.control_secret
+        entries or [plan.current],
+        facts.owner,
+        image=facts.image,
+        control_secret=facts.control_secret,
+        profiling=None if spec.profiling == Profiling(storage=spec.profiling.storage) else spec.profiling,
     )
     deployments = [
         {**one.deployment, "spec": {"replicas": one.replicas, **one.deployment["spec"]}} for one in desired.workloads

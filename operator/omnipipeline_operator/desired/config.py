@@ -16,8 +16,10 @@ import msgspec
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision, UnitPlan
+from omnipipeline_spec.types.pods import PROFILING_FILE
 
 PLAN_FILE: Final = "plan.json"
 REVISIONS_FILE: Final = "revisions.json"
@@ -43,12 +45,14 @@ def revisions(
     rekeyed: str | None = None,
     images: Mapping[str, str] = {},
     aside: Sequence[str] | None = None,
+    profiling: Profiling | None = None,
 ) -> Manifest:
     """The pipeline revisions that may be served, newest last, and what is pinned for them.
 
     image:  of the newest.
     images: of the others, as far as known.
     aside:  addresses of pods that were taken out of their unit and get no more requests. None: there never were any.
+    profiling: whether profiles may be taken, and for how long. None: the defaults, which were never changed.
     """
     pins = {naming.IMAGE_PIN: image, naming.SECRET_PIN: control_secret}
     pinned = {each.revision: images[each.revision] for each in entries[:-1] if each.revision in images}
@@ -61,6 +65,9 @@ def revisions(
     listed = {REVISIONS_FILE: canonical.encode(list(entries)).decode()}
     if aside is not None:
         listed[ASIDE_FILE] = canonical.encode(sorted(aside)).decode()
+    if profiling is not None:
+        limits = {"enabled": profiling.enabled, "maxSeconds": profiling.max_seconds}
+        listed[PROFILING_FILE] = canonical.encode(limits).decode()
     return {**manifest, "data": listed}
 
 
@@ -91,10 +98,17 @@ def has_aside(manifest: Mapping[str, Any] | None) -> bool:
     return ASIDE_FILE in (manifest or {}).get("data", {})
 
 
+def has_profiling(manifest: Mapping[str, Any] | None) -> bool:
+    """Whether coordinators have been told of other limits than the defaults: then they must be told of any."""
+    return PROFILING_FILE in (manifest or {}).get("data", {})
+
+
 def digest(manifest: Mapping[str, Any]) -> str:
     """A hash of the list, for the annotation that makes kubelets update the mounted file."""
     held = manifest["data"]
-    return hashlib.sha256((held[REVISIONS_FILE] + held.get(ASIDE_FILE, "")).encode()).hexdigest()[:8]
+    return hashlib.sha256(
+        "".join(held.get(name, "") for name in (REVISIONS_FILE, ASIDE_FILE, PROFILING_FILE)).encode()
+    ).hexdigest()[:8]
 
 
 def secret(name: str, owner: Owner, key: bytes) -> Manifest:

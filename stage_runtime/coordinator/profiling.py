@@ -1,0 +1,378 @@
+"""Profiles of a whole pipeline: every process is told to record, its answer is waited for, its files are fetched.
+
+Here: runs, answers, the distance of the clocks. Not here: HTTP (`web.profiling`), writing events (`profiler`). On the
+I/O thread. A process that dies, is silent or refuses is named in the answer; serving goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from stage_runtime.errors import ConfigurationError, RequestError
+from stage_runtime.profiler import events, paths, torch_trace
+from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, Order, Session
+from stage_runtime.wire.messages import Member, Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
+
+Made = TypeVar("Made")
+
+log = logging.getLogger(__name__)
+
+ANSWER_S: Final = 120.0  # of a process that lives: torch takes seconds to start a trace, and longer to write one
+RUNS_KEPT: Final = 200
+_NAME: Final = events.COORDINATOR
+
+
+class Members(Protocol):
+    """Who takes part now, by incarnation."""
+
+    def __call__(self) -> Mapping[str, Member]: ...
+
+
+class StageState(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage of one process has answered."""
+
+    stage: str
+    group: str
+    instance: str
+    state: str  #: ``started``, ``stopped``, ``not recording``, ``failed``, ``no answer``
+    error: str | None = None
+
+
+class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a start or a stop."""
+
+    run_id: str
+    event_dir: str
+    complete: bool  #: Every stage does as it was asked.
+    stages: tuple[StageState, ...]
+    torch_template: str | None = None
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=False):
+    """``profiling`` of the pipeline's resource, which changes without a restart."""
+
+    enabled: bool = True
+    max_seconds: int = 600  #: Of a torch trace that nobody stops.
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """One profile, as this coordinator knows it."""
+
+    run_id: str
+    event_dir: str
+    started_at: float  #: Seconds since the epoch.
+    torch: bool
+    recording: bool = True
+
+
+class RunFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a run and where it is. ``name``: relative, and unique in the run."""
+
+    name: str
+    instance: str  #: Empty: on this process's disk.
+    path: str
+    nbytes: int
+
+
+class Profiling:
+    """All profiles that this coordinator has started."""
+
+    def __init__(
+        self,
+        session: Session | None,
+        members: Members,
+        send: Callable[[str, Message], bool],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """session: of the coordinator's own process."""
+        self._given = session
+        self._limits = Limits()
+        self._members = members
+        self._send = send
+        self._loop = loop
+        self._runs: dict[str, Run] = {}
+        self._order: tuple[str, Order] | None = None  #: (run id, what was ordered) of the run that is recorded.
+        self._calls: dict[str, tuple[str, int, asyncio.Future[ProfilerReply]]] = {}  #: call -> (instance, sent at, …)
+        self._numbers = itertools.count(1)
+        self._changing = asyncio.Lock()
+
+    # --- what a client asks for ---------------------------------------------------------------------------------
+
+    async def start(
+        self,
+        *,
+        run_id: str | None,
+        event_dir: str | None,
+        template: str | None,
+        config: Mapping[str, bool],
+        torch: bool,
+        max_seconds: int | None = None,
+    ) -> ProfileAnswer:
+        """Record on every process. max_seconds: None: the pipeline's own limit, with a torch trace.
+
+        Raises: ConfigurationError: a field is wrong; nothing was started. RequestError: invalid_request (409 by
+            `web`): another run is recorded.
+        """
+        if not self._limits.enabled:
+            raise RequestError("unsupported_endpoint", "profiling is switched off: profiling.enabled is false")
+        async with self._changing:
+            run_id = paths.check_run_id(run_id if run_id is not None else time.strftime("run-%Y%m%d-%H%M%S"))
+            if self._session.recording is not None:
+                raise RequestError("duplicate_request", f"run {self._session.recording!r} is recorded: stop it first")
+            folder = str(paths.event_dir(self._session.root, run_id, event_dir))
+            if torch:
+                template = paths.check_template(self._session.root, template or paths.DEFAULT_TEMPLATE)
+            order = Order(
+                run_id=run_id,
+                event_dir=folder,
+                torch_template=template if torch else None,
+                config=config,
+                max_seconds=_seconds(max_seconds, self._limits.max_seconds if torch else 0),
+            )
+            # The coordinator's own process has no kernels: it records events, and takes no trace.
+            own = await self._here(lambda: self._session.start(msgspec.structs.replace(order, torch_template=None)))
+            states = [self._own(own)]
+            if states[0].state == STARTED:
+                self._remember(Run(run_id=run_id, event_dir=folder, started_at=time.time(), torch=torch))
+                self._order = run_id, order
+                states += await self._ask_all(lambda call: _start_message(call, order))
+            return ProfileAnswer(
+                run_id=run_id,
+                event_dir=folder,
+                complete=all(each.state == STARTED for each in states),
+                stages=tuple(states),
+                torch_template=order.torch_template,
+            )
+
+    async def stop(self, run_id: str | None) -> ProfileAnswer:
+        """Stop a run on every process; None: whatever is recorded.
+
+        Raises: RequestError: not_found: no run of this id is known, or none is recorded.
+        """
+        async with self._changing:
+            known = run_id if run_id is not None else self._session.recording
+            run = self._runs.get(known) if known is not None else None
+            if run_id is not None and run is None:
+                raise RequestError("not_found", f"no profile run {run_id[:80]!r} is known here", param="run_id")
+            states = await self._ask_all(lambda call: ProfilerStop(call, run_id))
+            own = self._own(await self._here(lambda: self._session.stop(run_id)))
+            self._order = None
+            if run is not None:
+                run.recording = False
+            return ProfileAnswer(
+                run_id=run.run_id if run is not None else "",
+                event_dir=run.event_dir if run is not None else "",
+                complete=all(each.state == STOPPED for each in (own, *states)),
+                stages=(own, *states),
+            )
+
+    def runs(self) -> list[Run]:
+        """Newest first."""
+        return list(reversed(self._runs.values()))
+
+    async def files(self, run_id: str) -> list[RunFile]:
+        """All files of a run, of every process that still lives. Raises: RequestError: not_found."""
+        run = self._runs.get(run_id)
+        if run is None:
+            raise RequestError("not_found", f"no profile run {run_id[:80]!r} is known here", param="run_id")
+        here = await self._here(lambda: _on_disk(Path(run.event_dir)))
+        here |= dict(await self._here(lambda: self._session.files(run_id)))
+        found = [RunFile(name=_name("", path), instance="", path=path, nbytes=size) for path, size in here.items()]
+        members = dict(self._members())
+        replies = await self._replies(members, lambda call: ProfilerRead(call, run_id))
+        for instance, reply in replies.items():
+            if isinstance(reply, ProfilerReply):
+                found += [
+                    RunFile(
+                        name=_name(f"{members[instance].group}-{instance}", path),
+                        instance=instance,
+                        path=path,
+                        nbytes=size,
+                    )
+                    for path, size in reply.files
+                    if path not in here  # of this machine: read already
+                ]
+        return found
+
+    async def content(self, run_id: str, file: RunFile) -> AsyncIterator[bytes]:
+        """The file in pieces. One that cannot be read to its end ends early. Raises: ConfigurationError."""
+        offset = 0
+        while True:
+            piece = await self._piece(run_id, file, offset)
+            if not piece:
+                return
+            offset += len(piece)
+            yield piece
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def replied(self, sender: str, message: ProfilerReply) -> None:
+        """A process has answered."""
+        known = self._calls.get(message.call_id)
+        if known is None or known[0] != sender:
+            return
+        _, sent_ns, future = self._calls.pop(message.call_id)
+        self._note_clock(sender, sent_ns, message)
+        if not future.done():
+            future.set_result(message)
+
+    def lost(self, instance: str) -> None:
+        """A process is gone: nobody waits for its answer."""
+        for call_id, (asked, _, future) in list(self._calls.items()):
+            if asked == instance:
+                del self._calls[call_id]
+                if not future.done():
+                    future.set_exception(ConfigurationError("the process is gone"))
+
+    def joined(self, instance: str) -> None:
+        """A process that comes while a run is recorded takes part in it."""
+        if self._order is not None:
+            order = self._order[1]
+            self._loop.create_task(self._replies([instance], lambda call: _start_message(call, order)))
+
+    def beat(self) -> None:
+        """Called every now and then: a run ends when its time is over, here as everywhere."""
+        if self._given is not None:
+            self._given.thread.submit(self._given.expire)
+
+    def limit(self, limits: Limits) -> None:
+        """The pipeline's resource says something else now."""
+        self._limits = limits
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _session(self) -> Session:
+        if self._given is None:
+            raise RequestError("unsupported_endpoint", "this process takes no profiles")
+        return self._given
+
+    async def _ask_all(self, make: Callable[[str], Message]) -> list[StageState]:
+        members = dict(self._members())
+        states = []
+        for instance, reply in (await self._replies(members, make)).items():
+            member = members[instance]
+            if isinstance(reply, ProfilerReply):
+                answered = {stage: reply.stages.get(stage, "") for stage in member.stages}
+                if reply.error is not None:
+                    answered = dict.fromkeys(member.stages, f"failed: {reply.error}")
+            else:
+                answered = dict.fromkeys(member.stages, reply)
+            states += [_state(stage, member.group, instance, said) for stage, said in answered.items()]
+        return states
+
+    async def _replies(
+        self, instances: Iterable[str], make: Callable[[str], Message]
+    ) -> dict[str, ProfilerReply | str]:
+        """Each process's answer, or why there is none."""
+        asked = list(instances)
+        answers = await asyncio.gather(*(self._call(instance, make) for instance in asked))
+        return dict(zip(asked, answers, strict=True))
+
+    async def _call(self, instance: str, make: Callable[[str], Message]) -> ProfilerReply | str:
+        call_id = f"profile-{next(self._numbers)}"
+        future: asyncio.Future[ProfilerReply] = self._loop.create_future()
+        self._calls[call_id] = (instance, time.time_ns(), future)
+        try:
+            if not self._send(instance, make(call_id)):
+                return "no answer: the process is gone"
+            async with asyncio.timeout(ANSWER_S):
+                return await future
+        except ConfigurationError as error:
+            return f"no answer: {error}"
+        except TimeoutError:
+            return f"no answer within {ANSWER_S:g} s"
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def _piece(self, run_id: str, file: RunFile, offset: int) -> bytes:
+        if not file.instance:
+            return await self._here(lambda: _read(Path(file.path), offset))
+        reply = await self._call(file.instance, lambda call: ProfilerRead(call, run_id, path=file.path, offset=offset))
+        if not isinstance(reply, ProfilerReply):
+            raise ConfigurationError(f"{file.name}: {reply}")
+        if reply.error is not None:
+            raise ConfigurationError(f"{file.name}: {reply.error}")
+        return reply.data
+
+    async def _here(self, work: Callable[[], Made]) -> Made:
+        return await self._loop.run_in_executor(self._session.thread, work)
+
+    def _note_clock(self, instance: str, sent_ns: int, reply: ProfilerReply) -> None:
+        """How far the process's clock is from ours, for whoever reads its events.
+
+        A distance that is smaller than what the way there and back can explain is none.
+        Source: RFC 5905, section 8.
+        """
+        received_ns = time.time_ns()
+        offset = ((sent_ns - reply.received_ns) + (received_ns - reply.sent_ns)) // 2
+        uncertainty = max(((received_ns - sent_ns) - (reply.sent_ns - reply.received_ns)) // 2, 1)
+        known = 0 if abs(offset) <= uncertainty else offset
+        facts = {"incarnation": instance, "offset_ns": known, "uncertainty_ns": uncertainty, "reference": _NAME}
+        recorder.emit(events.CLOCK_OFFSET, "", _NAME, facts)
+
+    def _remember(self, run: Run) -> None:
+        self._runs[run.run_id] = run
+        if len(self._runs) > RUNS_KEPT:
+            del self._runs[next(iter(self._runs))]
+
+    def _own(self, states: Mapping[str, str]) -> StageState:
+        return _state(_NAME, _NAME, "", states[_NAME])
+
+
+def _state(stage: str, group: str, instance: str, said: str) -> StageState:
+    word, _, why = said.partition(": ")
+    if word == "failed":
+        return StageState(stage=stage, group=group, instance=instance, state="failed", error=why)
+    if word.startswith("no answer"):
+        return StageState(stage=stage, group=group, instance=instance, state="no answer", error=why or word)
+    return StageState(stage=stage, group=group, instance=instance, state=word)
+
+
+def _start_message(call_id: str, order: Order) -> ProfilerStart:
+    return ProfilerStart(
+        call_id, order.run_id, order.event_dir, order.torch_template, dict(order.config), order.max_seconds
+    )
+
+
+def _seconds(asked: int | None, usual: int) -> int:
+    return usual if asked is None else asked
+
+
+def check_config(config: Mapping[str, Any]) -> dict[str, bool]:
+    """The switches of the torch trace. Raises: ConfigurationError: an unknown one, or none of true and false."""
+    for name, value in config.items():
+        if name not in torch_trace.SWITCHES:
+            raise ConfigurationError(f"config: {name[:80]!r} is none of {', '.join(torch_trace.SWITCHES)}")
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"config.{name}: must be true or false")
+    return dict(config)
+
+
+def _on_disk(folder: Path) -> dict[str, int]:
+    """Files below a run's folder: of this process, and on one machine of every other one, dead ones too."""
+    return {str(path): path.stat().st_size for path in sorted(folder.rglob("*.jsonl")) if path.is_file()}
+
+
+def _read(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(PIECE)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
+def _name(owner: str, path: str) -> str:
+    """Of a file in an archive: where it comes from, and its own name."""
+    parts = Path(path).parts[-2:]
+    return "/".join(filter(None, (owner, *(part for part in parts if part != "events"))))

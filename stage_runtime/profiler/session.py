@@ -1,0 +1,179 @@
+"""Profiles of one process: starts and stops its recorder and its torch trace, and hands out their files.
+
+Here: one run at a time, its limits, where files are. Not here: who asks (`stage.profiling`, `coordinator.profiling`).
+Every method blocks on files; callers run them on `Session.thread`, one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from stage_runtime.errors import ConfigurationError, describe
+from stage_runtime.profiler import paths, torch_trace
+from stage_runtime.profiler.recorder import Recorder, recorder
+from stage_runtime.profiler.torch_trace import TorchTrace
+
+log = logging.getLogger(__name__)
+
+PIECE: Final = 512 << 10  # bytes of a file in one message
+RUNS_KEPT: Final = 200  # whose files a process remembers
+
+STARTED: Final = "started"
+STOPPED: Final = "stopped"
+NOT_RECORDING: Final = "not recording"
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run shall record. Paths are below the root of every process, and were checked against the sender's."""
+
+    run_id: str
+    event_dir: str
+    torch_template: str | None = None
+    config: Mapping[str, bool] = {}
+    max_seconds: int = 0  #: 0: until it is stopped.
+
+
+class Session:
+    """One process's."""
+
+    def __init__(
+        self,
+        root: Path,
+        stages: Sequence[str],
+        *,
+        incarnation: Callable[[], str],
+        rank: int = 0,
+        own_folder: bool = False,
+        recorder: Recorder = recorder,
+    ) -> None:
+        """own_folder: this process's files are in a folder of their own: pods of one storage have equal process ids."""
+        self.root = root
+        self.stages = tuple(stages)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="profiles")
+        self._incarnation = incarnation
+        self._rank = rank
+        self._own_folder = own_folder
+        self._recorder = recorder
+        self._trace: TorchTrace | None = None
+        self._traced_run = ""
+        self._files: dict[str, list[Path]] = {}  #: run id -> files of this process
+        self._ends_at: float | None = None  #: Monotonic. When the run has lasted long enough.
+
+    @property
+    def recording(self) -> str | None:
+        """The run that is recorded now."""
+        return self._recorder.run_id
+
+    def start(self, order: Order) -> dict[str, str]:
+        """stage -> ``started`` or ``failed: why``. A run that records already is joined by nobody."""
+        try:
+            if self._recorder.run_id is not None:
+                raise ConfigurationError(f"run {self._recorder.run_id!r} is recorded already: stop it first")
+            paths.check_run_id(order.run_id)
+            folder = paths.event_dir(self.root, order.run_id, order.event_dir)
+            trace = self._new_trace(order)
+            if self._own_folder:
+                folder /= f"{socket.gethostname()}-{self._incarnation()}"
+            facts = {"incarnation": self._incarnation(), "stages": list(self.stages), "rank": self._rank}
+            file = self._recorder.start(order.run_id, folder, self.stages[0], facts=facts)
+        except ConfigurationError as error:
+            return self._each(f"failed: {error}")
+        self._remember(order.run_id, file)
+        self._ends_at = time.monotonic() + order.max_seconds if order.max_seconds else None
+        if trace is not None:
+            try:
+                trace.start()
+            except ConfigurationError as error:
+                self._recorder.stop(order.run_id, why="the torch trace did not start")
+                return self._each(f"failed: {error}")
+            self._trace, self._traced_run = trace, order.run_id
+        return self._each(STARTED)
+
+    def stop(self, run_id: str | None = None, *, why: str = "asked to") -> dict[str, str]:
+        """stage -> ``stopped``, ``not recording`` or ``failed: why``. None: whatever is recorded."""
+        if self._recorder.run_id is None or run_id not in (None, self._recorder.run_id):
+            return self._each(NOT_RECORDING)
+        self._ends_at = None
+        trace, self._trace = self._trace, None
+        self._recorder.stop(run_id, why=why)
+        if trace is not None:
+            try:
+                trace.stop()
+            except ConfigurationError as error:
+                return self._each(f"failed: {error}")
+            self._remember(self._traced_run, trace.path)
+        return self._each(STOPPED)
+
+    def expire(self) -> None:
+        """Stop a run that nobody has stopped in time; called every now and then."""
+        if self._ends_at is not None and time.monotonic() >= self._ends_at:
+            log.warning("profile %s has lasted as long as it may: stopping it", self._recorder.run_id)
+            for problem in {each for each in self.stop(why="its time is over").values() if each != STOPPED}:
+                log.error("profile: %s", problem)
+
+    def files(self, run_id: str) -> tuple[tuple[str, int], ...]:
+        """(path, bytes) of this process's files of a run."""
+        found = []
+        for path in self._files.get(run_id, ()):
+            try:
+                found.append((str(path), path.stat().st_size))
+            except OSError:  # somebody has deleted it
+                continue
+        return tuple(found)
+
+    def runs(self) -> tuple[str, ...]:
+        return tuple(self._files)
+
+    def read(self, run_id: str, path: str, offset: int) -> bytes:
+        """Up to `PIECE` bytes of one of `files`; nothing at its end. Raises: ConfigurationError."""
+        if not any(str(each) == path for each in self._files.get(run_id, ())):
+            raise ConfigurationError(f"run {run_id!r} has no file {path[:200]!r} here")
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                return file.read(PIECE)
+        except OSError as error:
+            raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """The process ends: what was recorded is written."""
+        try:
+            self.thread.submit(self.stop, why="the process ends").result(timeout=5.0)
+        except Exception as error:  # the process ends whatever becomes of a profile
+            log.error("profile: %s", describe(error))
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+    def _new_trace(self, order: Order) -> TorchTrace | None:
+        if order.torch_template is None:
+            return None
+        unknown = set(order.config) - set(torch_trace.SWITCHES)
+        if unknown:
+            raise ConfigurationError(f"config: no such switch: {', '.join(sorted(unknown))[:200]}")
+        facts = {
+            "run_id": order.run_id,
+            "stage": self.stages[0],
+            "pid": os.getpid(),
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "incarnation": self._incarnation(),
+        }
+        path = paths.trace_path(self.root, paths.check_template(self.root, order.torch_template), facts)
+        return TorchTrace(path, torch_trace.switches(order.config))
+
+    def _remember(self, run_id: str, path: Path) -> None:
+        known = self._files.pop(run_id, [])
+        self._files[run_id] = known if path in known else [*known, path]
+        if len(self._files) > RUNS_KEPT:
+            del self._files[next(iter(self._files))]
+
+    def _each(self, state: str) -> dict[str, str]:
+        return dict.fromkeys(self.stages, state)

@@ -1,0 +1,215 @@
+"""Profiles of real pipelines, over HTTP: every hop is paired, every stage answers, nothing ends serving."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import json
+import os
+import signal
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from omnipipeline_spec.cluster import Profiling
+from tests.e2e.local_pipelines import APART, TOGETHER, Client, diamond, eventually, running
+
+WORDS = "the quick brown fox"
+EDGES, STREAMS = 6, 2  # of the diamond: payload edges, edges with a chunk for each word (one to the client)
+STAGES = {*APART, "coordinator"}
+
+
+async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    """As curl -d does: without a word about JSON."""
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    return await http.post(path, content=json.dumps(body or {}), headers=headers)
+
+
+def states(answer: httpx.Response) -> dict[str, str]:
+    assert answer.status_code == 200, answer.text
+    return {each["stage"]: each["state"] for each in answer.json()["stages"]}
+
+
+@pytest.mark.parametrize("processes", [APART, TOGETHER], ids=["apart", "together"])
+async def test_every_hop_of_every_request_is_paired(base: Path, processes: dict[str, str]) -> None:
+    root = base / "profiles"
+    environ = {"OMNI_PROFILE_ROOT": str(root)}
+    async with (
+        running(diamond(processes), base, environ=environ) as pipeline,
+        Client(pipeline.url) as client,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+    ):
+        await client.answer("before the run")
+        started = await post(http, "/start_request_profile", {"run_id": "demo"})
+        assert states(started) == dict.fromkeys(STAGES, "started")
+        assert started.json()["complete"]
+        await asyncio.gather(*(client.answer(WORDS, size=size) for size in (4, 1 << 20) for _ in range(10)))
+        stopped = await post(http, "/stop_request_profile")
+        assert states(stopped) == dict.fromkeys(STAGES, "stopped")
+        await client.answer("after the run")
+        report = (await http.get("/profiles/demo/report")).json()
+        archive = await http.get("/profiles/demo")
+        shown = await http.get("/profiles/demo/report?format=html")
+        runs = (await http.get("/profiles")).json()["runs"]
+    hops = Counter[str]()
+    for each in report["hop_breakdown"]:
+        hops[each["kind"]] += each["count"]
+    count = len(WORDS.split())
+    assert report["request_count"] == 20
+    assert hops == {"payload": 20 * EDGES, "stream": 20 * STREAMS * count}
+    assert report["unpaired_hops"] == {}
+    assert (report["dropped_count"], report["unreadable_lines"]) == (0, 0)
+    assert {each["stage"] for each in report["stage_breakdown"]} == STAGES
+    assert {each["complete"] for each in report["processes"]} == {True}
+    for each in report["timeline"]:
+        names = [event["event_name"] for event in each["events"]]
+        assert (names[0], names[-1]) == ("request_admission", "terminal_response")
+    with tarfile.open(fileobj=io.BytesIO(archive.content)) as files:
+        names = files.getnames()
+    assert len(names) == 1 + len(set(processes.values()))
+    assert all(name.startswith("demo/events_") for name in names)
+    assert shown.headers["content-type"].startswith("text/html") and "<svg" in shown.text
+    assert [(run["run_id"], run["recording"]) for run in runs] == [("demo", False)]
+
+
+async def test_a_torch_trace_of_every_process_is_written_where_the_template_says(base: Path) -> None:
+    root = base / "profiles"
+    async with (
+        running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(root)}) as pipeline,
+        Client(pipeline.url) as client,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+    ):
+        body = {"run_id": "deep", "trace_path_template": str(root / "mine" / "{stage}_{run_id}"), "config": {}}
+        assert states(await post(http, "/start_profile", body)) == dict.fromkeys(STAGES, "started")
+        await client.answer(WORDS)
+        assert states(await post(http, "/stop_profile", {"run_id": "deep"})) == dict.fromkeys(STAGES, "stopped")
+        archive = await http.get("/profiles/deep")
+        await client.answer(WORDS)
+    traces = sorted((root / "mine").glob("*.trace.json.gz"))
+    assert len(traces) == len(set(APART.values()))
+    assert all(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] for trace in traces)
+    with tarfile.open(fileobj=io.BytesIO(archive.content)) as files:
+        assert sum(name.endswith(".trace.json.gz") for name in files.getnames()) == len(traces)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "told"),
+    [
+        ("/start_profile", {"trace_path_template": "{oops}"}, 400, "{oops} is no placeholder; there are {run_id}"),
+        ("/start_profile", {"trace_path_template": "{stage"}, 400, "trace_path_template: "),
+        ("/start_profile", {"trace_path_template": "{stage.__class__}"}, 400, "is no placeholder"),
+        ("/start_profile", {"trace_path_template": "../../{stage}"}, 400, "is not below"),
+        ("/start_profile", {"config": {"with_speed": True}}, 400, "config: 'with_speed' is none of record_shapes"),
+        ("/start_profile", {"config": {"with_stack": "yes"}}, 400, "config.with_stack: must be true or false"),
+        ("/start_profile", {"enable_torch": "no"}, 400, "enable_torch"),
+        ("/start_profile", {"run": "x"}, 400, "unknown field `run`"),
+        ("/start_request_profile", {"event_dir": "/etc"}, 400, "event_dir: /etc is not below"),
+        ("/start_request_profile", {"event_dir": ""}, 400, "event_dir"),
+        ("/start_request_profile", {"run_id": "../x"}, 400, "run_id: '../x' is not"),
+        ("/start_request_profile", {"run_id": "x" * 65}, 400, "run_id"),
+        ("/start_request_profile", {"max_seconds": 0}, 400, "max_seconds"),
+        ("/stop_profile", {"run_id": "never"}, 404, "no profile run 'never' is known here"),
+        ("/stop_profile", [1], 400, "object"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    refusing: httpx.AsyncClient, path: str, body: Any, status: int, told: str
+) -> None:
+    answer = await post(refusing, path, body)
+    assert answer.status_code == status, answer.text
+    assert told in answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def refusing_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A pipeline in a loop of its own, that outlives the tests' loops."""
+    base = tmp_path_factory.mktemp("refusing")
+    loop = asyncio.new_event_loop()
+    context = running(diamond(TOGETHER), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")})
+    pipeline = loop.run_until_complete(context.__aenter__())
+    yield pipeline.url
+    loop.run_until_complete(context.__aexit__(None, None, None))
+    loop.close()
+
+
+@pytest.fixture
+async def refusing(refusing_pipeline: str) -> Any:
+    async with httpx.AsyncClient(base_url=refusing_pipeline, timeout=60) as http:
+        yield http
+
+
+async def test_a_second_run_is_refused_and_a_stop_without_a_name_stops_the_first(refusing: httpx.AsyncClient) -> None:
+    assert states(await post(refusing, "/start_request_profile", {"run_id": "one"}))["coordinator"] == "started"
+    second = await post(refusing, "/start_profile", {"run_id": "two"})
+    assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_request")
+    assert (await post(refusing, "/stop_profile", {})).json()["run_id"] == "one"
+    assert set(states(await post(refusing, "/stop_profile", {})).values()) == {"not recording"}
+
+
+async def test_no_events_is_an_answer_too(refusing: httpx.AsyncClient) -> None:
+    missing = await refusing.get("/profiles/never/report")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert (await refusing.get("/profiles/one/report?format=pdf")).status_code in (400, 404)
+
+
+async def test_a_stage_that_dies_in_the_middle_is_named_and_its_successor_takes_part(base: Path) -> None:
+    async with (
+        running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
+        Client(pipeline.url) as client,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+    ):
+        assert (await post(http, "/start_request_profile", {"run_id": "deaths"})).json()["complete"]
+        await client.answer(WORDS)
+        [victim] = [pid for name, pid in pipeline.pids().items() if name.startswith("voice")]
+        os.kill(victim, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while True:
+                answer = await client.post({"inputs": {"text": WORDS, "size": 4}})
+                if answer.status_code == 200:
+                    break
+        stopped = await post(http, "/stop_request_profile", {"run_id": "deaths"})
+        assert set(states(stopped).values()) == {"stopped"}
+        report = (await http.get("/profiles/deaths/report")).json()
+    [dead] = [each for each in report["processes"] if not each["complete"]]
+    assert dead["pid"] == victim
+    assert len([each for each in report["processes"] if each["file"].startswith("events_speak")]) == 2
+
+
+async def test_a_pipeline_that_forbids_profiles_takes_none(base: Path) -> None:
+    spec = diamond(TOGETHER, profiling=Profiling(enabled=False))
+    async with (
+        running(spec, base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+    ):
+
+        async def refused() -> bool:  # the coordinator reads it within a second of its start
+            answer = await post(http, "/start_request_profile", {})
+            if answer.status_code == 200:
+                await post(http, "/stop_request_profile")
+                return False
+            assert "profiling.enabled is false" in answer.json()["error"]["message"]
+            return True
+
+        await eventually(refused)
+        again = await post(http, "/start_profile", {})
+    assert again.json()["error"]["code"] == "unsupported_endpoint"
+
+
+async def test_a_run_that_nobody_stops_ends_by_itself(base: Path) -> None:
+    async with (
+        running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+    ):
+        assert (await post(http, "/start_request_profile", {"run_id": "short", "max_seconds": 1})).json()["complete"]
+
+        async def over() -> bool:
+            stopped = await http.get("/profiles/short/report")
+            return {each["complete"] for each in stopped.json()["processes"]} == {True}
+
+        await eventually(over)
+        assert (await post(http, "/start_request_profile", {"run_id": "next"})).json()["complete"]
