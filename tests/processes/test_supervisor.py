@@ -302,10 +302,10 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import asyncio, sys
 sys.path.insert(0, {str(ACTOR.parent)!r})
-from test_supervisor import PATIENCE, Supervisor, instance
+from test_supervisor import POLICY, Supervisor, instance
 async def main():
     supervisor = Supervisor(on_change=lambda view: None, on_line=lambda name, line: None)
-    one = supervisor.add(instance("voice", "deaf", "ready", "sleep"), PATIENCE)
+    one = supervisor.add(instance("voice", "deaf", "ready", "sleep"), POLICY)
     await supervisor.started()
     open({str(noted)!r}, "w").write(str(one.children[0].pid))
     print("up", flush=True)
