@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WAV ?= examples/voice/question.wav
 
-.PHONY: help demo test check lint types floors coverage format crds pictures voice-test cluster-test hops clean
+.PHONY: help demo test nightly check lint types floors coverage format crds pictures voice-test images cluster-test hops clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ pictures: $(VENV)/.dev ## redraw docs/pictures and docs/pictures/voice.svg
 
 voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question
 	$(BIN)/pytest tests/voice
+
+images: ## the images that cluster-test uses, built by the kit: layers stay, so that cluster-test finds them built
+	$(PYTHON) tests/cluster_images.py
 
 cluster-test: $(VENV)/.dev ## what needs Kubernetes: KUBECONFIG, else the kit beside the checkout
 	$(BIN)/pytest -m cluster

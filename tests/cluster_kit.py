@@ -18,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.cluster_images import REPOSITORY, kit
+
+__all__ = ["REPOSITORY", "Cluster", "api_server", "cluster_kit", "kit", "node_cluster"]
+
 START_S = 300.0  # the first start unpacks binaries and may install packages
 COMMAND_S = 60.0
 
@@ -45,13 +48,6 @@ class Cluster:
         if check and done.returncode:
             raise AssertionError(f"kubectl {' '.join(arguments)}: {done.stderr or done.stdout}")
         return done
-
-
-def kit() -> Path | None:
-    """The kit's program, when there is one."""
-    named = os.environ.get("OMNI_CLUSTER_KIT")
-    found = Path(named) if named else REPOSITORY.parent / "shared" / "cluster" / "cluster"
-    return found if found.is_file() else None
 
 
 def _run(program: Path, *arguments: str) -> str:

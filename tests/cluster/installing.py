@@ -1,30 +1,28 @@
 """The project's own images and chart in a cluster, for tests of the whole.
 
-Here: building and loading the images, helm, the plugin, reading objects and conditions, the wait for a pipeline. Not
-here: what is tested, the load (`load`). Images: ``$OMNI_TEST_OPERATOR_IMAGE`` and ``$OMNI_TEST_STAGE_IMAGE`` where
-the cluster has them already, else the Dockerfile is built by the kit.
+Here: helm, the plugin, reading objects and conditions, the wait for a pipeline. Not here: what is tested, the load
+(`load`), how images are built (`cluster_images`). Images: ``$OMNI_TEST_OPERATOR_IMAGE`` and
+``$OMNI_TEST_STAGE_IMAGE`` where the cluster has them already, else the Dockerfile is built by the kit.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
-from tests.cluster_kit import REPOSITORY, Cluster, kit
+from tests import cluster_images
+from tests.cluster_kit import REPOSITORY, Cluster
 
 CHART = REPOSITORY / "charts" / "omnipipeline"
 SYSTEM = "omni-e2e-system"  # the operator's namespace
 RELEASE = "omnipipeline"
-BUILD_S = 1800.0  # of a machine that has neither the base image nor torch yet, and other things to do
 PIPELINE = "omnipipeline.dev/pipeline"
 T = TypeVar("T")
 
@@ -116,20 +114,8 @@ def ask(url: str, text: str = "hello") -> str:
 
 def build_images() -> Images:
     """Both images, built from the Dockerfile as it is, and loaded."""
-    given = os.environ.get("OMNI_TEST_OPERATOR_IMAGE"), os.environ.get("OMNI_TEST_STAGE_IMAGE")
-    if given[0] and given[1]:
-        return Images(given[0], given[1])
-    program = kit()
-    assert program is not None, "no kit, and OMNI_TEST_OPERATOR_IMAGE and OMNI_TEST_STAGE_IMAGE are not set"
-    return Images(_build(program, "operator"), _build(program, "stage"))
-
-
-def _build(program: Path, target: str) -> str:
-    name = f"localhost/omnipipeline-{target}:e2e"
-    command = [str(program), "build", "-t", name, "-f", "Dockerfile", "--target", target, "."]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=BUILD_S)
-    assert done.returncode == 0, f"{target}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return name
+    given = cluster_images.given()
+    return Images(*given) if given else Images(cluster_images.operator(), cluster_images.stage())
 
 
 def image_values(images: Images) -> list[str]:

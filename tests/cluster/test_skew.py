@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.installing import BUILD_S, Installed, wait_for, wait_ready
+from tests import cluster_images
+from tests.cluster.installing import Installed, wait_for, wait_ready
 from tests.cluster.load import Load
-from tests.cluster_kit import kit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 
@@ -40,14 +39,9 @@ def next_image(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -
     given = os.environ.get("OMNI_TEST_NEXT_STAGE_IMAGE")
     if given:
         return given
-    program = kit()
-    assert program is not None, "no kit, and OMNI_TEST_NEXT_STAGE_IMAGE is not set"
     folder, name = tmp_path_factory.mktemp("next"), "localhost/omnipipeline-stage:e2e-next"
     Path(folder, "Dockerfile").write_text(DOCKERFILE.format(stage=installed.images.stage, ready_after_s=READY_AFTER_S))
-    command = [str(program), "build", "-t", name, "-f", "Dockerfile", "."]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BUILD_S)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return name
+    return cluster_images.build(name, "-f", "Dockerfile", folder=folder)
 
 
 async def test_a_roll_to_another_protocol_and_back_fails_no_request(

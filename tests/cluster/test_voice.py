@@ -12,26 +12,20 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.cluster.installing import BUILD_S, Installed, url, wait_ready
-from tests.cluster_kit import REPOSITORY, kit
+from tests import cluster_images
+from tests.cluster.installing import Installed, url, wait_ready
+from tests.cluster_kit import REPOSITORY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200, func_only=True)]
 
 EXAMPLE = REPOSITORY / "examples" / "voice"
-IMAGE = "localhost/omnipipeline-voice:e2e"
 LOADING_S = 300  # five units load their models on the machine's two processors
 
 
 @pytest.fixture(scope="module")
 def voice(installed: Installed) -> Iterator[str]:
     """URL of the example."""
-    program = kit()
-    assert program is not None, "no kit to build the image with"
-    arguments = ["-t", IMAGE, "-f", str(EXAMPLE / "Dockerfile"), "--build-arg", f"STAGE_IMAGE={installed.images.stage}"]
-    built = subprocess.run(
-        [program, "build", *arguments, "."], cwd=REPOSITORY, capture_output=True, text=True, timeout=BUILD_S
-    )
-    assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
+    cluster_images.voice(installed.images.stage)
     installed.kubectl("apply", "--validate=strict", "-f", "-", stdin=resource())
     try:
         wait_ready(installed.cluster, installed.namespace, "voice", timeout_s=LOADING_S)
@@ -49,7 +43,7 @@ def resource() -> str:
         "convert",
         str(EXAMPLE / "pipeline.yaml"),
         "--set",
-        f"image={IMAGE}",
+        f"image={cluster_images.VOICE}",
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
