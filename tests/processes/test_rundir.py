@@ -68,19 +68,21 @@ def test_killed_runs_are_swept_up_wherever_they_were_killed(base: Path) -> None:
 
 def test_what_a_killed_sweeper_has_left_is_swept_up_by_the_next_one(base: Path) -> None:
     code, step = 9, 0
-    while code:
-        step += 1
-        run = rundir.RunDir(str(base))
-        run.write("facts", b"ours")
-        (run.path / "code").mkdir()
-        (run.path / "code" / "module.py").touch()
-        os.close(run._lock)  # its owner is killed
-        sweeper = program("sweep-and-die", str(base), str(step))
-        sweeper.communicate(timeout=20)
-        code = sweeper.returncode
-        age_empty_folders(base)
-        rundir.sweep(str(base))
-        assert os.listdir(base) == [], f"killed before step {step}"
+    with program("die-sweeping", str(base), stdin=subprocess.PIPE) as sweepers:
+        assert sweepers.stdin is not None and sweepers.stdout is not None
+        while code:
+            step += 1
+            run = rundir.RunDir(str(base))
+            run.write("facts", b"ours")
+            (run.path / "code").mkdir()
+            (run.path / "code" / "module.py").touch()
+            os.close(run._lock)  # its owner is killed
+            print(step, file=sweepers.stdin, flush=True)
+            code = int(sweepers.stdout.readline())
+            assert code in (0, 9)
+            age_empty_folders(base)
+            rundir.sweep(str(base))
+            assert os.listdir(base) == [], f"killed before step {step}"
     assert step > 5, "the steps were not seen"
 
 
