@@ -6,11 +6,18 @@ import hypothesis
 import pytest
 
 from tests.cluster_kit import api_server, cluster_kit, node_cluster
+from tests.thoroughness import THOROUGH, examples
 
-# In CI the same examples every time: a change fails for what it changed. New ones are looked for on desks.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("ci")
+hypothesis.settings.register_profile(
+    "tests",
+    max_examples=examples(40),
+    # In CI the same examples every time: a change fails for what it changed. New ones are looked for at night.
+    derandomize=bool(os.environ.get("CI")) and not THOROUGH,
+    deadline=None,  # no limits of time: machines are shared
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    print_blob=True,
+)
+hypothesis.settings.load_profile("tests")
 
 __all__ = ["api_server", "cluster_kit", "node_cluster"]
 

@@ -20,6 +20,7 @@ from omnipipeline_spec.types.resource import API_VERSION, GROUP, KIND, PLURAL, V
 from tests import valid_specs
 from tests.cluster_kit import Cluster
 from tests.contract.rulecases import CASES, Document, pair, stage
+from tests.thoroughness import examples
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -273,7 +274,7 @@ spec:
 """
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(document=valid_specs.documents())
 def test_what_the_planner_takes_the_api_server_takes(document: Document, api: client.ApiClient, crd: None) -> None:
     assert offline_faults(document) == ()

@@ -24,10 +24,14 @@ from omnipipeline_spec.types.resource import API_VERSION, KIND
 from omnipipeline_spec.types.values import extra_of, fields_of, is_list, to_document, without_none
 from omnipipeline_spec.validation import topology
 from tests import valid_specs
+from tests.thoroughness import examples
 
 #: Without shrinking: an example that fails is read as it is, and found again in seconds.
 SETTINGS = settings(
-    deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+    deadline=None,
+    max_examples=examples(25),
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
 )
 IMPORTS = "from omnipipeline_spec.pipeline import *\nfrom omnipipeline_spec.cluster import *\nfrom typing import Any\n"
 

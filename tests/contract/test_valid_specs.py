@@ -16,9 +16,10 @@ from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.resource import API_VERSION, KIND
 from omnipipeline_spec.types.values import to_document
 from tests import valid_specs
+from tests.thoroughness import examples
 
-settings.register_profile("contract", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-settings.load_profile("contract")
+#: Documents are large and many are drawn in vain.
+SETTINGS = settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 
 
 def resource(spec: valid_specs.Document) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def snake(value: Any) -> Any:
     }
 
 
+@SETTINGS
 @given(valid_specs.documents())
 def test_every_sound_spec_has_a_plan_that_puts_each_stage_in_one_place(document: valid_specs.Document) -> None:
     plan = planning.plan(loading.from_resource(resource(document)).spec, name="p")
@@ -57,6 +59,7 @@ def test_every_sound_spec_has_a_plan_that_puts_each_stage_in_one_place(document:
     assert len(set(processes)) == len(processes)
 
 
+@SETTINGS
 @given(valid_specs.documents())
 def test_a_gpu_id_is_in_one_unit_and_its_number_there_is_its_position(document: valid_specs.Document) -> None:
     plan = planning.plan(loading.from_resource(resource(document)).spec, name="p")
@@ -69,6 +72,7 @@ def test_a_gpu_id_is_in_one_unit_and_its_number_there_is_its_position(document: 
             assert tuple(unit.gpu_ids[number] for number in stage.gpus) == wanted[stage.name]
 
 
+@SETTINGS
 @given(valid_specs.documents())
 def test_edges_are_what_was_declared_and_each_end_knows_the_other(document: valid_specs.Document) -> None:
     plan = planning.plan(loading.from_resource(resource(document)).spec, name="p")
@@ -89,6 +93,7 @@ def test_edges_are_what_was_declared_and_each_end_knows_the_other(document: vali
     assert received == declared
 
 
+@SETTINGS
 @given(valid_specs.documents(), st.randoms(use_true_random=False))
 def test_the_order_of_maps_changes_no_byte_of_the_plan(document: valid_specs.Document, order: random.Random) -> None:
     one = planning.plan(loading.from_resource(resource(document)).spec, name="p")
@@ -97,6 +102,7 @@ def test_the_order_of_maps_changes_no_byte_of_the_plan(document: valid_specs.Doc
     assert canonical.encode(one) == canonical.encode(other)
 
 
+@SETTINGS
 @given(valid_specs.documents())
 def test_a_spec_comes_back_from_its_own_yaml(document: valid_specs.Document) -> None:
     spec = loading.from_resource(resource(document)).spec
@@ -105,6 +111,7 @@ def test_a_spec_comes_back_from_its_own_yaml(document: valid_specs.Document) -> 
     assert writing.convert(again.spec) == writing.convert(spec)
 
 
+@SETTINGS
 @given(valid_specs.documents())
 def test_a_plain_file_in_snake_case_is_the_same_pipeline(document: valid_specs.Document) -> None:
     spec = loading.from_resource(resource(document)).spec
@@ -112,6 +119,7 @@ def test_a_plain_file_in_snake_case_is_the_same_pipeline(document: valid_specs.D
     assert planning.plan(plain.spec, name="p") == planning.plan(spec, name="p")
 
 
+@SETTINGS
 @given(valid_specs.documents())
 def test_a_plan_comes_back_from_its_bytes_with_the_same_revisions(document: valid_specs.Document) -> None:
     plan = planning.plan(loading.from_resource(resource(document)).spec, name="p")
@@ -121,6 +129,7 @@ def test_a_plan_comes_back_from_its_bytes_with_the_same_revisions(document: vali
         assert canonical.short_hash(msgspec.structs.replace(decoded, revision="")) == unit.revision
 
 
+@SETTINGS
 @given(valid_specs.documents())
 def test_without_gpus_nothing_but_devices_is_gone(document: valid_specs.Document) -> None:
     plan = planning.plan(loading.from_resource(resource(document)).spec, name="p")

@@ -46,6 +46,7 @@ from tests.coordinator.manager_kit import (
     read,
     request_of,
 )
+from tests.thoroughness import examples
 
 
 def only(made: CoordinatorHarness, incarnation: str = "f1") -> Any:
@@ -657,7 +658,7 @@ async def live(steps: list[str], stream: bool) -> None:
         assert all(made.manager.bound_to(name) == 0 for name in made.channels.said)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(EVENTS), max_size=10), st.booleans())
 def test_every_admitted_request_ends_once_and_leaves_nothing_bound(steps: list[str], stream: bool) -> None:
     asyncio.run(live(steps, stream))

@@ -25,6 +25,7 @@ from stage_runtime.errors import CODES
 from stage_runtime.processes.local import LocalPipeline
 from tests.e2e import hostile_stages
 from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, running
+from tests.thoroughness import examples
 
 DEADLINE_S = 10.0  # a request that nobody ends fails by this, and the property with it
 
@@ -214,14 +215,14 @@ EXAMPLES: list[dict[str, Any]] = [
 ]
 
 
-def authors(attacker: Attacker, *, examples: int, known: list[dict[str, Any]] = EXAMPLES) -> None:
-    """examples: beside those that are ``known``; 0: none."""
+def authors(attacker: Attacker, *, count: int, known: list[dict[str, Any]] = EXAMPLES) -> None:
+    """count: of examples, beside those that are ``known``; 0: none."""
 
     @settings(
-        max_examples=max(1, examples),
+        max_examples=max(1, count),
         deadline=None,
         database=None,
-        phases=tuple(Phase) if examples else (Phase.explicit,),
+        phases=tuple(Phase) if count else (Phase.explicit,),
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow],
     )
@@ -236,7 +237,7 @@ def authors(attacker: Attacker, *, examples: int, known: list[dict[str, Any]] = 
 
 
 async def test_whatever_an_author_gives_or_raises_hurts_its_request_alone(attacked: LocalPipeline) -> None:
-    await attack(attacked, lambda attacker: authors(attacker, examples=100))
+    await attack(attacked, lambda attacker: authors(attacker, count=examples(100)))
     await nothing_was_misread(attacked)
 
 
@@ -252,7 +253,7 @@ async def test_without_one_check_the_property_is_seen_to_fail(without: str) -> N
     async with up(HOSTILE_WITHOUT=without) as made:
         with pytest.raises(AssertionError, match=SEEN[without]):
             known = [one for one in EXAMPLES if one["where"] in ("chunk.modality", "left raises")]
-            await attack(made, lambda attacker: authors(attacker, examples=0, known=known))
+            await attack(made, lambda attacker: authors(attacker, count=0, known=known))
             await nothing_was_misread(made)
 
 
@@ -314,7 +315,7 @@ FORMS = st.one_of(
 
 async def test_whatever_a_client_says_hurts_its_request_alone(attacked: LocalPipeline) -> None:
     def attacks(attacker: Attacker) -> None:
-        @settings(max_examples=50, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=examples(50), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
         @given(request_id=IDS, method=st.sampled_from(["GET", "DELETE"]))
         @example(request_id="x" * 129, method="DELETE")
         def ids(request_id: str, method: str) -> None:
@@ -322,17 +323,17 @@ async def test_whatever_a_client_says_hurts_its_request_alone(attacked: LocalPip
 
             attacker.send(method, f"/v1/requests/{quote(request_id, safe='')}")
 
-        @settings(max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=examples(60), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
         @given(body=BODIES, headers=HEADERS)
         def bodies(body: dict[str, Any], headers: dict[str, Any]) -> None:
             attacker.send("POST", "/v1/pipeline", json=body, headers=headers)
 
-        @settings(max_examples=20, deadline=None, database=None)
+        @settings(max_examples=examples(20), deadline=None, database=None)
         @given(raw=RAW)
         def raws(raw: bytes) -> None:
             attacker.send("POST", "/v1/pipeline", content=raw, headers={"content-type": "application/json"})
 
-        @settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=examples(40), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
         @given(parts=FORMS)
         def forms(parts: list[tuple[bytes, int, bool]]) -> None:
             body, headers = form(parts)

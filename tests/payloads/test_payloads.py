@@ -18,6 +18,7 @@ from stage_runtime.payloads import checking, encoding, fingerprints, isolating, 
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor, message
+from tests.thoroughness import examples
 
 TORCH_DTYPES = [getattr(torch, name) for name in tensorrefs.ITEMSIZES]
 
@@ -176,14 +177,14 @@ anything = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(anything)
 def test_any_value_arrives_as_it_was_sent(value):
     assert same(travel(value), value)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(anything, st.booleans())
 def test_a_value_is_the_same_in_process_and_from_afar(value, twice):
     value = [value, value] if twice else value
@@ -498,7 +499,7 @@ def test_a_restored_view_alone_keeps_the_buffer_alive_and_its_death_is_seen_at_o
         gc.enable()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     value=st.binary(max_size=60),
     buffer=st.binary(max_size=200),
@@ -523,7 +524,7 @@ def test_garbage_is_restored_or_refused_and_nothing_else(value, buffer, refs, to
         pass
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_a_damaged_payload_is_restored_or_refused_and_nothing_else(data):
     extracted = encoding.extract({"t": torch.zeros(5), "s": Turn("x", hidden=np.zeros(2)), "b": b"x" * 17_000})

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.relays.arena import PAGE, Arena
 from stage_runtime.relays.slots import IllegalTransition, State
+from tests.thoroughness import examples
 
 MIB = 1 << 20
 
@@ -178,7 +179,7 @@ def test_many_threads_never_get_the_same_memory(arena):
     assert clashes == [] and in_use(arena) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["put", "tensor", "send", "release", "abort", "drop"]), st.integers(0, 9))))
 def test_whatever_happens_slots_do_not_overlap_and_all_are_free_at_the_end(steps):
     arena = Arena(1 * MIB)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stage_runtime.relays.slots import TRANSITIONS, Event, Extents, IllegalTransition, Slot, State
+from tests.thoroughness import examples
 
 
 class ExtentsMachine(RuleBasedStateMachine):
@@ -58,7 +59,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert self.extents.free_extents() == [(64, 64 * 41)]
 
 
-ExtentsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ExtentsMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestAnyOrderOfAllocationsKeepsExtentsApartAndFreesThemOnce = ExtentsMachine.TestCase
 
 

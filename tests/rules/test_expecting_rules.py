@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.rules.expecting import Expecting, Outlook
 from stage_runtime.rules.gathering import Gathering
+from tests.thoroughness import examples
 
 OPEN, NO_PAYLOAD, SKIPPED = Outlook.OPEN, Outlook.NO_PAYLOAD, Outlook.SKIPPED
 
@@ -113,7 +114,7 @@ def graphs(draw: Any) -> list[Node]:
     return nodes
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(graphs(), st.integers(0, 1 << 32))
 def test_every_stage_ends_or_is_skipped_in_any_graph_and_any_order_of_events(nodes: list[Node], seed: int) -> None:
     order = random.Random(seed)

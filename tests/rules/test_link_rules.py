@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.rules.links import Incoming, Outgoing, Standing, Verdict
+from tests.thoroughness import examples
 
 
 class Wire:
@@ -77,7 +78,7 @@ class Wire:
 STEPS = ["say", "say", "flush", "hear", "hear", "acknowledge", "lose_one", "duplicate", "lose_ack", "reconnect", "race"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.sampled_from(STEPS), max_size=120))
 def test_every_message_is_delivered_once_and_in_order_whatever_is_lost(steps: list[str]) -> None:
     wire = Wire()

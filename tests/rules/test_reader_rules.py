@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.rules.readers import EACH, PATIENCE_S, ROOM, End, Reader, Step, TakeEarly, decide
 from stage_runtime.rules.streams import STREAM_WINDOW
+from tests.thoroughness import examples
 
 NOW = 100.0
 LATE = NOW - PATIENCE_S
@@ -49,7 +50,7 @@ def test_what_is_unread_is_taken_early_up_to_a_bound_and_then_who_read_least_rec
     places=st.integers(1, 4),
     paces=st.lists(st.sampled_from([0, 0, 20, 200]), min_size=12, max_size=12),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_every_request_is_served_or_ends_whatever_its_client_reads(
     lengths: list[int], places: int, paces: list[int]
 ) -> None:

@@ -30,6 +30,7 @@ from stage_runtime.rules.requests import (
     Tracked,
 )
 from stage_runtime.wire.messages import Failure
+from tests.thoroughness import examples
 
 TERMINALS = ("voice", "text")
 STAGES = st.sampled_from([*TERMINALS, "other"])
@@ -162,7 +163,7 @@ class RequestLife(RuleBasedStateMachine):
             assert len(self.ends) == 1
 
 
-RequestLife.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+RequestLife.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=25, deadline=None)
 TestRequestLife = RequestLife.TestCase
 
 ABORT, REBIND, FAIL, DELIVER, FINISH = (

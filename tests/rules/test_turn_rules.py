@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.rules.turns import TakeEarly, Turn, TurnAway, decide
+from tests.thoroughness import examples
 
 A, B = ("a", "1"), ("b", "1")
 
@@ -179,7 +180,7 @@ def worlds(draw: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(worlds(), st.integers(0, 6))
 def test_every_request_ends_whatever_the_orders_and_the_bound_holds(world: dict[str, Any], room: int) -> None:
     model = Model(room=room, **world)
@@ -187,7 +188,7 @@ def test_every_request_ends_whatever_the_orders_and_the_bound_holds(world: dict[
     assert model.done | model.failed == set(model.requests)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(worlds())
 def test_with_room_enough_nobody_is_turned_away(world: dict[str, Any]) -> None:
     model = Model(room=10_000, **world)

@@ -18,6 +18,7 @@ import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.wire.messages import Abort, Complete
 from tests.stage.stage_kit import World, plan, world
+from tests.thoroughness import examples
 
 LARGE = 40_000  # by relay, not inline
 
@@ -68,7 +69,7 @@ async def join_in_any_order(seed: int, first: list[int], second: list[int], cred
         await made.until(lambda: made.outstanding == 0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.integers(0, 2**32),
     st.integers(1, 7).flatmap(lambda count: st.tuples(*[st.permutations(range(count))] * 2)),

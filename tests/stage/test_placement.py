@@ -18,6 +18,7 @@ from stage_runtime.payloads import encoding, isolating
 from stage_runtime.wire.messages import Body, Complete, Submit
 from stage_runtime.wire.values import OmniRequest
 from tests.stage.stage_kit import OWNER, World, plan, world
+from tests.thoroughness import examples
 
 #: Stage -> its process. What crosses from one process to another is written and read; the rest is passed on.
 PLACEMENTS = [
@@ -174,7 +175,7 @@ async def what_stages_see(
     return seen
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(inputs, st.lists(st.sampled_from(ACTS), min_size=4, max_size=4), st.booleans())
 def test_what_stages_get_does_not_depend_on_where_they_stand(data: Any, acts: list[Act], projected: bool) -> None:
     def request() -> OmniRequest:

@@ -29,6 +29,7 @@ from stage_runtime.wire.messages import (
     PeerUnreachable,
 )
 from tests.stage.stage_kit import World, plan, world
+from tests.thoroughness import examples
 
 LARGE = 40_000
 FLAT = RelayPlan(credits=1)
@@ -157,7 +158,7 @@ async def stream_in_any_order(seed: int, large: list[bool], apart: bool) -> None
         await made.until(lambda: made.outstanding == 0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**32), st.lists(st.booleans(), max_size=12), st.booleans())
 def test_chunks_are_numbered_and_come_in_order_and_the_end_comes_last(
     seed: int, large: list[bool], apart: bool

@@ -18,6 +18,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.wire.messages import Complete
 from tests.stage.stage_kit import World, plan, world
+from tests.thoroughness import examples
 
 MANY = 4 * STREAM_WINDOW
 APART = pytest.mark.parametrize("apart", [True, False])
@@ -268,7 +269,7 @@ def any_stage(name: str, edges: dict[str, tuple[str, ...]], reads: str, stream_f
     return omni.Streaming(consume) if stream_from else produce
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_in_any_graph_every_stage_comes_to_an_end_by_itself(seed: int, apart: bool) -> None:
     asyncio.run(no_stage_is_left_waiting(seed, apart))

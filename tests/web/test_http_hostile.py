@@ -30,6 +30,7 @@ from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage
+from tests.thoroughness import examples
 from tests.web.running import ALL
 from tests.web.scripted_manager import Event, ScriptedHandle, ScriptedManager
 
@@ -42,7 +43,6 @@ INNOCENT = (
     b"POST /v1/pipeline HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n"
     b'{"inputs": 1}'
 )
-EXAMPLES = 50
 SOUND = np.zeros(240, np.float32)
 
 
@@ -328,7 +328,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whatever_a_client_sends_is_answered_and_the_next_one_is_served(family: str) -> None:
     def work(checked: Checked) -> None:
-        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
         @given(raw=FAMILIES[family])
         def each(raw: bytes) -> None:
             checked.run(checked.check(raw))

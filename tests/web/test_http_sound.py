@@ -19,6 +19,7 @@ from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.sound import encoding, formats, samples
 from stage_runtime.web.sound.resampling import Resampler
 from stage_runtime.wire.values import Audio, RawTensor
+from tests.thoroughness import examples
 
 
 def tone(rate: int, *, seconds: float = 1.0, hertz: float = 440.0, channels: int = 0) -> np.ndarray:
@@ -193,7 +194,7 @@ def test_no_format_wraps_around_or_dies_on_what_is_no_sound(format: str, rate: i
     assert np.isfinite(back).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     source=st.sampled_from([8000, 11_025, 16_000, 22_050, 24_000, 44_100, 48_000]),
     target=st.sampled_from([8000, 16_000, 24_000, 48_000]),

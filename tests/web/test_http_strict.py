@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import errors, multipart, strictjson
 from stage_runtime.web.translating import chat, media, pipelines, transcribing
+from tests.thoroughness import examples
 
 ANY = msgspec.json.Decoder(Any)
 DEEP = b"[" * 5000 + b"]" * 5000
@@ -64,14 +65,14 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(value=JSON, padding=st.sampled_from([0, strictjson.SMALL]))
 def test_sound_json_is_read_as_it_is_however_large(value: Any, padding: int) -> None:
     raw = msgspec.json.encode(value) + b" " * padding
     assert strictjson.decode(raw, ANY) == msgspec.json.decode(raw)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     value=st.dictionaries(st.text(max_size=300), JSON, min_size=1, max_size=4),
     padding=st.sampled_from([0, strictjson.SMALL]),

@@ -20,6 +20,7 @@ from stage_runtime.web.translating import chat, jsonable, pipelines, speaking
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
 from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.values import Audio, Finish, RawTensor, Text, Usage
+from tests.thoroughness import examples
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text(),
@@ -44,7 +45,7 @@ def event_lists(draw: st.DrawFn) -> list[Event]:
     return [*chunks, *results]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(events=event_lists(), modalities=st.sampled_from([["text"], ["audio"], ["text", "audio"]]))
 def test_a_stream_says_what_the_whole_answer_says(events: list[Event], modalities: list[str]) -> None:
     head = {"messages": [{"role": "user", "content": "x"}], "modalities": modalities}
@@ -79,7 +80,7 @@ def test_a_stream_says_what_the_whole_answer_says(events: list[Event], modalitie
     assert ("audio" in modalities) or not heard
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     body=JSON | st.fixed_dictionaries({"messages": JSON, "inputs": JSON, "input": JSON}), extra=st.binary(max_size=3)
 )
@@ -105,7 +106,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(parts=PARTS)
 def test_a_form_is_read_back_as_it_was_sent(parts: list[tuple[str, str | None, bytes]]) -> None:
     files = [(name, (filename, data, "x/y")) for name, filename, data in parts]
@@ -115,7 +116,7 @@ def test_a_form_is_read_back_as_it_was_sent(parts: list[tuple[str, str | None, b
     assert {part.content_type for part in read} == {"x/y"}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.binary(max_size=60), cut=st.integers(1, 30))
 def test_a_torn_form_is_refused(data: bytes, cut: int) -> None:
     request = httpx.Request("POST", "http://h", files=[("a", ("f", data))])
@@ -148,7 +149,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(value=VALUES)
 def test_any_value_of_the_wire_can_be_said_in_json(value: Any) -> None:
     said = msgspec.json.decode(msgspec.json.encode(jsonable.plain(value)))

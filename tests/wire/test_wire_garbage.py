@@ -28,6 +28,7 @@ from stage_runtime.wire.messages import (
     Release,
     Stream,
 )
+from tests.thoroughness import examples
 from tests.wire.wire_samples import SAMPLES
 
 FRAMES = [codec.encode(Frame(PROTOCOL, "sender", "receiver", 11, 10, 9, 8, message)) for message, _ in SAMPLES]
@@ -204,7 +205,7 @@ FIELDS = st.one_of(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.sampled_from([message for message, _ in SAMPLES]), st.data())
 def test_whatever_stands_in_a_field_is_refused_at_the_sender_or_read_by_the_receiver(
     message: Any, data: st.DataObject
