@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WAV ?= examples/voice/question.wav
+JOBS ?= 2
 
 .PHONY: help demo test nightly check lint types floors coverage format crds pictures voice-test images cluster-test hops clean
 
@@ -13,8 +14,12 @@ help: ## this list
 demo: $(VENV)/.demo ## ask a spoken question (WAV=file for one of your own) and hear the answer
 	$(BIN)/python examples/voice/demo.py $(WAV)
 
-test: $(VENV)/.dev ## every test that needs neither a cluster nor models
-	$(BIN)/pytest -m "not cluster and not voice and not gpu and not rdma"
+test: $(VENV)/.dev ## every test that needs neither a cluster nor models, JOBS=2 files at a time
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not cluster and not voice and not gpu and not rdma"
+
+nightly: export OMNI_THOROUGH = 1
+nightly: export PYTEST_TIMEOUT = 1800
+nightly: check test voice-test cluster-test ## all of it, each property with ten times the examples and new ones every time
 
 check: lint types floors ## lint, types and import floors
 
