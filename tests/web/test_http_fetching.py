@@ -143,7 +143,7 @@ async def test_media_count_as_what_is_in_flight_and_when_one_fails_the_others_en
 
 async def test_fetches_of_all_requests_take_turns() -> None:
     async with site() as there:
-        one = fetcher(f"127.0.0.1:{there.port}")
+        one = fetcher(f"127.0.0.1:{there.port}", timeout_s=60.0)  # of a busy machine: those that wait are many
         url = f"http://127.0.0.1:{there.port}/a.png"
         await asyncio.gather(*(one.fetch([place(f"{url}?{number}")], unheld) for number in range(100)))
     assert there.most <= MAX_FETCHES
