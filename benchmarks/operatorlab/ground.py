@@ -24,9 +24,9 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.cluster.client import Client, Manifest
+from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind, Manifest
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 SYSTEM: Final = "omni-system"

@@ -12,6 +12,8 @@ import msgspec
 
 from omnipipeline_spec.types.resource import GROUP, KIND, PLURAL, VERSION
 
+Manifest = dict[str, Any]  # an object as the API server reads and writes it
+
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of namespaced object."""

@@ -90,7 +90,7 @@ async def test_scaling_draining_and_rolling_under_load_fail_no_request(installed
         await load.some(50)
         singing = _names(installed, "voices")
         drained = await asyncio.to_thread(installed.plugin, "drain", "choir", "--stage", "sing")
-        assert drained.returncode == 0 and drained.stdout.count("has left") == 2, drained.stdout + drained.stderr
+        assert drained.returncode == 0 and drained.stdout.count("has ended") == 2, drained.stdout + drained.stderr
         assert _names(installed, "voices").isdisjoint(singing)
 
         for replicas in (3, 1):

@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from omnipipeline_operator import errors, kinds
-from omnipipeline_operator.kinds import Kind
+from omnipipeline_operator.kinds import Kind, Manifest
 
-Manifest = dict[str, Any]
 Write = tuple[str, str, str]  # verb, kind, name
 
 

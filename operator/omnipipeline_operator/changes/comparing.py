@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Manifest
 
 
 def stamped(manifest: Manifest) -> Manifest:

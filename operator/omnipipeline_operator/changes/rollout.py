@@ -23,7 +23,7 @@ from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 
-Key = tuple[str, str]  # unit, its revision
+UnitRevision = tuple[str, str]  # name of a unit, its revision
 
 
 class DesiredUnit(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What to do now. Applying it and deciding again leads to the goal."""
 
-    replicas: Mapping[Key, int]  #: For every Deployment that should exist; missing ones of the goal are made.
+    replicas: Mapping[UnitRevision, int]  #: For every Deployment that should exist; missing ones of the goal are made.
     retired: tuple[Workload, ...]  #: Old Deployments beyond the history limit.
     rolling: bool  #: Old pods are still desired, or have not ended yet.
     complete: Fraction  #: Share of the new revision that is ready; 1 when nothing changes.
@@ -93,7 +93,7 @@ def entries(
 
 
 class _Step(msgspec.Struct, frozen=True, kw_only=True):
-    replicas: dict[Key, int]
+    replicas: dict[UnitRevision, int]
     complete: Fraction
 
 
@@ -173,13 +173,13 @@ def _completeness(
     return min((min(share, Fraction(1)) for share in shares), default=Fraction(1))
 
 
-def _kept(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room: int) -> dict[Key, int]:
+def _kept(old: Sequence[Workload], serving: Mapping[str, str], stays: int, room: int) -> dict[UnitRevision, int]:
     """``stays`` pods of a unit's old revisions: first of the one that served last, of the others only ready ones.
 
     room: how many pods may be added to the one that serves (the author scales while a roll is blocked).
     """
     ordered = sorted(old, key=lambda each: (serving.get(each.unit) != each.revision, -each.created_at, each.revision))
-    kept: dict[Key, int] = {}
+    kept: dict[UnitRevision, int] = {}
     for each in ordered:
         serves = serving.get(each.unit) == each.revision
         offered = each.replicas if serves else min(each.replicas, each.ready)

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from omnipipeline_operator import errors, kinds
 from omnipipeline_operator.changes import comparing
-from omnipipeline_operator.cluster.client import Client, Manifest
+from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.kinds import DEPLOYMENT, POD, Kind
+from omnipipeline_operator.kinds import DEPLOYMENT, POD, Kind, Manifest
 
 MANAGER: Final = "omnipipeline-operator"
 #: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager gives up the fields
@@ -141,8 +141,8 @@ class Applier:
         """
         metadata = live["metadata"]
         await self._client.delete(kinds.of(live), metadata["namespace"], metadata["name"], uid=metadata["uid"])
-        gone = {key: value for key, value in metadata.items() if key != "resourceVersion"}
-        self._store.drop({**live, "metadata": gone})
+        deleted = {key: value for key, value in metadata.items() if key != "resourceVersion"}
+        self._store.drop({**live, "metadata": deleted})
 
     async def write_status(self, status: Manifest) -> None:
         """Write the whole status; MANAGER is its only owner."""

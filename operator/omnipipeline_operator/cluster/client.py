@@ -20,9 +20,8 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from omnipipeline_operator import errors, kinds
-from omnipipeline_operator.kinds import Kind
+from omnipipeline_operator.kinds import Kind, Manifest
 
-Manifest = dict[str, Any]
 Counted = Callable[[str, str, int], None]
 
 TOKEN_FILE: Final = "/var/run/secrets/kubernetes.io/serviceaccount/token"
@@ -191,8 +190,8 @@ class Client:
 def _refusal(what: str, status: int, text: bytes, retry_after: str) -> errors.ClusterError:
     """The error of an answer. Its body is a Status, unless a proxy wrote it."""
     try:
-        said = json.loads(text)
-        message, reason = str(said.get("message", "")), str(said.get("reason", ""))
+        status_object = json.loads(text)
+        message, reason = str(status_object.get("message", "")), str(status_object.get("reason", ""))
     except (ValueError, AttributeError):
         message, reason = text[:200].decode(errors="replace"), ""
     wait = float(retry_after) if retry_after.isdecimal() else 0.0

@@ -18,12 +18,10 @@ from typing import Any
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.kinds import LEASE
+from omnipipeline_operator.kinds import LEASE, Manifest
 from omnipipeline_operator.settings import LeaseSettings
 
 log = logging.getLogger(__name__)
-
-Manifest = dict[str, Any]
 
 
 class LeaseLost(errors.OperatorError):

@@ -15,10 +15,9 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, PIPELINE, POD, Kind, Manifest
 
-Manifest = dict[str, Any]
-Key = tuple[str, str]  # namespace, name of the pipeline
+PipelineKey = tuple[str, str]  # namespace, name of the pipeline
 Address = tuple[str, str, str]  # kind, namespace, name
 
 LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
@@ -31,11 +30,11 @@ class Store:
     def __init__(self) -> None:
         self._objects: dict[Address, Manifest] = {}
         #: Addresses of the children of each pipeline. Every address in here is in ``_objects``.
-        self._children: dict[Key, set[Address]] = {}
-        self._changes: dict[Key, int] = {}
+        self._children: dict[PipelineKey, set[Address]] = {}
+        self._changes: dict[PipelineKey, int] = {}
         self._deletions: dict[str, float] = {}  #: uid -> version at which an object was deleted or lost our label.
 
-    def put(self, manifest: Mapping[str, Any]) -> set[Key]:
+    def put(self, manifest: Mapping[str, Any]) -> set[PipelineKey]:
         """Store an object unless this or a newer version is known; the pipelines to reconcile.
 
         A page of a list, and the answer to a write, may arrive after the deletion of the object; it is ignored then. A
@@ -58,11 +57,11 @@ class Store:
                 self._changes[each] = self._changes.get(each, 0) + 1
         return concerned
 
-    def changes(self, key: Key) -> int:
+    def changes(self, key: PipelineKey) -> int:
         """A count that grows with each change of a pipeline's spec or children, but not of its status."""
         return self._changes.get(key, 0)
 
-    def drop(self, manifest: Mapping[str, Any]) -> set[Key]:
+    def drop(self, manifest: Mapping[str, Any]) -> set[PipelineKey]:
         """Remove a deleted object, unless a newer version or a successor is known; the pipelines to reconcile.
 
         Without a resourceVersion the deletion is final: the uid does not return.
@@ -80,26 +79,26 @@ class Store:
                 self._changes.pop(address[1:], None)
         return _pipelines_of(manifest, known)
 
-    def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[Key]:
+    def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[PipelineKey]:
         """Drop the objects of a kind that a complete list did not have and that are not newer than the list."""
-        changed: set[Key] = set()
+        changed: set[PipelineKey] = set()
         for address, known in list(self._objects.items()):
             if address[0] == kind.name and address not in listed and _version(known) <= older_than:
                 changed |= self.drop(known)
         return changed
 
-    def pipeline(self, key: Key) -> Manifest | None:
+    def pipeline(self, key: PipelineKey) -> Manifest | None:
         return self._objects.get((PIPELINE.name, *key))
 
-    def pipelines(self) -> Iterator[Key]:
+    def pipelines(self) -> Iterator[PipelineKey]:
         return (address[1:] for address in self._objects if address[0] == PIPELINE.name)
 
-    def children(self, key: Key, kind: Kind) -> list[Manifest]:
+    def children(self, key: PipelineKey, kind: Kind) -> list[Manifest]:
         """All children of a kind with the pipeline's label, sorted by name."""
         found = sorted(address for address in self._children.get(key, ()) if address[0] == kind.name)
         return [self._objects[address] for address in found]
 
-    def child(self, key: Key, kind: Kind, name: str) -> Manifest | None:
+    def child(self, key: PipelineKey, kind: Kind, name: str) -> Manifest | None:
         """One child by name; None also for an object without our label."""
         address = (kind.name, key[0], name)
         return self._objects[address] if address in self._children.get(key, ()) else None
@@ -125,12 +124,12 @@ def address_of(manifest: Mapping[str, Any]) -> Address:
     return manifest["kind"], metadata["namespace"], metadata["name"]
 
 
-def _pipelines_of(*manifests: Mapping[str, Any] | None) -> set[Key]:
+def _pipelines_of(*manifests: Mapping[str, Any] | None) -> set[PipelineKey]:
     """The pipelines that these objects are or belong to."""
     return {key for each in manifests if each is not None and (key := _pipeline_of(each)) is not None}
 
 
-def _pipeline_of(manifest: Mapping[str, Any]) -> Key | None:
+def _pipeline_of(manifest: Mapping[str, Any]) -> PipelineKey | None:
     metadata = manifest["metadata"]
     if manifest["kind"] == PIPELINE.name:
         return metadata["namespace"], metadata["name"]

@@ -18,8 +18,8 @@ import msgspec
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes.conditions import Transition
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_operator.kinds import EVENT, PIPELINE
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import EVENT, PIPELINE, Manifest
 
 log = logging.getLogger(__name__)
 

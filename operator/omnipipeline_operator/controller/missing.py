@@ -20,8 +20,9 @@ from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.desired import children, naming, references
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.references import Reference
+from omnipipeline_operator.kinds import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class MissingReferences(msgspec.Struct, frozen=True, kw_only=True):
     """What was found for one pipeline."""
 
     diagnostics: tuple[Diagnostic, ...] = ()
-    held: frozenset[rollout.Key] = frozenset()  #: Unit revisions whose pods could not start now: they get no pods yet.
+    held: frozenset[rollout.UnitRevision] = frozenset()  #: They get no pods yet: these could not start.
     prefetch_held: bool = False
     refused: Mapping[str, str] = {}  #: Deployment -> why its pods are refused now, if known.
     again_s: float | None = None  #: When to check again; no watch reports it.
@@ -59,7 +60,7 @@ class ReferenceChecker:
         self,
         desired: children.Children,
         observed: Sequence[Workload],
-        decided: Mapping[rollout.Key, int],
+        decided: Mapping[rollout.UnitRevision, int],
         *,
         every_s: float,
     ) -> MissingReferences:
@@ -69,7 +70,7 @@ class ReferenceChecker:
         """
         by_key = {(each.unit, each.revision): each for each in observed}
         found: list[Diagnostic] = []
-        held: set[rollout.Key] = set()
+        held: set[rollout.UnitRevision] = set()
         again: list[float] = []
         for each in desired.workloads:
             key, template = (each.unit, each.revision), each.deployment["spec"]["template"]

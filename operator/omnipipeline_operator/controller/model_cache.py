@@ -12,7 +12,7 @@ from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import diagnostics, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.controller.snapshots import Snapshot
-from omnipipeline_operator.desired.naming import Manifest
+from omnipipeline_operator.kinds import Manifest
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 

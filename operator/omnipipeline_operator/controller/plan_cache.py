@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_operator.cluster.store import Key
+from omnipipeline_operator.cluster.store import PipelineKey
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
@@ -21,7 +21,7 @@ class PlanCache:
     """One plan per pipeline, with the uid, generation and forced restart that it was made for."""
 
     def __init__(self) -> None:
-        self._made: dict[Key, tuple[tuple[Any, ...], PipelineConfig, PipelinePlan]] = {}
+        self._made: dict[PipelineKey, tuple[tuple[Any, ...], PipelineConfig, PipelinePlan]] = {}
 
     def of(self, resource: Mapping[str, Any], rekeyed: str | None) -> tuple[PipelineConfig, PipelinePlan]:
         """The spec and its plan.
@@ -39,5 +39,5 @@ class PlanCache:
             made = self._made[key] = (asked, spec, planning.plan(spec, name=metadata["name"]))
         return made[1], made[2]
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: PipelineKey) -> None:
         self._made.pop(key, None)

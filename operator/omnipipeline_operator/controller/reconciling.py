@@ -19,7 +19,7 @@ from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import StatusClient
-from omnipipeline_operator.cluster.store import Key, Store
+from omnipipeline_operator.cluster.store import PipelineKey, Store
 from omnipipeline_operator.controller import adopting, coordinators, missing, pinning, reporting, revision_history
 from omnipipeline_operator.controller.event_recorder import EventRecorder
 from omnipipeline_operator.controller.missing import MissingReferences, ReferenceChecker, retry_at
@@ -29,9 +29,9 @@ from omnipipeline_operator.controller.reporting import StatusReporter
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.controller.writing import DesiredState, Writer
 from omnipipeline_operator.desired import children, config
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
-from omnipipeline_operator.kinds import PIPELINE
+from omnipipeline_operator.kinds import PIPELINE, Manifest
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.types.errors import SpecError
 
@@ -68,9 +68,9 @@ class Reconciler:
         recorder = EventRecorder(client, name=settings.lease.identity or "operator")
         self._reporter = StatusReporter(recorder, clock=clock)
         #: Pipelines that wait for missing references: the more there are, the less often each is checked.
-        self._with_missing_references: set[Key] = set()
+        self._with_missing_references: set[PipelineKey] = set()
 
-    async def reconcile(self, key: Key) -> float | None:
+    async def reconcile(self, key: PipelineKey) -> float | None:
         """Bring the pipeline one step closer to its spec.
 
         Returns: seconds after which to reconcile again if nothing changes; None: not needed.

@@ -22,7 +22,8 @@ from omnipipeline_operator.controller.event_recorder import EventRecorder
 from omnipipeline_operator.controller.missing import MissingReferences
 from omnipipeline_operator.controller.planned import Planned
 from omnipipeline_operator.controller.snapshots import Snapshot
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Manifest
 
 
 def facts(

@@ -13,17 +13,17 @@ from typing import Any
 from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import comparing, workloads
 from omnipipeline_operator.changes.workloads import Workload
-from omnipipeline_operator.cluster.store import Key, Store
+from omnipipeline_operator.cluster.store import PipelineKey, Store
 from omnipipeline_operator.desired import config, naming
-from omnipipeline_operator.desired.naming import Manifest, Owner
-from omnipipeline_operator.kinds import Kind
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Kind, Manifest
 from omnipipeline_spec.types.plan import PipelineRevision
 
 
 class Snapshot:
     """What the store has of one pipeline when the snapshot is taken; later changes of the store are not in it."""
 
-    def __init__(self, store: Store, key: Key, owner: Owner) -> None:
+    def __init__(self, store: Store, key: PipelineKey, owner: Owner) -> None:
         self.owner = owner
         self._labelled = {kind.name: store.children(key, kind) for kind in kinds.WATCHED}
 

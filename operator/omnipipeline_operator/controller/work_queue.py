@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-Key = tuple[str, str]
+from omnipipeline_operator.cluster.store import PipelineKey
 
 MIN_RETRY_S: Final = 0.2
 MAX_RETRY_S: Final = 60.0
@@ -34,17 +34,17 @@ class WorkQueue:
     ) -> None:
         self._jitter = jitter
         self._now = clock
-        self._due: dict[Key, float] = {}  #: When each waiting key may be taken.
-        self._heap: list[tuple[float, Key]] = []  #: An entry for each of ``_due``, and stale ones.
-        self._urgent: dict[Key, None] = {}  #: Keys that are taken before all others once they are due, in order.
+        self._due: dict[PipelineKey, float] = {}  #: When each waiting key may be taken.
+        self._heap: list[tuple[float, PipelineKey]] = []  #: An entry for each of ``_due``, and stale ones.
+        self._urgent: dict[PipelineKey, None] = {}  #: Keys to take first once they are due, in order.
         self._urgent_in_a_row = 0  #: Urgent keys taken since the last other one.
-        self._in_progress: dict[Key, bool] = {}  #: Keys that are being reconciled -> whether they were added again.
-        self._failures: dict[Key, int] = {}
-        self._cool_down_until: dict[Key, float] = {}
-        self._changed_in_a_row: dict[Key, int] = {}  #: Reconciles in a row during which something has changed.
+        self._in_progress: dict[PipelineKey, bool] = {}  #: Key -> whether it was added again.
+        self._failures: dict[PipelineKey, int] = {}
+        self._cool_down_until: dict[PipelineKey, float] = {}
+        self._changed_in_a_row: dict[PipelineKey, int] = {}  #: Reconciles in a row during which something has changed.
         self._wake = asyncio.Event()
 
-    def add(self, key: Key, after_s: float = 0.0, *, urgent: bool = False) -> None:
+    def add(self, key: PipelineKey, after_s: float = 0.0, *, urgent: bool = False) -> None:
         """Reconcile ``key`` in ``after_s`` seconds, or earlier if it is queued so. ``urgent``: before others."""
         if urgent:
             self._urgent[key] = None
@@ -59,7 +59,7 @@ class WorkQueue:
             heapq.heappush(self._heap, (at, key))
             self._wake.set()
 
-    async def take(self) -> Key:
+    async def take(self) -> PipelineKey:
         """The next key that is due and not being reconciled; waits for one."""
         while True:
             key = self._next()
@@ -77,7 +77,7 @@ class WorkQueue:
             except TimeoutError:
                 continue
 
-    def done(self, key: Key, *, again_s: float | None = None, changed: bool = False) -> None:
+    def done(self, key: PipelineKey, *, again_s: float | None = None, changed: bool = False) -> None:
         """A reconcile has succeeded: its back-off is reset.
 
         changed: something has changed meanwhile, perhaps by the reconcile itself: reconcile once more, later each time,
@@ -95,7 +95,7 @@ class WorkQueue:
         elif again_s is not None:
             self.add(key, again_s)
 
-    def failed(self, key: Key, *, least_s: float = 0.0) -> float:
+    def failed(self, key: PipelineKey, *, least_s: float = 0.0) -> float:
         """A reconcile has failed: retry with exponential back-off. Returns the delay in seconds."""
         count = self._failures.get(key, 0)
         self._failures[key] = count + 1
@@ -112,13 +112,13 @@ class WorkQueue:
     def __len__(self) -> int:
         return len(self._due) + len(self._in_progress)
 
-    def _start_cool_down(self, key: Key) -> None:
+    def _start_cool_down(self, key: PipelineKey) -> None:
         now = self._now()
         if len(self._cool_down_until) >= MAX_COOL_DOWNS:
             self._cool_down_until = {each: until for each, until in self._cool_down_until.items() if until > now}
         self._cool_down_until[key] = now + COOL_DOWN_S
 
-    def _next(self) -> Key | None:
+    def _next(self) -> PipelineKey | None:
         """The key to take now; None: none is due."""
         now, wait = self._now(), self.next_in_s()
         if wait is None or wait > 0:

@@ -14,14 +14,13 @@ import msgspec
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import comparing
-from omnipipeline_operator.changes.rollout import Decision, Key
+from omnipipeline_operator.changes.rollout import Decision, UnitRevision
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.controller.pinning import Pins
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
-from omnipipeline_operator.desired.naming import Manifest
-from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB
+from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB, Manifest
 from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -37,7 +36,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
     entries: Sequence[PipelineRevision]
     pins: Pins
-    held: frozenset[Key]  #: Unit revisions with missing references: their Deployments get no pods yet.
+    held: frozenset[UnitRevision]  #: Unit revisions with missing references: their Deployments get no pods yet.
     prefetch_held: bool = False
     aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
     retried: Sequence[Workload] = ()  #: Workloads whose refused pods are due for a retry.

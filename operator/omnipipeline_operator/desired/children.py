@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from omnipipeline_operator.desired import config, pods, policies, services, storage
-from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision

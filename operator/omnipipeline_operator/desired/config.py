@@ -15,7 +15,8 @@ import msgspec
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.cluster import Profiling
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision, UnitPlan

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import PipelinePlan
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from omnipipeline_operator.kinds import PIPELINE, Kind
+from omnipipeline_operator.kinds import PIPELINE, Kind, Manifest
 from omnipipeline_spec.types import quantities
-
-Manifest = dict[str, Any]
 
 PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
 UNIT_LABEL: Final = "omnipipeline.dev/unit"

@@ -14,7 +14,8 @@ import msgspec
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming, podsecurity, templates
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.settings import DefaultResources
 from omnipipeline_spec.cluster import Resources
 from omnipipeline_spec.types import quantities

@@ -10,7 +10,8 @@ from typing import Any
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.types.pods import COORDINATOR, PROBE_PORT

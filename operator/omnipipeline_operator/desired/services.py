@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.pods import CONTROL_PORT, COORDINATOR, PUBLISH_PORT
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming, pods
-from omnipipeline_operator.desired.naming import Manifest
 from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import kopf
 
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.store import Store, address_of
-from omnipipeline_operator.controller.work_queue import Key, WorkQueue
+from omnipipeline_operator.cluster.store import PipelineKey, Store, address_of
+from omnipipeline_operator.controller.work_queue import WorkQueue
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import PIPELINE, WATCHED, Kind
 
@@ -79,7 +79,7 @@ class Watcher:
         return handle
 
 
-def _key(manifest: Mapping[str, Any]) -> Key:
+def _key(manifest: Mapping[str, Any]) -> PipelineKey:
     return manifest["metadata"]["namespace"], manifest["metadata"]["name"]
 
 

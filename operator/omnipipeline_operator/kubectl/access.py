@@ -13,9 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.types.resource import GROUP, PLURAL
-
-Manifest = dict[str, Any]
 
 TIMEOUT_S: Final = 60
 RESOURCE: Final = f"{PLURAL}.{GROUP}"

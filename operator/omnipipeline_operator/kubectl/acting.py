@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest, first_line
+from omnipipeline_operator.kinds import Manifest
+from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, first_line
 
 POLL_S: Final = 1.0
 
@@ -47,9 +48,9 @@ def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: f
     """
     deadline = time.monotonic() + timeout_s
     for pod in pods:
-        refused = ""
-        while not _evicted(kubectl, pod, report, refused):
-            refused = "said"
+        reported = False
+        while not _evicted(kubectl, pod, report, reported):
+            reported = True
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
@@ -57,17 +58,17 @@ def drain(kubectl: Kubectl, name: str, pods: Sequence[Manifest], *, timeout_s: f
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
-        report(f"{pod['metadata']['name']} has left")
+        report(f"{pod['metadata']['name']} has ended")
     return True
 
 
-def _evicted(kubectl: Kubectl, pod: Manifest, report: Report, refused: str) -> bool:
+def _evicted(kubectl: Kubectl, pod: Manifest, report: Report, reported: bool) -> bool:
     try:
         kubectl.evict(pod)
     except KubectlError as error:
         if "TooManyRequests" not in str(error) and "disruption budget" not in str(error):
             raise
-        if not refused:
+        if not reported:
             report(f"{pod['metadata']['name']} waits: {first_line(error)}")
         return False
     return True

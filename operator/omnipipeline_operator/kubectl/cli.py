@@ -19,9 +19,10 @@ from rich.table import Table
 
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.errors import NotAllowed
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.kubectl import acting, offline, picture, tree
 from omnipipeline_operator.kubectl import history as past
-from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError, Manifest
+from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError
 from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
 from omnipipeline_spec.types.pods import COORDINATOR
 

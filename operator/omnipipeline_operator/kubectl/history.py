@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.kubectl.access import Kubectl, KubectlError, Manifest
+from omnipipeline_operator.kinds import Manifest
+from omnipipeline_operator.kubectl.access import Kubectl, KubectlError
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omnipipeline_operator.desired import children, naming
-from omnipipeline_operator.desired.naming import Manifest, Owner
+from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
+from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.loading import LoadedPipeline
 from omnipipeline_spec.types.plan import PipelinePlan

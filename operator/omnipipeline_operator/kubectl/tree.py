@@ -15,12 +15,12 @@ from rich.tree import Tree
 from omnipipeline_operator.desired import naming
 from omnipipeline_spec.types.pods import COORDINATOR
 
-Manifest = Mapping[str, Any]
+LiveObject = Mapping[str, Any]
 
 _GOOD_WHEN_FALSE = frozenset({"Suspended"})
 
 
-def tree(pipeline: Manifest, pods: Sequence[Manifest], stages: Mapping[str, Sequence[str]]) -> Tree:
+def tree(pipeline: LiveObject, pods: Sequence[LiveObject], stages: Mapping[str, Sequence[str]]) -> Tree:
     """stages: unit -> the stages that run in it; empty when the spec can't be planned."""
     root = Tree(_title(pipeline))
     conditions = root.add("conditions")
@@ -43,7 +43,7 @@ def tree(pipeline: Manifest, pods: Sequence[Manifest], stages: Mapping[str, Sequ
     return root
 
 
-def _title(pipeline: Manifest) -> Text:
+def _title(pipeline: LiveObject) -> Text:
     metadata, status = pipeline["metadata"], pipeline.get("status", {})
     title = Text.assemble((f"{metadata['namespace']}/{metadata['name']}", "bold"))
     url = status.get("endpoint", {}).get("url")
@@ -62,11 +62,11 @@ def _title(pipeline: Manifest) -> Text:
     return title
 
 
-def _condition(condition: Manifest) -> Text:
-    name, said = condition["type"], condition["status"]
-    good = said == ("False" if name in _GOOD_WHEN_FALSE else "True")
-    style = "green" if good else "yellow" if said == "Unknown" else "red"
-    line = Text.assemble((f"{name}={said}", style))
+def _condition(condition: LiveObject) -> Text:
+    name, status = condition["type"], condition["status"]
+    good = status == ("False" if name in _GOOD_WHEN_FALSE else "True")
+    style = "green" if good else "yellow" if status == "Unknown" else "red"
+    line = Text.assemble((f"{name}={status}", style))
     reason, message = condition.get("reason"), condition.get("message")
     if reason and reason != name:
         line.append(f"  {reason}")
@@ -75,7 +75,7 @@ def _condition(condition: Manifest) -> Text:
     return line
 
 
-def _unit(unit: Manifest, stages: Sequence[str]) -> Text:
+def _unit(unit: LiveObject, stages: Sequence[str]) -> Text:
     ready, desired = unit.get("ready", 0), unit.get("replicas", 0)
     style = "green" if ready >= desired else "red"
     line = Text.assemble((f"{unit['name']}  {ready}/{desired} ready", style))
@@ -90,14 +90,14 @@ def _unit(unit: Manifest, stages: Sequence[str]) -> Text:
     return line
 
 
-def _by_unit(pods: Sequence[Manifest]) -> dict[str, list[Manifest]]:
-    found: dict[str, list[Manifest]] = {}
+def _by_unit(pods: Sequence[LiveObject]) -> dict[str, list[LiveObject]]:
+    found: dict[str, list[LiveObject]] = {}
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
         found.setdefault(pod["metadata"]["labels"][naming.UNIT_LABEL], []).append(pod)
     return found
 
 
-def _pod(pod: Manifest) -> Text:
+def _pod(pod: LiveObject) -> Text:
     status = pod.get("status", {})
     state, style = _state(pod)
     line = Text.assemble(pod["metadata"]["name"], "  ", (state, style))
@@ -110,7 +110,7 @@ def _pod(pod: Manifest) -> Text:
     return line
 
 
-def _state(pod: Manifest) -> tuple[str, str]:
+def _state(pod: LiveObject) -> tuple[str, str]:
     """The pod's state in a few words and its colour; the worst of its containers."""
     status = pod.get("status", {})
     if "deletionTimestamp" in pod["metadata"]:
@@ -132,7 +132,7 @@ def _state(pod: Manifest) -> tuple[str, str]:
     return ("loading" if phase == "Running" else phase), "yellow"
 
 
-def _with_last_words(reason: str, *containers: Manifest) -> str:
+def _with_last_words(reason: str, *containers: LiveObject) -> str:
     for container in containers:
         ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated", {})
         words = str(ended.get("message", "")).strip().splitlines()
