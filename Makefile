@@ -46,7 +46,7 @@ crds: $(VENV)/.dev ## regenerate crds/omnipipelines.yaml, the chart's copy and d
 	$(BIN)/python -m omnipipeline_spec.generating.reference
 
 pictures: $(VENV)/.dev ## redraw docs/pictures and docs/pictures/voice.svg
-	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/python -m docs.pictures.draw
 	$(BIN)/omni plan -f examples/voice/pipeline.yaml -o svg > docs/pictures/voice.svg
 
 voice-test: $(VENV)/.dev $(VENV)/.demo ## the voice example, asked a new question

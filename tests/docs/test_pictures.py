@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from rich.text import Text
 
-from docs.pictures import draw
+from docs.pictures import draw, rooms
 from stage_runtime import cli
 from stage_runtime.cli import screens
 from stage_runtime.processes.instances import ProcessView
@@ -24,8 +24,21 @@ RECORDED = Text.from_ansi((FOLDER / "omni-up.ansi").read_text()).plain
 
 @pytest.mark.parametrize("name", draw.PICTURES)
 def test_a_picture_is_what_its_script_draws(name: str) -> None:
-    """`make pictures` draws it anew."""
-    assert (FOLDER / name).read_text() == draw.PICTURES[name]()
+    current = (FOLDER / name).read_text() == draw.PICTURES[name]()
+    assert current, f"{name} is not what the code says now: run `make pictures`"
+
+
+def test_the_imports_that_are_drawn_imply_all_imports() -> None:
+    """And those that are left out are the ones that follow from others."""
+    imports = {"a": frozenset("bcd"), "b": frozenset("c"), "c": frozenset("d"), "d": frozenset[str]()}
+    assert list(rooms.reduced(imports)) == [("a", "b"), ("b", "c"), ("c", "d")]
+
+
+def test_the_rooms_are_those_of_the_code() -> None:
+    found = rooms.imports_of(rooms.RUNTIME)
+    assert {"wire", "errors", "api"} <= found.keys()
+    assert "errors" in found["wire"]
+    assert not found["errors"]
 
 
 def test_the_picture_of_the_example_is_what_omni_plan_draws() -> None:
