@@ -63,7 +63,7 @@ class ResourceReference(Spec, frozen=True, kw_only=True):
 
 
 class EnvSource(Spec, frozen=True, kw_only=True):
-    """Where an environment variable's value comes from; exactly one."""
+    """Source of an environment variable's value: exactly one field."""
 
     secret_key_ref: Annotated[KeyReference | None, doc("A key of a Secret.")] = None
     config_map_key_ref: Annotated[KeyReference | None, doc("A key of a ConfigMap.")] = None
@@ -80,7 +80,7 @@ class EnvVar(Spec, frozen=True, kw_only=True):
 
 
 class EnvReference(Spec, frozen=True, kw_only=True):
-    """A whole Secret or ConfigMap as environment."""
+    """A whole Secret or ConfigMap as environment variables."""
 
     name: Annotated[ResourceName, doc("Name of the object, in the pipeline's namespace.")]
     optional: Annotated[bool | None, doc("Whether the pod starts without it.")] = None
@@ -95,30 +95,30 @@ class EnvFrom(Spec, frozen=True, kw_only=True):
 
 
 class Resources(Spec, frozen=True, kw_only=True):
-    """What a container asks for and may use; GPUs are added from the stages' `gpu`."""
+    """Requests and limits of a container; GPUs are added from the stages' `gpu`."""
 
-    requests: Annotated[Quantities, doc("What the scheduler sets aside, by resource name.")] = {}
-    limits: Annotated[Quantities, doc("What the kernel enforces, by resource name.")] = {}
+    requests: Annotated[Quantities, doc("Requests, by resource name.")] = {}
+    limits: Annotated[Quantities, doc("Limits, by resource name.")] = {}
 
 
 class Toleration(Spec, frozen=True, kw_only=True):
-    """A taint of nodes that the pods accept."""
+    """A node taint that the pods tolerate."""
 
     key: Annotated[ShortText | None, doc("Taint key; unset matches all.")] = None
     operator: Annotated[Literal["Exists", "Equal"] | None, doc("How `value` is compared.")] = None
     value: Annotated[ShortText | None, doc("Taint value.")] = None
     effect: Annotated[Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None, doc("Unset matches all.")] = None
-    toleration_seconds: Annotated[int | None, doc("How long a NoExecute taint is borne.")] = None
+    toleration_seconds: Annotated[int | None, doc("How long a NoExecute taint is tolerated.")] = None
 
 
 class Placement(Spec, frozen=True, kw_only=True):
-    """On which nodes pods may run."""
+    """The nodes on which pods may run."""
 
     node_selector: Annotated[Labels, doc("Labels a node must have, such as a GPU type.")] = {}
     tolerations: Annotated[
-        Annotated[Sequence[Toleration], Meta(max_length=32)], doc("Taints that the pods accept.")
+        Annotated[Sequence[Toleration], Meta(max_length=32)], doc("Node taints that the pods tolerate.")
     ] = ()
-    affinity: Annotated[FreeObject, doc("A pod's `affinity`, as Kubernetes has it.")] = {}
+    affinity: Annotated[FreeObject, doc("A pod's `affinity`, as in Kubernetes.")] = {}
     topology_spread_constraints: Annotated[FreeObjects, doc("A pod's `topologySpreadConstraints`.")] = ()
     priority_class_name: Annotated[ShortText | None, doc("Priority class of the pods.")] = None
     runtime_class_name: Annotated[ShortText | None, doc("Runtime class of the pods.")] = None
@@ -133,65 +133,69 @@ class Startup(Spec, frozen=True, kw_only=True):
 
 
 class Drain(Spec, frozen=True, kw_only=True):
-    """How a pod leaves."""
+    """How a pod is drained."""
 
     timeout_seconds: Annotated[
-        WholeSeconds, doc("How long bound requests may take to finish after SIGTERM; the pod's grace adds to it.")
+        WholeSeconds,
+        doc("Time for bound requests to finish after SIGTERM; the pod's grace period is longer than that."),
     ] = 120
 
 
 class ProcessGroup(Spec, frozen=True, kw_only=True):
-    """Refinement of one process group, by its name. Every field is optional."""
+    """Settings of one process group, by its name. Every other field is optional."""
 
     name: Annotated[
         Name,
-        doc("Process group: a stage's `process`, of a TP stage `process` or its name; fused groups bear the first's."),
+        doc("Process group: a stage's `process` (of a TP stage without one, its name); of fused stages, the first's."),
     ]
     replicas: Annotated[
         Annotated[int, Meta(ge=1, le=1000)] | None,
-        doc("Instances of the group; unset is 1. Groups that share a pod have one count."),
+        doc("Instances of the group; unset is 1. Groups that share a pod have the same count."),
     ] = None
-    resources: Annotated[Resources | None, doc("CPU, memory and others; groups in one pod add up.")] = None
+    resources: Annotated[Resources | None, doc("CPU, memory and others; those of the groups in one pod are added.")] = (
+        None
+    )
     gpu_resource_name: Annotated[ShortText | None, doc("Extended resource of a GPU; unset is nvidia.com/gpu.")] = None
     local_gpus: Annotated[
         Annotated[Sequence[Annotated[Sequence[GpuId], Meta(max_length=16)]], Meta(max_length=64)],
         doc("For `omni up`: the device ids of each local replica, one list per replica."),
     ] = ()
-    shared_memory: Annotated[Quantity | None, doc("Size of /dev/shm; groups in one pod add up.")] = None
+    shared_memory: Annotated[Quantity | None, doc("Size of /dev/shm; those of the groups in one pod are added.")] = None
     startup: Annotated[Startup | None, doc("How long loading may take.")] = None
-    drain: Annotated[
-        Drain | None, doc("How the pods leave; of groups in one pod the longest that is given counts.")
-    ] = None
+    drain: Annotated[Drain | None, doc("How the pods are drained; the longest of the groups in one pod applies.")] = (
+        None
+    )
     stuck_after_seconds: Annotated[
         WholeSeconds | None,
         doc(
-            "A loop with work and no progress for so long is stuck; unset is 300. In one pod the longest given counts."
+            "A process with work and no progress for this long is restarted; unset is 300. Per pod the longest applies."
         ),
     ] = None
-    placement: Annotated[Placement | None, doc("On which nodes the pods may run.")] = None
+    placement: Annotated[Placement | None, doc("The nodes on which the pods may run.")] = None
     pod_template: Annotated[
         FreeObject, doc("Merged over the generated pod template; containers, env and volumes merge by name.")
     ] = {}
 
 
 class Http(Spec, frozen=True, kw_only=True):
-    """The pipeline's HTTP side."""
+    """The pipeline's HTTP server."""
 
     port: Annotated[Port, doc("Port of the OpenAI routes and /v1/pipeline.")] = 8000
     max_body_bytes: Annotated[
         Annotated[int, Meta(ge=1024, le=1 << 40)], doc("Larger request bodies are refused with too_large.")
     ] = 64 << 20
-    request_timeout_seconds: Annotated[Seconds, doc("Deadline of a request that names none.")] = 600
+    request_timeout_seconds: Annotated[Seconds, doc("Deadline of a request that sets none.")] = 600
     max_in_flight: Annotated[
-        Annotated[int, Meta(ge=1, le=1_000_000)], doc("Admission cap: more requests at once get rate_limited.")
+        Annotated[int, Meta(ge=1, le=1_000_000)],
+        doc("Maximum number of requests at once; further ones are refused with rate_limited."),
     ] = 256
     api_key_secret_ref: Annotated[
         KeyReference | None,
-        doc("Bearer tokens, one a line, of which clients must send one; read again when the Secret changes."),
+        doc("Bearer tokens, one per line; a client must send one of them. Read again when the Secret changes."),
     ] = None
     media_hosts: Annotated[
         Annotated[Sequence[ShortText], Meta(max_length=64)],
-        doc("Hosts that media URLs in requests may name, as host or host:port."),
+        doc("Hosts allowed in media URLs of requests, as host or host:port."),
     ] = ()
 
 
@@ -199,20 +203,24 @@ class Coordinator(Spec, frozen=True, kw_only=True):
     """The process that admits, binds and follows requests."""
 
     resources: Annotated[Resources | None, doc("CPU and memory of the coordinator.")] = None
-    http: Annotated[Http, doc("The pipeline's HTTP side.")] = field(default_factory=Http)
+    http: Annotated[Http, doc("The pipeline's HTTP server.")] = field(default_factory=Http)
     retries: Annotated[
-        Annotated[int, Meta(ge=0, le=5)], doc("How often a request whose instance died starts again, unstreamed.")
+        Annotated[int, Meta(ge=0, le=5)],
+        doc("How often a request is retried when its instance dies before anything was streamed."),
     ] = 1
-    drain: Annotated[Drain | None, doc("How the coordinator leaves a roll: streams may finish for so long.")] = None
-    placement: Annotated[Placement | None, doc("On which nodes the coordinator may run.")] = None
+    drain: Annotated[
+        Drain | None, doc("How the coordinator is drained in a roll: the time for open streams to finish.")
+    ] = None
+    placement: Annotated[Placement | None, doc("The nodes on which the coordinator may run.")] = None
     pod_template: Annotated[FreeObject, doc("Merged over the generated pod template, as in processGroups.")] = {}
 
 
 class Security(Spec, frozen=True, kw_only=True):
-    """Who may talk to the stages."""
+    """Who may connect to the stages."""
 
     mode: Annotated[
-        Literal["Curve", "None"], doc("Curve: every TCP socket asks for the pipeline's key. None: trusted network.")
+        Literal["Curve", "None"],
+        doc("Curve: every TCP socket requires the pipeline's key. None: for a trusted network."),
     ] = "Curve"
 
 
@@ -220,8 +228,8 @@ class Control(Spec, frozen=True, kw_only=True):
     """The control plane."""
 
     heartbeat_seconds: Annotated[Seconds, doc("Interval of load and progress reports.")] = 1
-    dead_after_seconds: Annotated[Seconds, doc("Silence on a connection after which the peer is dead.")] = 3
-    security: Annotated[Security, doc("Who may talk to the stages.")] = field(default_factory=Security)
+    dead_after_seconds: Annotated[Seconds, doc("Silence on a connection after which the peer is considered dead.")] = 3
+    security: Annotated[Security, doc("Who may connect to the stages.")] = field(default_factory=Security)
 
 
 class Rdma(Spec, frozen=True, kw_only=True):
@@ -232,10 +240,10 @@ class Rdma(Spec, frozen=True, kw_only=True):
 
 
 class DataPlane(Spec, frozen=True, kw_only=True):
-    """How tensors travel between pods."""
+    """Transport of tensors between pods."""
 
     rdma: Annotated[Rdma | None, doc("RDMA devices for the stages' pods.")] = None
-    allow_tcp: Annotated[bool, doc("Whether tensors may travel over plain TCP where nothing better works.")] = field(
+    allow_tcp: Annotated[bool, doc("Whether tensors may use plain TCP where no faster transport works.")] = field(
         name="allowTCP", default=True
     )
 
@@ -251,11 +259,12 @@ class ModelCache(Spec, frozen=True, kw_only=True):
 
     type: Annotated[
         Literal["None", "EmptyDir", "PersistentVolumeClaim"],
-        doc("None: each container downloads. EmptyDir: shared in a pod. PersistentVolumeClaim: survives pods."),
+        doc("None: each container downloads. EmptyDir: shared within a pod. PersistentVolumeClaim: outlives pods."),
     ] = "None"
     claim_name: Annotated[ResourceName | None, doc("An existing claim to use.")] = None
     size: Annotated[
-        Quantity | None, doc("Of an EmptyDir, or of a claim that the operator makes; the claim survives the pipeline.")
+        Quantity | None,
+        doc("Size of the EmptyDir, or of a claim that the operator creates; the claim outlives the pipeline."),
     ] = None
     storage_class_name: Annotated[ShortText | None, doc("Storage class of that claim.")] = None
     prefetch: Annotated[Prefetch, doc("Filling the cache before pods start.")] = field(default_factory=Prefetch)
@@ -279,10 +288,10 @@ class Ingress(Spec, frozen=True, kw_only=True):
 
 
 class Expose(Spec, frozen=True, kw_only=True):
-    """How clients reach the pipeline. Never restarts a pod."""
+    """How clients reach the pipeline. Changes restart no pod."""
 
     service: Annotated[Service, doc("The Service in front of the coordinator.")] = field(default_factory=Service)
-    ingress: Annotated[Ingress | None, doc("An Ingress; unset makes none.")] = None
+    ingress: Annotated[Ingress | None, doc("An Ingress; unset creates none.")] = None
 
 
 class Rollout(Spec, frozen=True, kw_only=True):
@@ -290,37 +299,39 @@ class Rollout(Spec, frozen=True, kw_only=True):
 
     strategy: Annotated[
         Literal["Coherent", "Recreate"],
-        doc("Coherent: new beside old, requests bound to one revision. Recreate: old down first, when GPUs are short."),
+        doc("Coherent: new pods beside old ones, each request on one revision. Recreate: old pods end first."),
     ] = "Coherent"
     max_surge: Annotated[Annotated[int, Meta(ge=1, le=100)], doc("New instances of a unit at a time.")] = 1
-    progress_deadline_seconds: Annotated[WholeSeconds, doc("Without progress for so long: Progressing=False.")] = 3600
-    paused: Annotated[bool, doc("Hold a roll where it is.")] = False
+    progress_deadline_seconds: Annotated[
+        WholeSeconds, doc("A roll without progress for this long sets Progressing=False.")
+    ] = 3600
+    paused: Annotated[bool, doc("Pause the roll.")] = False
     revision_history_limit: Annotated[
         Annotated[int, Meta(ge=0, le=50)], doc("Old Deployments kept at 0 replicas for rolling back.")
     ] = 5
 
 
 class PodDisruptionBudget(Spec, frozen=True, kw_only=True):
-    """What drains of nodes may take at once."""
+    """A limit for node drains."""
 
-    enabled: Annotated[bool, doc("Make a budget per unit.")] = True
-    max_unavailable: Annotated[Annotated[int, Meta(ge=1, le=1000)], doc("Pods of a unit that may be away.")] = 1
+    enabled: Annotated[bool, doc("Create a budget per unit.")] = True
+    max_unavailable: Annotated[Annotated[int, Meta(ge=1, le=1000)], doc("Pods of a unit that may be unavailable.")] = 1
 
 
 class Disruption(Spec, frozen=True, kw_only=True):
     """Voluntary disruptions."""
 
     pod_disruption_budget: Annotated[
-        PodDisruptionBudget | None, doc("What drains of nodes may take at once; unset makes no budget.")
+        PodDisruptionBudget | None, doc("A limit for node drains; unset creates no budget.")
     ] = None
 
 
 class NetworkPolicy(Spec, frozen=True, kw_only=True):
     """Who may reach the pods."""
 
-    enabled: Annotated[bool, doc("Close all but HTTP, and HTTP to those in ingressFrom.")] = True
-    ingress_from: Annotated[FreeObjects, doc("NetworkPolicy peers that may reach HTTP; empty is everyone.")] = ()
-    extra_egress: Annotated[FreeObjects, doc("NetworkPolicy egress rules beside the pipeline's own.")] = ()
+    enabled: Annotated[bool, doc("Allow HTTP only, and only from the peers in ingressFrom.")] = True
+    ingress_from: Annotated[FreeObjects, doc("NetworkPolicy peers that may reach HTTP; empty allows all.")] = ()
+    extra_egress: Annotated[FreeObjects, doc("NetworkPolicy egress rules in addition to the pipeline's own.")] = ()
 
 
 class Tracing(Spec, frozen=True, kw_only=True):
@@ -331,7 +342,7 @@ class Tracing(Spec, frozen=True, kw_only=True):
 
 
 class Observability(Spec, frozen=True, kw_only=True):
-    """What the pipeline tells of itself."""
+    """Telemetry."""
 
     tracing: Annotated[Tracing | None, doc("OpenTelemetry traces.")] = None
 
@@ -339,11 +350,11 @@ class Observability(Spec, frozen=True, kw_only=True):
 class EmptyDir(Spec, frozen=True, kw_only=True):
     """A volume that lives as long as its pod."""
 
-    size_limit: Annotated[Quantity | None, doc("Most it may hold.")] = None
+    size_limit: Annotated[Quantity | None, doc("Maximum size.")] = None
 
 
 class ProfilingStorage(Spec, frozen=True, kw_only=True):
-    """Where event files are written; exactly one. Part of a unit's revision."""
+    """Where event files are written: exactly one field. Part of the revision of every unit."""
 
     empty_dir: Annotated[EmptyDir | None, doc("A volume of the pod.")] = None
     claim_name: Annotated[ResourceName | None, doc("A claim that all pods can write.")] = None
@@ -354,4 +365,4 @@ class Profiling(Spec, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, doc("Whether profiles may be started.")] = True
     storage: Annotated[ProfilingStorage | None, doc("Where event files are written; unset is an emptyDir.")] = None
-    max_seconds: Annotated[WholeSeconds, doc("A profile that nobody stops ends then.")] = 600
+    max_seconds: Annotated[WholeSeconds, doc("A profile that is not stopped ends after this time.")] = 600

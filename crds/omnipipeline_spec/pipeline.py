@@ -54,28 +54,28 @@ RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"]
 
 
 class RelayConfig(Spec, frozen=True, kw_only=True):
-    """How one stage's outgoing tensors travel; unset is inferred from placement and `relayBackend`."""
+    """Transport of one stage's outgoing tensors. Unset fields follow from placement and `relayBackend`."""
 
     slot_size_mb: Annotated[
-        Annotated[int, Meta(ge=1, le=65536)], doc("Largest slot in MiB; a larger payload goes in pieces.")
+        Annotated[int, Meta(ge=1, le=65536)], doc("Largest slot in MiB; a larger payload is sent in pieces.")
     ] = 512
     credits: Annotated[Annotated[int, Meta(ge=1, le=1024)], doc("Slots granted per edge.")] = 2
     rank: Annotated[
-        Annotated[int, Meta(ge=0, le=65535)] | None, doc("Rank in an NCCL world that the author lays out; local runs.")
+        Annotated[int, Meta(ge=0, le=65535)] | None, doc("Rank in the author's own NCCL world; local runs only.")
     ] = None
-    world_size: Annotated[Annotated[int, Meta(ge=1, le=65536)] | None, doc("Size of that NCCL world; local runs.")] = (
-        None
-    )
+    world_size: Annotated[
+        Annotated[int, Meta(ge=1, le=65536)] | None, doc("Size of that NCCL world; local runs only.")
+    ] = None
     device: Annotated[
-        Literal["cpu", "cuda"] | None, doc("Where the relay's buffers lie; unset is inferred from gpu and backend.")
+        Literal["cpu", "cuda"] | None, doc("Memory of the relay's buffers; unset follows from gpu and backend.")
     ] = None
 
 
 class GpuMemory(Spec, frozen=True, kw_only=True):
-    """A stage's budget on each of its GPUs: exactly one of the two."""
+    """A stage's memory budget on each of its GPUs: exactly one of the two fields."""
 
-    fraction: Annotated[Fraction01 | None, doc("Share of each of the stage's GPUs.")] = None
-    bytes: Annotated[Quantity | None, doc("Amount on each of the stage's GPUs.")] = None
+    fraction: Annotated[Fraction01 | None, doc("Fraction of the memory of each of the stage's GPUs.")] = None
+    bytes: Annotated[Quantity | None, doc("Amount of memory on each of the stage's GPUs.")] = None
 
 
 class StageConfig(Spec, frozen=True, kw_only=True):
@@ -85,7 +85,9 @@ class StageConfig(Spec, frozen=True, kw_only=True):
     factory: Annotated[Function, doc("Function that makes the stage, as pkg.mod:fn. Called once per process.")]
     process: Annotated[
         Name | None,
-        doc("OS process; stages with the same value share one. Required unless tpSize > 1, there a prefix of ranks."),
+        doc(
+            "OS process; stages with the same value share it. Required unless tpSize > 1: there it prefixes the ranks."
+        ),
     ] = None
     factory_args: Annotated[FreeObject, doc("Arguments of the factory.")] = {}
     next: Annotated[StageNames, doc("Stages that get the result. Exactly one of next and terminal.")] = ()
@@ -96,7 +98,7 @@ class StageConfig(Spec, frozen=True, kw_only=True):
     gpu: Annotated[
         Annotated[Sequence[GpuId], Meta(max_length=MAX_GPUS_PER_STAGE)] | int,
         Meta(
-            description="GPU ids of one imagined host, one per TP rank; empty is CPU. Equal ids share a GPU and a pod.",
+            description="GPU ids, as on one host, one per TP rank; empty is CPU. An equal id is the same GPU and pod.",
             extra=SCALAR_OR_LIST | {"unique": True},
         ),
     ] = ()
@@ -106,18 +108,21 @@ class StageConfig(Spec, frozen=True, kw_only=True):
     )
     wait_for: Annotated[StageNames, doc("Stages whose results are joined before this one runs; needs mergeFn.")] = ()
     wait_for_fn: Annotated[
-        Function | None, doc("(request_id, from_stage, payload) -> active subset of waitFor, or None: not known yet.")
+        Function | None, doc("(request_id, from_stage, payload) -> active subset of waitFor, or None if not known yet.")
     ] = None
-    merge_fn: Annotated[Function | None, doc("({stage: payload}) -> payload; joins what waitFor gathered.")] = None
+    merge_fn: Annotated[
+        Function | None, doc("({stage: payload}) -> payload: joins the payloads of the stages in waitFor.")
+    ] = None
     stream_to: Annotated[StageNames, doc("Stages that get this stage's chunks while it runs.")] = ()
     stream_done_to_fn: Annotated[
-        Function | None, doc("(request_id, output) -> the targets among streamTo that are told that the stream ended.")
+        Function | None,
+        doc("(request_id, output) -> the stages in streamTo that are notified of the end of the stream."),
     ] = None
     project_payload: Annotated[
         Annotated[dict[Name, Function], Meta(max_length=2 * MAX_EDGES)],
-        doc("Target stage -> function that makes what this target gets."),
+        doc("Target stage -> function that makes the payload for this target."),
     ] = {}
-    relay: Annotated[RelayConfig | None, doc("How this stage's outgoing tensors travel.")] = None
+    relay: Annotated[RelayConfig | None, doc("Transport of this stage's outgoing tensors.")] = None
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -131,22 +136,24 @@ class StageConfig(Spec, frozen=True, kw_only=True):
 
 
 class EndpointsConfig(Spec, frozen=True, kw_only=True):
-    """Where local runs put their sockets."""
+    """Sockets of local runs."""
 
     base_path: Annotated[
-        Text | None, doc("Folder of the Unix sockets; unset is a private folder per run. Its length is checked first.")
+        Text | None,
+        doc("Folder of the Unix sockets; unset is a private folder per run. A path that is too long is refused."),
     ] = None
 
 
 class Code(Spec, frozen=True, kw_only=True):
-    """Small Python put on the stages' sys.path; real code belongs into an image made FROM ours."""
+    """Small Python files on the stages' sys.path. Larger code belongs in an image built FROM ours."""
 
     inline: Annotated[
         Annotated[dict[ShortText, Annotated[str, Meta(max_length=262144)]], Meta(max_length=32)],
         doc("File name -> text. Part of the revision."),
     ] = {}
     config_map_ref: Annotated[
-        LocalReference | None, doc("A ConfigMap of such files. Its content is not followed: use restartedAt.")
+        LocalReference | None,
+        doc("A ConfigMap of such files. A change of its content restarts nothing: set restartedAt."),
     ] = None
 
 
@@ -169,42 +176,44 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     model_revision: Annotated[ShortText | None, doc("Commit or tag on the hub.")] = None
     serves: Annotated[
         Annotated[Sequence[Literal["chat", "speech", "transcription"]], Meta(max_length=3, extra={"unique": True})],
-        doc("OpenAI routes that are answered; /v1/pipeline always is."),
+        doc("OpenAI routes to serve; /v1/pipeline is always served."),
     ] = ()
     entry_stage: Annotated[Name | None, doc("Stage that gets new requests; unset is the first.")] = None
-    relay_backend: Annotated[RelayBackend, doc("How tensors travel; auto chooses per edge.")] = "auto"
+    relay_backend: Annotated[RelayBackend, doc("Transport of tensors; auto chooses per edge.")] = "auto"
     fused_stages: Annotated[
         Annotated[
             Sequence[Annotated[Sequence[Name], Meta(min_length=2, max_length=16, extra={"unique": True})]],
             Meta(max_length=16),
         ],
-        doc("Adjacent, linear stages to put into one process; not TP, at most one GPU."),
+        doc("Adjacent, linear stages to run in one process; without TP, on at most one GPU."),
     ] = ()
     runtime_overrides: Annotated[
         Annotated[dict[Name, FreeObject], Meta(max_length=MAX_STAGES)],
-        doc("Stage -> factory arguments that win over its factoryArgs."),
+        doc("Stage -> factory arguments that override its factoryArgs."),
     ] = {}
     env_defaults: Annotated[
         Annotated[dict[EnvName, EnvValue], Meta(max_length=256)],
-        doc("Environment set before factories are imported; a value the process already has wins."),
+        doc("Environment variables set before factories are imported, unless the process has them already."),
     ] = {}
-    endpoints: Annotated[EndpointsConfig, doc("Where local runs put their sockets.")] = field(
-        default_factory=EndpointsConfig
-    )
+    endpoints: Annotated[EndpointsConfig, doc("Sockets of local runs.")] = field(default_factory=EndpointsConfig)
     terminal_stages_fn: Annotated[
-        Function | None, doc("(request) -> terminal stages of this request, or None: all of them.")
+        Function | None, doc("(request) -> terminal stages of this request, or None for all of them.")
     ] = None
-    gpu_memory_limit: Annotated[Fraction01, doc("What the budgets on one GPU may sum to.")] = 0.95
-    code: Annotated[Code | None, doc("Small Python put on the stages' sys.path.")] = None
+    gpu_memory_limit: Annotated[
+        Fraction01, doc("Maximum sum of the budgets on one GPU, as a fraction of its memory.")
+    ] = 0.95
+    code: Annotated[Code | None, doc("Small Python files on the stages' sys.path.")] = None
     config_cls: Annotated[
         str | None,
         Meta(
-            description="Class whose defaults a plain file starts from, as pkg.mod:Class. Of an instance, its class.",
+            description="Class with the defaults of a plain file, as pkg.mod:Class. For a Python value, its class.",
             extra=OUTSIDE_RESOURCE,
         ),
     ] = None
 
-    image: Annotated[Text | None, doc("Image of all pods; unset is the operator's default of the day.")] = None
+    image: Annotated[
+        Text | None, doc("Image of all pods; unset is the operator's default when the revision is made.")
+    ] = None
     image_pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"] | None, doc("When the image is pulled.")
     ] = None
@@ -221,24 +230,24 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     ] = ()
     process_groups: Annotated[
         Annotated[Sequence[ProcessGroup], Meta(max_length=MAX_STAGES, extra={"map_key": "name"})],
-        doc("Refinement of process groups by name."),
+        doc("Settings of process groups, by name."),
     ] = ()
     coordinator: Annotated[Coordinator, doc("The process that admits, binds and follows requests.")] = field(
         default_factory=Coordinator
     )
     control: Annotated[Control, doc("The control plane.")] = field(default_factory=Control)
-    data_plane: Annotated[DataPlane, doc("How tensors travel between pods.")] = field(default_factory=DataPlane)
+    data_plane: Annotated[DataPlane, doc("Transport of tensors between pods.")] = field(default_factory=DataPlane)
     model_cache: Annotated[ModelCache, doc("Where weights are kept between pods.")] = field(default_factory=ModelCache)
     expose: Annotated[Expose, doc("How clients reach the pipeline.")] = field(default_factory=Expose)
     rollout: Annotated[Rollout, doc("How a change reaches the pods.")] = field(default_factory=Rollout)
     disruption: Annotated[Disruption, doc("Voluntary disruptions.")] = field(default_factory=Disruption)
-    network_policy: Annotated[NetworkPolicy | None, doc("Who may reach the pods; unset makes no policy.")] = None
-    observability: Annotated[Observability, doc("What the pipeline tells of itself.")] = field(
-        default_factory=Observability
-    )
+    network_policy: Annotated[NetworkPolicy | None, doc("Who may reach the pods; unset creates no policy.")] = None
+    observability: Annotated[Observability, doc("Telemetry.")] = field(default_factory=Observability)
     profiling: Annotated[Profiling, doc("The request-level profiler.")] = field(default_factory=Profiling)
-    restarted_at: Annotated[ShortText | None, doc("A new value is a new revision of every unit.")] = None
-    suspend: Annotated[bool, doc("Scale everything to nothing, and keep the resource.")] = False
+    restarted_at: Annotated[
+        ShortText | None, doc("A new value restarts all pods: it is a new revision of every unit.")
+    ] = None
+    suspend: Annotated[bool, doc("Scale all pods to zero and keep the resource.")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,12 +43,12 @@ def base() -> Iterator[Path]:
         ("comment.yaml", b"# nothing yet\n---\n", "the file is empty"),
         ("torn.yaml", b"stages: [", "line 1: expected the node content"),
         ("latin.yaml", b"name: caf\xe9\n", "can't decode byte"),
-        ("two.yaml", HELLO.read_bytes() + b"---\n" + HELLO.read_bytes(), "holds 2 documents of kind OmniPipeline"),
+        ("two.yaml", HELLO.read_bytes() + b"---\n" + HELLO.read_bytes(), "has 2 documents of kind OmniPipeline"),
         ("large.yaml", HELLO.read_bytes() + b"#" * (3 << 20), "is larger than 3 MiB"),
         ("control.yaml", b"a: \x1b[31m", "line 1: the character U+001B is not allowed in YAML"),
-        ("pod.yaml", b"apiVersion: v1\nkind: Pod\n", "is of v1 Pod"),
+        ("pod.yaml", b"apiVersion: v1\nkind: Pod\n", "is v1 Pod"),
         ("list.yaml", b"- 1\n", "a pipeline is a map with stages"),
-        ("surrogate.yaml", b'modelPath: "\\ud800"\nstages: []\n', "line 1: '\\ud800' holds half of a surrogate pair"),
+        ("surrogate.yaml", b'modelPath: "\\ud800"\nstages: []\n', "line 1: '\\ud800' contains half of a surrogate"),
         ("none.py", b"x = 1\n", "has no PipelineConfig(...) at module level"),
         ("needs.py", b"\nimport a_package_that_is_not_here\n", "No module named 'a_package_that_is_not_here' ("),
         ("exits.py", b"raise SystemExit(0)\n", "exits.py: SystemExit: 0 ("),
@@ -80,9 +80,9 @@ def test_a_file_without_an_end_is_read_only_so_far(device: str) -> None:
     [
         ("nowhere=1", "'nowhere' is no key of the spec"),
         ("stages.split", "write it as path=value"),
-        ("stages[7].gpu=0", "stages has 2 entries, [7] is none of them"),
-        ('envDefaults={A: "a\\0b"}', "envDefaults.A: 'a\\x00b' holds NUL or half of a surrogate pair"),
-        ('endpoints.basePath="/tmp/a\\0b"', "endpoints.basePath: '/tmp/a\\x00b' holds NUL"),
+        ("stages[7].gpu=0", "stages has 2 entries; [7] is out of range"),
+        ('envDefaults={A: "a\\0b"}', "envDefaults.A: 'a\\x00b' contains NUL or half of a surrogate pair"),
+        ('endpoints.basePath="/tmp/a\\0b"', "endpoints.basePath: '/tmp/a\\x00b' contains NUL"),
     ],
 )
 def test_an_override_that_cannot_be_is_named(override: str, problem: str) -> None:

@@ -48,7 +48,7 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair({"streamTo": ["b"]}),
         pair({"streamTo": ["b", "ghost"]}),
     ),
-    ("PipelineConfig", "one stage at least must be terminal"): (
+    ("PipelineConfig", "at least one stage must be terminal"): (
         pair(),
         spec(stage("a", next=["b"]), stage("b", next=["a"])),
     ),
@@ -85,7 +85,7 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair({"gpu": [0], "gpuMemory": _HALF}, {"gpu": [0], "gpuMemory": _HALF}, gpuMemoryLimit=1),
         pair({"gpu": [0], "gpuMemory": _HALF}, {"gpu": [0], "gpuMemory": _HALF}),
     ),
-    ("PipelineConfig", "modelCache.prefetch has nothing to fetch without modelPath"): (
+    ("PipelineConfig", "modelCache.prefetch needs modelPath"): (
         pair(modelPath="some/model", modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
         pair(modelCache={**_CLAIM, "prefetch": {"enabled": True}}),
     ),
@@ -93,12 +93,12 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair(),
         pair({"terminal": True}),
     ),
-    ("StageConfig", "must not stand in its own next"): (pair(), pair({"next": ["a", "b"]})),
-    ("StageConfig", "must not stand in its own streamTo"): (
+    ("StageConfig", "must not be in its own next"): (pair(), pair({"next": ["a", "b"]})),
+    ("StageConfig", "must not be in its own streamTo"): (
         pair({"streamTo": ["b"]}),
         pair({"streamTo": ["a"]}),
     ),
-    ("StageConfig", "must not stand in its own waitFor"): (
+    ("StageConfig", "must not be in its own waitFor"): (
         _join(waitFor=["a", "b"], mergeFn="work:merge"),
         _join(waitFor=["a", "b", "c"], mergeFn="work:merge"),
     ),
@@ -130,7 +130,7 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair({"gpu": [0], "gpuMemory": _HALF}),
         pair({"gpuMemory": _HALF}),
     ),
-    ("StageConfig", "may project only for targets in next or streamTo"): (
+    ("StageConfig", "may have only stages in next or streamTo in projectPayload"): (
         pair({"projectPayload": {"b": "work:project"}}),
         pair({"projectPayload": {"ghost": "work:project"}}),
     ),
@@ -152,13 +152,13 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
     ),
     (
         "EnvVar",
-        "the operator sets the variables that begin with OMNI_; free are OMNI_ARENA_MB, OMNI_DEBUG_VALUES, "
+        "the operator sets the variables that begin with OMNI_; authors may set OMNI_ARENA_MB, OMNI_DEBUG_VALUES, "
         "OMNI_HTTP_BODIES_MB, OMNI_HTTP_HOSTS, OMNI_LOG_FORMAT",
     ): (
         pair(env=[{"name": "OMNI_LOG_FORMAT", "value": "text"}]),
         pair(env=[{"name": "OMNI_HTTP_PORT", "value": "9000"}]),
     ),
-    ("EnvVar", "CUDA_VISIBLE_DEVICES and NVIDIA_VISIBLE_DEVICES follow from the stages' gpu"): (
+    ("EnvVar", "CUDA_VISIBLE_DEVICES and NVIDIA_VISIBLE_DEVICES are derived from the stages' gpu"): (
         pair(env=[{"name": "CUDA_DEVICE_ORDER", "value": "PCI_BUS_ID"}]),
         pair(env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]),
     ),

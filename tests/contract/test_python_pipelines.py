@@ -227,7 +227,7 @@ def test_a_class_inside_a_package_beside_the_file_is_found(tmp_path: Path) -> No
         ("Mine", "config_cls Mine: write it as package.module:Class; did you mean family:Mine"),
         ("PipelineConfig", f"write it as package.module:Class; did you mean {BASE}"),
         ("family:Mien", "config_cls family:Mien: family has no class Mien; did you mean family:Mine"),
-        ("family:StageConfig", "config_cls family:StageConfig: StageConfig is no class of PipelineConfig"),
+        ("family:StageConfig", "config_cls family:StageConfig: StageConfig is not a subclass of PipelineConfig"),
         ("family:HEAD", "family has no class HEAD"),
         ("famly:Mine", "config_cls famly:Mine: no module named 'famly'; did you mean family"),
         ("broken:Mine", "config_cls broken:Mine: ZeroDivisionError"),
@@ -316,7 +316,7 @@ def test_a_module_with_a_class_but_no_pipeline_says_how_to_make_one(tmp_path: Pa
     file = written(tmp_path, FAMILY)
     with pytest.raises(UnreadableSpec, match=r"has no PipelineConfig\(...\) at module level.*pipeline = Mine\("):
         loading.load(file)
-    with pytest.raises(UnreadableSpec, match=r"Mine is no PipelineConfig; it is a class.*Mine\("):
+    with pytest.raises(UnreadableSpec, match=r"Mine is not a PipelineConfig; it is a class.*Mine\("):
         loading.load(f"{file}:Mine")
 
 

@@ -38,7 +38,7 @@ def test_a_quantity_has_the_value_kubernetes_gives_it(text: str | int, value: Fr
     "text", ["", "Gi", "12 Gi", "12gi", "-1", "1e", "1Gib", "0x10", "1K", "1e99", "one", ".", "1\n"]
 )
 def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no quantity|beyond"):
+    with pytest.raises(ValueError, match=r"not a quantity|out of range"):
         quantities.parse_quantity(text)
 
 

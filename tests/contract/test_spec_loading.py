@@ -191,7 +191,7 @@ def test_the_resource_holds_lists_and_its_name_in_the_metadata() -> None:
     text = RESOURCE.replace("next: [b]", "next: b").replace("  modelPath", "  name: x\n  modelPath")
     assert refused(text) == [
         "line 5: name: is no field of the resource: in the resource the name is metadata.name",
-        "line 12: stages[0].next: is a lone value; the resource holds lists: write [b]",
+        "line 12: stages[0].next: is a single value; the resource takes a list: write [b]",
     ]
 
 
@@ -200,9 +200,9 @@ def test_the_resource_holds_lists_and_its_name_in_the_metadata() -> None:
     [
         ("", "the file is empty"),
         ("- a", "a pipeline is a map with stages"),
-        ("kind: Deployment\napiVersion: apps/v1", "is of apps/v1 Deployment"),
-        ("kind: OmniPipeline\napiVersion: omnipipeline.dev/v2", "is of omnipipeline.dev/v2 OmniPipeline"),
-        (RESOURCE + "---\n" + RESOURCE, "holds 2 documents of kind OmniPipeline"),
+        ("kind: Deployment\napiVersion: apps/v1", "is apps/v1 Deployment"),
+        ("kind: OmniPipeline\napiVersion: omnipipeline.dev/v2", "is omnipipeline.dev/v2 OmniPipeline"),
+        (RESOURCE + "---\n" + RESOURCE, "has 2 documents of kind OmniPipeline"),
         ("a: [", "f.yaml, line 1"),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_resource_may_stand_among_others() -> None:
         ("missing.py", "No such file"),
         ("empty.py", "has no PipelineConfig"),
         ("two.py", "has several pipelines (one, other); write "),
-        ("two.py:nothing", "nothing is no PipelineConfig"),
+        ("two.py:nothing", "nothing is not a PipelineConfig"),
         ("broken.py", "ZeroDivisionError"),
         ("no_such_module_anywhere:pipeline", "No module named"),
         (".", "Is a directory"),
@@ -311,9 +311,12 @@ def test_an_override_reaches_the_place_its_path_names(
         (["modelPath=x", "model_path=x"], "modelPath: is set twice: --set modelPath=x and --set model_path=x"),
         (["modelPath=x", "modelPath=x"], "modelPath: is set twice: --set modelPath=x and --set modelPath=x"),
         (["stages.aa.gpu=1"], "stages.aa.gpu: --set stages.aa.gpu=1: 'aa' is no stage; did you mean a?"),
-        (["stages[7].gpu=1"], "stages[7].gpu: --set stages[7].gpu=1: stages has 2 entries, [7] is none of them"),
+        (["stages[7].gpu=1"], "stages[7].gpu: --set stages[7].gpu=1: stages has 2 entries; [7] is out of range"),
         (["stges.a.gpu=1"], "stges.a.gpu: --set stges.a.gpu=1: 'stges' is no key of the spec; did you mean stages?"),
-        (["modelPath.x=1"], "modelPath.x: --set modelPath.x=1: modelPath is 'org/model', there is nothing inside it"),
+        (
+            ["modelPath.x=1"],
+            "modelPath.x: --set modelPath.x=1: modelPath is 'org/model', which is neither a map nor a list",
+        ),
         (["serves.chat=1"], "serves.chat: --set serves.chat=1: serves is a list: write serves[0], not serves.chat"),
         (["stages.a.tpSize=two"], "stages[0].tpSize: 'two' must be a whole number (from --set stages.a.tpSize=two)"),
     ],

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     ),
     "a projection needs an edge": (
         pair({"projectPayload": {"b": "w:p", "c": "w:p"}}),
-        ["stages[0].projectPayload: 'c' stand neither in next nor in streamTo of 'a'"],
+        ["stages[0].projectPayload: 'c' must be in next or streamTo of 'a'"],
     ),
     "neither next nor terminal": (
         spec(stage("a", terminal=None), stage("b")),
@@ -146,18 +146,18 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         spec(stage("a", next=["b"]), stage("b", next=["c"]), stage("c", next=["b"])),
         [
             "stages: no stage is terminal, so no request would ever end",
-            "stages[1]: the graph goes round in a cycle: b → c → b",
+            "stages[1]: the graph has a cycle: b → c → b",
         ],
     ),
     "a cycle through a stream": (
         spec(stage("a", next=["b"]), stage("b", streamTo=["a"])),
-        ["stages[0]: the graph goes round in a cycle: a → b → a"],
+        ["stages[0]: the graph has a cycle: a → b → a"],
     ),
     "two payloads for one stage, whatever a request asks": (
         spec(stage("a", next=["b", "c"]), stage("b", next=["c"]), stage("c")),
         [
-            "stages[2]: 'c' takes one payload a request, and 'a', 'b' send it one each: join them by waitFor and "
-            "mergeFn, or choose by routeFn",
+            "stages[2]: 'c' takes one payload per request, but 'a', 'b' send it one each: join them by waitFor and "
+            "mergeFn, or choose one by routeFn",
         ],
     ),
     "two payloads behind a join": (
@@ -169,8 +169,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             stage("e"),
         ),
         [
-            "stages[4]: 'e' takes one payload a request, and 'c', 'd' send it one each: join them by waitFor and "
-            "mergeFn, or choose by routeFn",
+            "stages[4]: 'e' takes one payload per request, but 'c', 'd' send it one each: join them by waitFor and "
+            "mergeFn, or choose one by routeFn",
         ],
     ),
     "a payload that a join leaves out": (
@@ -200,8 +200,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "reserved names": (
         spec(stage("coordinator", process="p", next=["b"]), stage("b", process="coordinator")),
         [
-            "stages[0].name: 'coordinator' is the coordinator's own name",
-            "stages[1].process: 'coordinator' is the coordinator's own name",
+            "stages[0].name: 'coordinator' is reserved for the coordinator",
+            "stages[1].process: 'coordinator' is reserved for the coordinator",
         ],
     ),
     "ranks and ids": (
@@ -211,16 +211,16 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             stage("c", gpu=[5, 5], tpSize=2),
         ),
         [
-            "stages[2].gpu[1]: 5 stands already at stages[2].gpu[0]",
+            "stages[2].gpu[1]: 5 is already at stages[2].gpu[0]",
             "stages[0].gpu: of 'a' must list 2 distinct ids, one per rank of tpSize; it lists 1",
-            "stages[1].gpu: of 'b' lists 2 ids, but its tpSize is 1: a stage without ranks has one GPU",
+            "stages[1].gpu: of 'b' lists 2 ids, but its tpSize is 1: such a stage has at most one GPU",
             "stages[1].process: process group 'b' would span several GPUs: 'b' on GPU 1, 2; give them processes of "
             "their own",
         ],
     ),
     "the process of ranks is their own": (
         pair({**TP, "process": "p"}, {"process": "p"}),
-        ["stages[0].process: 'p' is the process of 'b' too; the ranks of 'a' share none"],
+        ["stages[0].process: 'p' is the process of 'b' too; 'a' with tpSize > 1 shares none"],
     ),
     "derived names of ranks": (
         pair(TP, {"process": "a_tp1"}),
@@ -230,7 +230,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         spec(stage("a_b", next=["a-b"], process="x_y"), stage("a-b", process="x-y")),
         [
             "stages[1].process: 'x-y', process group 'x-y', collides with process group 'x_y': both are called 'x-y'",
-            "stages[1].name: 'a-b' and 'a_b' are one name once _ became -",
+            "stages[1].name: 'a-b' and 'a_b' become one name when _ is replaced by -",
         ],
     ),
     "two GPUs in one process": (
@@ -261,7 +261,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "both kinds on one GPU": (
         pair(on_gpu(0, fraction=0.5), on_gpu(0, bytes="1Gi")),
         [
-            "stages[1].gpuMemory: GPU 0 has budgets by fraction ('a') and by bytes ('b'); they cannot be added up",
+            "stages[1].gpuMemory: GPU 0 has budgets by fraction ('a') and by bytes ('b'); use one of the two",
         ],
     ),
     "budgets of the wrong form": (
@@ -271,7 +271,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             stage("c", gpu=[1], gpuMemory={"bytes": "0"}),
         ),
         [
-            "stages[0].gpuMemory: of 'a' budgets a GPU, but the stage has none",
+            "stages[0].gpuMemory: of 'a' is set, but the stage has no gpu",
             "stages[1].gpuMemory: of 'b' must have exactly one of fraction and bytes",
             "stages[2].gpuMemory.bytes: '0' must be more than 0",
         ],
@@ -294,14 +294,14 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         [
             "fusedStages[0]: 'a' must route to 'c' alone to be fused with it; it routes to 'b'",
             "fusedStages[0]: 'c' must get results from 'a' alone to be fused with it; 'b' routes to it too",
-            "fusedStages[1]: 'a' stands in fusedStages[0] too: write one list",
+            "fusedStages[1]: 'a' is in fusedStages[0] too: merge the lists",
             "fusedStages[1]: 'b' must route to 'a' alone to be fused with it; it routes to 'c'",
         ],
     ),
     "fusion with ranks": (
         pair(TP, fusedStages=[["a", "b"]]),
         [
-            "fusedStages[0]: 'a' has tpSize > 1; its ranks own their processes",
+            "fusedStages[0]: 'a' has tpSize > 1 and cannot be fused",
         ],
     ),
     "fusion over two GPUs": (
@@ -314,7 +314,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "refining what is not there, and what was absorbed": (
         pair(fusedStages=[["a", "b"]], processGroups=[{"name": "b"}, {"name": "x"}]),
         [
-            "processGroups[0].name: 'b' was fused into process group 'a': refine that one",
+            "processGroups[0].name: 'b' was fused into process group 'a': configure that one",
             "processGroups[1].name: 'x' is no process group; there are 'a'",
         ],
     ),
@@ -325,8 +325,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             processGroups=[{"name": "a", "replicas": 2}, {"name": "b", "replicas": 3}],
         ),
         [
-            "processGroups[1].replicas: process groups that share a GPU share a pod, which has one replicas; it "
-            "differs: 'a': 2, 'b': 3",
+            "processGroups[1].replicas: process groups that share a GPU share a pod and must have the same "
+            "replicas: 'a': 2, 'b': 3",
         ],
     ),
     "one pod, two places and two templates": (
@@ -339,8 +339,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             ],
         ),
         [
-            f"processGroups[1].{field}: process groups that share a GPU share a pod, which has one {field}; it "
-            "differs: 'a', 'b'"
+            f"processGroups[1].{field}: process groups that share a GPU share a pod and must have the same "
+            f"{field}: 'a', 'b'"
             for field in ("placement", "podTemplate")
         ],
     ),
@@ -352,8 +352,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             processGroups=[{"name": "a", "replicas": 1}, {"name": "c", "replicas": 2}],
         ),
         [
-            "processGroups[1].replicas: process groups that share a GPU share a pod, which has one replicas; it "
-            "differs: 'a': 1, 'c': 2",
+            "processGroups[1].replicas: process groups that share a GPU share a pod and must have the same "
+            "replicas: 'a': 1, 'c': 2",
         ],
     ),
     "devices of local replicas": (
@@ -389,7 +389,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             "env[0]: 'A' has both value and valueFrom",
             "env[1].valueFrom: of 'B' must have exactly one source",
             "env[2].name: 'OMNI_HTTP_PORT' is set by the operator itself",
-            "env[4].name: 'NVIDIA_VISIBLE_DEVICES' follows from the stages' gpu",
+            "env[4].name: 'NVIDIA_VISIBLE_DEVICES' is derived from the stages' gpu",
             "envFrom[0]: must have exactly one of secretRef and configMapRef",
         ],
     ),
@@ -442,8 +442,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
         ),
         [
             "processGroups[0].podTemplate.spec.containers[1].env[1].name: 'OMNI_POD_IP' is set by the operator itself",
-            "processGroups[0].podTemplate.spec.containers[2].env[0].name: 'PYTHONPATH' is joined with the operator's "
-            "own only in env",
+            "processGroups[0].podTemplate.spec.containers[2].env[0].name: 'PYTHONPATH' can only be set in env, "
+            "where it is joined with the operator's own value",
             "coordinator.podTemplate.spec.containers[0].env: must be a list of variables with names: anything else "
             "would replace the operator's own",
         ],
@@ -451,8 +451,10 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "code": (
         pair(code={"inline": {"../x.py": "1", "a/b.py": "2"}}),
         [
-            "code.inline['../x.py']: '../x.py' is no file name: letters, digits, '.', '-' and '_' (no folders)",
-            "code.inline['a/b.py']: 'a/b.py' is no file name: letters, digits, '.', '-' and '_' (no folders)",
+            "code.inline['../x.py']: '../x.py' is not a file name: use letters, digits, '.', '-' and "
+            "'_', without folders",
+            "code.inline['a/b.py']: 'a/b.py' is not a file name: use letters, digits, '.', '-' and "
+            "'_', without folders",
         ],
     ),
     "code in place of what is there": (
@@ -481,7 +483,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     ),
     "too much code": (
         pair(code={"inline": {name: "#" * 200_000 for name in ("a.py", "b.py", "c.py")}}),
-        ["code.inline: holds 600000 bytes, at most 524288 fit: build an image FROM ours instead"],
+        ["code.inline: has 600000 bytes; at most 524288 are allowed: build an image FROM ours instead"],
     ),
     "limits below requests": (
         pair(processGroups=[{"name": "a", "resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1G"}}}]),
@@ -490,31 +492,32 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "ports and beats": (
         pair(coordinator={"http": {"port": 8001}}, control={"heartbeatSeconds": 5}),
         [
-            "coordinator.http.port: 8001 is taken in every pod (admin, probes or control)",
-            "control.deadAfterSeconds: 3 must be more than heartbeatSeconds 5, or every peer is dead between two beats",
+            "coordinator.http.port: 8001 is used in every pod (admin, probes or control)",
+            "control.deadAfterSeconds: 3 must be more than heartbeatSeconds 5, or peers are "
+            "considered dead between two heartbeats",
         ],
     ),
     "the cache": (
         pair(modelCache={"type": "PersistentVolumeClaim", "prefetch": {"enabled": True}}),
         [
             "modelCache: of type PersistentVolumeClaim must have exactly one of claimName and size",
-            "modelCache.prefetch: has nothing to fetch without modelPath",
+            "modelCache.prefetch: needs modelPath",
         ],
     ),
     "the cache of another type": (
         pair(modelPath="m", modelCache={"claimName": "c", "prefetch": {"enabled": True}}),
         [
-            "modelCache: of type None has no claimName and no storageClassName",
+            "modelCache: of type None must not have claimName or storageClassName",
             "modelCache.prefetch: needs type PersistentVolumeClaim; None keeps nothing between pods",
         ],
     ),
     "a cache without a type": (
         pair(modelCache={"size": "10Gi"}),
-        ["modelCache.size: is of no use with type None, the default: say EmptyDir or PersistentVolumeClaim"],
+        ["modelCache.size: needs type EmptyDir or PersistentVolumeClaim; the type is None, the default"],
     ),
     "a storage class for a claim that exists": (
         pair(modelCache={"type": "PersistentVolumeClaim", "claimName": "c", "storageClassName": "fast"}),
-        ["modelCache.storageClassName: is of the claim that size makes; claimName names one that exists"],
+        ["modelCache.storageClassName: applies to a claim made from size; claimName names an existing claim"],
     ),
     "hosts that no URL can have": (
         pair(coordinator={"http": {"mediaHosts": ["a.example", "a.example:8443", "::1", "é.example", "10.0.0.1:80"]}}),
@@ -523,7 +526,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "more hosts that no URL can have": (
         pair(coordinator={"http": {"mediaHosts": ["https://a.example", "*.example", "", "a.example/b", "a b", "u@a"]}}),
         [
-            f"coordinator.http.mediaHosts[{index}]: {host!r} is no host: write it as host or host:port"
+            f"coordinator.http.mediaHosts[{index}]: {host!r} is not a host: write it as host or host:port"
             for index, host in enumerate(["https://a.example", "*.example", "", "a.example/b", "a b", "u@a"])
         ],
     ),
@@ -554,8 +557,8 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "no way between pods": (
         pair(relayBackend="shm", dataPlane={"allowTCP": False}),
         [
-            "dataPlane.allowTCP: is false, but 'a' and 'b' run in different pods and relayBackend 'shm' cannot reach "
-            "from one to the other without it",
+            "dataPlane.allowTCP: is false, but 'a' and 'b' run in different pods and relayBackend 'shm' cannot "
+            "connect them without TCP",
         ],
     ),
     "rdma is a way between pods": (
@@ -569,15 +572,15 @@ CASES: dict[str, tuple[Document, list[str]]] = {
     "duplicates": (
         spec(stage("a", next=["b", "b"]), stage("b", process="x"), stage("b", process="y")),
         [
-            "stages[0].next[1]: 'b' stands already at stages[0].next[0]",
-            "stages[2].name: 'b' stands already at stages[1].name",
+            "stages[0].next[1]: 'b' is already at stages[0].next[0]",
+            "stages[2].name: 'b' is already at stages[1].name",
         ],
     ),
     "instances' names": (
         pair({"process": "p@r1"}),
         ["stages[0].process: 'p@r1' ends like the name of an instance; the suffix @rN is reserved"],
     ),
-    "no stages": ({"stages": []}, ["stages: has 0 entries, at least 1 are needed"]),
+    "no stages": ({"stages": []}, ["stages: has 0 entries; at least 1 are required"]),
     "no spec at all": ({}, ["stages: is required"]),
     "form and meaning at once": (
         pair({"next": ["ghost"], "tp_size": 2, "contextLength": 1}),

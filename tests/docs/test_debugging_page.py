@@ -299,8 +299,8 @@ def test_a_mistake_in_a_function_says_what_the_page_shows(
             "[{name: a, process: m, factory: 'captions:load', next: [b, join]},"
             " {name: b, process: m, factory: 'captions:load', next: join},"
             " {name: join, process: m, factory: 'captions:load', terminal: true}]",
-            "'join' takes one payload a request, and 'a', 'b' send it one each:"
-            " join them by waitFor and mergeFn, or choose by routeFn",
+            "'join' takes one payload per request, but 'a', 'b' send it one each:"
+            " join them by waitFor and mergeFn, or choose one by routeFn",
         ),
     ],
 )

@@ -196,5 +196,5 @@ def test_variables_that_are_not_free_to_set_do_not_come_in_by_a_whole_secret_eit
     file.write_text(HEAD + "  envFrom: [{secretRef: {name: k}}]\n" + brought)
     assert LocalPipeline(file, environ={}).notices == (
         "envFrom: OMNI_PLAN is left out: it is set by the operator itself",
-        "envFrom: CUDA_VISIBLE_DEVICES is left out: it follows from the stages' gpu",
+        "envFrom: CUDA_VISIBLE_DEVICES is left out: it is derived from the stages' gpu",
     )

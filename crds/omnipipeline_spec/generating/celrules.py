@@ -47,7 +47,7 @@ def _all_are_stages(field: str) -> Rule:
 def _not_itself(field: str) -> Rule:
     return Rule(
         rule=f"!has(self.{field}) || !(self.name in self.{field})",
-        message=f"must not stand in its own {field}",
+        message=f"must not be in its own {field}",
         names_culprit=True,
     )
 
@@ -64,7 +64,7 @@ _PIPELINE: Final = (
     _all_are_stages("next"),
     _all_are_stages("waitFor"),
     _all_are_stages("streamTo"),
-    Rule(rule="self.stages.exists(s, has(s.terminal) && s.terminal)", message="one stage at least must be terminal"),
+    Rule(rule="self.stages.exists(s, has(s.terminal) && s.terminal)", message="at least one stage must be terminal"),
     Rule(
         rule="!has(self.entryStage) || self.stages.exists(s, s.name == self.entryStage)",
         message="entryStage must be a stage",
@@ -109,7 +109,7 @@ _PIPELINE: Final = (
     Rule(
         rule="!has(self.modelCache) || !has(self.modelCache.prefetch) || !has(self.modelCache.prefetch.enabled) || "
         "!self.modelCache.prefetch.enabled || (has(self.modelPath) && self.modelPath != '')",
-        message="modelCache.prefetch has nothing to fetch without modelPath",
+        message="modelCache.prefetch needs modelPath",
     ),
 )
 
@@ -149,7 +149,7 @@ _STAGE: Final = (
     Rule(
         rule="!has(self.projectPayload) || self.projectPayload.all(k, (has(self.next) && k in self.next) || "
         "(has(self.streamTo) && k in self.streamTo))",
-        message="may project only for targets in next or streamTo",
+        message="may have only stages in next or streamTo in projectPayload",
         names_culprit=True,
     ),
     Rule(rule=f"self.name != '{COORDINATOR}'", message="has a name that is reserved", names_culprit=True),
@@ -174,12 +174,12 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
         ),
         Rule(
             rule=f"!self.name.startsWith('{variables.PREFIX}') || self.name in {sorted(variables.TUNABLE)}",
-            message=f"the operator sets the variables that begin with {variables.PREFIX}; free are "
+            message=f"the operator sets the variables that begin with {variables.PREFIX}; authors may set "
             + ", ".join(sorted(variables.TUNABLE)),
         ),
         Rule(
             rule=f"!(self.name in {sorted(variables.DEVICES)})",
-            message=" and ".join(sorted(variables.DEVICES)) + " follow from the stages' gpu",
+            message=" and ".join(sorted(variables.DEVICES)) + " are derived from the stages' gpu",
         ),
     ),
     cluster.EnvSource: (

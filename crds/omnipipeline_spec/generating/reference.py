@@ -41,32 +41,32 @@ spec:
 ## Three ways to write it
 
 - **The resource**, as above. Keys in camelCase, lists as lists.
-- **A plain YAML**: what stands under `spec` above, without the frame, in camelCase or snake_case. `next`, `waitFor`,
-  `streamTo` and `gpu` may be one value: `next: thinker`. The pipeline's name is `name`, else made of `modelPath`.
+- **A plain YAML**: the content of `spec` above, without the rest, in camelCase or snake_case. `next`, `waitFor`,
+  `streamTo` and `gpu` may be one value: `next: thinker`. The pipeline's name is `name`, else derived from `modelPath`.
 - **Python**: a module-level `PipelineConfig(...)` in snake_case. `omni up -f pipeline.py`, or `pipeline.py:name` when
   there are several. [python-pipelines.md](python-pipelines.md) shows it, and classes that carry defaults.
 
-`omni convert` prints any of them as the resource. What is set on the command line beats the file: `--set
-stages.thinker.factoryArgs.x=1`, `--set stages[2].gpu=0`, `--set stages.*.relay.credits=4` (a path to one stage beats
-one to all of them). One place set twice is refused. `--set path=null` takes the value of the file away.
+`omni convert` prints any of them as the resource. The command line overrides the file: `--set
+stages.thinker.factoryArgs.x=1`, `--set stages[2].gpu=0`, `--set stages.*.relay.credits=4` (a path to one stage takes
+precedence over a path to all of them). A value that is set twice is refused. `--set path=null` removes the file's.
 
-A subclass of `PipelineConfig` may carry defaults. An instance of it is what it says: its own values, and the class's
-where it says nothing. A plain file starts from the class with `config_cls: package.module:Class`, and is laid over it:
-stages, process groups and variables merge by name, maps by key, any other value replaces the class's. A class that is
-not found is refused with the nearest name. In a resource `configCls` is refused, and the operator imports nothing.
-`omni convert` writes all values out; the annotation `omnipipeline.dev/config-cls` notes which class they came from.
+A subclass of `PipelineConfig` may have defaults of its own. An instance has the values that it sets, and its class's
+for the others. A plain file names a class with `config_cls: package.module:Class`, and is merged over its defaults:
+stages, process groups and variables by name, maps by key; any other value replaces the class's. A class that is not
+found is refused with the nearest name. In a resource `configCls` is refused, and the operator imports nothing. `omni
+convert` prints all values; the annotation `omnipipeline.dev/config-cls` says from which class they came.
 
-A key that is not known is refused, with the nearest known one; so is a key that is written twice. The API server drops
-unknown keys unless the client asks for more; `kubectl apply` does so by itself, other clients may not.
+An unknown key is refused, with the nearest known one; so is a duplicate key. The API server drops unknown keys unless
+the client asks for strict validation: `kubectl apply` does, other clients may not.
 
 ## What YAML means
 
 Scalars are read as kubectl reads them, so a file gives the same plan on a laptop and on a cluster: `yes`, `no`, `on`,
 `off`, `y` and `n` are booleans, `0o17` and `017` are 15, `1e3` is the integer 1000, dates and `12:30:45` are strings,
-`1.0` is 1. Integers beyond 64 bits are refused. An entry of a map that is null is an entry that is not there, also
-inside `factoryArgs` and over a class's default: `kubectl apply` would drop it. Only Python can say None: there it is a
-value, `factory_args={"x": None}` and `runtime_overrides={"stage": {"x": None}}` give the factory None. `omni convert`
-refuses such a pipeline with the path, because no resource can hold it. Quotes make a string of anything.
+`1.0` is 1. Integers beyond 64 bits are refused. A null entry of a map counts as absent, also inside `factoryArgs` and
+over a class's default: `kubectl apply` would drop it. Only in Python None is a value: `factory_args={"x": None}` and
+`runtime_overrides={"stage": {"x": None}}` give the factory None. `omni convert` refuses such a pipeline with the path,
+because no resource can hold it. Quotes make any scalar a string.
 
 """
 
@@ -156,7 +156,7 @@ def _range(kind: inspect.IntType | inspect.FloatType) -> str:
 
 def _rules() -> Iterator[str]:
     yield "## What the API server refuses\n\n"
-    yield "Beside types and bounds, before anything is stored. `omni validate` says all of this, and more, at once.\n\n"
+    yield "In addition to types and bounds, before it stores a pipeline. `omni validate` reports these and more.\n\n"
     for struct, rules in celrules.RULES.items():
         for rule in rules:
             where = "a stage " if rule.names_culprit else ""

@@ -41,7 +41,7 @@ UNSEEN: Final[dict[str, Any]] = {
             "status": "Unknown",
             "lastTransitionTime": "1970-01-01T00:00:00Z",
             "reason": "NoOperatorYet",
-            "message": "no operator has looked at this pipeline yet: perhaps none watches its namespace",
+            "message": "no operator has reconciled this pipeline yet; check that one watches its namespace",
         }
         for kind in ("Accepted", "Ready")
     ]
@@ -116,8 +116,15 @@ def _root() -> dict[str, Any]:
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
-            "spec": {"description": "What the pipeline is and where it runs.", **_struct(PipelineConfig)},
-            "status": {"description": "What the operator last saw.", **_struct(PipelineStatus), "default": UNSEEN},
+            "spec": {
+                "description": "The stages of the pipeline, and how they run on a cluster.",
+                **_struct(PipelineConfig),
+            },
+            "status": {
+                "description": "State of the pipeline, as the operator last observed it.",
+                **_struct(PipelineStatus),
+                "default": UNSEEN,
+            },
         },
         "x-kubernetes-validations": [_rule(rule) for rule in celrules.ROOT],
     }

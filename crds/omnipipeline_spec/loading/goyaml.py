@@ -74,7 +74,7 @@ def scalar(text: str) -> bool | int | float | str | None:
     if text in _WORDS:
         return _WORDS[text]
     if _NO_JSON.fullmatch(text):
-        raise ValueError(f"{text} is no number that JSON can say")
+        raise ValueError(f"{text} cannot be represented in JSON")
     if text[0] not in "+-.0123456789" or (text[0] == "." and not _POINT_FIRST.fullmatch(text)):
         return text
     plain = text.replace("_", "")
@@ -134,7 +134,7 @@ class _Reading:
     def value(self, node: yaml.Node, path: str, inside: tuple[int, ...]) -> Any:
         self.count += 1
         if self.count > MAX_NODES:
-            raise self.fail(node, f"the document grows beyond {MAX_NODES} values through its aliases")
+            raise self.fail(node, f"aliases expand the document beyond {MAX_NODES} values")
         if id(node) in inside:
             raise self.fail(node, "an alias contains itself")
         self.lines.setdefault(path, node.start_mark.line + 1)
@@ -149,15 +149,15 @@ class _Reading:
             case yaml.MappingNode():
                 self.tagged(node, "map")
                 return self.mapping(node, path, (*inside, id(node)))
-        raise self.fail(node, f"{node.tag} is nothing that a spec holds")
+        raise self.fail(node, f"{node.tag} is not supported in a spec")
 
     def tagged(self, node: yaml.Node, kind: str) -> None:
         if node.tag != f"{_TAG}{kind}":
-            raise self.fail(node, f"the tag {node.tag} is not read; write the value without it")
+            raise self.fail(node, f"the tag {node.tag} is not supported; write the value without it")
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
         if any("\ud800" <= c <= "\udfff" for c in node.value):
-            raise self.fail(node, f"{node.value[:40]!a} holds half of a surrogate pair, which is no text")
+            raise self.fail(node, f"{node.value[:40]!a} contains half of a surrogate pair, which is not valid text")
         if node.tag != "?":
             self.tagged(node, "str")
             return node.value
@@ -191,7 +191,7 @@ class _Reading:
 
     def key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise self.fail(node, "a key must be one word")
+            raise self.fail(node, "a key must be a scalar")
         value = self.scalar(node)
         match value:
             case None:

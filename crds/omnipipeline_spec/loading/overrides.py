@@ -89,7 +89,7 @@ def _steps(override: _Override) -> tuple[str | int, ...]:
         steps.append(int(index) if index else word or next((text for text in quoted if text is not None), ""))
         end = found.end()
     if end != len(override.path):
-        raise UnreadableSpec(f"--set {override.text}: the path cannot be read from {override.path[end:]!r} on")
+        raise UnreadableSpec(f"--set {override.text}: cannot parse the path from {override.path[end:]!r} on")
     return tuple(steps)
 
 
@@ -119,7 +119,7 @@ def _step(
         map_key = extra_of(kind).get("map_key") if kind is not None else None
         return [(at, item, f"{path}[{at}]") for at in _indices(holder, step, map_key, path)]
     if not isinstance(holder, dict):
-        raise _NowhereError(f"{path} is {holder!r}, there is nothing inside it")
+        raise _NowhereError(f"{path} is {holder!r}, which is neither a map nor a list")
     if isinstance(step, int):
         raise _NowhereError(f"{path or 'the spec'} is a map, not a list")
     if isinstance(plain, inspect.StructType):
@@ -140,7 +140,7 @@ def _indices(items: list[Any], step: str | int, map_key: str | None, path: str) 
         return list(range(len(items)))
     if isinstance(step, int):
         if step >= len(items):
-            raise _NowhereError(f"{path} has {len(items)} entries, [{step}] is none of them")
+            raise _NowhereError(f"{path} has {len(items)} entries; [{step}] is out of range")
         return [step]
     named = [index for index, item in enumerate(items) if map_key and item.get(map_key) == step]
     if named or map_key is None:
@@ -160,7 +160,7 @@ def _no_name(step: str, path: str) -> list[int]:
 def _put(place: _Place, override: _Override, sources: layering.Sources) -> None:
     value = _value(place, override)
     if place.path == "configCls":
-        raise _NowhereError("the defaults of a class lie below the file: name the class in the file")
+        raise _NowhereError("overrides come after the defaults of a class: name the class in the file")
     for path in [path for path in sources if path.startswith((f"{place.path}.", f"{place.path}["))]:
         del sources[path]
     if value is None and isinstance(place.holder, dict):

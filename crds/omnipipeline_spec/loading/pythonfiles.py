@@ -51,7 +51,7 @@ class PythonSource(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(module, self.attribute, None)
             if not isinstance(value, PipelineConfig):
                 cure = f"; it is a class: write pipeline = {self.attribute}(...)" if _is_pipeline_class(value) else ""
-                raise UnreadableSpec(f"{self.text}: {self.attribute} is no PipelineConfig{cure}")
+                raise UnreadableSpec(f"{self.text}: {self.attribute} is not a PipelineConfig{cure}")
             return value
         found = {name: value for name, value in vars(module).items() if isinstance(value, PipelineConfig)}
         distinct = {id(value): value for value in found.values()}
@@ -113,7 +113,7 @@ def _config_class(name: str, folder: Path) -> type[PipelineConfig]:
         raise UnreadableSpec(f"{text}: {module_name} has no class {path}{cure}") from None
     if isinstance(value, type) and issubclass(value, PipelineConfig):
         return value
-    raise UnreadableSpec(f"{text}: {path} is no class of PipelineConfig")
+    raise UnreadableSpec(f"{text}: {path} is not a subclass of PipelineConfig")
 
 
 def _is_pipeline_class(value: Any) -> bool:

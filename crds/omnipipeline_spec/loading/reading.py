@@ -122,7 +122,7 @@ def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
         return found[0]
     if len(documents) == 0:
         raise UnreadableSpec(f"{source}: the file is empty")
-    raise UnreadableSpec(f"{source}: holds {len(pipelines)} documents of kind {KIND}, not one")
+    raise UnreadableSpec(f"{source}: has {len(pipelines)} documents of kind {KIND}; exactly one is required")
 
 
 def _document(spec: PipelineConfig) -> Any:
@@ -145,7 +145,7 @@ def _yaml(document: goyaml.Document, source: str, folder: Path | None) -> _Read:
 def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -> _Read:
     if value.get("kind") != KIND or value.get("apiVersion") != API_VERSION:
         given = f"{value.get('apiVersion')} {value.get('kind')}"
-        raise UnreadableSpec(f"{source}: is of {given}; a pipeline is of {API_VERSION} {KIND}")
+        raise UnreadableSpec(f"{source}: is {given}; a pipeline is {API_VERSION} {KIND}")
     faults = [_unknown(key, _OBJECT_KEYS, "") for key in value if key not in _OBJECT_KEYS]
     metadata = value.get("metadata")
     metadata = metadata if isinstance(metadata, Mapping) else {}

@@ -77,8 +77,8 @@ def without_gpus(plan: PipelinePlan) -> PipelinePlan:
 def _name_faults(name: str) -> list[Fault]:
     if quantities.is_pipeline_name(name):
         return []
-    message = f"{name!r} is no name of a pipeline: at most {quantities.MAX_PIPELINE_NAME} lower case letters, digits "
-    message += f"and -, a letter first, no - last, not ending in {quantities.RESERVED_SUFFIX}"
+    message = f"{name!r} is not a pipeline name: use at most {quantities.MAX_PIPELINE_NAME} lower case letters, digits "
+    message += f"and -, with a letter first, no - last, not ending in {quantities.RESERVED_SUFFIX}"
     return [Fault(path="metadata.name", message=message, names=(name,))]
 
 

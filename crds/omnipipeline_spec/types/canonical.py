@@ -46,7 +46,7 @@ def canonical(value: Any, place: str = "") -> Any:
         case Mapping():
             keys = sorted(_key(key, place) for key in value)  # as Go writes a map
             return {key: canonical(value[key], join(place, key)) for key in keys}
-    raise NotCanonical(place, f"{value!r} is of type {type(value).__name__}; a spec holds what JSON can say")
+    raise NotCanonical(place, f"{value!r} is of type {type(value).__name__}; a spec holds JSON values only")
 
 
 def without_nulls(value: Any) -> Any:
@@ -85,7 +85,7 @@ def short_hash(value: Any) -> str:
 
 def _number(value: float, place: str) -> int | float:
     if not math.isfinite(value):
-        raise NotCanonical(place, f"{value} is no number that JSON can say")
+        raise NotCanonical(place, f"{value} cannot be represented in JSON")
     if not value.is_integer() or abs(value) >= POINTLESS_BOUND:
         return value
     return _integer(int(value), place)

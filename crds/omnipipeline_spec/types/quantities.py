@@ -65,7 +65,7 @@ def parse_quantity(text: str | int) -> Fraction:
     """
     found = _QUANTITY.fullmatch(str(text))
     if found is None:
-        raise ValueError(f"{text!r} is no quantity: write a number with an optional unit, as 500m, 12Gi or 8")
+        raise ValueError(f"{text!r} is not a quantity: write a number with an optional unit, such as 500m, 12Gi or 8")
     number, suffix = Fraction(f"0{found[1]}" if found[1].startswith(".") else found[1].rstrip(".")), found[2] or ""
     if suffix in _BINARY:
         return number * _BINARY[suffix]
@@ -73,7 +73,7 @@ def parse_quantity(text: str | int) -> Fraction:
         return number * _DECIMAL[suffix]
     exponent = int(suffix[1:])
     if abs(exponent) > 30:
-        raise ValueError(f"{text!r} is beyond every amount that Kubernetes can say")
+        raise ValueError(f"{text!r} is out of range for a Kubernetes quantity")
     return number * Fraction(10) ** exponent
 
 

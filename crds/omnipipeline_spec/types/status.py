@@ -19,10 +19,10 @@ Message = Annotated[str, Meta(max_length=32768)]
 
 
 class Endpoint(Spec, frozen=True, kw_only=True):
-    """Where clients reach the pipeline."""
+    """URLs of the pipeline."""
 
-    url: Annotated[Text | None, doc("Inside the cluster.")] = None
-    external: Annotated[Text | None, doc("From outside, when an Ingress or a load balancer has an address.")] = None
+    url: Annotated[Text | None, doc("URL inside the cluster.")] = None
+    external: Annotated[Text | None, doc("URL from outside, once an Ingress or a load balancer has an address.")] = None
 
 
 class GpuCounts(Spec, frozen=True, kw_only=True):
@@ -30,29 +30,31 @@ class GpuCounts(Spec, frozen=True, kw_only=True):
 
     requested: Annotated[Count, doc("GPUs that the spec asks for.")] = 0
     ready: Annotated[Count, doc("GPUs of ready pods.")] = 0
-    terminating: Annotated[Count, doc("GPUs of pods on their way out.")] = 0
+    terminating: Annotated[Count, doc("GPUs of terminating pods.")] = 0
 
 
 class Revisions(Spec, frozen=True, kw_only=True):
     """Pipeline revisions."""
 
-    current: Annotated[ShortText | None, doc("The one that serves.")] = None
-    current_image: Annotated[Text | None, doc("The image of its pods.")] = None
-    update: Annotated[ShortText | None, doc("The one the spec asks for.")] = None
-    update_image: Annotated[Text | None, doc("The image of its pods: the spec's, else the one pinned for it.")] = None
+    current: Annotated[ShortText | None, doc("The revision that serves.")] = None
+    current_image: Annotated[Text | None, doc("Image of its pods.")] = None
+    update: Annotated[ShortText | None, doc("The revision that the spec asks for.")] = None
+    update_image: Annotated[
+        Text | None, doc("Image of its pods: the spec's, else the one pinned for this revision.")
+    ] = None
 
 
 class UnitStatus(Spec, frozen=True, kw_only=True):
     """One pod unit."""
 
-    name: Annotated[ShortText, doc("The unit, called after its first process group.")]
+    name: Annotated[ShortText, doc("Name of the unit: that of its first process group.")]
     workload: Annotated[ShortText | None, doc("Name of its Deployment.")] = None
     replicas: Annotated[Count, doc("Instances that the spec asks for.")] = 0
     ready: Annotated[Count, doc("Ready pods.")] = 0
-    updated: Annotated[Count, doc("Pods of the revision the spec asks for.")] = 0
-    registered: Annotated[Count, doc("Instances the coordinator can bind requests to.")] = 0
+    updated: Annotated[Count, doc("Pods of the revision that the spec asks for.")] = 0
+    registered: Annotated[Count, doc("Instances to which the coordinator can bind requests.")] = 0
     revision: Annotated[ShortText | None, doc("Revision of the unit that the spec asks for.")] = None
-    reason: Annotated[ShortText | None, doc("Why it is not ready, in one word.")] = None
+    reason: Annotated[ShortText | None, doc("Why it is not ready, as one word.")] = None
     message: Annotated[Message | None, doc("Why it is not ready: the worst pod, its container and the cause.")] = None
 
 
@@ -64,20 +66,20 @@ class Condition(Spec, frozen=True, kw_only=True):
         doc("Ready, Available, Accepted, Scheduled, CoordinatorReady, StagesReady, Exposed, Progressing, Suspended."),
     ]
     status: Annotated[Literal["True", "False", "Unknown"], doc("Whether it holds.")]
-    observed_generation: Annotated[Count | None, doc("Generation of the spec that it speaks of.")] = None
+    observed_generation: Annotated[Count | None, doc("Generation of the spec to which the condition applies.")] = None
     last_transition_time: Annotated[
         Annotated[str, Meta(max_length=64, extra={"format": "date-time"})] | None, doc("When the status changed last.")
     ] = None
-    reason: Annotated[ShortText | None, doc("Why, in one CamelCase word.")] = None
-    message: Annotated[Message | None, doc("Why, for people.")] = None
+    reason: Annotated[ShortText | None, doc("Cause, as one CamelCase word.")] = None
+    message: Annotated[Message | None, doc("Cause, as text.")] = None
 
 
 class PipelineStatus(Spec, frozen=True, kw_only=True):
-    """What the operator last saw."""
+    """State of the pipeline, as the operator last observed it."""
 
-    observed_generation: Annotated[Count | None, doc("Generation of the spec that the status speaks of.")] = None
-    endpoint: Annotated[Endpoint, doc("Where clients reach the pipeline.")] = field(default_factory=Endpoint)
-    stages_ready: Annotated[ShortText | None, doc("Ready stages of all, as 4/5.")] = None
+    observed_generation: Annotated[Count | None, doc("Generation of the spec to which the status applies.")] = None
+    endpoint: Annotated[Endpoint, doc("URLs of the pipeline.")] = field(default_factory=Endpoint)
+    stages_ready: Annotated[ShortText | None, doc("Ready stages and all stages, as 4/5.")] = None
     gpus: Annotated[GpuCounts, doc("GPUs of all pods.")] = field(default_factory=GpuCounts)
     revision: Annotated[Revisions, doc("Pipeline revisions.")] = field(default_factory=Revisions)
     units: Annotated[
@@ -85,5 +87,5 @@ class PipelineStatus(Spec, frozen=True, kw_only=True):
     ] = ()
     conditions: Annotated[
         Annotated[Sequence[Condition], Meta(max_length=32, extra={"map_key": "type"})],
-        doc("Aspects of the state; Ready means that what serves is this generation."),
+        doc("Conditions; Ready means that this generation serves requests."),
     ] = ()

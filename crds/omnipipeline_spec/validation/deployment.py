@@ -72,7 +72,7 @@ def _code(spec: PipelineConfig) -> Iterator[Fault]:
     files = spec.code.inline if spec.code else {}
     for name in sorted(files):
         if re.fullmatch(FILE_NAME[1:-1], name) is None or name.startswith("..") or name == ".":
-            message = f"{name!r} is no file name: letters, digits, '.', '-' and '_' (no folders)"
+            message = f"{name!r} is not a file name: use letters, digits, '.', '-' and '_', without folders"
             yield Fault(path=f"code.inline[{name!r}]", message=message, names=(name,))
         module, _, ending = name.partition(".")
         if module in TAKEN_MODULES and ending.endswith(("py", "so")):
@@ -80,7 +80,7 @@ def _code(spec: PipelineConfig) -> Iterator[Fault]:
             yield Fault(path=f"code.inline[{name!r}]", message=message, names=(name,))
     total = sum(len(text.encode()) for text in files.values())
     if total > MAX_CODE_BYTES:
-        message = f"holds {total} bytes, at most {MAX_CODE_BYTES} fit: build an image FROM ours instead"
+        message = f"has {total} bytes; at most {MAX_CODE_BYTES} are allowed: build an image FROM ours instead"
         yield Fault(path="code.inline", message=message)
 
 
@@ -102,15 +102,17 @@ def _limits(resources: Resources, path: str) -> Iterator[Fault]:
 def _coordinator(spec: PipelineConfig) -> Iterator[Fault]:
     port = spec.coordinator.http.port
     if port in reserved_ports():
-        message = f"{port} is taken in every pod (admin, probes or control)"
+        message = f"{port} is used in every pod (admin, probes or control)"
         yield Fault(path="coordinator.http.port", message=message)
     for index, host in enumerate(spec.coordinator.http.media_hosts):
         if not host or set(host) & NO_HOST or any(letter.isspace() for letter in host):
-            message = f"{host!r} is no host: write it as host or host:port"
+            message = f"{host!r} is not a host: write it as host or host:port"
             yield Fault(path=f"coordinator.http.mediaHosts[{index}]", message=message, names=(host,))
     beat, dead = spec.control.heartbeat_seconds, spec.control.dead_after_seconds
     if dead <= beat:
-        message = f"{dead:g} must be more than heartbeatSeconds {beat:g}, or every peer is dead between two beats"
+        message = (
+            f"{dead:g} must be more than heartbeatSeconds {beat:g}, or peers are considered dead between two heartbeats"
+        )
         yield Fault(path="control.deadAfterSeconds", message=message)
 
 
@@ -121,19 +123,19 @@ def _model_cache(spec: PipelineConfig) -> Iterator[Fault]:
         message = "of type PersistentVolumeClaim must have exactly one of claimName and size"
         yield Fault(path="modelCache", message=message)
     if not claim and (cache.claim_name or cache.storage_class_name):
-        message = f"of type {cache.type} has no claimName and no storageClassName"
+        message = f"of type {cache.type} must not have claimName or storageClassName"
         yield Fault(path="modelCache", message=message)
     if cache.type == "None" and cache.size:
-        message = "is of no use with type None, the default: say EmptyDir or PersistentVolumeClaim"
+        message = "needs type EmptyDir or PersistentVolumeClaim; the type is None, the default"
         yield Fault(path="modelCache.size", message=message)
     if claim and cache.claim_name and cache.storage_class_name:
-        message = "is of the claim that size makes; claimName names one that exists"
+        message = "applies to a claim made from size; claimName names an existing claim"
         yield Fault(path="modelCache.storageClassName", message=message)
     if not claim and cache.prefetch.enabled:
         message = f"needs type PersistentVolumeClaim; {cache.type} keeps nothing between pods"
         yield Fault(path="modelCache.prefetch", message=message)
     if cache.prefetch.enabled and not spec.model_path:
-        yield Fault(path="modelCache.prefetch", message="has nothing to fetch without modelPath")
+        yield Fault(path="modelCache.prefetch", message="needs modelPath")
 
 
 def _storage(spec: PipelineConfig) -> Iterator[Fault]:
@@ -155,6 +157,6 @@ def _transports(spec: PipelineConfig) -> Iterator[Fault]:
         far = [name for name in (*stage.next, *stage.stream_to) if unit_of.get(name, here) != here]
         if far:
             message = f"is false, but {stage.name!r} and {far[0]!r} run in different pods and relayBackend "
-            message += f"{spec.relay_backend!r} cannot reach from one to the other without it"
+            message += f"{spec.relay_backend!r} cannot connect them without TCP"
             yield Fault(path="dataPlane.allowTCP", message=message, names=(stage.name, far[0]))
             return

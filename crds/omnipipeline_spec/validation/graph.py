@@ -61,7 +61,7 @@ def _unknown_targets(stage: StageConfig, path: str, names: frozenset[str]) -> It
             yield Fault(path=f"{path}.{field}", message=f"{stage.name!r} names itself", names=(stage.name,))
     stray = sorted(set(stage.project_payload) - {*stage.next, *stage.stream_to})
     if stray:
-        message = f"{quoted(stray)} stand neither in next nor in streamTo of {stage.name!r}"
+        message = f"{quoted(stray)} must be in next or streamTo of {stage.name!r}"
         yield Fault(path=f"{path}.projectPayload", message=message, names=(stage.name, *stray))
 
 
@@ -125,8 +125,8 @@ def _second_payloads(spec: PipelineConfig) -> Iterator[Fault]:
         always = [name for name in feeders if name in certain]
         strays = [name for name in feeders if name not in stage.wait_for]
         if not stage.wait_for and len(always) > 1:
-            message = f"{stage.name!r} takes one payload a request, and {quoted(always)} send it one each: join them "
-            message += "by waitFor and mergeFn, or choose by routeFn"
+            message = f"{stage.name!r} takes one payload per request, but {quoted(always)} send it one each: join them "
+            message += "by waitFor and mergeFn, or choose one by routeFn"
             yield Fault(path=f"stages[{index}]", message=message, names=(stage.name, *always))
         elif stage.wait_for and strays:
             message = f"of {stage.name!r} leaves out {quoted(strays)}, which {'send' if len(strays) > 1 else 'sends'} "
@@ -170,7 +170,7 @@ def _cycles(spec: PipelineConfig) -> Iterator[Fault]:
             seen |= _mutual(start, out)
             way = " → ".join([*cycle, start])
             path = f"stages[{index_of[start]}]"
-            yield Fault(path=path, message=f"the graph goes round in a cycle: {way}", names=tuple(cycle))
+            yield Fault(path=path, message=f"the graph has a cycle: {way}", names=tuple(cycle))
 
 
 def _cycle_through(start: str, out: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -46,7 +46,7 @@ def _process(stage: StageConfig, path: str) -> Iterator[Fault]:
         yield Fault(path=f"{path}.process", message=message, names=(stage.name,))
     for field, name in (("name", stage.name), ("process", stage.process)):
         if name == COORDINATOR:
-            message = f"{name!r} is the coordinator's own name"
+            message = f"{name!r} is reserved for the coordinator"
             yield Fault(path=f"{path}.{field}", message=message, names=(stage.name,))
 
 
@@ -56,7 +56,7 @@ def _gpus(stage: StageConfig, path: str) -> Iterator[Fault]:
         message = f"of {stage.name!r} must list {stage.tp_size} distinct ids, one per rank of tpSize; it lists {count}"
         yield Fault(path=f"{path}.gpu", message=message, names=(stage.name,))
     if stage.tp_size == 1 and count > 1:
-        message = f"of {stage.name!r} lists {count} ids, but its tpSize is 1: a stage without ranks has one GPU"
+        message = f"of {stage.name!r} lists {count} ids, but its tpSize is 1: such a stage has at most one GPU"
         yield Fault(path=f"{path}.gpu", message=message, names=(stage.name,))
 
 
@@ -65,7 +65,7 @@ def _budget_form(stage: StageConfig, path: str) -> Iterator[Fault]:
     if budget is None:
         return
     if not stage.gpus:
-        message = f"of {stage.name!r} budgets a GPU, but the stage has none"
+        message = f"of {stage.name!r} is set, but the stage has no gpu"
         yield Fault(path=f"{path}.gpuMemory", message=message, names=(stage.name,))
     if (budget.fraction is None) == (budget.bytes is None):
         message = f"of {stage.name!r} must have exactly one of fraction and bytes"
@@ -79,7 +79,9 @@ def _tensor_parallel_alone(spec: PipelineConfig) -> Iterator[Fault]:
     for index, stage in enumerate(spec.stages):
         others = [other.name for other in spec.stages if other.group == stage.group and other.name != stage.name]
         if stage.tp_size > 1 and others:
-            message = f"{stage.group!r} is the process of {quoted(others)} too; the ranks of {stage.name!r} share none"
+            message = (
+                f"{stage.group!r} is the process of {quoted(others)} too; {stage.name!r} with tpSize > 1 shares none"
+            )
             yield Fault(path=f"stages[{index}].process", message=message, names=(stage.name, *others))
 
 
@@ -99,7 +101,7 @@ def _colliding_names(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
     for stage in spec.stages:
         twin = first.setdefault(quantities.slug(stage.name), stage.name)
         if twin != stage.name:
-            message = f"{stage.name!r} and {twin!r} are one name once _ became -"
+            message = f"{stage.name!r} and {twin!r} become one name when _ is replaced by -"
             yield Fault(path=f"stages[{index_of[stage.name]}].name", message=message, names=(twin, stage.name))
 
 
@@ -124,7 +126,7 @@ def _budgets(spec: PipelineConfig) -> Iterator[Fault]:
         }
         if all(by_kind.values()):
             message = f"GPU {gpu} has budgets by fraction ({quoted(by_kind['fraction'])}) and by bytes "
-            message += f"({quoted(by_kind['bytes'])}); they cannot be added up"
+            message += f"({quoted(by_kind['bytes'])}); use one of the two"
             path = f"stages[{_index(spec, by_kind['bytes'][0])}].gpuMemory"
             yield Fault(path=path, message=message, names=(*by_kind["fraction"], *by_kind["bytes"]))
         yield from _too_much(spec, gpu, budgets)
@@ -175,12 +177,12 @@ def _fusion(spec: PipelineConfig) -> Iterator[Fault]:
         path = f"fusedStages[{index}]"
         for name in fused:
             if fused_at.setdefault(name, index) != index:
-                message = f"{name!r} stands in fusedStages[{fused_at[name]}] too: write one list"
+                message = f"{name!r} is in fusedStages[{fused_at[name]}] too: merge the lists"
                 yield Fault(path=path, message=message, names=(name,))
         known = [by_name[name] for name in fused if name in by_name]
         parallel = [stage.name for stage in known if stage.tp_size > 1]
         if parallel:
-            message = f"{quoted(parallel)} has tpSize > 1; its ranks own their processes"
+            message = f"{quoted(parallel)} has tpSize > 1 and cannot be fused"
             yield Fault(path=path, message=message, names=tuple(parallel))
         if len(known) == len(fused):
             yield from _linear(spec, known, path)
@@ -204,7 +206,7 @@ def _refinements(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
         path = f"processGroups[{index}]"
         if refined.name in groups.absorbed:
             into = groups.absorbed[refined.name]
-            message = f"{refined.name!r} was fused into process group {into!r}: refine that one"
+            message = f"{refined.name!r} was fused into process group {into!r}: configure that one"
             yield Fault(path=f"{path}.name", message=message, names=(refined.name, into))
         elif refined.name not in groups.groups:
             message = f"{refined.name!r} is no process group; there are {quoted(list(groups.groups))}"
@@ -262,7 +264,7 @@ def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
                 said = field == "replicas" or field == "gpuResourceName"
                 stated = [given[0], *odd]
                 both = ", ".join(f"{name!r}: {value}" if said else repr(name) for name, value in stated)
-                message = f"process groups that share a GPU share a pod, which has one {field}; it differs: {both}"
+                message = f"process groups that share a GPU share a pod and must have the same {field}: {both}"
                 path = f"processGroups[{index_of[odd[0][0]]}].{field}"
                 yield Fault(path=path, message=message, names=tuple(name for name, _ in stated))
 

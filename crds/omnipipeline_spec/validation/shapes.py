@@ -138,7 +138,7 @@ class _Walk:
             self.mistyped(value, "a list", path)
             return None
         if not self.plain:
-            self.refuse(path, f"is a lone value; the resource holds lists: write [{value}]")
+            self.refuse(path, f"is a single value; the resource takes a list: write [{value}]")
         return [] if value == "" else [value]
 
     def value(self, given: Any, kind: inspect.Type, extra: dict[str, Any], path: str) -> Any:
@@ -179,7 +179,7 @@ class _Walk:
         first: dict[Any, str] = {}
         for path, value in found:
             if isinstance(value, str | int) and first.setdefault(value, path) != path:
-                self.refuse(path, f"{value!r} stands already at {first[value]}", str(value))
+                self.refuse(path, f"{value!r} is already at {first[value]}", str(value))
 
     def mapping(self, given: Any, kind: inspect.DictType, path: str) -> Any:
         if not isinstance(given, Mapping):
@@ -203,7 +203,7 @@ class _Walk:
             return self.mistyped(given, cure if isinstance(given, bool | int | float) else "a string", path)
         if not _sayable(given):
             self.refuse(
-                path, f"{given[:40]!a} holds NUL or half of a surrogate pair, which no file and no process takes"
+                path, f"{given[:40]!a} contains NUL or half of a surrogate pair, which no file or process accepts"
             )
         self.length(len(given), kind, "characters", path)
         if kind.pattern and not _matches(kind.pattern, given):
@@ -250,9 +250,9 @@ class _Walk:
 
     def length(self, length: int, kind: Any, what: str, path: str) -> None:
         if kind.max_length is not None and length > kind.max_length:
-            self.refuse(path, f"has {length} {what}, at most {kind.max_length} fit")
+            self.refuse(path, f"has {length} {what}; at most {kind.max_length} are allowed")
         if kind.min_length is not None and length < kind.min_length:
-            self.refuse(path, f"has {length} {what}, at least {kind.min_length} are needed")
+            self.refuse(path, f"has {length} {what}; at least {kind.min_length} are required")
 
     def mistyped(self, given: Any, wanted: str, path: str) -> None:
         shown = repr(given) if isinstance(given, str | int | float | bool) else f"a {_spoken(given)}"
@@ -273,7 +273,9 @@ def _pattern_message(pattern: str, given: str) -> str:
     if pattern == quantities.NAME_PATTERN:
         if re.search(r"@r[0-9]+$", given):
             return f"{given!r} ends like the name of an instance; the suffix @rN is reserved"
-        return f"{given!r} is no name: lower case letters, digits, - and _, a letter first, no - or _ last"
+        return (
+            f"{given!r} is not a name: use lower case letters, digits, - and _, with a letter first and no - or _ last"
+        )
     if pattern == quantities.FUNCTION_PATTERN:
-        return f"{given!r} is no function: write it as package.module:function"
+        return f"{given!r} is not a function: write it as package.module:function"
     return f"{given!r} does not match {pattern}"

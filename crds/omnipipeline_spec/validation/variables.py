@@ -46,7 +46,7 @@ def taken(name: str, spec: PipelineConfig) -> str | None:
     if name.startswith(PREFIX) and name not in TUNABLE:
         return "is set by the operator itself"
     if name in DEVICES:
-        return "follows from the stages' gpu"
+        return "is derived from the stages' gpu"
     if name in RANKS and any(stage.tp_size > 1 for stage in spec.stages):
         return "is set for each rank of a stage with tpSize > 1"
     if name == "HF_HOME" and spec.model_cache.type != "None":
@@ -86,7 +86,7 @@ def _in_template(template: Any, path: str, spec: PipelineConfig) -> Iterator[Fau
         for at, variable in enumerate(given):
             name = str(variable["name"])
             if name == JOINED:
-                message = f"{name!r} is joined with the operator's own only in env"
+                message = f"{name!r} can only be set in env, where it is joined with the operator's own value"
                 yield Fault(path=f"{where}[{at}].name", message=message, names=(name,))
             else:
                 yield from _taken(name, f"{where}[{at}].name", spec)
