@@ -1,10 +1,14 @@
 """Values that travel: round trips, refusals, what stays shared, and garbage."""
 
+from __future__ import annotations
+
 import dataclasses
 import datetime
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +31,7 @@ TORCH_DTYPES = [getattr(torch, name) for name in tensorrefs.ITEMSIZES]
 class Turn(msgspec.Struct):
     who: str
     hidden: object = None
-    notes: list = []
+    notes: list[Any] = []
 
 
 class Stranger(msgspec.Struct):
@@ -39,7 +43,7 @@ class Box:
     x: int
 
 
-def travel(value, **options):
+def travel(value: Any, **options: Any) -> Any:
     """There and back, as a relay would carry it."""
     extracted = encoding.extract(value)
     flat = extracted.flat()
@@ -47,7 +51,12 @@ def travel(value, **options):
     return encoding.restore(extracted.value_bytes, extracted.refs, memoryview(bytearray(flat)), **options)
 
 
-def same(a, b):
+def packed(extracted: pack.Extracted) -> pack.Pack:
+    assert extracted.pack is not None
+    return extracted.pack
+
+
+def same(a: Any, b: Any) -> bool:
     """Equal, of the same types and laid out alike, all the way down."""
     if type(a) is not type(b):
         return False
@@ -55,7 +64,7 @@ def same(a, b):
         case torch.Tensor():
             return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
         case np.ndarray():
-            return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+            return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
         case dict():
             return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
         case list():
@@ -64,14 +73,14 @@ def same(a, b):
             return all(same(getattr(a, name), getattr(b, name)) for name in a.__struct_fields__)
         case float():
             return a == b or (a != a and b != b)
-    return a == b
+    return bool(a == b)
 
 
-def alike(a, b):
+def alike(a: Any, b: Any) -> bool:
     """The `same`, and nothing that code can ask of them tells them apart: layout, flags, what stands there twice."""
     seen: dict[int, int] = {}
 
-    def look(a, b):
+    def look(a: Any, b: Any) -> bool:
         match a:
             case torch.Tensor() | np.ndarray():
                 assert seen.setdefault(id(a), id(b)) == id(b)
@@ -87,14 +96,14 @@ def alike(a, b):
     return same(a, b) and look(a, b)
 
 
-def traits(one):
+def traits(one: Any) -> tuple[object, ...]:
     if isinstance(one, np.ndarray):
         return one.flags.c_contiguous, one.flags.writeable, one.dtype.isnative
     bits = one.requires_grad, one.is_inference(), one.is_conj(), one.is_neg()
     return type(one), one.is_contiguous(), bits, vars(one)
 
 
-def raw(tensor):
+def raw(tensor: torch.Tensor) -> list[Any]:
     """Its bytes, read element by element through its strides."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
     same_size = tensor.view(words[tensor.dtype.itemsize])
@@ -105,7 +114,7 @@ def raw(tensor):
     )
 
 
-def tensor_of(dtype, shape, layout="plain"):
+def tensor_of(dtype: Any, shape: tuple[int, ...], layout: str = "plain") -> torch.Tensor:
     """A tensor of any dtype, its bytes counting up."""
     count = 1
     for size in shape:
@@ -135,7 +144,7 @@ tensors = st.builds(
 )
 
 
-def array_of(dtype, shape, layout):
+def array_of(dtype: Any, shape: tuple[int, ...], layout: str) -> np.ndarray[Any, Any]:
     array = (np.arange(int(np.prod(shape))) % 7).astype(dtype).reshape(shape)
     match layout:
         case "F":
@@ -179,22 +188,22 @@ anything = st.recursive(
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @settings(max_examples=examples(150), deadline=None)
 @given(anything)
-def test_any_value_arrives_as_it_was_sent(value):
+def test_any_value_arrives_as_it_was_sent(value: Any) -> None:
     assert same(travel(value), value)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @settings(max_examples=examples(80), deadline=None)
 @given(anything, st.booleans())
-def test_a_value_is_the_same_in_process_and_from_afar(value, twice):
+def test_a_value_is_the_same_in_process_and_from_afar(value: Any, twice: Any) -> None:
     value = [value, value] if twice else value
     assert alike(isolating.isolate(value), travel(value))
 
 
-def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar():
+def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar() -> None:
     """Its mode, role, gradient, attributes: what a stage sees must not depend on where the sender stands."""
     marked = torch.ones(3)
-    marked.note = "of the sender's"
+    marked.note = "of the sender's"  # type: ignore[attr-defined]
     with torch.inference_mode():
         inferred = torch.ones(2, 3)
     z = torch.randn(3, dtype=torch.complex64)
@@ -209,12 +218,12 @@ def test_how_a_tensor_was_made_is_the_same_in_process_and_from_afar():
 
 
 @pytest.mark.parametrize("levels", [checking.MAX_DEPTH - 1, checking.MAX_DEPTH, checking.MAX_DEPTH + 1])
-def test_a_value_may_be_as_deep_in_process_as_from_afar(levels):
-    value = 1
+def test_a_value_may_be_as_deep_in_process_as_from_afar(levels: int) -> None:
+    value: Any = 1
     for _ in range(levels):
         value = [value]
 
-    def refused(way):
+    def refused(way: Callable[[], Any]) -> str | None:
         try:
             way()
         except ValueRefused as error:
@@ -230,18 +239,18 @@ def test_a_value_may_be_as_deep_in_process_as_from_afar(levels):
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (7,), (3, 5)], ids=str)
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided", "expanded"])
-def test_every_dtype_and_layout_of_torch_arrives(dtype, shape, layout):
+def test_every_dtype_and_layout_of_torch_arrives(dtype: Any, shape: tuple[int, ...], layout: str) -> None:
     tensor = tensor_of(dtype, shape, layout)
     assert same(travel({"t": tensor})["t"], tensor)
 
 
-def test_every_dtype_that_torch_has_travels_but_for_quantised_ones():
+def test_every_dtype_that_torch_has_travels_but_for_quantised_ones() -> None:
     named = {item for name in dir(torch) if isinstance(item := getattr(torch, name), torch.dtype)}
     quantised = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
     assert named - quantised == set(TORCH_DTYPES)
 
 
-def test_gradients_and_lazy_conjugates_are_left_behind():
+def test_gradients_and_lazy_conjugates_are_left_behind() -> None:
     weight = torch.nn.Parameter(torch.randn(3))
     z = torch.randn(3, dtype=torch.complex64)
     arrived = travel([weight, z.conj(), z.conj().imag])
@@ -249,14 +258,14 @@ def test_gradients_and_lazy_conjugates_are_left_behind():
     assert [type(one) for one in isolating.isolate([weight])] == [torch.Tensor]
 
 
-def test_arrays_of_the_other_byte_order_arrive_in_ours():
+def test_arrays_of_the_other_byte_order_arrive_in_ours() -> None:
     big = np.arange(5, dtype=">i4")
     for arrived in (travel(big), isolating.isolate(big)):
         assert arrived.dtype == np.dtype("int32") and arrived.dtype.isnative
         assert arrived.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_tensors_are_views_of_one_buffer_and_arrays_cannot_be_written():
+def test_tensors_are_views_of_one_buffer_and_arrays_cannot_be_written() -> None:
     extracted = encoding.extract({"t": torch.zeros(4), "a": np.zeros(4)})
     buffer = bytearray(extracted.flat())
     arrived = encoding.restore(extracted.value_bytes, extracted.refs, buffer)
@@ -266,21 +275,21 @@ def test_tensors_are_views_of_one_buffer_and_arrays_cannot_be_written():
         arrived["a"][0] = 1
 
 
-def test_parts_begin_at_multiples_of_64_and_the_largest_comes_first():
+def test_parts_begin_at_multiples_of_64_and_the_largest_comes_first() -> None:
     extracted = encoding.extract([np.zeros(3, np.uint8), torch.zeros(100), torch.zeros(7)])
     assert [ref.offset % 64 for ref in extracted.refs] == [0, 0, 0]
     assert extracted.refs[1].offset == 0
-    assert [len(part) for part in extracted.pack.parts] == [400, 28, 3]
+    assert [len(part) for part in packed(extracted).parts] == [400, 28, 3]
 
 
-def test_contiguous_tensors_are_not_copied_by_extraction():
+def test_contiguous_tensors_are_not_copied_by_extraction() -> None:
     tensor = torch.zeros(1000)
     extracted = encoding.extract(tensor)
     tensor[0] = 7.0
-    assert extracted.pack.parts[0][:4] == np.float32(7).tobytes()
+    assert packed(extracted).parts[0][:4] == np.float32(7).tobytes()
 
 
-def test_the_same_object_twice_is_packed_once_and_arrives_as_one():
+def test_the_same_object_twice_is_packed_once_and_arrives_as_one() -> None:
     tensor, blob, array = torch.randn(300), b"x" * 20_000, np.zeros(300)
     value = {"a": [tensor, blob, array], "b": [tensor, blob, array]}
     assert len(encoding.extract(value).refs) == 3
@@ -288,13 +297,13 @@ def test_the_same_object_twice_is_packed_once_and_arrives_as_one():
     assert all(one is other for one, other in zip(arrived["a"], arrived["b"], strict=True))
 
 
-def test_two_objects_on_one_memory_are_packed_once_and_arrive_as_two():
+def test_two_objects_on_one_memory_are_packed_once_and_arrive_as_two() -> None:
     """A stage that passes on what it got: its request holds the same tensor as another object."""
     given = torch.arange(8192, dtype=torch.int32)
     value = {"request": given, "data": given.detach(), "half": given[:4096], "array": given.numpy()}
     extracted = encoding.extract(value)
-    assert [len(part) for part in extracted.pack.parts] == [given.nbytes, given.nbytes // 2]
-    flat = pack.flatten(extracted.pack)
+    assert [len(part) for part in packed(extracted).parts] == [given.nbytes, given.nbytes // 2]
+    flat = pack.flatten(packed(extracted))
     restored = encoding.restore(extracted.value_bytes, extracted.refs, bytearray(flat))
     assert restored["request"] is not restored["data"]
     assert torch.equal(restored["request"], given) and torch.equal(restored["data"], given)
@@ -302,7 +311,7 @@ def test_two_objects_on_one_memory_are_packed_once_and_arrive_as_two():
     assert torch.equal(restored["half"], given[:4096])
 
 
-def test_a_long_value_is_a_part_itself():
+def test_a_long_value_is_a_part_itself() -> None:
     value = {"words": ["word"] * 20_000, "t": torch.ones(3)}
     extracted = encoding.extract(value)
     assert extracted.value_bytes == b"" and extracted.refs[-1].kind == "value" and not extracted.is_inline
@@ -310,25 +319,25 @@ def test_a_long_value_is_a_part_itself():
 
 
 @pytest.mark.parametrize("nbytes", [16_384, 16_385])
-def test_bytes_over_16_kib_become_a_part(nbytes):
+def test_bytes_over_16_kib_become_a_part(nbytes: int) -> None:
     extracted = encoding.extract({"blob": b"x" * nbytes})
     assert [ref.kind for ref in extracted.refs if ref.kind == "bytes"] == ([] if nbytes == 16_384 else ["bytes"])
 
 
-def test_small_payloads_ride_inline_and_large_ones_do_not():
+def test_small_payloads_ride_inline_and_large_ones_do_not() -> None:
     assert encoding.extract({"n": 1}).is_inline
     assert encoding.extract({"t": torch.zeros(1000)}).is_inline
     assert not encoding.extract({"t": torch.zeros(5000)}).is_inline
 
 
-def test_paths_of_parts_are_said_as_python_would():
+def test_paths_of_parts_are_said_as_python_would() -> None:
     value = {"cache": [Turn("a", hidden=torch.zeros(1))]}
     assert [ref.path for ref in encoding.extract(value).refs] == ["payload.data['cache'][0].hidden"]
     named = encoding.extract({"inputs": {"x": torch.zeros(1)}}, where="payload", as_fields=True)
     assert [ref.path for ref in named.refs] == ["payload.inputs['x']"]
 
 
-def test_without_torch_tensors_arrive_raw_and_can_be_sent_on():
+def test_without_torch_tensors_arrive_raw_and_can_be_sent_on() -> None:
     value = {"t": torch.arange(6).view(2, 3), "a": np.arange(3, dtype="int16")}
     arrived = travel(value, torch=False)
     assert [(raw.dtype, raw.shape, raw.kind) for raw in arrived.values()] == [
@@ -339,21 +348,21 @@ def test_without_torch_tensors_arrive_raw_and_can_be_sent_on():
     assert same(travel(arrived), value)
 
 
-def test_a_read_only_buffer_is_copied_once_rather_than_warned_about():
+def test_a_read_only_buffer_is_copied_once_rather_than_warned_about() -> None:
     extracted = encoding.extract({"t": torch.ones(3), "u": torch.ones(5)})
     arrived = encoding.restore(extracted.value_bytes, extracted.refs, extracted.flat())
     arrived["t"][0] = 2.0
     assert arrived["u"].tolist() == [1.0] * 5
 
 
-def test_an_unknown_struct_arrives_as_the_dict_of_its_fields():
+def test_an_unknown_struct_arrives_as_the_dict_of_its_fields() -> None:
     extracted = encoding.extract(Turn("me", hidden=[1]))
     renamed = extracted.value_bytes.replace(b"test_payloads:Turn", b"test_payloads:Twin")
     assert renamed != extracted.value_bytes
     assert encoding.restore(renamed, [], None) == {"who": "me", "hidden": [1], "notes": []}
 
 
-def test_fields_that_our_version_lacks_are_left_out(monkeypatch):
+def test_fields_that_our_version_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     @message
     class Grown(msgspec.Struct):
         a: int
@@ -367,7 +376,7 @@ def test_fields_that_our_version_lacks_are_left_out(monkeypatch):
     assert encoding.restore(extracted.value_bytes, [], None) == Shrunk(1)
 
 
-def freed():
+def freed() -> Any:
     """As a sharding library leaves a weight that it has taken away."""
     tensor = torch.zeros(100_000)
     tensor.untyped_storage().resize_(0)
@@ -375,7 +384,7 @@ def freed():
 
 
 class Unprintable:
-    def __repr__(self):
+    def __repr__(self) -> str:
         raise SystemExit("no words")
 
 
@@ -416,19 +425,19 @@ class Unprintable:
     ],
     ids=lambda case: case[-50:] if isinstance(case, str) else "",
 )
-def test_what_cannot_travel_is_refused_on_every_way_with_its_path_and_the_cure(value, words):
+def test_what_cannot_travel_is_refused_on_every_way_with_its_path_and_the_cure(value: Any, words: Any) -> None:
     for way in (encoding.extract, isolating.isolate):
         with pytest.raises(ValueRefused) as caught:
             way(value)
         assert words in str(caught.value)
 
 
-def test_a_view_that_repeats_its_memory_travels_as_a_copy():
+def test_a_view_that_repeats_its_memory_travels_as_a_copy() -> None:
     for view in (torch.arange(3).expand(4, 3), np.broadcast_to(np.arange(3), (4, 3))):
         assert same(travel({"x": view}), {"x": view})
 
 
-def test_a_subclass_of_a_plain_type_is_refused_with_the_plain_one():
+def test_a_subclass_of_a_plain_type_is_refused_with_the_plain_one() -> None:
     class Name(str):
         __slots__ = ()
 
@@ -437,16 +446,16 @@ def test_a_subclass_of_a_plain_type_is_refused_with_the_plain_one():
             encoding.extract([value])
 
 
-def test_a_value_that_contains_itself_is_refused():
-    loop = []
+def test_a_value_that_contains_itself_is_refused() -> None:
+    loop: list[Any] = []
     loop.append({"again": loop})
     for way in (encoding.extract, isolating.isolate):
         with pytest.raises(ValueRefused, match="deeper than 64 levels"):
             way(loop)
 
 
-def test_64_levels_travel():
-    deep = 1
+def test_64_levels_travel() -> None:
+    deep: Any = 1
     for _ in range(64):
         deep = [deep]
     assert travel(deep) == deep
@@ -454,9 +463,9 @@ def test_64_levels_travel():
         encoding.extract([deep])
 
 
-def test_isolated_containers_are_fresh_and_tensors_shared():
+def test_isolated_containers_are_fresh_and_tensors_shared() -> None:
     tensor, array = torch.zeros(3), np.zeros(3)
-    value = {"list": [1, {"t": tensor}], "turn": Turn("x", notes=[array])}
+    value: dict[str, Any] = {"list": [1, {"t": tensor}], "turn": Turn("x", notes=[array])}
     apart = isolating.isolate(value)
     assert same(apart, value)
     apart["list"][1]["new"] = 1
@@ -467,8 +476,8 @@ def test_isolated_containers_are_fresh_and_tensors_shared():
     assert array.flags.writeable
 
 
-def test_fingerprints_name_what_was_written():
-    value = {"t": torch.zeros(3), "u": [torch.zeros(3, dtype=torch.bfloat16), np.zeros(2)]}
+def test_fingerprints_name_what_was_written() -> None:
+    value: dict[str, Any] = {"t": torch.zeros(3), "u": [torch.zeros(3, dtype=torch.bfloat16), np.zeros(2)]}
     found = fingerprints.fingerprint(value)
     assert found.written() == []
     value["u"][0][1] = 5
@@ -479,13 +488,13 @@ def test_fingerprints_name_what_was_written():
 
 
 @pytest.mark.parametrize("keep", ["t", "a"])
-def test_a_restored_view_alone_keeps_the_buffer_alive_and_its_death_is_seen_at_once(keep):
+def test_a_restored_view_alone_keeps_the_buffer_alive_and_its_death_is_seen_at_once(keep: Any) -> None:
     extracted = encoding.extract({"t": torch.zeros(4), "a": np.zeros(4), "deep": Turn("x", hidden=torch.ones(2))})
     owner = np.ndarray((extracted.nbytes,), np.uint8, bytearray(extracted.flat()))
     seen = weakref.ref(owner)
     gc.disable()  # no cycle may be needed to see it
     try:
-        arrived = encoding.restore(extracted.value_bytes, extracted.refs, memoryview(owner))
+        arrived = encoding.restore(extracted.value_bytes, extracted.refs, owner.data)
         del owner
         view = arrived[keep]
         del arrived
@@ -517,7 +526,7 @@ def test_a_restored_view_alone_keeps_the_buffer_alive_and_its_death_is_seen_at_o
     ),
     torch=st.booleans(),
 )
-def test_garbage_is_restored_or_refused_and_nothing_else(value, buffer, refs, torch):
+def test_garbage_is_restored_or_refused_and_nothing_else(value: Any, buffer: Any, refs: Any, torch: Any) -> None:
     try:
         encoding.restore(value, refs, buffer, torch=torch)
     except ProtocolError:
@@ -526,7 +535,7 @@ def test_garbage_is_restored_or_refused_and_nothing_else(value, buffer, refs, to
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.data())
-def test_a_damaged_payload_is_restored_or_refused_and_nothing_else(data):
+def test_a_damaged_payload_is_restored_or_refused_and_nothing_else(data: Any) -> None:
     extracted = encoding.extract({"t": torch.zeros(5), "s": Turn("x", hidden=np.zeros(2)), "b": b"x" * 17_000})
     damaged = bytearray(extracted.value_bytes)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -550,12 +559,12 @@ def test_a_damaged_payload_is_restored_or_refused_and_nothing_else(data):
         b"\xc0\xc0",
     ],
 )
-def test_a_forged_value_is_refused(bytes_):
+def test_a_forged_value_is_refused(bytes_: bytes) -> None:
     with pytest.raises(ProtocolError):
         encoding.restore(bytes_, [], None)
 
 
-def test_structs_nested_without_end_are_refused():
+def test_structs_nested_without_end_are_refused() -> None:
     body = b"\xc0"
     for _ in range(400):
         body = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, msgspec.msgpack.encode(["x", {"y": msgspec.Raw(body)}])))

@@ -1,9 +1,12 @@
 """The other end of `test_relay_processes`: a process with relays of its own, told what to do on stdin."""
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import hashlib
 import sys
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +17,7 @@ from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 
 
-async def main():
+async def main() -> None:
     loop = asyncio.get_running_loop()
     released, held = [], {}
     relays = Relays(
@@ -45,14 +48,15 @@ async def main():
                 released.clear()
             case "put":
                 extracted = encoding.extract(np.full(command["nbytes"], command["mark"], np.uint8))
-                operation = relays.put(extracted, request_id="r", peer="near", backend=command["backend"])
-                send(base64.b64encode(operation.metadata).decode())
+                given = relays.put(extracted, request_id="r", peer="near", backend=command["backend"])
+                assert given is not None
+                send(base64.b64encode(given.metadata).decode())
             case "stats":
                 send(relays.stats())
     relays.close()
 
 
-def send(answer):
+def send(answer: Any) -> None:
     sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
     sys.stdout.flush()
 

@@ -1,17 +1,25 @@
 """Two ends of the relays for tests: both in this process, or one of them a process of its own."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
+import functools
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from stage_runtime.payloads import encoding
+from stage_runtime.payloads.pack import Extracted
+from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
+from stage_runtime.sockets.addresses import Security
 
 MIB = 1 << 20
 SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, whole_bytes=2 * MIB)
@@ -20,15 +28,15 @@ SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, w
 class Pair:
     """``a`` and ``b`` of one process; what one releases is told to the other at once."""
 
-    def __init__(self, backend, settings=SMALL, security=None):
+    def __init__(self, backend: str, settings: RelaySettings = SMALL, security: Security | None = None) -> None:
         self.backend = backend
-        self.told = []
-        self.ends = {}
+        self.told: list[tuple[str, str, int]] = []
+        self.ends: dict[str, Relays] = {}
         for name in "ab":
             self.ends[name] = Relays(
                 loop=asyncio.get_running_loop(),
                 incarnation=name,
-                on_release=lambda peer, transfer, name=name: self._tell(name, peer, transfer),
+                on_release=functools.partial(self._tell, name),
                 settings=settings,
                 security=security,
             )
@@ -36,44 +44,49 @@ class Pair:
         assert backend in self.a.open("b", self.b.facts())
         assert backend in self.b.open("a", self.a.facts())
 
-    def _tell(self, receiver, sender, transfer):
+    def _tell(self, receiver: str, sender: str, transfer: int) -> None:
         self.told.append((receiver, sender, transfer))
         self.ends[sender].released(receiver, transfer)
 
-    def put(self, value, request_id="r", **options):
+    def put(self, value: Any, request_id: str = "r", **options: Any) -> tuple[Extracted, RelayOperation]:
         """Extract ``value`` and put it from a to b."""
         extracted = encoding.extract(value)
-        operation = self.a.put(extracted, request_id=request_id, peer="b", backend=self.backend, **options)
-        return extracted, operation
+        return extracted, self.put_again(extracted, request_id, **options)
 
-    async def get(self, operation, request_id="r", timeout=10):
+    def put_again(self, extracted: Extracted, request_id: str = "r", **options: Any) -> RelayOperation:
+        """Put what is extracted already from a to b."""
+        operation = self.a.put(extracted, request_id=request_id, peer="b", backend=self.backend, **options)
+        assert operation is not None, "there was no room"
+        return operation
+
+    async def get(self, operation: RelayOperation, request_id: str = "r", timeout: float = 10) -> memoryview:
         return await self.b.get(operation.metadata, request_id=request_id, peer="a").wait_for_completion(timeout)
 
-    async def carry(self, value):
+    async def carry(self, value: Any) -> Any:
         extracted, operation = self.put(value)
         return encoding.restore(extracted.value_bytes, extracted.refs, await self.get(operation))
 
-    def held(self):
+    def held(self) -> int:
         """What a's stats say it has not got back."""
         stats = self.a.stats()
         return stats["arena_bytes_in_use"] + sum(stats[f"{name}_unreleased_transfers"] for name in RELAYS)
 
-    def kept(self):
+    def kept(self) -> int:
         """Bytes that have come to b and that nobody has fetched."""
         return sum(count for name, count in self.b.stats().items() if name.endswith("_unclaimed_bytes"))
 
-    async def until(self, condition, timeout=5.0):
+    async def until(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
         async with asyncio.timeout(timeout):
             while not condition():
                 await asyncio.sleep(0.002)
 
-    def close(self):
+    def close(self) -> None:
         for end in self.ends.values():
             end.close()
 
 
 @contextlib.contextmanager
-def pair(backend, **options):
+def pair(backend: str, **options: Any) -> Iterator[Pair]:
     both = Pair(backend, **options)
     try:
         yield both
@@ -84,25 +97,27 @@ def pair(backend, **options):
 class FarEnd:
     """`far_end.py` as a process: it does what it is told, one line at a time."""
 
-    def __init__(self, bind="tcp://127.0.0.1:*"):
+    def __init__(self, bind: str = "tcp://127.0.0.1:*") -> None:
         script = Path(__file__).with_name("far_end.py")
         self.process = subprocess.Popen(
             [sys.executable, str(script), bind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._commands, self._answers = self.process.stdin, self.process.stdout
         self.facts = self.answer()
 
-    def ask(self, **command):
-        self.process.stdin.write(msgspec.json.encode(command) + b"\n")
+    def ask(self, **command: Any) -> Any:
+        self._commands.write(msgspec.json.encode(command) + b"\n")
         return self.answer()
 
-    def answer(self):
-        line = self.process.stdout.readline()
+    def answer(self) -> Any:
+        line = self._answers.readline()
         assert line, "the far end is dead"
         return msgspec.json.decode(line)
 
-    def close(self):
+    def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._commands.close()
+        self._answers.close()

@@ -1,9 +1,13 @@
 """The arena: what is in use, whose it is, and what is given back."""
 
+from __future__ import annotations
+
 import gc
 import itertools
 import os
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,80 +17,91 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.relays.arena import PAGE, Arena
-from stage_runtime.relays.slots import IllegalTransition, State
+from stage_runtime.relays.slots import IllegalTransition, Slot, State
 from tests.thoroughness import examples
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def arena():
+def arena() -> Iterator[Arena]:
     one = Arena(8 * MIB, prefault_nbytes=MIB)
     yield one
     one.close()
 
 
-def resident(arena):
+def resident(arena: Arena) -> int:
     return os.fstat(arena.fd).st_blocks * 512
 
 
-def in_use(arena):
+def in_use(arena: Arena) -> int:
     return arena.stats()["arena_bytes_in_use"]
 
 
-def test_data_begins_at_a_multiple_of_64(arena):
-    slots = [arena.allocate(nbytes) for nbytes in (1, 64, 4096, 100_000)]
+def state_of(slot: Slot) -> State:
+    """Asked anew each time: a type checker takes an attribute to stay what it was compared with."""
+    return slot.state
+
+
+def allocated(arena: Arena, nbytes: int) -> Slot:
+    slot = arena.allocate(nbytes)
+    assert slot is not None
+    return slot
+
+
+def test_data_begins_at_a_multiple_of_64(arena: Arena) -> None:
+    slots = [allocated(arena, nbytes) for nbytes in (1, 64, 4096, 100_000)]
     assert [slot.offset % 64 for slot in slots] == [0] * 4
 
 
-def test_an_exhausted_arena_gives_none_until_something_is_free(arena):
-    first, second = arena.allocate(4 * MIB), arena.allocate(3 * MIB)
+def test_an_exhausted_arena_gives_none_until_something_is_free(arena: Arena) -> None:
+    first, second = allocated(arena, 4 * MIB), allocated(arena, 3 * MIB)
     assert arena.allocate(2 * MIB) is None
     assert arena.drop(first)
-    assert arena.allocate(2 * MIB).start == first.start
+    assert allocated(arena, 2 * MIB).start == first.start
     assert second.state is State.FILLING
 
 
-def test_a_slot_is_free_only_after_sender_and_all_receivers_have_let_go(arena):
-    slot = arena.allocate(100)
+def test_a_slot_is_free_only_after_sender_and_all_receivers_have_let_go(arena: Arena) -> None:
+    slot = allocated(arena, 100)
     arena.sent(slot)
     arena.sent(slot)
     assert not arena.drop(slot)
     assert not arena.released(slot)
-    assert slot.state is State.IN_FLIGHT
+    assert state_of(slot) is State.IN_FLIGHT
     assert arena.released(slot)
-    assert slot.state is State.FREE and in_use(arena) == 0
+    assert state_of(slot) is State.FREE and in_use(arena) == 0
 
 
-def test_a_quarantined_slot_is_not_used_again_until_it_is_released(arena):
-    slot = arena.allocate(100)
+def test_a_quarantined_slot_is_not_used_again_until_it_is_released(arena: Arena) -> None:
+    slot = allocated(arena, 100)
     arena.sent(slot)
     arena.drop(slot)
     arena.aborted(slot)
     assert arena.stats()["slots_quarantined"] == 1
     assert not arena.share(slot)
-    assert arena.allocate(100).start != slot.start
+    assert allocated(arena, 100).start != slot.start
     assert arena.released(slot)
 
 
-def test_a_slot_cannot_be_freed_twice(arena):
-    slot = arena.allocate(100)
+def test_a_slot_cannot_be_freed_twice(arena: Arena) -> None:
+    slot = allocated(arena, 100)
     assert arena.drop(slot)
     with pytest.raises(IllegalTransition):
         arena.drop(slot)
     assert in_use(arena) == 0
 
 
-def test_every_use_of_a_slot_has_a_generation_of_its_own(arena):
+def test_every_use_of_a_slot_has_a_generation_of_its_own(arena: Arena) -> None:
     seen = set()
     for _ in range(5):
-        slot = arena.allocate(100)
+        slot = allocated(arena, 100)
         seen.add((slot.start, slot.generation))
         arena.drop(slot)
     assert len(seen) == 5 and len({start for start, _ in seen}) == 1
 
 
-def test_a_tensor_of_the_arena_holds_its_slot_until_its_last_view_is_gone(arena):
+def test_a_tensor_of_the_arena_holds_its_slot_until_its_last_view_is_gone(arena: Arena) -> None:
     tensor = arena.allocate_tensor((100, 100), torch.bfloat16)
     assert tensor.shape == (100, 100) and tensor.dtype == torch.bfloat16
     view = tensor[3]
@@ -96,9 +111,11 @@ def test_a_tensor_of_the_arena_holds_its_slot_until_its_last_view_is_gone(arena)
     assert in_use(arena) == 0
 
 
-def test_a_tensor_that_is_sent_holds_its_slot_until_it_is_released_too(arena):
+def test_a_tensor_that_is_sent_holds_its_slot_until_it_is_released_too(arena: Arena) -> None:
     tensor = arena.allocate_tensor((1000,), torch.float32)
-    slot, at = arena.find(memoryview(tensor[16:32].numpy().view(np.uint8)))
+    found = arena.find(memoryview(tensor[16:32].numpy().view(np.uint8)))
+    assert found is not None
+    slot, at = found
     assert at == 64
     arena.sent(slot)
     del tensor
@@ -108,7 +125,7 @@ def test_a_tensor_that_is_sent_holds_its_slot_until_it_is_released_too(arena):
     assert in_use(arena) == 0
 
 
-def test_memory_from_elsewhere_is_not_found_in_the_arena(arena):
+def test_memory_from_elsewhere_is_not_found_in_the_arena(arena: Arena) -> None:
     kept = arena.allocate_tensor((1000,), torch.float32)
     assert kept is not None
     assert arena.find(memoryview(bytearray(100))) is None
@@ -116,27 +133,27 @@ def test_memory_from_elsewhere_is_not_found_in_the_arena(arena):
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
-def test_an_empty_tensor_takes_no_slot(arena, shape):
+def test_an_empty_tensor_takes_no_slot(arena: Arena, shape: tuple[int, ...]) -> None:
     assert arena.allocate_tensor(shape, torch.float32).shape == shape
     assert in_use(arena) == 0
 
 
-def test_memory_above_recent_use_is_given_back_and_what_was_prefaulted_is_kept(arena):
-    slot = arena.allocate(6 * MIB)
+def test_memory_above_recent_use_is_given_back_and_what_was_prefaulted_is_kept(arena: Arena) -> None:
+    slot = allocated(arena, 6 * MIB)
     arena.write(slot, 0, memoryview(bytes(6 * MIB)))
     arena.drop(slot)
     assert resident(arena) >= 6 * MIB
     assert arena.trim() == 0  # it was in use since the last time
     assert arena.trim() > 4 * MIB
     assert MIB <= resident(arena) < 2 * MIB
-    again = arena.allocate(6 * MIB)
+    again = allocated(arena, 6 * MIB)
     arena.write(again, 5 * MIB, memoryview(b"x" * MIB))
     assert arena.trim() == 0
     assert bytes(arena._view[again.offset + 5 * MIB :][:2]) == b"xx"
 
 
-def test_trimming_touches_nothing_that_is_in_use(arena):
-    low, high = arena.allocate(3 * MIB), arena.allocate(3 * MIB)
+def test_trimming_touches_nothing_that_is_in_use(arena: Arena) -> None:
+    low, high = allocated(arena, 3 * MIB), allocated(arena, 3 * MIB)
     arena.write(high, 0, memoryview(b"y" * (3 * MIB)))
     arena.drop(low)
     for _ in range(3):
@@ -144,7 +161,7 @@ def test_trimming_touches_nothing_that_is_in_use(arena):
     assert bytes(arena._view[high.offset : high.offset + 3 * MIB]) == b"y" * (3 * MIB)
 
 
-def test_an_arena_takes_memory_only_as_it_is_used():
+def test_an_arena_takes_memory_only_as_it_is_used() -> None:
     huge = Arena(1 << 40, prefault_nbytes=0)
     try:
         assert resident(huge) <= 2 * PAGE
@@ -153,15 +170,15 @@ def test_an_arena_takes_memory_only_as_it_is_used():
         huge.close()
 
 
-def test_an_impossible_arena_is_a_fault_of_the_configuration():
+def test_an_impossible_arena_is_a_fault_of_the_configuration() -> None:
     with pytest.raises(ConfigurationError, match="relay arena of"):
         Arena(1 << 62)
 
 
-def test_many_threads_never_get_the_same_memory(arena):
+def test_many_threads_never_get_the_same_memory(arena: Arena) -> None:
     clashes = []
 
-    def work(mark):
+    def work(mark: int) -> None:
         for _ in range(200):
             slot = arena.allocate(5000)
             if slot is None:
@@ -181,9 +198,10 @@ def test_many_threads_never_get_the_same_memory(arena):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["put", "tensor", "send", "release", "abort", "drop"]), st.integers(0, 9))))
-def test_whatever_happens_slots_do_not_overlap_and_all_are_free_at_the_end(steps):
+def test_whatever_happens_slots_do_not_overlap_and_all_are_free_at_the_end(steps: Any) -> None:
     arena = Arena(1 * MIB)
-    live, tensors = [], []
+    live: list[Slot] = []
+    tensors: list[torch.Tensor | None] = []
     try:
         for step, number in steps:
             chosen = live[number % len(live)] if live else None

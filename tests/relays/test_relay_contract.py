@@ -1,8 +1,12 @@
 """What every relay promises, whatever it is made of. The other end in another process: `test_relay_processes`."""
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,31 +16,32 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.relays import registry
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.base import Peer
+from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.registry import RELAYS
-from tests.relays.relay_pairs import MIB, SMALL, pair
+from tests.relays.relay_pairs import MIB, SMALL, Pair, pair
 
 
 @pytest.fixture(params=list(RELAYS))
-async def both(request):
+async def both(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     with pair(request.param) as ends:
         yield ends
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 5000, 70_000, MIB, 2 * MIB, 5 * MIB + 17])
-async def test_bytes_arrive_as_they_were_put(both, nbytes):
+async def test_bytes_arrive_as_they_were_put(both: Pair, nbytes: int) -> None:
     array = np.random.default_rng(nbytes).integers(0, 255, nbytes, np.uint8)
     assert np.array_equal((await both.carry({"a": array}))["a"], array)
 
 
-async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both):
+async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both: Pair) -> None:
     sizes = [3 * MIB, 1, 70_000, 0, 65, 2 * MIB + 1, 300, *range(1, 40)]
     value = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in sizes]
     arrived = await both.carry(value)
     assert all(map(torch.equal, arrived, value))
 
 
-async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both):
+async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both: Pair) -> None:
     extracted, operation = both.put({"t": torch.arange(9000), "u": torch.ones(3)})
     arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
     view = arrived["t"][5:]
@@ -52,7 +57,7 @@ async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both):
     assert both.held() == 0
 
 
-async def test_views_that_die_in_another_thread_release_too(both):
+async def test_views_that_die_in_another_thread_release_too(both: Pair) -> None:
     extracted, operation = both.put(np.ones(20_000))
     box = [await both.get(operation)]
     thread = threading.Thread(target=box.clear)
@@ -62,16 +67,16 @@ async def test_views_that_die_in_another_thread_release_too(both):
     assert extracted.nbytes == 160_000
 
 
-async def test_a_buffer_in_a_reference_cycle_is_released_by_the_garbage_collector(both):
+async def test_a_buffer_in_a_reference_cycle_is_released_by_the_garbage_collector(both: Pair) -> None:
     _, operation = both.put(np.ones(20_000))
-    cycle = [await both.get(operation)]
+    cycle: list[Any] = [await both.get(operation)]
     cycle.append(cycle)
     del cycle
     gc.collect()
     await operation.wait_for_completion(5)
 
 
-async def test_late_repeated_and_foreign_releases_change_nothing(both):
+async def test_late_repeated_and_foreign_releases_change_nothing(both: Pair) -> None:
     _, first = both.put(np.ones(9000))
     both.a.released("c", first.transfer)
     both.a.released("b", 10_000)
@@ -85,14 +90,14 @@ async def test_late_repeated_and_foreign_releases_change_nothing(both):
     assert both.a.stats()["late_releases"] == 3
 
 
-async def test_transfers_in_any_order_do_not_mix(both):
+async def test_transfers_in_any_order_do_not_mix(both: Pair) -> None:
     puts = [both.put(np.full(30_000 + mark, mark, np.uint8)) for mark in range(20)]
     for mark in [*range(0, 20, 2), *range(19, 0, -2)]:
         buffer = await both.get(puts[mark][1])
         assert bytes(buffer) == bytes([mark]) * (30_000 + mark)
 
 
-async def test_a_transfer_is_fetched_once(both):
+async def test_a_transfer_is_fetched_once(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)
     with pytest.raises(TransferError, match="fetched twice"):
@@ -100,7 +105,7 @@ async def test_a_transfer_is_fetched_once(both):
     assert len(buffer) == 72_000
 
 
-async def test_a_get_hands_its_buffer_over_once(both):
+async def test_a_get_hands_its_buffer_over_once(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     fetch = both.b.get(operation.metadata, request_id="r", peer="a")
     await fetch.wait_for_completion(5)
@@ -112,13 +117,17 @@ METADATA = [name.encode() + rest for name in RELAYS for rest in (b":", b":\xc0",
 
 
 @pytest.mark.parametrize("metadata", [b"", b"pigeon:x", b"\xff\xfe:x", *METADATA])
-async def test_metadata_that_is_none_is_refused(both, metadata):
-    for call in (lambda: both.b.get(metadata, request_id="r", peer="a"), lambda: both.b.decline(metadata, peer="a")):
+async def test_metadata_that_is_none_is_refused(both: Pair, metadata: bytes) -> None:
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: both.b.get(metadata, request_id="r", peer="a"),
+        lambda: both.b.decline(metadata, peer="a"),
+    )
+    for call in calls:
         with pytest.raises(TransferError):
             call()
 
 
-async def test_a_stranger_is_neither_sent_to_nor_fetched_from(both):
+async def test_a_stranger_is_neither_sent_to_nor_fetched_from(both: Pair) -> None:
     extracted, operation = both.put(np.ones(9000))
     with pytest.raises(TransferError, match="no relay reaches"):
         both.a.put(extracted, request_id="r", peer="c", backend=both.backend)
@@ -126,7 +135,7 @@ async def test_a_stranger_is_neither_sent_to_nor_fetched_from(both):
         both.b.get(operation.metadata, request_id="r", peer="c")
 
 
-async def test_a_thousand_aborted_puts_that_nobody_was_told_of_leave_nothing(both):
+async def test_a_thousand_aborted_puts_that_nobody_was_told_of_leave_nothing(both: Pair) -> None:
     for number in range(1000):
         extracted = encoding.extract(np.ones(MIB, np.uint8))
         assert both.a.put(extracted, request_id=f"r{number}", peer="b", backend=both.backend) is not None
@@ -136,7 +145,7 @@ async def test_a_thousand_aborted_puts_that_nobody_was_told_of_leave_nothing(bot
     assert both.held() == 0
 
 
-async def test_a_thousand_declined_transfers_leave_nothing(both):
+async def test_a_thousand_declined_transfers_leave_nothing(both: Pair) -> None:
     for number in range(1000):
         _, operation = both.put(np.ones(20_000, np.uint8), request_id=f"r{number}")
         metadata = operation.metadata
@@ -149,7 +158,7 @@ async def test_a_thousand_declined_transfers_leave_nothing(both):
     await both.until(lambda: both.kept() == 0)
 
 
-async def test_what_was_announced_outlives_the_abort_until_its_receiver_lets_go(both):
+async def test_what_was_announced_outlives_the_abort_until_its_receiver_lets_go(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)
     both.a.cleanup("r")
@@ -161,14 +170,14 @@ async def test_what_was_announced_outlives_the_abort_until_its_receiver_lets_go(
     assert not other.done()
 
 
-async def test_discarding_a_put_that_was_never_sent_frees_it(both):
+async def test_discarding_a_put_that_was_never_sent_frees_it(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     assert operation.metadata
     both.a.discard(operation)
     assert operation.done() and both.held() == 0
 
 
-async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both):
+async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)
     waiter = asyncio.ensure_future(operation.wait_for_completion(10))
@@ -184,13 +193,13 @@ async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both):
     assert both.told == []
 
 
-async def test_forgetting_again_and_forgetting_strangers_changes_nothing(both):
+async def test_forgetting_again_and_forgetting_strangers_changes_nothing(both: Pair) -> None:
     for peer in ("b", "b", "nobody"):
         both.a.forget(peer)
     assert both.a.open("b", both.b.facts())
 
 
-async def test_views_are_counted_by_holder_until_they_die(both):
+async def test_views_are_counted_by_holder_until_they_die(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.b.get(operation.metadata, request_id="r7", peer="a", holder="talker").wait_for_completion(5)
     (pin,) = both.b.pins()
@@ -207,10 +216,10 @@ async def test_views_are_counted_by_holder_until_they_die(both):
     assert both.b.pins() == []
 
 
-async def test_one_payload_for_two_receivers_is_held_until_both_have_let_go(both):
+async def test_one_payload_for_two_receivers_is_held_until_both_have_let_go(both: Pair) -> None:
     both.b.open("a2", both.a.facts())
     extracted, first = both.put(np.arange(9000))
-    second = both.a.put(extracted, request_id="r", peer="b", backend=both.backend)
+    second = both.put_again(extracted)
     one, two = await both.get(first), await both.get(second)
     assert bytes(one) == bytes(two)
     del one
@@ -223,10 +232,10 @@ async def test_one_payload_for_two_receivers_is_held_until_both_have_let_go(both
     assert both.held() == 0
 
 
-async def test_puts_from_many_threads_all_arrive(both):
+async def test_puts_from_many_threads_all_arrive(both: Pair) -> None:
     found = []
 
-    def work(mark):
+    def work(mark: int) -> None:
         for _ in range(20):
             found.append((mark, both.put(np.full(40_000, mark, np.uint8))[1]))
 
@@ -236,11 +245,11 @@ async def test_puts_from_many_threads_all_arrive(both):
 
 
 @pytest.mark.parametrize("name", list(RELAYS))
-async def test_a_put_finds_no_room_until_something_is_released(name):
+async def test_a_put_finds_no_room_until_something_is_released(name: str) -> None:
     with pair(name, settings=settings_with(SMALL, arena_bytes=4 * MIB, unreleased_bytes=4 * MIB)) as both:
         _, first = both.put(np.ones(3 * MIB, np.uint8))
-        extracted, second = both.put(np.ones(2 * MIB, np.uint8))
-        assert second is None
+        extracted = encoding.extract(np.ones(2 * MIB, np.uint8))
+        assert both.a.put(extracted, request_id="r", peer="b", backend=name) is None
         waiting = asyncio.ensure_future(both.a.put_async(extracted, request_id="r", peer="b", backend=both.backend))
         await asyncio.sleep(0.02)
         assert not waiting.done()
@@ -249,7 +258,7 @@ async def test_a_put_finds_no_room_until_something_is_released(name):
         assert bytes(await both.get(await asyncio.wait_for(waiting, 5))) == b"\1" * (2 * MIB)
 
 
-async def test_closing_ends_waiters_and_can_be_followed_by_deaths_of_views(both):
+async def test_closing_ends_waiters_and_can_be_followed_by_deaths_of_views(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)
     waiter = asyncio.ensure_future(operation.wait_for_completion(10))
@@ -261,13 +270,13 @@ async def test_closing_ends_waiters_and_can_be_followed_by_deaths_of_views(both)
     both.a.close()
 
 
-def settings_with(settings, **changes):
+def settings_with(settings: RelaySettings, **changes: Any) -> RelaySettings:
     import msgspec
 
     return msgspec.structs.replace(settings, **changes)
 
 
-async def test_what_is_written_after_a_put_has_returned_does_not_arrive(both):
+async def test_what_is_written_after_a_put_has_returned_does_not_arrive(both: Pair) -> None:
     """A relay that sends from where the bytes lie, and later, would send what its giver wrote since."""
     sizes = [100, 100_000, 32 * MIB]
     for parts in ([32 * MIB], [2 * MIB], [100_000, 70_000], sizes):
@@ -284,36 +293,38 @@ async def test_what_is_written_after_a_put_has_returned_does_not_arrive(both):
 class Interrupted:
     """Transfer ids. Taking one happens between finding the peer and accounting for the put: there the peer is lost."""
 
-    def __init__(self, lose):
+    def __init__(self, lose: Callable[[], None]) -> None:
         self._lose = lose
 
-    def __next__(self):
+    def __next__(self) -> int:
         self._lose()
         return 1
 
-    def __iter__(self):
+    def __iter__(self) -> Interrupted:
         return self
 
 
 @pytest.mark.parametrize("name", list(RELAYS))
-async def test_a_put_during_which_its_peer_is_forgotten_leaves_nothing(name):
+async def test_a_put_during_which_its_peer_is_forgotten_leaves_nothing(name: str) -> None:
     """A stage's thread puts, the I/O thread forgets: what came into the ledger after that would stay for ever."""
     with pair(name) as both:
         memory = Arena(4 * MIB)
         context = RelayContext(
             loop=asyncio.get_running_loop(),
-            incarnation="a",
+            incarnation=Peer("a"),
             on_release=lambda peer, transfer: None,
-            ids=Interrupted(lambda: relay.forget("b")),
+            ids=Interrupted(lambda: relay.forget(Peer("b"))),
             arena=memory,
             security=None,
             settings=SMALL,
         )
         relay = registry.load(name)(context)
         try:
-            assert relay.open("b", both.b.facts()[name])
+            assert relay.open(Peer("b"), both.b.facts()[name])
             with pytest.raises(TransferError, match="b is gone"):
-                relay.put(encoding.extract(np.ones(9000)).pack, request_id="r", peer="b")
+                given = encoding.extract(np.ones(9000)).pack
+                assert given is not None
+                relay.put(given, request_id="r", peer=Peer("b"))
             stats = relay.stats()
             assert (stats["unreleased_transfers"], stats["unreleased_bytes"]) == (0, 0)
             assert memory.stats()["arena_bytes_in_use"] == 0

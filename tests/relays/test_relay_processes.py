@@ -1,17 +1,22 @@
 """The relays between two processes, and what is left when one of them is killed."""
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import hashlib
 import os
 import signal
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
+from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
@@ -19,56 +24,58 @@ from tests.relays.relay_pairs import MIB, FarEnd
 
 
 @pytest.fixture
-def far():
+def far() -> Iterator[FarEnd]:
     end = FarEnd()
     yield end
     end.close()
 
 
 @pytest.fixture
-async def near(far):
-    told = []
+async def near(far: FarEnd) -> AsyncIterator[Relays]:
     relays = Relays(
         loop=asyncio.get_running_loop(),
         incarnation="near",
-        on_release=lambda peer, transfer: told.append((peer, transfer)),
+        on_release=lambda peer, transfer: None,
         settings=RelaySettings(arena_bytes=256 * MIB, prefault_bytes=0),
     )
-    relays.told = told
     assert relays.open("far", far.facts) == tuple(RELAYS)
     assert far.ask(do="open", facts=relays.facts()) == list(RELAYS)
     yield relays
     relays.close()
 
 
-def put(near, array, backend):
-    return near.put(encoding.extract(array), request_id="r", peer="far", backend=backend)
+def put(near: Relays, array: np.ndarray[Any, Any], backend: str) -> RelayOperation:
+    operation = near.put(encoding.extract(array), request_id="r", peer="far", backend=backend)
+    assert operation is not None
+    return operation
 
 
-def fetch(far, operation, **options):
+def fetch(far: FarEnd, operation: RelayOperation, **options: Any) -> Any:
     return far.ask(do="get", metadata=base64.b64encode(operation.metadata).decode(), **options)
 
 
 @pytest.mark.parametrize("backend", list(RELAYS))
 @pytest.mark.parametrize("nbytes", [4096, MIB, 40 * MIB + 3])
-async def test_bytes_reach_another_process_and_are_released_from_there(near, far, backend, nbytes):
+async def test_bytes_reach_another_process_and_are_released_from_there(
+    near: Relays, far: FarEnd, backend: str, nbytes: int
+) -> None:
     array = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
     operation = put(near, array, backend)
-    assert fetch(far, operation) == {"sha": hashlib.sha256(array).hexdigest(), "nbytes": nbytes}
+    assert fetch(far, operation) == {"sha": hashlib.sha256(array.data).hexdigest(), "nbytes": nbytes}
     assert far.ask(do="drop") == [operation.transfer]
     near.released("far", operation.transfer)
     assert operation.done() and near.stats()["arena_bytes_in_use"] == 0
 
 
 @pytest.mark.parametrize("backend", list(RELAYS))
-async def test_bytes_come_from_another_process(near, far, backend):
+async def test_bytes_come_from_another_process(near: Relays, far: FarEnd, backend: str) -> None:
     metadata = base64.b64decode(far.ask(do="put", nbytes=3 * MIB, mark=7, backend=backend))
     buffer = await near.get(metadata, request_id="r", peer="far").wait_for_completion(10)
     assert bytes(buffer) == b"\7" * (3 * MIB)
 
 
 @pytest.mark.parametrize("backend", list(RELAYS))
-async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near, far, backend):
+async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near: Relays, far: FarEnd, backend: str) -> None:
     operations = [put(near, np.ones(MIB, np.uint8), backend) for _ in range(20)]
     for operation in operations[:10]:
         fetch(far, operation)
@@ -80,7 +87,7 @@ async def test_a_killed_receiver_leaves_nothing_of_ours_in_use(near, far, backen
     assert (stats["arena_bytes_in_use"], stats["tcp_unreleased_bytes"], stats["tcp_unreleased_transfers"]) == (0, 0, 0)
 
 
-async def test_what_a_killed_sender_put_by_shm_can_still_be_read(near, far):
+async def test_what_a_killed_sender_put_by_shm_can_still_be_read(near: Relays, far: FarEnd) -> None:
     metadata = base64.b64decode(far.ask(do="put", nbytes=3 * MIB, mark=9, backend="shm"))
     buffer = await near.get(metadata, request_id="r", peer="far").wait_for_completion(10)
     far.process.kill()
@@ -96,7 +103,7 @@ def shared_files() -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
-async def test_a_killed_process_leaves_no_file_behind(near, far):
+async def test_a_killed_process_leaves_no_file_behind(near: Relays, far: FarEnd) -> None:
     before = shared_files()
     far.ask(do="put", nbytes=8 * MIB, mark=9, backend="shm")
     far.process.kill()
@@ -105,7 +112,7 @@ async def test_a_killed_process_leaves_no_file_behind(near, far):
     assert not Path(f"/proc/{far.process.pid}").exists()
 
 
-async def test_a_frozen_sender_s_transfer_fails_by_its_deadline_and_never_hangs(near, far):
+async def test_a_frozen_sender_s_transfer_fails_by_its_deadline_and_never_hangs(near: Relays, far: FarEnd) -> None:
     far.process.send_signal(signal.SIGSTOP)
     try:
         announced = b"tcp:" + bytes.fromhex("92ce00ffffff64")  # a transfer that never comes
@@ -116,7 +123,7 @@ async def test_a_frozen_sender_s_transfer_fails_by_its_deadline_and_never_hangs(
         far.process.send_signal(signal.SIGCONT)
 
 
-async def test_a_sender_that_dies_on_the_way_fails_who_waits(near, far):
+async def test_a_sender_that_dies_on_the_way_fails_who_waits(near: Relays, far: FarEnd) -> None:
     fetching = near.get(b"tcp:" + bytes.fromhex("92ce00ffffff64"), request_id="r", peer="far")
     waiter = asyncio.ensure_future(fetching.wait_for_completion(30))
     await asyncio.sleep(0)
@@ -126,7 +133,7 @@ async def test_a_sender_that_dies_on_the_way_fails_who_waits(near, far):
         await waiter
 
 
-async def test_a_dead_receiver_holds_up_nobody(near, far):
+async def test_a_dead_receiver_holds_up_nobody(near: Relays, far: FarEnd) -> None:
     far.process.kill()
     far.process.wait(10)
     for _ in range(5):
@@ -152,31 +159,38 @@ async def test_a_dead_receiver_holds_up_nobody(near, far):
     ],
     ids=str,
 )
-async def test_an_arena_that_is_not_the_one_meant_is_not_mapped(near, far, changes):
+async def test_an_arena_that_is_not_the_one_meant_is_not_mapped(near: Relays, far: FarEnd, changes: Any) -> None:
     facts = {"shm": {**far.facts["shm"], **changes}}
     assert near.open("impostor", facts) == ()
 
 
-async def test_a_peer_without_our_memory_is_reached_by_tcp(near, far):
+async def test_a_peer_without_our_memory_is_reached_by_tcp(near: Relays, far: FarEnd) -> None:
     facts = {**far.facts, "shm": {**far.facts["shm"], "pid_namespace": 1}}
     assert near.open("elsewhere", facts) == ("tcp",)
     assert near.choose("elsewhere") == "tcp"
     assert near.choose("elsewhere", "shm") == "tcp"
 
 
-async def test_a_peer_with_other_facts_than_ours_is_simply_not_reached(near):
-    for facts in ({}, {"shm": 3}, {"tcp": {}}, {"tcp": {"endpoint": "nonsense", "token": ""}}, {"nixl": {}}):
+async def test_a_peer_with_other_facts_than_ours_is_simply_not_reached(near: Relays) -> None:
+    strange: tuple[dict[str, Any], ...] = (
+        {},
+        {"shm": 3},
+        {"tcp": {}},
+        {"tcp": {"endpoint": "nonsense", "token": ""}},
+        {"nixl": {}},
+    )
+    for facts in strange:
         assert near.open(f"peer {facts}", facts) == ()
     with pytest.raises(TransferError, match="no relay reaches"):
         near.choose("peer {}")
 
 
-async def test_the_arena_cannot_be_shrunk_under_its_readers(near):
+async def test_the_arena_cannot_be_shrunk_under_its_readers(near: Relays) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(near.arena.fd, 4096)
 
 
-async def test_unix_sockets_carry_bulk_too(tmp_path):
+async def test_unix_sockets_carry_bulk_too(tmp_path: Path) -> None:
     end = FarEnd(bind=f"ipc://{tmp_path}/far.data")
     relays = Relays(
         loop=asyncio.get_running_loop(),
@@ -188,7 +202,7 @@ async def test_unix_sockets_carry_bulk_too(tmp_path):
         assert relays.open("far", end.facts) == tuple(RELAYS)
         end.ask(do="open", facts=relays.facts())
         array = np.full(5 * MIB, 3, np.uint8)
-        assert fetch(end, put(relays, array, "tcp"))["sha"] == hashlib.sha256(array).hexdigest()
+        assert fetch(end, put(relays, array, "tcp"))["sha"] == hashlib.sha256(array.data).hexdigest()
     finally:
         relays.close()
         end.close()

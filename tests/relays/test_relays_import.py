@@ -1,10 +1,12 @@
 """The coordinator holds relays and must stay without torch."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 
 
-def test_relays_carry_values_in_a_process_that_never_imports_torch():
+def test_relays_carry_values_in_a_process_that_never_imports_torch() -> None:
     program = """
 import asyncio, sys
 import numpy as np

@@ -1,8 +1,12 @@
 """What only shared memory promises: no copies where none are needed, and no look at a slot that has another use."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,21 +15,24 @@ import torch
 
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
+from stage_runtime.payloads.pack import Extracted
+from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.shm.relay import Metadata
-from tests.relays.relay_pairs import MIB, pair
+from tests.relays.relay_pairs import MIB, Pair, pair
 
 
 @pytest.fixture
-async def both():
+async def both() -> AsyncIterator[Pair]:
     with pair("shm") as ends:
         yield ends
 
 
-def copied(both):
-    return both.a.stats()["shm_copied_bytes"]
+def copied(both: Pair) -> int:
+    found: int = both.a.stats()["shm_copied_bytes"]
+    return found
 
 
-async def test_a_tensor_that_lies_in_the_arena_is_sent_without_a_copy(both):
+async def test_a_tensor_that_lies_in_the_arena_is_sent_without_a_copy(both: Pair) -> None:
     tensor = both.a.allocate((1000, 100), torch.float32)
     tensor.copy_(torch.randn(1000, 100))
     arrived = await both.carry({"h": tensor})
@@ -33,7 +40,7 @@ async def test_a_tensor_that_lies_in_the_arena_is_sent_without_a_copy(both):
 
 
 @pytest.mark.parametrize("count", [20, 100_000])
-async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(both, count):
+async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(both: Pair, count: int) -> None:
     """It lies where the receiver reads. What its author writes later must stay with the author."""
     tensor = both.a.allocate((count,), torch.float32)
     arrived = []
@@ -51,14 +58,14 @@ async def test_an_arena_tensor_that_is_written_again_arrives_as_it_was_given(bot
     assert arrived[0]["t"].unique().tolist() == [0]
 
 
-def mappings(both):
+def mappings(both: Pair) -> int:
     """Of a's arena, in this process; those of tests before may end at any time."""
     inode = os.fstat(both.a.arena.fd).st_ino
     with open("/proc/self/maps") as maps:
         return sum(int(line.split()[4]) == inode for line in maps)
 
 
-def in_a_thread(act):
+def in_a_thread(act: Callable[[], Any]) -> Any:
     """What one author's thread learns of it must not change what the next does."""
     found = []
     thread = threading.Thread(target=lambda: found.append(act()))
@@ -67,12 +74,12 @@ def in_a_thread(act):
     return found[0]
 
 
-async def test_a_slot_that_was_written_after_it_was_given_is_whole_when_it_is_used_again(both):
+async def test_a_slot_that_was_written_after_it_was_given_is_whole_when_it_is_used_again(both: Pair) -> None:
     before = mappings(both)
     for number in range(50):
         tensor = both.a.allocate((3000,), torch.float32).fill_(number)
 
-        def give(tensor=tensor):
+        def give(tensor: torch.Tensor = tensor) -> tuple[Extracted, RelayOperation]:
             extracted, operation = both.put(tensor)
             both.a.settle()
             return extracted, operation
@@ -88,7 +95,7 @@ async def test_a_slot_that_was_written_after_it_was_given_is_whole_when_it_is_us
     assert mappings(both) == before
 
 
-async def test_what_its_author_let_go_of_is_neither_copied_nor_mapped_anew(both):
+async def test_what_its_author_let_go_of_is_neither_copied_nor_mapped_anew(both: Pair) -> None:
     before = mappings(both)
     for number in range(20):
         extracted, operation = both.put(both.a.allocate((3000,), torch.float32).fill_(number))
@@ -102,28 +109,28 @@ async def test_what_its_author_let_go_of_is_neither_copied_nor_mapped_anew(both)
     assert copied(both) == 0
 
 
-async def test_the_rest_of_its_payload_is_copied_behind_it(both):
+async def test_the_rest_of_its_payload_is_copied_behind_it(both: Pair) -> None:
     tensor = both.a.allocate((1000, 100), torch.float32).fill_(2)
     arrived = await both.carry({"ids": torch.arange(50), "h": tensor, "mask": torch.ones(9, dtype=torch.bool)})
     assert torch.equal(arrived["ids"], torch.arange(50)) and torch.equal(arrived["h"], tensor)
     assert copied(both) == 400 + 9
 
 
-async def test_a_second_payload_around_the_same_tensor_does_not_overwrite_the_first_one_s_rest(both):
+async def test_a_second_payload_around_the_same_tensor_does_not_overwrite_the_first_one_s_rest(both: Pair) -> None:
     tensor = both.a.allocate((1000, 100), torch.float32).fill_(2)
     first = await both.carry({"h": tensor, "n": torch.full((9,), 1.0)})
     second = await both.carry({"h": tensor, "n": torch.full((9,), 2.0)})
     assert first["n"].tolist() == [1.0] * 9 and second["n"].tolist() == [2.0] * 9
 
 
-async def test_a_slice_of_an_arena_tensor_with_a_rest_is_copied_and_the_tensor_stays_whole(both):
+async def test_a_slice_of_an_arena_tensor_with_a_rest_is_copied_and_the_tensor_stays_whole(both: Pair) -> None:
     tensor = both.a.allocate((64, 100), torch.float32).fill_(2)
     arrived = await both.carry({"h": tensor[:32], "n": torch.full((9,), 5.0)})
     assert torch.equal(arrived["h"], tensor[:32])
     assert torch.equal(tensor, torch.full((64, 100), 2.0))
 
 
-async def test_an_arena_tensor_s_slot_outlives_it_until_the_receiver_is_through(both):
+async def test_an_arena_tensor_s_slot_outlives_it_until_the_receiver_is_through(both: Pair) -> None:
     tensor = both.a.allocate((5000,), torch.float32).fill_(4)
     extracted, operation = both.put(tensor)
     buffer = await both.get(operation)
@@ -137,13 +144,13 @@ async def test_an_arena_tensor_s_slot_outlives_it_until_the_receiver_is_through(
     assert both.held() == 0
 
 
-async def test_a_full_arena_gives_authors_ordinary_memory(both):
+async def test_a_full_arena_gives_authors_ordinary_memory(both: Pair) -> None:
     kept = [both.a.allocate((60 * MIB,), torch.uint8) for _ in range(2)]
     arrived = await both.carry({"t": torch.ones(3)})
     assert [len(one) for one in kept] == [60 * MIB] * 2 and arrived["t"].sum() == 3
 
 
-async def test_a_message_about_a_slot_that_has_another_use_is_refused(both):
+async def test_a_message_about_a_slot_that_has_another_use_is_refused(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     metadata = operation.metadata
     buffer = await both.get(operation)
@@ -173,7 +180,7 @@ async def test_a_message_about_a_slot_that_has_another_use_is_refused(both):
     ],
     ids=str,
 )
-async def test_metadata_that_points_elsewhere_is_refused(both, lie):
+async def test_metadata_that_points_elsewhere_is_refused(both: Pair, lie: Any) -> None:
     _, operation = both.put(np.ones(9000))
     said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=Metadata)
     forged = b"shm:" + msgspec.msgpack.encode(msgspec.structs.replace(said, **lie))
@@ -182,7 +189,7 @@ async def test_metadata_that_points_elsewhere_is_refused(both, lie):
     assert len(await both.get(operation)) == 72_000
 
 
-async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(both):
+async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)
     both.a.cleanup("r")
@@ -192,19 +199,18 @@ async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(b
     assert both.a.stats()["slots_quarantined"] == 0
 
 
-async def test_one_payload_for_two_receivers_is_copied_once(both):
+async def test_one_payload_for_two_receivers_is_copied_once(both: Pair) -> None:
     extracted, first = both.put(np.arange(9000))
-    second = both.a.put(extracted, request_id="r", peer="b", backend="shm")
+    second = both.put_again(extracted)
     assert copied(both) == 72_000
     for operation in (first, second):
         both.a.discard(operation)
 
 
-async def test_a_large_copy_lies_half_a_page_beside_its_source(both):
+async def test_a_large_copy_lies_half_a_page_beside_its_source(both: Pair) -> None:
     for skip in (0, 64, 1000, 4000):
         source = np.ones(16 * MIB + 4096, np.uint8)[skip : skip + 16 * MIB]
-        extracted = encoding.extract(source)
-        operation = both.a.put(extracted, request_id="r", peer="b", backend="shm")
+        _, operation = both.put(source)
         said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=Metadata)
         apart = (both.a.arena._address + said.offset - source.ctypes.data) % 4096
         assert 2048 - 64 < apart <= 2048

@@ -1,6 +1,9 @@
 """The allocator of extents and the table of a slot's life."""
 
+from __future__ import annotations
+
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,14 +17,14 @@ from tests.thoroughness import examples
 class ExtentsMachine(RuleBasedStateMachine):
     """Any order of allocations and frees, against a plain set of units."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.extents = Extents(64, 64 * 41, 64)
         self.free = set(range(1, 41))
-        self.used = {}
+        self.used: dict[int, int] = {}
 
     @rule(nbytes=st.integers(0, 64 * 12))
-    def allocate(self, nbytes):
+    def allocate(self, nbytes: int) -> None:
         units = max(1, -(-nbytes // 64))
         lowest = next((at for at in range(1, 41) if set(range(at, at + units)) <= self.free), None)
         got = self.extents.allocate(nbytes)
@@ -34,7 +37,7 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
-    def release(self, data):
+    def release(self, data: Any) -> None:
         start = data.draw(st.sampled_from(sorted(self.used)))
         size = self.used.pop(start)
         self.extents.free(start, size)
@@ -42,18 +45,18 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
-    def free_what_is_free(self, data):
+    def free_what_is_free(self, data: Any) -> None:
         at = data.draw(st.sampled_from(sorted(self.free)))
         with pytest.raises(ValueError, match="free already"):
             self.extents.free(at * 64, 64)
 
     @invariant()
-    def what_is_free_is_exactly_what_is_not_used(self):
+    def what_is_free_is_exactly_what_is_not_used(self) -> None:
         said = self.extents.free_extents()
         assert {unit for start, end in said for unit in range(start // 64, end // 64)} == self.free
         assert all(before[1] < after[0] for before, after in itertools.pairwise(said))  # merged, ascending
 
-    def teardown(self):
+    def teardown(self) -> None:
         for start, size in self.used.items():
             self.extents.free(start, size)
         assert self.extents.free_extents() == [(64, 64 * 41)]
@@ -64,7 +67,7 @@ TestAnyOrderOfAllocationsKeepsExtentsApartAndFreesThemOnce = ExtentsMachine.Test
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
-def test_an_event_moves_a_slot_by_the_table_or_changes_nothing(state, event):
+def test_an_event_moves_a_slot_by_the_table_or_changes_nothing(state: State, event: Event) -> None:
     slot = Slot(0, 64, 64, 0, 1)
     slot.state = state
     after = TRANSITIONS[state].get(event)
@@ -76,7 +79,7 @@ def test_an_event_moves_a_slot_by_the_table_or_changes_nothing(state, event):
         assert slot.take(event) is after
 
 
-def test_a_slot_that_receivers_may_read_becomes_free_only_through_their_release():
+def test_a_slot_that_receivers_may_read_becomes_free_only_through_their_release() -> None:
     for state in (State.IN_FLIGHT, State.QUARANTINED):
         assert State.FREE not in TRANSITIONS[state].values()
         assert [event for event, after in TRANSITIONS[state].items() if after is State.ACKED] == [Event.RELEASED]

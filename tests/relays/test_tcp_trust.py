@@ -1,6 +1,10 @@
 """What the tcp relay lets in: nothing that was not asked for, nothing without bound."""
 
+from __future__ import annotations
+
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,11 +15,11 @@ from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.tcp.arrivals import Header
 from stage_runtime.sockets.addresses import Security
-from tests.relays.relay_pairs import MIB, SMALL, pair
+from tests.relays.relay_pairs import MIB, SMALL, Pair, pair
 
 
 @pytest.fixture
-async def both():
+async def both() -> AsyncIterator[Pair]:
     with pair("tcp") as ends:
         yield ends
 
@@ -23,7 +27,7 @@ async def both():
 class Forger:
     """Somebody with a socket of his own, who talks to b."""
 
-    def __init__(self, both):
+    def __init__(self, both: Pair) -> None:
         facts = both.b.facts()["tcp"]
         self.token = bytes.fromhex(facts["token"])
         self.context = zmq.Context()
@@ -31,27 +35,28 @@ class Forger:
         self.socket.linger = 0
         self.socket.connect(facts["endpoint"])
 
-    def header(self, **changes):
+    def header(self, **changes: Any) -> bytes:
         said = {"token": self.token, "sender": "a", "transfer": 77, "request_id": "r", "nbytes": 100, "offset": 0}
         return msgspec.msgpack.encode(Header(**{**said, **changes}))
 
-    def send(self, *frames):
+    def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def close(self):
+    def close(self) -> None:
         self.socket.close()
         self.context.term()
 
 
 @pytest.fixture
-def forger(both):
+def forger(both: Pair) -> Iterator[Forger]:
     one = Forger(both)
     yield one
     one.close()
 
 
-def garbage(both):
-    return both.b.stats()["tcp_malformed_messages"]
+def garbage(both: Pair) -> int:
+    found: int = both.b.stats()["tcp_malformed_messages"]
+    return found
 
 
 METADATA = b"tcp:" + msgspec.msgpack.encode([77, 100])
@@ -75,21 +80,23 @@ METADATA = b"tcp:" + msgspec.msgpack.encode([77, 100])
     ],
     ids=str,
 )
-async def test_garbage_is_counted_and_dropped_and_what_follows_is_served(both, forger, frames):
+async def test_garbage_is_counted_and_dropped_and_what_follows_is_served(
+    both: Pair, forger: Forger, frames: Any
+) -> None:
     forger.send(*(frames if isinstance(frames, list) else [forger.header(**frames), b"x" * 100]))
     await both.until(lambda: garbage(both) == 1)
     assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
     assert both.b.stats()["tcp_unclaimed_bytes"] == 0
 
 
-async def test_the_forger_s_true_messages_do_arrive(both, forger):
+async def test_the_forger_s_true_messages_do_arrive(both: Pair, forger: Forger) -> None:
     """The positive control of the tests above: but for what they change, such a message is taken."""
     forger.send(forger.header(), b"x" * 100)
     buffer = await both.b.get(METADATA, request_id="r", peer="a").wait_for_completion(5)
     assert bytes(buffer) == b"x" * 100 and garbage(both) == 0
 
 
-async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(both, forger):
+async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(both: Pair, forger: Forger) -> None:
     size = 40 * MIB
     forger.send(forger.header(nbytes=size), bytes(size))
     await asyncio.sleep(0.05)
@@ -97,7 +104,7 @@ async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_els
     assert both.b.stats()["tcp_unclaimed_bytes"] == 0
 
 
-async def test_a_lost_piece_fails_the_transfer_at_once_and_releases_it(both, forger):
+async def test_a_lost_piece_fails_the_transfer_at_once_and_releases_it(both: Pair, forger: Forger) -> None:
     fetching = both.b.get(b"tcp:" + msgspec.msgpack.encode([77, 300]), request_id="r", peer="a")
     forger.send(forger.header(nbytes=300), b"x" * 100)
     forger.send(forger.header(nbytes=300, offset=200), b"x" * 100)
@@ -107,7 +114,7 @@ async def test_a_lost_piece_fails_the_transfer_at_once_and_releases_it(both, for
     assert both.b.stats()["tcp_dropped_transfers"] == 1
 
 
-async def test_a_transfer_that_broke_before_it_was_announced_is_refused_when_it_is(both, forger):
+async def test_a_transfer_that_broke_before_it_was_announced_is_refused_when_it_is(both: Pair, forger: Forger) -> None:
     forger.send(forger.header(nbytes=300), b"x" * 100)
     forger.send(forger.header(nbytes=300, offset=250), b"x" * 50)
     await both.until(lambda: both.b.stats()["tcp_dropped_transfers"] == 1)
@@ -117,14 +124,14 @@ async def test_a_transfer_that_broke_before_it_was_announced_is_refused_when_it_
     assert both.b.stats()["tcp_unclaimed_bytes"] == 0
 
 
-async def test_a_transfer_of_another_size_than_announced_is_refused(both, forger):
+async def test_a_transfer_of_another_size_than_announced_is_refused(both: Pair, forger: Forger) -> None:
     fetching = both.b.get(b"tcp:" + msgspec.msgpack.encode([77, 300]), request_id="r", peer="a")
     forger.send(forger.header(), b"x" * 100)
     with pytest.raises(TransferError, match="100 bytes came, 300 were announced"):
         await fetching.wait_for_completion(5)
 
 
-async def test_what_nobody_fetches_is_bounded():
+async def test_what_nobody_fetches_is_bounded() -> None:
     few = msgspec.structs.replace(SMALL, unclaimed_bytes=3 * MIB)
     with pair("tcp", settings=few) as both:
         puts = [both.put(np.full(MIB, mark, np.uint8))[1] for mark in range(5)]
@@ -140,7 +147,7 @@ async def test_what_nobody_fetches_is_bounded():
         assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
 
 
-async def test_an_aborted_request_s_transfers_are_dropped_and_its_waiters_fail(both, forger):
+async def test_an_aborted_request_s_transfers_are_dropped_and_its_waiters_fail(both: Pair, forger: Forger) -> None:
     waiting = both.b.get(METADATA, request_id="r", peer="a")
     forger.send(forger.header(transfer=78), b"y" * 100)
     await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 100)
@@ -154,7 +161,7 @@ async def test_an_aborted_request_s_transfers_are_dropped_and_its_waiters_fail(b
     assert both.b.stats()["tcp_unclaimed_bytes"] == 100
 
 
-async def test_pieces_of_the_forgotten_are_garbage(both, forger):
+async def test_pieces_of_the_forgotten_are_garbage(both: Pair, forger: Forger) -> None:
     forger.send(forger.header(nbytes=300), b"x" * 100)
     await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 300)
     both.b.forget("a")
@@ -164,7 +171,7 @@ async def test_pieces_of_the_forgotten_are_garbage(both, forger):
 
 
 @pytest.mark.parametrize("theirs", [b"k" * 32, b"x" * 32, None], ids=["same key", "another key", "no key"])
-async def test_with_curve_only_members_are_heard(theirs):
+async def test_with_curve_only_members_are_heard(theirs: Any) -> None:
     with pair("tcp", security=Security(b"k" * 32)) as both:
         assert (await both.carry({"a": np.ones(200_000)}))["a"].sum() == 200_000
         one = Forger.__new__(Forger)
@@ -187,7 +194,7 @@ async def test_with_curve_only_members_are_heard(theirs):
             one.close()
 
 
-async def test_an_address_that_is_taken_is_a_fault_of_the_configuration(both):
+async def test_an_address_that_is_taken_is_a_fault_of_the_configuration(both: Pair) -> None:
     taken = msgspec.structs.replace(SMALL, bind=both.a.facts()["tcp"]["endpoint"])
     with pytest.raises(ConfigurationError, match="cannot bind"):
         Relays(
@@ -207,13 +214,13 @@ async def test_an_address_that_is_taken_is_a_fault_of_the_configuration(both):
         ("tcp://127.0.0.1:*", None, "tcp://127.0.0.1:"),
     ],
 )
-async def test_peers_are_told_the_advertised_host(bind, host, wanted):
+async def test_peers_are_told_the_advertised_host(bind: str, host: str, wanted: str) -> None:
     with pair("shm", settings=msgspec.structs.replace(SMALL, bind=bind, advertise_host=host)) as both:
         endpoint = both.a.facts()["tcp"]["endpoint"]
         assert endpoint.startswith(wanted) and int(endpoint.removeprefix(wanted)) > 0
 
 
-async def test_what_nobody_asks_for_in_time_is_dropped_and_its_sender_released():
+async def test_what_nobody_asks_for_in_time_is_dropped_and_its_sender_released() -> None:
     """A connection that broke may deliver what its request has long given up."""
     with pair("tcp", settings=msgspec.structs.replace(SMALL, unclaimed_s=0.2)) as both:
         _, late = both.put(np.zeros(MIB, np.uint8))

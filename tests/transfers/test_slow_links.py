@@ -1,7 +1,11 @@
 """Slow is not dead: a transfer fails when no byte of its sender's has come for a while, and not before."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,20 +24,20 @@ STALLED_S = 0.6  # a frame of 2 MiB takes longer than a second
 class Narrow:
     """A way to the relay at ``endpoint`` through which so many bytes pass in a second, until it is blocked."""
 
-    def __init__(self, endpoint):
+    def __init__(self, endpoint: str) -> None:
         self._host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self._port = int(port)
-        self._tasks = set()
-        self._writers = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
         self.open = asyncio.Event()
         self.open.set()
 
-    async def __aenter__(self):
+    async def __aenter__(self) -> Narrow:
         self._server = await asyncio.start_server(self._pass, "127.0.0.1", 0, limit=PIECE)
         self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
-    async def __aexit__(self, *_):
+    async def __aexit__(self, *_: object) -> None:
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -42,13 +46,13 @@ class Narrow:
             writer.transport.abort()
         await asyncio.sleep(0)
 
-    async def _pass(self, reader, writer):
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, out = await asyncio.open_connection(self._host, self._port, limit=PIECE)
         self._writers += [writer, out]
         for source, target in ((reader, out), (back, writer)):
             self._tasks.add(asyncio.create_task(self._carry(source, target)))
 
-    async def _carry(self, source, target):
+    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(PIECE):
                 await self.open.wait()
@@ -58,7 +62,7 @@ class Narrow:
 
 
 @contextlib.asynccontextmanager
-async def narrowly():
+async def narrowly() -> AsyncIterator[tuple[Pair, Narrow]]:
     both = Pair("tcp")
     try:
         facts = both.b.facts()
@@ -71,17 +75,17 @@ async def narrowly():
         both.close()
 
 
-def fetch(both, fetching, fill, nbytes):
+def fetch(both: Pair, fetching: Fetching, fill: int, nbytes: int) -> asyncio.Future[Any]:
     """Put so many bytes and fetch them as a process does; the future gives what came, or the error."""
     extracted = encoding.extract({"x": np.full(nbytes, fill, np.uint8)})
-    operation = both.a.put(extracted, request_id="r", peer="b", backend="tcp")
+    operation = both.put_again(extracted)
     body = Body(extracted.value_bytes, tuple(extracted.refs), transfer=operation.metadata)
-    came = asyncio.get_running_loop().create_future()
+    came: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     fetching.fetch("a", body, f"r{fill}", lambda fetched: came.set_result(fetched.open()["x"]), came.set_exception)
     return came
 
 
-async def test_what_moves_slowly_or_waits_behind_others_is_not_late():
+async def test_what_moves_slowly_or_waits_behind_others_is_not_late() -> None:
     """A whole frame of 2 MiB, one in pieces, and a small one behind them."""
     async with narrowly() as (both, _):
         fetching = Fetching(both.b, asyncio.get_running_loop(), stalled_s=STALLED_S)
@@ -92,7 +96,7 @@ async def test_what_moves_slowly_or_waits_behind_others_is_not_late():
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_what_does_not_move_any_more_fails_alone(begun):
+async def test_what_does_not_move_any_more_fails_alone(begun: bool) -> None:
     """In mid-frame or before its first byte; what another peer sends meanwhile changes nothing."""
     async with narrowly() as (both, link):
         fetching = Fetching(both.b, asyncio.get_running_loop(), stalled_s=STALLED_S)

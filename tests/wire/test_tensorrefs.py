@@ -1,5 +1,9 @@
 """Refs from a socket: what is let through, and what is said of the rest."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,7 +14,7 @@ from stage_runtime.wire import tensorrefs
 from stage_runtime.wire.tensorrefs import TensorRef
 
 
-def ref(**changes):
+def ref(**changes: Any) -> TensorRef:
     return msgspec.structs.replace(TensorRef("payload.data", (2, 3), "float32", 64, 24), **changes)
 
 
@@ -29,7 +33,7 @@ def ref(**changes):
         ref(kind="value", dtype="uint8", shape=(24,)),
     ],
 )
-def test_a_ref_that_lies_inside_its_buffer_is_let_through(good):
+def test_a_ref_that_lies_inside_its_buffer_is_let_through(good: TensorRef) -> None:
     assert tensorrefs.validated([good], 100) == [good]
 
 
@@ -52,19 +56,19 @@ def test_a_ref_that_lies_inside_its_buffer_is_let_through(good):
         (ref(kind="pickle"), "unknown kind 'pickle'"),
     ],
 )
-def test_a_ref_that_lies_is_refused_and_named(bad, words):
+def test_a_ref_that_lies_is_refused_and_named(bad: TensorRef, words: Any) -> None:
     with pytest.raises(ProtocolError) as caught:
         tensorrefs.validated([ref(), bad], 100)
     assert words in str(caught.value)
     assert "tensor ref 1 (payload.data)" in str(caught.value)
 
 
-def test_refs_may_overlap():
+def test_refs_may_overlap() -> None:
     both = [ref(), ref(offset=70)]
     assert tensorrefs.validated(both, 100) == both
 
 
-def test_a_value_part_stands_last_or_is_refused():
+def test_a_value_part_stands_last_or_is_refused() -> None:
     value = ref(kind="value", dtype="uint8", shape=(24,))
     with pytest.raises(ProtocolError, match="a value stands last"):
         tensorrefs.validated([value, ref()], 100)
@@ -76,7 +80,9 @@ def test_a_value_part_stands_last_or_is_refused():
     offset=st.integers(-70, 200),
     nbytes=st.integers(-70, 200),
 )
-def test_what_is_let_through_is_inside_and_of_its_size(shape, dtype, offset, nbytes):
+def test_what_is_let_through_is_inside_and_of_its_size(
+    shape: tuple[int, ...], dtype: Any, offset: int, nbytes: int
+) -> None:
     one = TensorRef("x", shape, dtype, offset, nbytes)
     try:
         tensorrefs.validated([one], 128)
