@@ -56,7 +56,7 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     kind: Literal["resource", "plain", "python"]
     folder: Path | None = None  #: Where to look for the class that a plain file names; None: it is not imported.
-    lines: Mapping[str, int] = {}
+    lines: Mapping[str, int] = {}  #: Path as `_folded` gives it -> line.
     name: str | None = None
     metadata: Mapping[str, Any] = {}
     faults: tuple[Fault, ...] = ()
@@ -139,7 +139,7 @@ def _yaml(document: goyaml.Document, source: str, folder: Path | None) -> _Read:
         raise UnreadableSpec(f"{source}: a pipeline is a map with stages, this is {value!r:.60}")
     if "apiVersion" in value or "kind" in value:
         return _resource(value, document.lines, source)
-    return _Read(document=value, source=source, kind="plain", lines=document.lines, folder=folder)
+    return _Read(document=value, source=source, kind="plain", lines=_by_folded_path(document.lines), folder=folder)
 
 
 def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -> _Read:
@@ -159,7 +159,7 @@ def _resource(value: Mapping[str, Any], lines: Mapping[str, int], source: str) -
         document=value.get("spec") if value.get("spec") is not None else {},
         source=source,
         kind="resource",
-        lines={path.removeprefix("spec").removeprefix("."): line for path, line in lines.items()},
+        lines=_by_folded_path({path.removeprefix("spec").removeprefix("."): line for path, line in lines.items()}),
         name=name if isinstance(name, str) else None,
         metadata=metadata,
         faults=tuple(faults),
@@ -251,13 +251,17 @@ def _place(read: _Read, path: str) -> str:
 
 def _line(path: str, lines: Mapping[str, int]) -> int | None:
     """The line of a path, or of the nearest value around it; a file may use snake_case."""
-    folded = {_folded(place): line for place, line in lines.items()}
+    path = _folded(path)
     while path:
-        if _folded(path) in folded:
-            return folded[_folded(path)]
+        if path in lines:
+            return lines[path]
         cut = max(path.rfind("."), path.rfind("["))
         path = path[: max(cut, 0)]
     return None
+
+
+def _by_folded_path(lines: Mapping[str, int]) -> dict[str, int]:
+    return {_folded(path): line for path, line in lines.items()}
 
 
 def _folded(path: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import inspect
@@ -27,10 +27,13 @@ Spelling = Literal["resource", "plain"]
 
 
 def check(document: Any, struct: type[msgspec.Struct], *, spelling: Spelling) -> tuple[Any, tuple[Fault, ...]]:
-    """The document in the resource's form, and its faults. Use the document only if there are none."""
+    """The document in the resource's form, and its faults. Use the document only if there are none.
+
+    None if a list or a map has more entries than its bound: its entries are not checked.
+    """
     walk = _Walk(spelling)
     cleaned = walk.struct(document, struct, "")
-    return cleaned, tuple(walk.faults)
+    return None if walk.is_oversized else cleaned, tuple(walk.faults)
 
 
 def respell(document: Any, struct: type[msgspec.Struct]) -> Any:
@@ -78,10 +81,14 @@ def _fold(key: str) -> str:
     return re.sub(r"[-_]", "", key).lower()
 
 
+_QUANTITY: Final = inspect.StrType(max_length=20)
+
+
 class _Walk:
     def __init__(self, spelling: Spelling) -> None:
         self.plain = spelling == "plain"
         self.faults: list[Fault] = []
+        self.is_oversized = False  #: A list or a map has more entries than its bound.
 
     def refuse(self, path: str, message: str, *names: str) -> None:
         self.faults.append(Fault(path=path, message=message, names=names))
@@ -165,7 +172,8 @@ class _Walk:
     def items(self, given: Any, kind: Any, extra: dict[str, Any], path: str) -> Any:
         if not isinstance(given, list | tuple):
             return self.mistyped(given, "a list", path)
-        self.length(len(given), kind, "entries", path)
+        if not self.fits(given, kind, path):
+            return None
         item, item_extra = without_none(kind.item_type), extra_of(kind.item_type)
         cleaned = [self.value(each, item, item_extra, f"{path}[{index}]") for index, each in enumerate(given)]
         if "unique" in extra:
@@ -186,7 +194,8 @@ class _Walk:
             return self.mistyped(given, "a map", path)
         if isinstance(without_none(kind.value_type), inspect.AnyType):
             return self.free(given, path)
-        self.length(len(given), kind, "entries", path)
+        if not self.fits(given, kind, path):
+            return None
         key_kind, value_kind = without_none(kind.key_type), without_none(kind.value_type)
         value_extra = extra_of(kind.value_type)
         return {
@@ -205,8 +214,8 @@ class _Walk:
             self.refuse(
                 path, f"{given[:40]!a} contains NUL or half of a surrogate pair, which no file or process accepts"
             )
-        self.length(len(given), kind, "characters", path)
-        if kind.pattern and not _matches(kind.pattern, given):
+        fits = self.length(len(given), kind, "characters", path)
+        if fits and kind.pattern and not _matches(kind.pattern, given):
             self.refuse(path, _pattern_message(kind.pattern, given), given)
         return given
 
@@ -234,7 +243,10 @@ class _Walk:
     def quantity(self, given: Any, path: str) -> Any:
         if isinstance(given, bool) or not isinstance(given, int | str):
             return self.mistyped(given, "a quantity such as 12Gi or 500m", path)
-        self.length(len(str(given)), inspect.StrType(max_length=20), "characters", path)
+        if isinstance(given, str) and not self.length(len(given), _QUANTITY, "characters", path):
+            return given
+        if isinstance(given, int) and self.free(given, path) is None:
+            return None
         try:
             quantities.parse_quantity(given)
         except ValueError as error:
@@ -248,11 +260,20 @@ class _Walk:
             self.refuse(error.place, error.message)
             return None
 
-    def length(self, length: int, kind: Any, what: str, path: str) -> None:
-        if kind.max_length is not None and length > kind.max_length:
-            self.refuse(path, f"has {length} {what}; at most {kind.max_length} are allowed")
+    def fits(self, given: Any, kind: Any, path: str) -> bool:
+        """Whether a list or a map has no more entries than its bound. Ask before looking at its entries."""
+        fits = self.length(len(given), kind, "entries", path)
+        self.is_oversized = self.is_oversized or not fits
+        return fits
+
+    def length(self, length: int, kind: Any, what: str, path: str) -> bool:
+        """Refuse a value that is too long or too short. False if it is too long."""
         if kind.min_length is not None and length < kind.min_length:
             self.refuse(path, f"has {length} {what}; at least {kind.min_length} are required")
+        if kind.max_length is None or length <= kind.max_length:
+            return True
+        self.refuse(path, f"has {length} {what}; at most {kind.max_length} are allowed")
+        return False
 
     def mistyped(self, given: Any, wanted: str, path: str) -> None:
         shown = repr(given) if isinstance(given, str | int | float | bool) else f"a {_spoken(given)}"
