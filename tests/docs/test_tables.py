@@ -20,7 +20,7 @@ from stage_runtime.relays.base import Relay
 from stage_runtime.wire import messages
 from tests.docs.blocks import FENCE, ROOT, blocks
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = (
     ROOT / "crds/omnipipeline_spec",
     ROOT / "operator/omnipipeline_operator",
