@@ -48,9 +48,9 @@ def cause(text: str) -> str:
     marks = list(_marks(lines))
     if marks:
         return one_line(marks[-1])
-    said = [_told(line) for line in lines if line.strip()]
-    wrong = [line for line, is_error in said if is_error]
-    return one_line(_unwrapped((wrong or [line for line, _ in said] or [""])[-1]))
+    texts = [_text_of(line) for line in lines if line.strip()]
+    wrong = [line for line, is_error in texts if is_error]
+    return one_line(_unwrapped((wrong or [line for line, _ in texts] or [""])[-1]))
 
 
 def is_fatal(line: str) -> bool:
@@ -63,12 +63,12 @@ def raised(error: BaseException) -> str:
     """An exception in one line: its type, the first line of its message, and its first cause."""
     if isinstance(error, BaseExceptionGroup):
         return raised(error.exceptions[0])  # the group's own message only counts its members
-    said = [_said(error)]
+    chain = [_summary(error)]
     origin, seen = error.__cause__, {id(error)}
     while origin is not None and id(origin) not in seen:
         seen.add(id(origin))
-        said[1:], origin = [_said(origin)], origin.__cause__  # only the first of the chain is kept
-    return _because(said[0], said[1] if len(said) > 1 else None)
+        chain[1:], origin = [_summary(origin)], origin.__cause__  # only the first of the chain is kept
+    return _because(chain[0], chain[1] if len(chain) > 1 else None)
 
 
 def one_line(text: str) -> str:
@@ -87,7 +87,7 @@ def _plain(line: str) -> str:
     return _PREFIX.sub("", line)
 
 
-def _said(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     try:
         text = str.__getitem__(str(error), slice(16 * MAX_LINE))
     except BaseException:  # an author's `__str__` may raise, exit, or give no str
@@ -97,11 +97,11 @@ def _said(error: BaseException) -> str:
     return f"{name}: {first[:MAX_LINE]}" if first else name
 
 
-def _because(said: str, origin: str | None) -> str:
+def _because(summary: str, origin: str | None) -> str:
     """The message with its cause, unless the message already contains it."""
-    if origin is None or origin in said or origin.partition(": ")[2] in said.partition(": ")[2]:
-        return said
-    return f"{said} (because of {origin})"
+    if origin is None or origin in summary or origin.partition(": ")[2] in summary.partition(": ")[2]:
+        return summary
+    return f"{summary} (because of {origin})"
 
 
 # --- marks of a crash, in order ----------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ def _marks(lines: Sequence[str]) -> Iterator[str]:
         line = lines[at]
         if _is_traceback(line):
             ignored = at > 0 and lines[at - 1].lstrip().startswith(_SURVIVED)
-            at, said = _raised_below(lines, at)
-            if said and not ignored:
+            at, summary = _raised_below(lines, at)
+            if summary and not ignored:
                 chained = any(each.strip() == _CHAINED for each in lines[max(0, at - 60) : at]) and before
-                before = _because(said, before.partition(" (because of ")[0] if chained else None)
+                before = _because(summary, before.partition(" (because of ")[0] if chained else None)
                 yield before
             continue
         if _MEMBER.match(line) and at + 1 < len(lines) and _RAISED.match(lines[at + 1]):
@@ -201,11 +201,11 @@ def _thrown(lines: Sequence[str], at: int) -> str:
     """An uncaught C++ exception: its type, and its message from the next line."""
     thrown = _THROWN.search(lines[at])
     kind = thrown["type"] if thrown else None
-    said = next((what[1] for line in lines[at + 1 : at + 3] if (what := _WHAT.match(line))), None)
-    return ": ".join(filter(None, (kind or lines[at].strip(), said)))
+    summary = next((what[1] for line in lines[at + 1 : at + 3] if (what := _WHAT.match(line))), None)
+    return ": ".join(filter(None, (kind or lines[at].strip(), summary)))
 
 
-def _told(line: str) -> tuple[str, bool]:
+def _text_of(line: str) -> tuple[str, bool]:
     """The text of an output line, and whether it reports an error; for a structured log line the level decides."""
     try:
         entry = json.loads(line) if line.startswith("{") else None
@@ -214,8 +214,8 @@ def _told(line: str) -> tuple[str, bool]:
     if not isinstance(entry, dict):
         return line, bool(_ERROR.search(line))
     words = [entry.get(key) for key in ("traceback", "exception", "exc_info", "message", "msg", "event")]
-    said = next((word for word in words if isinstance(word, str) and word.strip()), line)
-    return (cause(said) if "\n" in said else said), str(entry.get("level", "")).lower() in _ERROR_LEVELS
+    summary = next((word for word in words if isinstance(word, str) and word.strip()), line)
+    return (cause(summary) if "\n" in summary else summary), str(entry.get("level", "")).lower() in _ERROR_LEVELS
 
 
 def _unwrapped(line: str) -> str:

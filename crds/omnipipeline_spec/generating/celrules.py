@@ -30,7 +30,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     rule: str
     message: str
-    names_culprit: bool = False  #: The message follows ``stage NAME``.
+    names_stage: bool = False  #: The message follows ``stage NAME``.
 
 
 def _process(stage: str) -> str:
@@ -48,7 +48,7 @@ def _not_itself(field: str) -> Rule:
     return Rule(
         rule=f"!has(self.{field}) || !(self.name in self.{field})",
         message=f"must not be in its own {field}",
-        names_culprit=True,
+        names_stage=True,
     )
 
 
@@ -56,7 +56,7 @@ def _needs(function: str, field: str) -> Rule:
     return Rule(
         rule=f"!has(self.{function}) || self.{function} == '' || (has(self.{field}) && size(self.{field}) > 0)",
         message=f"has {function}, which needs {field}",
-        names_culprit=True,
+        names_stage=True,
     )
 
 
@@ -117,7 +117,7 @@ _STAGE: Final = (
     Rule(
         rule="(has(self.terminal) && self.terminal) != (has(self.next) && size(self.next) > 0)",
         message="must have exactly one of next and terminal: true",
-        names_culprit=True,
+        names_stage=True,
     ),
     _not_itself("next"),
     _not_itself("streamTo"),
@@ -126,7 +126,7 @@ _STAGE: Final = (
     Rule(
         rule="(has(self.waitFor) && size(self.waitFor) > 0) == (has(self.mergeFn) && self.mergeFn != '')",
         message="must have both waitFor and mergeFn, or neither",
-        names_culprit=True,
+        names_stage=True,
     ),
     _needs("waitForFn", "waitFor"),
     _needs("streamDoneToFn", "streamTo"),
@@ -134,25 +134,25 @@ _STAGE: Final = (
         rule="self.tpSize == 1 ? (!has(self.gpu) || size(self.gpu) <= 1) : "
         "(has(self.gpu) && size(self.gpu) == self.tpSize)",
         message="must list one GPU id per rank of tpSize; without ranks at most one",
-        names_culprit=True,
+        names_stage=True,
     ),
     Rule(
         rule="self.tpSize > 1 || (has(self.process) && self.process != '')",
         message="must declare its process; only a stage with tpSize > 1 may leave it out",
-        names_culprit=True,
+        names_stage=True,
     ),
     Rule(
         rule="!has(self.gpuMemory) || (has(self.gpu) && size(self.gpu) > 0)",
         message="has gpuMemory, but no gpu",
-        names_culprit=True,
+        names_stage=True,
     ),
     Rule(
         rule="!has(self.projectPayload) || self.projectPayload.all(k, (has(self.next) && k in self.next) || "
         "(has(self.streamTo) && k in self.streamTo))",
         message="may have only stages in next or streamTo in projectPayload",
-        names_culprit=True,
+        names_stage=True,
     ),
-    Rule(rule=f"self.name != '{COORDINATOR}'", message="has a name that is reserved", names_culprit=True),
+    Rule(rule=f"self.name != '{COORDINATOR}'", message="has a name that is reserved", names_stage=True),
 )
 
 #: Type -> its rules. Those of the root object, which has no type here, are `ROOT`.

@@ -105,9 +105,9 @@ def _row(field: inspect.Field) -> str:
     if "outside_resource" in extra_of(field.type):
         name += " (not in the resource)"
     python = "" if field.name == field.encode_name else f"`{field.name}`"
-    told = description_of(field).replace("|", "\\|")
+    description = description_of(field).replace("|", "\\|")
     kind = _type(without_none(field.type), extra_of(field.type))
-    return f"| {name} | {python} | {kind} | {_default(field)} | {told} |\n"
+    return f"| {name} | {python} | {kind} | {_default(field)} | {description} |\n"
 
 
 def _default(field: inspect.Field) -> str:
@@ -120,9 +120,9 @@ def _default(field: inspect.Field) -> str:
 def _type(kind: inspect.Type, extra: dict[str, Any]) -> str:
     if is_list(kind):
         inner = _type(without_none(getattr(kind, "item_type", inspect.AnyType())), {})
-        lone = " (or one)" if "scalar" in extra else ""
+        single = " (or one)" if "scalar" in extra else ""
         most = getattr(kind, "max_length", None)
-        return f"list of {inner}{f', at most {most}' if most else ''}{lone}"
+        return f"list of {inner}{f', at most {most}' if most else ''}{single}"
     match kind:
         case inspect.StructType():
             return "object"
@@ -159,8 +159,8 @@ def _rules() -> Iterator[str]:
     yield "In addition to types and bounds, before it stores a pipeline. `omni validate` reports these and more.\n\n"
     for struct, rules in celrules.RULES.items():
         for rule in rules:
-            where = "a stage " if rule.names_culprit else ""
-            of = "" if rule.names_culprit or struct is PipelineConfig else f"`{struct.__name__}`: "
+            where = "a stage " if rule.names_stage else ""
+            of = "" if rule.names_stage or struct is PipelineConfig else f"`{struct.__name__}`: "
             yield f"- {of}{where}{rule.message}\n"
     yield from (f"- {rule.message}\n" for rule in celrules.ROOT)
     yield "\n"

@@ -220,7 +220,7 @@ def _bounds(value: float | None, name: str) -> dict[str, Any]:
 
 
 def _rule(rule: Rule) -> dict[str, Any]:
-    if not rule.names_culprit:
+    if not rule.names_stage:
         return {"rule": rule.rule, "message": rule.message}
     return {
         "rule": rule.rule,

@@ -78,8 +78,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
-    lone = all(isinstance(item, str | int | float | bool) for item in items)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True if lone else None)
+    plain = all(isinstance(item, str | int | float | bool) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True if plain else None)
 
 
 def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -60,8 +60,8 @@ def documents(text: str, source: str) -> tuple[Document, ...]:
         raise UnreadableSpec(f"{source}, line {line}: {error.problem or error.context}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        told = f"the character U+{error.character:04X} is not allowed in YAML"
-        raise UnreadableSpec(f"{source}, line {line}: {told}") from error
+        message = f"the character U+{error.character:04X} is not allowed in YAML"
+        raise UnreadableSpec(f"{source}, line {line}: {message}") from error
     read = [_Reading(source).document(node) for node in nodes if node is not None]
     return tuple(document for document in read if document.value is not None)
 
@@ -106,9 +106,9 @@ class _Composer(yaml.BaseLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.levels += 1
         if self.levels > MAX_LEVELS:
-            told = f"values are nested deeper than {MAX_LEVELS} levels"
+            message = f"values are nested deeper than {MAX_LEVELS} levels"
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, told, mark)
+            raise yaml.composer.ComposerError(None, None, message, mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.levels -= 1
         return node

@@ -187,12 +187,12 @@ def _import(module: str, text: str) -> ModuleType:
 def _raised(text: str, error: BaseException) -> UnreadableSpec:
     """What importing a module raised, in one line, with the location in it. Its ``__str__`` may raise, too."""
     try:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        summary = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:
-        said = type(error).__name__
+        summary = type(error).__name__
     machinery = (str(Path(__file__).parents[1]), os.path.dirname(importlib.__file__ or __file__), "<frozen")
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(machinery)]
-    return UnreadableSpec(f"{text}: {said}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""))
+    return UnreadableSpec(f"{text}: {summary}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""))
 
 
 @contextmanager

@@ -24,8 +24,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, order=True):
     line: int | None = None  #: In the file that was read, when there is one.
 
     def __str__(self) -> str:
-        told = f"{self.path}: {self.message}" if self.path else self.message
-        return f"line {self.line}: {told}" if self.line else told
+        text = f"{self.path}: {self.message}" if self.path else self.message
+        return f"line {self.line}: {text}" if self.line else text
 
 
 class SpecError(Exception):

@@ -114,7 +114,7 @@ class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the coordinator's process is told. Not part of the revision map: it serves old and new revisions."""
+    """What the coordinator's process gets. Not part of the revision map: it serves old and new revisions."""
 
     version: int = PLAN_VERSION
     pipeline: str

@@ -17,7 +17,7 @@ from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 class Grouping(msgspec.Struct, frozen=True, kw_only=True):
     """Stages by process group and groups by pod unit, all in order of their first stage in the spec."""
 
-    groups: Mapping[str, tuple[StageConfig, ...]]  #: Group -> its stages. Every stage stands in exactly one.
+    groups: Mapping[str, tuple[StageConfig, ...]]  #: Group -> its stages. Every stage is in exactly one.
     units: Mapping[str, tuple[str, ...]]  #: Unit, called after its first group -> its groups.
     absorbed: Mapping[str, str]  #: Group that fusion merged away -> group that has its stages now.
 

@@ -261,9 +261,9 @@ def _units(spec: PipelineConfig, groups: Grouping) -> Iterator[Fault]:
             given = [(group.name, of(group)) for group in refined if of(group) is not None]
             odd = [(name, value) for name, value in given if value != given[0][1]]
             if odd:
-                said = field == "replicas" or field == "gpuResourceName"
+                with_values = field == "replicas" or field == "gpuResourceName"
                 stated = [given[0], *odd]
-                both = ", ".join(f"{name!r}: {value}" if said else repr(name) for name, value in stated)
+                both = ", ".join(f"{name!r}: {value}" if with_values else repr(name) for name, value in stated)
                 message = f"process groups that share a GPU share a pod and must have the same {field}: {both}"
                 path = f"processGroups[{index_of[odd[0][0]]}].{field}"
                 yield Fault(path=path, message=message, names=tuple(name for name, _ in stated))

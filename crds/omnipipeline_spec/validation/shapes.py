@@ -72,7 +72,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     return folded[close[0]] if close else None
 
 
-def _sayable(text: str) -> bool:
+def _storable(text: str) -> bool:
     """Whether files, environment variables and JSON can hold the text."""
     return "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text)
 
@@ -135,12 +135,12 @@ class _Walk:
             return
         kind, extra = without_none(field.type), extra_of(field.type)
         if is_list(kind) and not isinstance(value, list | tuple):
-            value = self.lone(value, extra, path)
+            value = self.single(value, extra, path)
             if value is None:
                 return
         cleaned[field.encode_name] = self.value(value, kind, extra, path)
 
-    def lone(self, value: Any, extra: dict[str, Any], path: str) -> list[Any] | None:
+    def single(self, value: Any, extra: dict[str, Any], path: str) -> list[Any] | None:
         if "scalar" not in extra or not isinstance(value, str | int):
             self.mistyped(value, "a list", path)
             return None
@@ -210,7 +210,7 @@ class _Walk:
         if not isinstance(given, str):
             cure = f"a string; YAML reads this as {_spoken(given)}: put it in quotes"
             return self.mistyped(given, cure if isinstance(given, bool | int | float) else "a string", path)
-        if not _sayable(given):
+        if not _storable(given):
             self.refuse(
                 path, f"{given[:40]!a} contains NUL or half of a surrogate pair, which no file or process accepts"
             )
