@@ -34,7 +34,7 @@ floors: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 coverage: $(VENV)/.dev ## the tests of `make test`, and which lines and branches they reach (in this process alone)
-	$(BIN)/pytest -m "not cluster and not voice and not gpu and not rdma" --cov --cov-report=term
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not cluster and not voice and not gpu and not rdma" --cov --cov-report=term
 
 format: $(VENV)/.dev ## rewrite the code in the house format
 	$(BIN)/ruff format .
