@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,14 +24,20 @@ FILES = ["words.py", "family.py", "loud.yaml", "silent.resource.yaml", "packed.p
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The page's files; their modules are forgotten afterwards."""
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's files; their modules are forgotten afterwards. pytest's own paths are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        yield from _written(Path(name), monkeypatch)
+
+
+def _written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for _, body in FENCE.findall(PAGE.read_text()):
         name, _, text = body.partition("\n")
-        (tmp_path / name.removeprefix("# ")).write_text(text)
-    monkeypatch.chdir(tmp_path)
+        (folder / name.removeprefix("# ")).write_text(text)
+    monkeypatch.chdir(folder)
     before = set(sys.modules)
-    yield tmp_path
+    yield folder
+    monkeypatch.undo()
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
