@@ -48,6 +48,7 @@ def engine() -> Any:
                     case events.Start() as event:
                         assert event.request_id not in held, "one id for two live requests"
                         held[event.request_id] = event.payload.data
+                        del event  # at rest it would hold the last request's tensor, and with it its sender's slot
                     case events.Abort() as event:
                         held.pop(event.request_id, None)
                 if time.monotonic() - since > 0.03:
