@@ -42,6 +42,8 @@ class Deadlines:
             self._timer.cancel()
 
     def _check(self) -> None:
+        # Armed first: a check that raises does not stop the later ones.
+        self._timer = self._loop.call_later(CHECK_EVERY_S, self._check) if self._heap else None
         now = self._loop.time()
         while self._heap and self._heap[0][0] <= now:
             deadline, request_id = heapq.heappop(self._heap)
@@ -50,4 +52,3 @@ class Deadlines:
             self._heap = [(deadline, one) for deadline, one in self._heap if self._wanted(one, deadline)]
             heapq.heapify(self._heap)
             self._live = len(self._heap)
-        self._timer = self._loop.call_later(CHECK_EVERY_S, self._check) if self._heap else None

@@ -225,8 +225,8 @@ class Relays:
         return relay, rest
 
     def _trim(self) -> None:
+        self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
         self.arena.trim()
-        self._trimming = self._loop.call_later(TRIM_S, self._trim)
 
 
 class _Named:

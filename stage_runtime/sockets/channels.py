@@ -422,6 +422,8 @@ class Channels:
 
     def _resend_due(self) -> None:
         """Send frames again that were not acknowledged in time: lost with a connection, or sent before registration."""
+        # Armed first: a check that raises does not stop the later ones.
+        self._watch = self._loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
         now = self._loop.time()
         for link in list(self._links.values()):
             if not link.unacked:
@@ -432,7 +434,6 @@ class Channels:
                 delay_s = min(delay_s * 2, RESEND_MOST_S)
                 self._resends[link] = (now + delay_s, delay_s)
                 self._send_again(link)
-        self._watch = self._loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
 
     # --- watching lives -----------------------------------------------------------------------------------------
 

@@ -258,7 +258,8 @@ class IdleConnections:
         self._timer.cancel()
 
     def _sweep(self) -> None:
+        # Armed first: a check that raises does not stop the later ones.
+        self._timer = self._loop.call_later(self._limits.sweep_s, self._sweep)
         now = self._loop.time()
         for connection in list(self._connections):
             connection.sweep(now)
-        self._timer = self._loop.call_later(self._limits.sweep_s, self._sweep)

@@ -217,8 +217,9 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
                 route.socket.send(body, copy=False)
 
     def _expire(self) -> None:
-        self._arrivals.expire(time.monotonic())
+        # Armed first: a check that raises does not stop the later ones.
         self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
+        self._arrivals.expire(time.monotonic())
 
     def _on_socket_event(self, announced: Mapping[str, Any]) -> None:
         event, descriptor = zmq.Event(announced["event"]), int(announced["value"])
