@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
 
 def start(name: str, target: Callable[..., Any], *args: Any, crashed: Callable[[BaseException], None]) -> Thread:
-    """Run ``target(*args)`` on a thread. Whatever it raises, `SystemExit` too, goes to ``crashed``, on that thread."""
+    """Run ``target(*args)`` on a thread, in a copy of the caller's context: its events belong to the caller's stage.
+
+    Whatever it raises, `SystemExit` too, goes to ``crashed``, on that thread.
+    """
+    context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            target(*args)
+            context.run(target, *args)
         except BaseException as error:
             crashed(error)
 
