@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 ANSWER_S: Final = 120.0  # of a process that lives: torch takes seconds to start a trace, and longer to write one
 RUNS_KEPT: Final = 200
 _NAME: Final = events.COORDINATOR
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Members(Protocol):
@@ -204,10 +206,13 @@ class Profiling:
         return found
 
     async def content(self, run_id: str, file: RunFile) -> AsyncIterator[bytes]:
-        """The file in pieces. One that cannot be read to its end ends early. Raises: ConfigurationError."""
+        """The file in pieces, up to the size that it was listed with: one that is being written may grow for ever.
+
+        Raises: ConfigurationError: it cannot be read.
+        """
         offset = 0
-        while True:
-            piece = await self._piece(run_id, file, offset)
+        while offset < file.nbytes:
+            piece = (await self._piece(run_id, file, offset))[: file.nbytes - offset]
             if not piece:
                 return
             offset += len(piece)
@@ -241,7 +246,7 @@ class Profiling:
 
     def beat(self) -> None:
         """Called every now and then: a run ends when its time is over, here as everywhere."""
-        if self._given is not None:
+        if self._given is not None and self._given.recording is not None:
             self._given.thread.submit(self._given.expire)
 
     def limit(self, limits: Limits) -> None:
@@ -360,7 +365,13 @@ def check_config(config: Mapping[str, Any]) -> dict[str, bool]:
 
 def _on_disk(folder: Path) -> dict[str, int]:
     """Files below a run's folder: of this process, and on one machine of every other one, dead ones too."""
-    return {str(path): path.stat().st_size for path in sorted(folder.rglob("*.jsonl")) if path.is_file()}
+    found = {}
+    for path in sorted(folder.rglob("*.jsonl")):
+        try:
+            found[str(path)] = path.stat().st_size
+        except OSError:  # deleted meanwhile
+            continue
+    return found
 
 
 def _read(path: Path, offset: int) -> bytes:
@@ -373,6 +384,6 @@ def _read(path: Path, offset: int) -> bytes:
 
 
 def _name(owner: str, path: str) -> str:
-    """Of a file in an archive: where it comes from, and its own name."""
-    parts = Path(path).parts[-2:]
-    return "/".join(filter(None, (owner, *(part for part in parts if part != "events"))))
+    """Of a file in an archive: where it comes from, and its own name. Safe, whatever a process says of itself."""
+    parts = (owner, *(part for part in Path(path).parts[-2:] if part != "events"))
+    return "/".join(_UNSAFE.sub("_", part).lstrip(".") or "_" for part in parts if part)

@@ -35,7 +35,8 @@ class Profiling:
 
     def beat(self) -> None:
         """Called with every beat of the process."""
-        self._session.thread.submit(self._session.expire)
+        if self._session.recording is not None:
+            self._session.thread.submit(self._session.expire)
 
     def _do(self, sender: str, call_id: str, work: Callable[[], dict[str, Any]]) -> None:
         """Carry it out on the session's thread and answer, whatever becomes of it."""
