@@ -26,6 +26,7 @@ _CODINGS: Final = {
     b"content-encoding": frozenset({"", "identity"}),
     b"transfer-encoding": frozenset({"", "identity", "chunked"}),
 }
+_SECONDS: Final = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _BODILESS: Final = b""
 
 
@@ -78,8 +79,11 @@ class Exchange:
         return found[0].decode("latin-1") if found else None
 
     def name_request(self, new_id: Callable[[], str]) -> str:
-        """The request's id: the client's own if it is sane, else a new one. Echoed in the answer."""
-        given = self.header(b"x-request-id")
+        """The request's id: the client's own if it is sane, else a new one. Echoed in the answer.
+
+        Raises: InvalidRequest: the header is there twice.
+        """
+        given = self.only_header(b"x-request-id")
         self.request_id = given if given is not None and _SANE_ID.fullmatch(given) else new_id()
         return self.request_id
 
@@ -91,15 +95,12 @@ class Exchange:
     def timeout_s(self, in_body: float | None) -> float | None:
         """The deadline that the client sets: the shorter of header and body field.
 
-        Raises: InvalidRequest: the header is no number of seconds.
+        Raises: InvalidRequest: the header is no number of seconds, or is there twice.
         """
-        given = self.header(b"x-request-timeout")
+        given = self.only_header(b"x-request-timeout")
         if given is None:
             return in_body
-        try:
-            seconds = float(given)
-        except ValueError:
-            seconds = -1.0
+        seconds = float(given) if _SECONDS.fullmatch(given) else -1.0
         if not 0 < seconds < float("inf"):
             raise InvalidRequest(f"x-request-timeout: {given!r} is no number of seconds", param="x-request-timeout")
         return seconds if in_body is None else min(seconds, in_body)

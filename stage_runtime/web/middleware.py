@@ -76,7 +76,7 @@ class Middleware:
             await fail(exchange, errors.internal(exchange.request_id))
 
     def _authorise(self, exchange: Exchange) -> None:
-        scheme, _, given = (exchange.header(b"authorization") or "").partition(" ")
+        scheme, _, given = (exchange.only_header(b"authorization") or "").partition(" ")
         token = given.strip().encode()
         if not self._keys.allow(token) or scheme.lower() != "bearer":
             raise RequestError("unauthorized", "an API key is needed: Authorization: Bearer KEY")

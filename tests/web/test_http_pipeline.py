@@ -13,8 +13,9 @@ import pytest
 
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import RequestError
+from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, RawTensor, Text
-from tests.web.running import start
+from tests.web.running import ALL, start
 from tests.web.scripted_manager import chunk, play
 
 FLOATS = RawTensor("float32", (2,), np.array([1.0, 2.0], np.float32).tobytes())
@@ -104,6 +105,34 @@ async def test_everything_in_the_body_reaches_the_request_manager() -> None:
     assert request.metadata == {"m": "n"}
     assert (first.timeout_s, first.trace) == (4.0, trace)  # the shorter of the two
     assert (second.timeout_s, second.trace) == (9.5, None)
+
+
+@pytest.mark.parametrize(
+    "given", ["1_0", "", "+1", "1e3", "nan", "inf", "-1", "0", "\u0661".encode().decode("latin-1")]
+)
+async def test_a_time_that_is_not_plain_digits_is_refused(given: str) -> None:
+    async with start(play(ResultEvent(stage="talk", data=1))) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            headers = [(b"x-request-timeout", given.encode("latin-1"))]
+            answer = await client.post("/v1/pipeline", json={"inputs": 1}, headers=headers)
+            good = await client.post("/v1/pipeline", json={"inputs": 1}, headers={"x-request-timeout": "2.5"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout")
+    assert good.status_code == 200
+    assert [handle.timeout_s for handle in running.manager.handles] == [2.5]
+
+
+@pytest.mark.parametrize("name", ["x-request-timeout", "x-request-id", "authorization"])
+async def test_a_header_that_says_two_things_is_refused(name: str) -> None:
+    settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("1",)))
+    async with start(play(ResultEvent(stage="talk", data=1)), settings) as running:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            headers = [("authorization", "Bearer 1"), (name, "Bearer 1"), (name, "2")]
+            answer = await client.post("/v1/pipeline", json={"inputs": 1}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (
+        400,
+        "authorization" if name == "authorization" else name,
+    )
+    assert running.manager.handles == []
 
 
 async def test_files_of_a_form_are_bytes_in_inputs() -> None:
