@@ -4,6 +4,8 @@ Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `
 other threads. `opening` makes the sockets; `rules.links` keeps sequence numbers and acknowledgements. This module
 counts, orders and acknowledges messages, passes them to a `Handler`, and detects dead peers by libzmq's heartbeats
 and disconnects, which work while Python holds the GIL.
+
+Over 450 lines and one module: every method reads or changes the table of links, which has one owner.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Array-like tagged structs: small, fast, and readable by any MessagePack decoder (a test reads them all with
 `msgpack`). Messages hold no tensors, but may carry up to 16 KiB of a payload inline. Acknowledgement of frames is in
 `rules.links`; encoding is in `codec`.
+
+Over 450 lines and one module: it is the protocol, and a reader of one message needs the types it shares with others.
 """
 
 from __future__ import annotations

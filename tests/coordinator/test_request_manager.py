@@ -596,7 +596,7 @@ async def test_a_chunk_after_the_end_is_a_fault_of_the_stage_and_not_of_the_requ
         assert (await error_of(handle)).code == "transport_failed"
 
 
-async def test_a_desk_that_refuses_says_why_and_one_that_fails_ends_everything() -> None:
+async def test_a_manager_that_refuses_says_why_and_one_that_fails_ends_everything() -> None:
     async with coordinator_harness() as made:
         handles = [made.manager.admit(asked(f"r{number}")) for number in range(3)]
         made.manager.refuse("shutting down")
