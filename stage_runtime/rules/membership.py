@@ -16,6 +16,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import edges, reachability
+from stage_runtime.rules.pools import Endpoints, Pool, Pools
 from stage_runtime.wire.messages import Member
 
 CHOICES_KEPT: Final = 256  # sets of terminals whose complete sets are remembered; an author's hook chooses them
@@ -46,13 +47,17 @@ class Instance(msgspec.Struct):
 
 
 class Sets(msgspec.Struct):
-    """The complete sets of one revision, as long as nobody comes or goes."""
+    """The complete sets of one revision, as long as none of its pools becomes empty."""
 
     revision: PipelineRevision
     stages: dict[str, str]  #: stage -> group, of those that the request may meet
-    candidates: dict[str, list[Instance]]  #: group -> its eligible instances; only groups of these stages
-    count: int  #: Complete sets: the minimum over its groups.
+    candidates: dict[str, Pool[str]]  #: group -> its eligible instances, by incarnation; only groups of these stages
     weight: float = 0.0  #: Of the smooth weighted round robin.
+
+    @property
+    def count(self) -> int:
+        """Complete sets: the minimum over its groups."""
+        return min(len(pool) for pool in self.candidates.values())
 
 
 Kind: TypeAlias = tuple[str, str, str, str]  #: group, unit, unit revision, edge schema: what one may stand in for
@@ -80,33 +85,32 @@ class MembershipState:
         self.instances: dict[str, Instance] = {}
         self._aside: frozenset[str] = frozenset()  #: Hosts.
         self._schemas: dict[str, dict[str, str]] = {}  #: pipeline revision -> group -> edge schema
-        self._eligible: dict[Kind, list[Instance]] | None = None
+        self._eligible: Pools[Kind, str] = Pools()  #: Incarnations; `_place` keeps it equal to ``instances``.
+        self._endpoints = Endpoints()
         self._complete: dict[frozenset[str] | None, list[Sets]] = {}  #: By the terminals that are waited for.
         self.update(revisions)
 
     def update(self, revisions: Sequence[PipelineRevision]) -> None:
         self.revisions = tuple(revisions)
         self._schemas = {one.revision: edges.of_revision(one) for one in revisions}
-        self._changed()
+        self._complete.clear()
 
     def join(self, member: Member, schema: str) -> list[str]:
         """Add or replace a member, which declares these edges.
 
         Returns: incarnations that this proves gone: another life at the same endpoint.
         """
-        gone = [
-            known
-            for known, instance in self.instances.items()
-            if instance.member.endpoint == member.endpoint and known != member.incarnation
-        ]
-        self._changed()
         known = self.instances.get(member.incarnation)
         if known is None:
             aside = host_of(member.endpoint) in self._aside
-            self.instances[member.incarnation] = Instance(member, edges=schema, ready=member.ready, aside=aside)
+            known = Instance(member, edges=schema, ready=member.ready, aside=aside)
+            self.instances[member.incarnation] = known
         else:
+            self._endpoints.discard(member.incarnation, known.member.endpoint)
             known.member, known.edges = member, schema
-        return gone
+        self._endpoints.add(member.incarnation, member.endpoint)
+        self._place(known)
+        return self._endpoints.others(member.incarnation, member.endpoint)
 
     def ineligible_reason(self, instance: Instance) -> str | None:
         """Why nothing is ever bound to it, as things are; None: it may serve."""
@@ -120,17 +124,20 @@ class MembershipState:
         return f"declares other edges than {member.group!r} has in pipeline revision {names}"
 
     def leave(self, incarnation: str) -> Instance | None:
-        self._changed()
-        return self.instances.pop(incarnation, None)
+        instance = self.instances.pop(incarnation, None)
+        if instance is not None:
+            self._endpoints.discard(incarnation, instance.member.endpoint)
+            self._take_out(incarnation)
+        return instance
 
     def mark(self, incarnation: str, *, ready: bool | None = None, draining: bool | None = None) -> bool:
         """Note what an instance says of itself. False when it is not a member."""
         instance = self.instances.get(incarnation)
         if instance is None:
             return False
-        self._changed()
         instance.ready = instance.ready if ready is None else ready
         instance.draining = instance.draining if draining is None else draining
+        self._place(instance)
         return True
 
     def set_aside(self, hosts: Iterable[str]) -> list[str]:
@@ -142,7 +149,7 @@ class MembershipState:
             if aside != instance.aside:
                 instance.aside = aside
                 changed.append(incarnation)
-        self._changed()
+                self._place(instance)
         return changed
 
     def bind(
@@ -166,11 +173,11 @@ class MembershipState:
             raise Unbindable(self.lacking(terminals=wanted))
         picked: dict[str, str] = {}
         for group, candidates in sets.candidates.items():
-            instance = candidates[0]
+            instance = self.instances[candidates.items[0]]
             if len(candidates) > 1:
                 shunned = set(avoid)
                 instance = min(
-                    candidates,
+                    (self.instances[one] for one in candidates),
                     key=lambda one: (one.member.incarnation in shunned, one.load, one.bound, one.bound_total),
                 )
             instance.bound += 1
@@ -200,12 +207,11 @@ class MembershipState:
 
         terminals: only groups that a request for these may meet, and revisions that have them.
         """
-        by_group = self.eligible()
         missing = [
             [
                 group
                 for group in dict.fromkeys(_needed(one, terminals).values())
-                if not by_group.get(self._kind(one, group))
+                if self._eligible.get(self._kind(one, group)) is None
             ]
             for one in self._having(terminals)
         ]
@@ -213,26 +219,21 @@ class MembershipState:
             return ["(no pipeline revision known)"]
         return min(missing, key=len) if any_revision else missing[-1]
 
-    def eligible(self) -> dict[Kind, list[Instance]]:
-        """Ready, not draining."""
-        if self._eligible is not None:
-            return self._eligible
-        found = self._eligible = {}
-        for instance in self.instances.values():
-            if instance.eligible:
-                member = instance.member
-                kind = (member.group, member.unit, member.revision, instance.edges)
-                found.setdefault(kind, []).append(instance)
-        return found
-
     def _kind(self, revision: PipelineRevision, group: str) -> Kind:
         """What may serve ``group`` in ``revision``."""
         unit = revision.groups[group]
         return group, unit, revision.units[unit], self._schemas[revision.revision][group]
 
-    def _changed(self) -> None:
-        self._eligible = None
-        self._complete.clear()
+    def _place(self, instance: Instance) -> None:
+        """Put the instance into the pool that it may serve from; nowhere while it is not eligible."""
+        member = instance.member
+        kind = (member.group, member.unit, member.revision, instance.edges) if instance.eligible else None
+        if self._eligible.put(member.incarnation, kind):
+            self._complete.clear()
+
+    def _take_out(self, incarnation: str) -> None:
+        if self._eligible.put(incarnation, None):
+            self._complete.clear()
 
     def _having(self, terminals: Collection[str] | None) -> list[PipelineRevision]:
         """The revisions that have these terminals."""
@@ -240,14 +241,13 @@ class MembershipState:
 
     def _complete_sets(self, terminals: Collection[str] | None) -> list[Sets]:
         """The revisions that can serve."""
-        by_group = self.eligible()
         found = []
         for revision in self._having(terminals):
             stages = _needed(revision, terminals)
-            candidates = {group: by_group.get(self._kind(revision, group), []) for group in stages.values()}
-            count = min((len(instances) for instances in candidates.values()), default=0)
-            if count:
-                found.append(Sets(revision, stages, candidates, count))
+            pools = {group: self._eligible.get(self._kind(revision, group)) for group in stages.values()}
+            candidates = {group: pool for group, pool in pools.items() if pool is not None}
+            if pools and len(candidates) == len(pools):
+                found.append(Sets(revision, stages, candidates))
         return found
 
     def _next_sets(self, complete: Sequence[Sets]) -> Sets | None:

@@ -1,0 +1,55 @@
+"""Pools of eligible instances: after any events they equal what a scan of all instances would find."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.rules.pools import Endpoints, Pool, Pools
+
+ITEMS = st.sampled_from("abcdef")
+
+
+@given(st.lists(st.tuples(st.booleans(), ITEMS)))
+def test_a_pool_is_a_set_that_can_be_indexed(events: list[tuple[bool, str]]) -> None:
+    pool, model = Pool[str](), set[str]()
+    for add, item in events:
+        if add:
+            pool.add(item)
+            model.add(item)
+        else:
+            pool.discard(item)
+            model.discard(item)
+        assert sorted(pool.items) == sorted(model)
+        assert all((one in pool) == (one in model) for one in "abcdef")
+
+
+@given(st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.integers(0, 2)))))
+def test_each_item_stands_in_one_pool_and_a_change_of_emptiness_is_told(events: list[tuple[str, int | None]]) -> None:
+    pools, model = Pools[int, str](), dict[str, int]()
+    for item, kind in events:
+        filled = set(model.values())
+        changed = pools.put(item, kind)
+        model.pop(item, None)
+        if kind is not None:
+            model[item] = kind
+        assert changed == (set(model.values()) != filled)
+        for one in range(3):
+            pool = pools.get(one)
+            assert sorted(pool or ()) == sorted(name for name, its in model.items() if its == one)
+            assert pool is None or len(pool) > 0
+
+
+@given(st.lists(st.tuples(st.booleans(), ITEMS, st.integers(0, 2))))
+def test_endpoints_know_who_else_is_there(events: list[tuple[bool, str, int]]) -> None:
+    endpoints, model = Endpoints(), set[tuple[str, str]]()
+    for add, item, place in events:
+        where = str(place)
+        if add:
+            endpoints.add(item, where)
+            model.add((item, where))
+        else:
+            endpoints.discard(item, where)
+            model.discard((item, where))
+        for one in "abcdef":
+            assert sorted(endpoints.others(one, where)) == sorted(n for n, at in model if at == where and n != one)
