@@ -5,76 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from stage_runtime.cli import options, runs
+from stage_runtime.cli.server import Server, server, server_options
 from stage_runtime.errors import ConfigurationError
 
-TIMEOUT_S: Final = 600.0  # a report of a long run takes minutes
 FORMATS: Final = ("table", "json", "html", "perfetto", "tar")
-
-
-class Server:
-    """The profiler's routes of one pipeline."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        import httpx
-
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._url = url
-        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers)
-        self._errors = httpx.HTTPError
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._ask("POST", path, json=body))
-        return answer
-
-    def get(self, path: str) -> bytes:
-        return self._ask("GET", path)
-
-    def close(self) -> None:
-        self._http.close()
-
-    def _ask(self, method: str, path: str, **body: Any) -> bytes:
-        """Raises: ConfigurationError: nobody answers there, or what was asked for is refused."""
-        try:
-            answer = self._http.request(method, path, **body)
-        except self._errors as error:
-            raise ConfigurationError(f"{self._url}: {error or type(error).__name__}") from error
-        if answer.status_code >= 400:
-            raise ConfigurationError(f"{self._url}{path}: {_reason(answer.content, answer.status_code)}")
-        return answer.content
-
-
-def _reason(content: bytes, status: int) -> str:
-    try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"status {status}"
-
-
-def server_options(function: Any) -> Any:
-    """Which pipeline is meant: a running `omni up`, or a URL (of a port-forward, say)."""
-    function = click.option("--api-key", envvar="OMNI_API_KEY", help="Where the pipeline asks for one.")(function)
-    function = click.option("--url", help="Of the coordinator; without it: of the `omni up` that runs here.")(function)
-    return runs.run_options(function)
-
-
-@contextmanager
-def _server(
-    url: str | None, api_key: str | None, pipeline: str | None, pid: int | None, base_path: str | None
-) -> Iterator[Server]:
-    with options.told_plainly():
-        server = Server(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
-        try:
-            yield server
-        finally:
-            server.close()
 
 
 @click.group("profile")
@@ -89,8 +28,8 @@ def command() -> None:
 @server_options
 def start(run_id: str | None, torch: bool, max_seconds: int | None, **which: Any) -> None:
     """Begin to record events on every process of the pipeline."""
-    with _server(**which) as server:
-        answer = server.post("/start_profile", _start_body(run_id, torch, max_seconds))
+    with server(**which) as asked:
+        answer = asked.post("/start_profile", _start_body(run_id, torch, max_seconds))
         _show_states(answer)
         click.echo(f"recording {answer['run_id']}; `omni profile stop` ends it")
 
@@ -100,8 +39,8 @@ def start(run_id: str | None, torch: bool, max_seconds: int | None, **which: Any
 @server_options
 def stop(run_id: str | None, **which: Any) -> None:
     """End a run."""
-    with _server(**which) as server:
-        answer = server.post("/stop_profile", {"run_id": run_id})
+    with server(**which) as asked:
+        answer = asked.post("/stop_profile", {"run_id": run_id})
         _show_states(answer)
         click.echo(f"{answer['run_id'] or 'nothing'} was recorded")
 
@@ -110,8 +49,8 @@ def stop(run_id: str | None, **which: Any) -> None:
 @server_options
 def list_(**which: Any) -> None:
     """Show the runs, newest first."""
-    with _server(**which) as server:
-        for run in json.loads(server.get("/profiles"))["runs"]:
+    with server(**which) as asked:
+        for run in json.loads(asked.get("/profiles"))["runs"]:
             begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started_at"]))
             click.echo(f"{run['run_id']}  {begun}  {'recording' if run['recording'] else 'stopped'}")
 
@@ -123,8 +62,8 @@ def list_(**which: Any) -> None:
 @server_options
 def report(run_id: str | None, form: str, out: Path | None, **which: Any) -> None:
     """Show a run: as a table, a page for the browser (html), a trace for ui.perfetto.dev, or all its files (tar)."""
-    with _server(**which) as server:
-        _report(server, run_id, form, out)
+    with server(**which) as asked:
+        _report(asked, run_id, form, out)
 
 
 @command.command("run")
@@ -135,14 +74,14 @@ def report(run_id: str | None, form: str, out: Path | None, **which: Any) -> Non
 @server_options
 def run(seconds: float, torch: bool, form: str, out: Path | None, **which: Any) -> None:
     """Record for a while, then show the report."""
-    with _server(**which) as server:
-        answer = server.post("/start_profile", _start_body(None, torch, None))
+    with server(**which) as asked:
+        answer = asked.post("/start_profile", _start_body(None, torch, None))
         try:
             _show_states(answer)
             time.sleep(seconds)
         finally:  # ^C ends the run early, and shows what there is
-            server.post("/stop_profile", {"run_id": answer["run_id"]})
-        _report(server, answer["run_id"], form, out)
+            asked.post("/stop_profile", {"run_id": answer["run_id"]})
+        _report(asked, answer["run_id"], form, out)
 
 
 def _start_body(run_id: str | None, torch: bool, max_seconds: int | None) -> dict[str, Any]:
@@ -156,14 +95,14 @@ def _show_states(answer: dict[str, Any]) -> None:
             click.echo(f"{each['stage']} ({each['instance']}): {each['state']}: {each['error']}", err=True)
 
 
-def _report(server: Server, run_id: str | None, form: str, out: Path | None) -> None:
+def _report(asked: Server, run_id: str | None, form: str, out: Path | None) -> None:
     if run_id is None:
-        known = json.loads(server.get("/profiles"))["runs"]
+        known = json.loads(asked.get("/profiles"))["runs"]
         if not known:
             raise ConfigurationError("no profile has been taken: omni profile start")
         run_id = known[0]["run_id"]
     path = f"/profiles/{run_id}"
-    content = server.get(path if form == "tar" else f"{path}/report?format={form}")
+    content = asked.get(path if form == "tar" else f"{path}/report?format={form}")
     if out is None:
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()

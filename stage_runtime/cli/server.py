@@ -1,0 +1,73 @@
+"""The coordinator's HTTP routes, asked by a command. Called by the commands that look at a running pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import click
+
+from stage_runtime.cli import options, runs
+from stage_runtime.errors import ConfigurationError
+
+TIMEOUT_S: Final = 600.0  # a report of a long profile takes minutes
+
+
+class Server:
+    """The profiler's routes of one pipeline."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        import httpx
+
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = url
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers)
+        self._errors = httpx.HTTPError
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self._ask("POST", path, json=body))
+        return answer
+
+    def get(self, path: str) -> bytes:
+        return self._ask("GET", path)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _ask(self, method: str, path: str, **body: Any) -> bytes:
+        """Raises: ConfigurationError: nobody answers there, or what was asked for is refused."""
+        try:
+            answer = self._http.request(method, path, **body)
+        except self._errors as error:
+            raise ConfigurationError(f"{self._url}: {error or type(error).__name__}") from error
+        if answer.status_code >= 400:
+            raise ConfigurationError(f"{self._url}{path}: {_reason(answer.content, answer.status_code)}")
+        return answer.content
+
+
+def _reason(content: bytes, status: int) -> str:
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"status {status}"
+
+
+def server_options(function: Any) -> Any:
+    """Which pipeline is meant: a running `omni up`, or a URL (of a port-forward, say)."""
+    function = click.option("--api-key", envvar="OMNI_API_KEY", help="Where the pipeline asks for one.")(function)
+    function = click.option("--url", help="Of the coordinator; without it: of the `omni up` that runs here.")(function)
+    return runs.run_options(function)
+
+
+@contextmanager
+def server(
+    url: str | None, api_key: str | None, pipeline: str | None, pid: int | None, base_path: str | None
+) -> Iterator[Server]:
+    with options.told_plainly():
+        asked = Server(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
+        try:
+            yield asked
+        finally:
+            asked.close()
