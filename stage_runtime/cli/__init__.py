@@ -22,6 +22,8 @@ COMMANDS = {
     "scale": ("stage_runtime.cli.scale", "Change the replicas of a group of a running `omni up`."),
     "restart": ("stage_runtime.cli.restart", "Replace the processes of a group of a running `omni up`."),
     "profile": ("stage_runtime.cli.profile", "Record where requests spend their time, and show it."),
+    "trace": ("stage_runtime.cli.trace", "Draw where the time of one request went."),
+    "top": ("stage_runtime.cli.top", "Show the graph of a running pipeline with its queues and rates."),
     "stage": ("stage_runtime.cli.stage", "Run one process group's process, as its environment says."),
     "coordinator": ("stage_runtime.cli.coordinator", "Run the coordinator's process, as its environment says."),
 }

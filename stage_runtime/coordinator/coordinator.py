@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
+from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.profiling import Profiling
 from stage_runtime.coordinator.request_manager import RequestManager
@@ -97,6 +98,7 @@ class Coordinator:
             relays=relays,
             bound_to=lambda incarnation: self.manager.bound_to(incarnation),
         )
+        clocks = Clocks()
         self.manager = RequestManager(
             self._plan,
             self.membership,
@@ -105,12 +107,14 @@ class Coordinator:
             send=channels.send,
             publish=channels.publish,
             terminal_stages=terminal_stages,
+            clocks_us=clocks.offsets_us,
         )
         self.profiling = Profiling(
             profiles,
             lambda: {name: one.member for name, one in self.membership.state.instances.items()},
             channels.send,
             self._loop,
+            clocks,
         )
 
     # --- sockets.channels.Handler -------------------------------------------------------------------------------

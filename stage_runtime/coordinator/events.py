@@ -16,6 +16,18 @@ class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     queue_ms: float
     run_ms: float
+    start_ms: float | None = None  #: Its first input has arrived. Times are from the request's admission.
+    end_ms: float | None = None  #: Its result is about to be sent on.
+
+
+class HopTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """One message from stage to stage; of a stream its first chunk. The coordinator is the client's side."""
+
+    source: str
+    target: str
+    kind: str  #: ``payload`` or ``stream``
+    start_ms: float
+    end_ms: float
 
 
 class ChunkEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +60,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting_for: tuple[str, ...] = ()  #: Terminal stages not through yet.
     first_event_ms: float | None = None  #: Admission to the first chunk or result.
     total_ms: float | None = None
+    admitted_at: float = 0.0  #: Seconds since the epoch.
     stages: dict[str, StageTiming] = {}
+    hops: tuple[HopTiming, ...] = ()  #: In order of their start.
     error: dict[str, Any] | None = None
 
 

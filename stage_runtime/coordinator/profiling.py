@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
+from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.errors import ConfigurationError, RequestError
 from stage_runtime.profiler import events, paths, torch_trace
 from stage_runtime.profiler.recorder import recorder
@@ -28,6 +29,7 @@ Made = TypeVar("Made")
 log = logging.getLogger(__name__)
 
 ANSWER_S: Final = 120.0  # of a process that lives: torch takes seconds to start a trace, and longer to write one
+CLOCKS_S: Final = 60.0  # clocks without NTP drift apart by about 3 ms in this time
 RUNS_KEPT: Final = 200
 _NAME: Final = events.COORDINATOR
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
@@ -94,13 +96,17 @@ class Profiling:
         members: Members,
         send: Callable[[str, Message], bool],
         loop: asyncio.AbstractEventLoop,
+        clocks: Clocks,
     ) -> None:
-        """session: of the coordinator's own process."""
+        """session: of the coordinator's own process. clocks: gets what is measured."""
         self._given = session
         self._limits = Limits()
         self._members = members
         self._send = send
         self._loop = loop
+        self._clocks = clocks
+        self._measuring: asyncio.Task[Any] | None = None
+        self._measured_at = loop.time()
         self._runs: dict[str, Run] = {}
         self._order: tuple[str, Order] | None = None  #: (run id, what was ordered) of the run that is recorded.
         self._calls: dict[str, tuple[str, int, asyncio.Future[ProfilerReply]]] = {}  #: call -> (instance, sent at, …)
@@ -239,13 +245,17 @@ class Profiling:
                     future.set_exception(ConfigurationError("the process is gone"))
 
     def joined(self, instance: str) -> None:
-        """A process that comes while a run is recorded takes part in it."""
-        if self._order is not None:
-            order = self._order[1]
-            self._loop.create_task(self._replies([instance], lambda call: _start_message(call, order)))
+        """A process that comes while a run is recorded takes part in it. Its answer tells its clock."""
+        order = self._order[1] if self._order is not None else None
+        make = _clock_question if order is None else lambda call: _start_message(call, order)
+        self._loop.create_task(self._replies([instance], make))
 
     def beat(self) -> None:
-        """Called every now and then: a run ends when its time is over, here as everywhere."""
+        """Called every now and then: a run ends when its time is over, here as everywhere. Clocks are measured."""
+        now = self._loop.time()
+        if now - self._measured_at >= CLOCKS_S and (self._measuring is None or self._measuring.done()):
+            self._measured_at = now
+            self._measuring = self._loop.create_task(self._replies(self._members(), _clock_question))
         if self._given is not None and self._given.recording is not None:
             self._given.thread.submit(self._given.expire)
 
@@ -313,16 +323,20 @@ class Profiling:
         return await self._loop.run_in_executor(self._session.thread, work)
 
     def _note_clock(self, instance: str, sent_ns: int, reply: ProfilerReply) -> None:
-        """How far the process's clock is from ours, for whoever reads its events.
-
-        A distance that is smaller than what the way there and back can explain is none.
-        Source: RFC 5905, section 8.
-        """
-        received_ns = time.time_ns()
-        offset = ((sent_ns - reply.received_ns) + (received_ns - reply.sent_ns)) // 2
-        uncertainty = max(((received_ns - sent_ns) - (reply.sent_ns - reply.received_ns)) // 2, 1)
-        known = 0 if abs(offset) <= uncertainty else offset
-        facts = {"incarnation": instance, "offset_ns": known, "uncertainty_ns": uncertainty, "reference": _NAME}
+        """How far the process's clock is from ours, for records of requests and for whoever reads its events."""
+        distance = self._clocks.measured(
+            instance,
+            sent_ns=sent_ns,
+            there_received_ns=reply.received_ns,
+            there_sent_ns=reply.sent_ns,
+            received_ns=time.time_ns(),
+        )
+        facts = {
+            "incarnation": instance,
+            "offset_ns": distance.offset_ns,
+            "uncertainty_ns": distance.uncertainty_ns,
+            "reference": _NAME,
+        }
         recorder.emit(events.CLOCK_OFFSET, "", _NAME, facts)
 
     def _remember(self, run: Run) -> None:
@@ -341,6 +355,11 @@ def _state(stage: str, group: str, instance: str, said: str) -> StageState:
     if word.startswith("no answer"):
         return StageState(stage=stage, group=group, instance=instance, state="no answer", error=why or word)
     return StageState(stage=stage, group=group, instance=instance, state=word)
+
+
+def _clock_question(call_id: str) -> Message:
+    """Any question does: each answer carries the process's time."""
+    return ProfilerRead(call_id, "")
 
 
 def _start_message(call_id: str, order: Order) -> ProfilerStart:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent, StageTiming
+from stage_runtime.coordinator import waterfall
+from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
+from stage_runtime.coordinator.waterfall import Observed
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules.requests import Tracked
@@ -68,6 +70,7 @@ class RequestHandle:
         traceparent: str | None,
         deadline: float,
         whole: bool = False,
+        clocks_us: Mapping[str, int] = {},
     ) -> None:
         self.tracked = tracked
         self.kind = request.kind
@@ -79,6 +82,7 @@ class RequestHandle:
         self.traceparent = traceparent
         self.deadline = deadline  #: On the loop's clock.
         self.timings: dict[str, Timing] = {}
+        self.observed = Observed(admitted_us=time.time_ns() // 1000, clocks_us=clocks_us)
         self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
         self.streams: dict[str, Inbound[Streamed]] = {}
         self.undelivered: dict[str, tuple[int, Fetched | None]] = {}  #: stage -> (chunks, result), not delivered yet
@@ -130,8 +134,10 @@ class RequestHandle:
         for timing in timings:
             self.timings[timing.stage] = timing
 
-    def begin_attempt(self) -> None:
-        """A new attempt begins: what an earlier one said partly is dropped."""
+    def begin_attempt(self, entry: str, edges: tuple[tuple[str, str, str], ...]) -> None:
+        """A new attempt begins: what an earlier one said partly is dropped. entry, edges: of its revision."""
+        self.timings = {}
+        self.observed.begin(entry, edges, time.time_ns() // 1000)
         self.sending = Sending(self.owner, self.id, self.tracked.attempt)
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
         self.undelivered.clear()
@@ -141,6 +147,7 @@ class RequestHandle:
     def push(self, event: Streamed | Resulted) -> None:
         if self.first_event_at is None:
             self.first_event_at = time.monotonic()
+        self.observed.received(event.stage, time.time_ns() // 1000, stream=isinstance(event, Streamed))
         if not self._events:
             self.read_at = asyncio.get_running_loop().time()
         self._events.append(event)
@@ -183,6 +190,7 @@ class RequestHandle:
         now = self.ended_at or time.monotonic()
         failure = self.tracked.failure
         first = self.first_event_at
+        stages, hops = waterfall.draw(self.observed, self.timings, self.bindings)
         return RequestRecord(
             id=self.id,
             kind=self.kind,
@@ -193,10 +201,9 @@ class RequestHandle:
             waiting_for=tuple(sorted(self.tracked.waiting)) if self.tracked.live else (),
             first_event_ms=None if first is None else _ms(first - self.admitted_at),
             total_ms=None if self.ended_at is None else _ms(now - self.admitted_at),
-            stages={
-                name: StageTiming(queue_ms=timing.queue_us / 1000, run_ms=timing.run_us / 1000)
-                for name, timing in self.timings.items()
-            },
+            admitted_at=self.observed.admitted_us / 1e6,
+            stages=stages,
+            hops=hops,
             error=None
             if failure is None
             else {"code": failure.code, "message": failure.message, "stage": failure.stage},

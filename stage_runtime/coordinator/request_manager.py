@@ -76,7 +76,9 @@ class RequestManager:
         send: Callable[[str, Message], bool],
         publish: Callable[[Message], None],
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
+        clocks_us: Mapping[str, int] = {},
     ) -> None:
+        """clocks_us: instance -> what to add to its times."""
         self.stats = RequestStats()
         self.send_queues = SendQueues(relays, send)
         self.abort_forwarding = AbortForwarding(membership.incarnation, send)
@@ -111,6 +113,7 @@ class RequestManager:
         #: Increases across all requests: a reused id gets a higher number than its tombstone.
         self._attempts = itertools.count(1)
         self._refusing: str | None = None  #: Why nothing is admitted any more.
+        self._clocks_us = clocks_us
         self._started_at = time.monotonic()
 
     # --- events.RequestManagerApi -------------------------------------------------------------------------------------
@@ -154,6 +157,7 @@ class RequestManager:
             traceparent=trace,
             deadline=self._loop.time() + admitted.timeout_s,
             whole=whole,
+            clocks_us=self._clocks_us,
         )
         self._handles[request.id] = handle
         self._deadlines.add(handle.id, handle.deadline)
@@ -180,12 +184,15 @@ class RequestManager:
         return handle.record() if handle is not None else self.stats.record(request_id)
 
     def status(self) -> Mapping[str, Any]:
+        newest = next(iter(self._membership.state.revisions[-1:]), None)
         return {
             "pipeline": self._plan.pipeline,
             "coordinator": self._membership.incarnation,
             "ready": self.ready(),
             "in_flight": len(self._handles),
             "awaiting_instance": len(self._rebinding),
+            "stages": list(newest.stages) if newest is not None else [],
+            "edges": list(newest.edges) if newest is not None else [],
             **self._membership.status(),
         }
 
@@ -283,7 +290,7 @@ class RequestManager:
     def _submit(self, handle: RequestHandle, revision: PipelineRevision, bindings: dict[str, str]) -> None:
         self._bindings.attach(handle, revision, bindings)
         self._happen(handle, AttemptBegan(next(self._attempts)))
-        handle.begin_attempt()
+        handle.begin_attempt(revision.entry, revision.edges)
         self._submission.send(handle, revision)
 
     def _gave_up(self, handle: RequestHandle, reason: str) -> None:

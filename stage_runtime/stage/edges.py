@@ -72,10 +72,11 @@ class LocalEdge:
     def end(self, work: RequestWork) -> None:
         """The stream is complete. Of an empty one it is the first that the target hears, and brings the request."""
         total = work.sent(self._neighbour)
+        timings = work.timing(self._stage)
         sealed = None
         if total == 0 and work.request is not None:
             sealed = Passed({"request": encoding.reissued(work.request)})
-        self._input.end(work.header(), self._stage, total, sealed)
+        self._input.end(work.header(), self._stage, total, sealed, timings)
 
     def skip(self, work: RequestWork, chunks: int | None) -> None:
         """Nothing more comes on this edge. chunks: of a stream, how many came before."""
@@ -169,12 +170,13 @@ class RemoteEdge(_SendingEdge):
     def end(self, work: RequestWork) -> None:
         """As `LocalEdge.end`."""
         total = work.sent(self._neighbour)
+        timings = work.timing(self._stage)
         if total:
-            self._send(DataReady(work.header(), self._stage, self._neighbour, None, total, True))
+            self._send(DataReady(work.header(), self._stage, self._neighbour, None, total, True, timings=timings))
             return
 
         def make(body: Body) -> Message:
-            return DataReady(work.header(), self._stage, self._neighbour, body, 0, is_done=True)
+            return DataReady(work.header(), self._stage, self._neighbour, body, 0, is_done=True, timings=timings)
 
         self._ship(work, encoding.extract({"request": work.request}, where="payload", as_fields=True), make)
 

@@ -130,7 +130,7 @@ class Requests:
         if message.failure is not None:
             stage_input.broken(header, source, message.failure)
         elif message.is_done and body is None:
-            stage_input.end(header, source, message.chunk_id or 0)
+            stage_input.end(header, source, message.chunk_id or 0, timings=message.timings)
         elif body is not None:
             self._fetching.fetch(
                 sender,
@@ -145,7 +145,7 @@ class Requests:
         name = "payload" if message.chunk_id is None else "chunk"
         fetched = self._checked(message.header, message.target, message.source, name, received)
         if message.is_done:
-            stage_input.end(message.header, message.source, message.chunk_id or 0, fetched)
+            stage_input.end(message.header, message.source, message.chunk_id or 0, fetched, message.timings)
         elif message.chunk_id is None:
             stage_input.payload(message.header, message.source, fetched, message.timings)
         else:

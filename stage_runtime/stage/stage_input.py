@@ -89,7 +89,7 @@ class StageInput:
                 self._reject(header, self._second(source))
             return
         work.learn(timings)
-        work.queued()
+        work.queued(source)
         if recorder.active:
             self._record(profile.STAGE_INPUT_RECEIVED, work, from_stage=source or COORDINATOR)
         if self._joins is not None and source:
@@ -118,7 +118,7 @@ class StageInput:
         if self.engine is not None and not self.engine.takes_chunks:
             self._fail(work, TakesNoChunks(source), "chunks")
             return
-        work.queued()
+        work.queued(source, stream=True)
         if recorder.active:
             self._record(
                 profile.STAGE_STREAM_CHUNK_RECEIVED, work, from_stage=source, chunk_id=index, modality=modality
@@ -141,14 +141,22 @@ class StageInput:
         self._look_ahead(work)
         self._look_back(work)
 
-    def end(self, header: Header, source: str, total: int, sealed: Sealed | None = None) -> None:
+    def end(
+        self,
+        header: Header,
+        source: str,
+        total: int,
+        sealed: Sealed | None = None,
+        timings: tuple[Timing, ...] = (),
+    ) -> None:
         """``source`` has sent ``total`` chunks and sends no more. sealed: the request, which an empty stream brings."""
         work = self._work(header)
         if work is None:
             if sealed is not None:
                 sealed.discard()
             return
-        work.queued()
+        work.learn(timings)
+        work.queued(source, stream=True)
         try:
             with self._lock:
                 work.merge.of(source).end(total)

@@ -70,6 +70,9 @@ class RequestWork:
         self.at_engine = False  #: As `engines.base.Work` says.
         self.queued_at: float | None = None
         self.began_at: float | None = None
+        #: (source, by stream) -> when its first input arrived. None: there is one input, and ``queued_at`` says it.
+        self._received_at: dict[tuple[str, bool], float] | None = {} if len(inputs) + len(sources) > 1 else None
+        self._streamed_at: dict[str, float] = {}  #: target -> when its first chunk was sent.
         self._payload_claimed = False
         self._outbound: dict[str, Outbound] = {}
         self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that nobody has taken, in order
@@ -161,7 +164,11 @@ class RequestWork:
     def number(self, target: str, weight: int = 1) -> int:
         """The next chunk's number on the edge to ``target``."""
         with self._lock:
-            return self._outbound.setdefault(target, Outbound(STREAM_WINDOW)).number(weight)
+            outbound = self._outbound.get(target)
+            if outbound is None:
+                outbound = self._outbound[target] = Outbound(STREAM_WINDOW)
+                self._streamed_at[target] = time.monotonic()
+            return outbound.number(weight)
 
     def takes(self, target: str) -> bool:
         """Whether ``target`` still takes chunks."""
@@ -222,9 +229,13 @@ class RequestWork:
 
     # --- time ---------------------------------------------------------------------------------------------------
 
-    def queued(self) -> None:
+    def queued(self, source: str, *, stream: bool = False) -> None:
+        """Something of ``source`` has arrived."""
         if self.queued_at is None:
             self.queued_at = time.monotonic()
+        received_at = self._received_at
+        if received_at is not None and (source, stream) not in received_at:
+            received_at[source, stream] = time.monotonic()
 
     def began(self) -> None:
         if self.began_at is None:
@@ -235,9 +246,20 @@ class RequestWork:
         now = time.monotonic()
         began = self.began_at or now
         queued = self.queued_at or began
-        own = Timing(stage, int((began - queued) * 1e6), int((now - began) * 1e6))
+        own = Timing(
+            stage,
+            int((began - queued) * 1e6),
+            int((now - began) * 1e6),
+            time.time_ns() // 1000,
+            () if self._received_at is None else _after(queued, self._received_at.copy()),
+            tuple((target, int((now - at) * 1e6)) for target, at in self._streamed_at.copy().items()),
+        )
         return (*self.timings.values(), own)
 
     def learn(self, timings: Any) -> None:
         for timing in timings:
             self.timings[timing.stage] = timing
+
+
+def _after(queued_at: float, received_at: dict[tuple[str, bool], float]) -> tuple[tuple[str, bool, int], ...]:
+    return tuple((source, stream, int((at - queued_at) * 1e6)) for (source, stream), at in received_at.items())

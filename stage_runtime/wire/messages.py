@@ -73,6 +73,10 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     stage: str
     queue_us: int
     run_us: int
+    ended_us: int = 0  #: Since the epoch, by the process's own clock; 0: of a process that does not say.
+    #: (source, by stream, µs after the first input). Empty where the stage has one input.
+    received: tuple[tuple[str, bool, int], ...] = ()
+    streamed: tuple[tuple[str, int], ...] = ()  #: (target, µs from the first chunk sent to ``ended_us``).
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,163 @@
+"""``omni top``: the graph of a running pipeline with its queues, busy stages and rates, again every second."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from stage_runtime.cli.server import Server, server, server_options
+
+WIDTH_WITHOUT_TERMINAL: Final = 120
+BAR: Final = 10  # columns of a queue or of busy places
+PREFIX: Final = "omnipipeline_"
+
+Series = dict[tuple[str, str], float]  #: (name without prefix, the stage or outcome) -> value
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """The pipeline at one moment."""
+
+    at: float  #: Monotonic.
+    status: Mapping[str, Any]
+    series: Series
+
+
+@click.command("top")
+@click.option("--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
+@click.option("--once", is_flag=True, help="Show one interval and end.")
+@server_options
+def command(every: float, once: bool, **which: Any) -> None:
+    """Show the graph of a running pipeline: what waits, what runs, how many requests a second, how long they take."""
+    with server(**which) as asked:
+        console = Console(highlight=False)
+        if once or not console.is_terminal:
+            samples = _samples(asked, every)
+            before = next(samples)
+            wide = console if console.is_terminal else Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+            wide.print(draw(before, next(samples)))
+            return
+        _show(asked, console, every)
+
+
+def _show(asked: Server, console: Console, every: float) -> None:
+    samples = _samples(asked, every)
+    before = next(samples)
+    with Live(draw(before, before), console=console, screen=True, auto_refresh=False) as live:
+        try:
+            for now in samples:
+                live.update(draw(before, now), refresh=True)
+                before = now
+        except KeyboardInterrupt:
+            return
+
+
+def _samples(asked: Server, every: float) -> Iterator[Sample]:
+    while True:
+        status = json.loads(asked.get("/status"))
+        yield Sample(at=time.monotonic(), status=status, series=parse(asked.get("/metrics").decode()))
+        time.sleep(every)
+
+
+def parse(text: str) -> Series:
+    """Of Prometheus' text what is shown here: samples with at most a stage or an outcome as label, summed."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: Series = {}
+    for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
+        for sample in family.samples:
+            if "le" in sample.labels or not sample.name.startswith(PREFIX):
+                continue
+            key = sample.name.removeprefix(PREFIX), sample.labels.get("stage") or sample.labels.get("outcome") or ""
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def draw(before: Sample, now: Sample) -> RenderableType:
+    """One row a stage, in the order of the graph; rates and times are those of the interval."""
+    edges = [tuple(edge) for edge in now.status["edges"]]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("STAGE", "TO", "READY"):
+        table.add_column(heading, no_wrap=True, justify="right" if heading == "READY" else "left")
+    table.add_column("WAITING", no_wrap=True, min_width=BAR + 5)
+    table.add_column("RUNNING", no_wrap=True, min_width=BAR + 5)
+    for heading in ("PER s", "QUEUE ms", "RUN ms", "BUSY"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    for stage in ordered(now.status["stages"], edges):
+        done = _grown(before, now, "stage_run_seconds_count", stage)
+        run_s = _grown(before, now, "stage_run_seconds_sum", stage)
+        queue_s = _grown(before, now, "stage_queue_seconds_sum", stage)
+        waiting, running = (int(now.series.get((f"stage_{name}", stage), 0)) for name in ("waiting", "running"))
+        ready = _ready(now.status, stage)
+        seconds = now.at - before.at
+        table.add_row(
+            Text(stage, style="bold" if running else ""),
+            Text(_targets(stage, edges), style="dim"),
+            Text(str(ready), style="" if ready else "bold red"),
+            _bar(waiting, "yellow"),
+            _bar(running, "green"),
+            _rate(done, seconds),
+            _mean_ms(queue_s, done),
+            _mean_ms(run_s, done),
+            f"{100 * run_s / seconds / ready:.0f} %" if seconds > 0 and ready else "-",
+        )
+    return Group(_headline(before, now), "", table)
+
+
+def ordered(stages: Sequence[str], edges: Sequence[tuple[str, ...]]) -> list[str]:
+    """Sources before their targets; else as they come."""
+    left, placed = list(stages), list[str]()
+    while left:
+        free = [one for one in left if not any(edge[1] == one and edge[0] in left for edge in edges)]
+        placed += free or left
+        left = [one for one in left if one not in placed]
+    return placed
+
+
+def _headline(before: Sample, now: Sample) -> Text:
+    seconds = now.at - before.at
+    outcomes = {key[1]: _grown(before, now, *key) for key in now.series if key[0] == "requests_total"}
+    failed = sum(count for outcome, count in outcomes.items() if outcome not in ("completed", "cancelled"))
+    told = Text.assemble(
+        (now.status["pipeline"], "bold"),
+        f"  {now.status['in_flight']} in flight  {_rate(outcomes.get('completed', 0), seconds)} completed/s",
+    )
+    if failed:
+        told.append(f"  {_rate(failed, seconds)} failed/s", style="red")
+    if not now.status["complete"]:
+        told.append(f"  missing: {', '.join(now.status['missing_groups'])}", style="bold red")
+    return told
+
+
+def _targets(stage: str, edges: Sequence[tuple[str, ...]]) -> str:
+    targets = [f"{'⇢' if kind == 'stream' else '→'} {target}" for source, target, kind in edges if source == stage]
+    return ", ".join(targets) or "→ client"
+
+
+def _ready(status: Mapping[str, Any], stage: str) -> int:
+    return sum(one["ready"] and stage in one["stages"] for one in status["instances"])
+
+
+def _grown(before: Sample, now: Sample, name: str, label: str) -> float:
+    return now.series.get((name, label), 0.0) - before.series.get((name, label), 0.0)
+
+
+def _rate(count: float, seconds: float) -> str:
+    return f"{count / seconds:.1f}" if seconds > 0 else "-"
+
+
+def _mean_ms(seconds: float, count: float) -> str:
+    return f"{1000 * seconds / count:.2f}" if count > 0 else "-"
+
+
+def _bar(count: int, style: str) -> Text:
+    shown = min(count, BAR)
+    return Text.assemble(f"{count:>4} ", ("▪" * shown, style), "+" if count > BAR else "")

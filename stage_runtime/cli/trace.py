@@ -1,0 +1,114 @@
+"""``omni trace``: one request's time, drawn as a waterfall in the terminal. Needs no profile: it is always known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+from urllib.parse import quote
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stage_runtime.cli.server import server, server_options
+
+WIDTH_WITHOUT_TERMINAL: Final = 120
+NARROWEST_BAR: Final = 20
+QUEUED, RUNNING, MOVING = ("░", "yellow"), ("█", "green"), ("─", "cyan")
+
+
+@click.command("trace")
+@click.argument("request_id", metavar="ID")
+@click.option("--json", "as_json", is_flag=True, help="The record as the coordinator has it.")
+@server_options
+def command(request_id: str, as_json: bool, **which: Any) -> None:
+    """Draw where the time of one request went: each stage's queue and function, each hop between stages.
+
+    ID is the answer's `x-request-id`. The last 4096 requests are known.
+    """
+    with server(**which) as asked:
+        content = asked.get(f"/v1/requests/{quote(request_id, safe='')}")
+        if as_json:
+            click.echo(json.dumps(json.loads(content), indent=2))
+            return
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+        console.print(draw(json.loads(content), width=console.width))
+
+
+def draw(record: dict[str, Any], *, width: int) -> RenderableType:
+    """The waterfall of one answer of ``GET /v1/requests/{id}``, ``width`` columns wide."""
+    total_ms = record["total_ms"] if record["total_ms"] is not None else record["age_ms"]
+    rows = sorted(_rows(record), key=lambda row: (row[1], row[2]))
+    label_width = max((len(row[0]) for row in rows), default=0)
+    bar_width = max(width - label_width - 26, NARROWEST_BAR)
+    scale = bar_width / max([total_ms, *(row[2] for row in rows)], default=1.0) if rows else 0.0
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column(f"0 … {_ms(total_ms)} ms", no_wrap=True)
+    table.add_column("START ms", justify="right", no_wrap=True)
+    table.add_column("TOOK ms", justify="right", no_wrap=True)
+    for label, start_ms, end_ms, parts, style in rows:
+        bar = _bar(start_ms, parts, scale, bar_width)
+        table.add_row(Text(label, style=style), bar, _ms(start_ms), _ms(end_ms - start_ms))
+    told = [_headline(record, total_ms), "", table]
+    if record.get("error"):
+        error = record["error"]
+        where = f" in {error['stage']}" if error.get("stage") else ""
+        told.append(Text(f"{error['code']}{where}: {error['message']}", style="red"))
+    if not rows:
+        told.append(Text("no stage has reported yet", style="dim"))
+    else:
+        legend = Text("queue ", style="dim")
+        for (mark, style), word in ((QUEUED, "  function "), (RUNNING, "  hop "), (MOVING, "")):
+            legend.append(mark, style=style).append(word)
+        told.append(legend)
+    return Group(*told)
+
+
+Row = tuple[str, float, float, list[tuple[float, tuple[str, str]]], str]  #: label, start, end, (ms, mark)…, style
+
+
+def _rows(record: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    for name, stage in record["stages"].items():
+        if stage["start_ms"] is not None:
+            parts = [(stage["queue_ms"], QUEUED), (stage["run_ms"], RUNNING)]
+            rows.append((name, stage["start_ms"], stage["end_ms"], parts, "bold"))
+    for hop in record["hops"]:
+        arrow = "⇢" if hop["kind"] == "stream" else "→"
+        label = f"{hop['source']} {arrow} {hop['target']}"
+        took = hop["end_ms"] - hop["start_ms"]
+        rows.append((label, hop["start_ms"], hop["end_ms"], [(took, MOVING)], "dim"))
+    return rows
+
+
+def _bar(start_ms: float, parts: list[tuple[float, tuple[str, str]]], scale: float, width: int) -> Text:
+    """Each part from where the one before ends; what is shorter than a column still has one."""
+    begin = min(max(round(start_ms * scale), 0), width - 1)
+    bar, at_ms = Text(" " * begin), start_ms
+    for took_ms, (mark, style) in parts:
+        at_ms += took_ms
+        end = min(max(round(at_ms * scale), 0), width)
+        if took_ms > 0 and len(bar) < width:
+            bar.append(mark * max(end - len(bar), 1 if took_ms * scale >= 0.1 or len(parts) == 1 else 0), style=style)
+    return bar
+
+
+def _headline(record: dict[str, Any], total_ms: float) -> Text:
+    colour = {"completed": "green", "failed": "red", "cancelled": "yellow"}.get(record["state"], "cyan")
+    first = record["first_event_ms"]
+    after = f", first output after {_ms(first)} ms" if first is not None else ""
+    tries = f", attempt {record['attempt']}" if record["attempt"] > 1 else ""
+    return Text.assemble(
+        (record["id"], "bold"),
+        f"  {record['kind']}  ",
+        (record["state"], colour),
+        f"  {_ms(total_ms)} ms{after}{tries}",
+    )
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:.0f}"

@@ -1,0 +1,130 @@
+"""``omni trace`` and ``omni top``: what they draw, and against a running pipeline."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+from click.testing import CliRunner, Result
+from rich.console import Console, RenderableType
+
+from stage_runtime.cli import main, top, trace
+from tests.cli.test_up import base, up
+
+__all__ = ["base"]
+
+
+def omni(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def lines(drawn: RenderableType) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=90, highlight=False).print(drawn)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": "req-1",
+        "kind": "chat",
+        "state": "completed",
+        "age_ms": 50.0,
+        "attempt": 1,
+        "first_event_ms": 7.0,
+        "total_ms": 10.0,
+        "stages": {
+            "b": {"queue_ms": 1.0, "run_ms": 4.0, "start_ms": 5.0, "end_ms": 10.0},
+            "a": {"queue_ms": 0.0, "run_ms": 4.0, "start_ms": 0.0, "end_ms": 4.0},
+            "old": {"queue_ms": 0.0, "run_ms": 4.0, "start_ms": None, "end_ms": None},
+        },
+        "hops": [{"source": "a", "target": "b", "kind": "stream", "start_ms": 4.0, "end_ms": 5.0}],
+        "error": None,
+        **changes,
+    }
+
+
+def test_a_request_is_drawn_as_a_waterfall_in_order_of_time() -> None:
+    head, _, scale, first, hop, second, legend = lines(trace.draw(record(), width=81))
+    assert head == "req-1  chat  completed  10.00 ms, first output after 7.00 ms"
+    assert scale.split() == ["0", "…", "10.00", "ms", "START", "ms", "TOOK", "ms"]
+    assert first.split() == ["a", "█" * 20, "0.00", "4.00"]
+    assert hop.split() == ["a", "⇢", "b", "─" * 5, "4.00", "1.00"]
+    assert second.split() == ["b", "░" * 5 + "█" * 20, "5.00", "5.00"]
+    assert first.index("█") + 25 == second.index("░") == hop.index("─") + 5
+    assert legend == "queue ░  function █  hop ─"
+
+
+def test_a_failed_and_an_early_request_say_so() -> None:
+    error = {"code": "stage_failed", "message": "ValueError: no", "stage": "b"}
+    failed = lines(trace.draw(record(state="failed", attempt=2, error=error), width=80))
+    assert failed[0].endswith(", attempt 2")
+    assert "stage_failed in b: ValueError: no" in failed
+    early = lines(trace.draw(record(state="running", total_ms=None, stages={}, hops=[]), width=80))
+    assert early[-1] == "no stage has reported yet"
+
+
+def sample(at: float, **series: float) -> top.Sample:
+    status = {
+        "pipeline": "p",
+        "in_flight": 3,
+        "complete": True,
+        "missing_groups": [],
+        "stages": ["b", "a"],
+        "edges": [["a", "b", "stream"]],
+        "instances": [{"stages": ["a", "b"], "ready": True}, {"stages": ["b"], "ready": False}],
+    }
+    return top.Sample(at=at, status=status, series={tuple(key.split("/")): value for key, value in series.items()})  # type: ignore[misc]
+
+
+def test_the_graph_is_shown_with_queues_busy_stages_and_rates() -> None:
+    before = sample(10.0, **{"stage_run_seconds_count/a": 5, "requests_total/completed": 5})
+    now = sample(
+        12.0,
+        **{
+            "stage_run_seconds_count/a": 15,
+            "stage_run_seconds_sum/a": 1.0,
+            "stage_queue_seconds_sum/a": 0.2,
+            "stage_waiting/a": 12,
+            "stage_running/a": 2,
+            "requests_total/completed": 15,
+            "requests_total/stage_failed": 1,
+        },
+    )
+    head, _, _, first, second = lines(top.draw(before, now))
+    assert head == "p  3 in flight  5.0 completed/s  0.5 failed/s"
+    assert first.split() == ["a", "⇢", "b", "1", "12", "▪" * 10 + "+", "2", "▪▪", "5.0", "20.00", "100.00", "50", "%"]
+    assert second.split() == ["b", "→", "client", "1", "0", "0", "0.0", "-", "-", "0", "%"]
+
+
+def test_sources_stand_before_their_targets() -> None:
+    edges = [("a", "c", "normal"), ("c", "b", "normal"), ("a", "b", "stream")]
+    assert top.ordered(["b", "c", "a"], edges) == ["a", "c", "b"]
+
+
+def test_a_running_pipeline_is_asked(base: Path) -> None:
+    with up(base) as program:
+        url = program.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        program.wait_for("curl")
+        here = ("--base-path", str(base))
+        body = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "mine"}, timeout=60)
+        assert answer.status_code == 200
+        drawn = omni("trace", "mine", *here)
+        assert drawn.exit_code == 0, drawn.output
+        assert re.search(r"^split → shout +─+ ", drawn.output, re.M)
+        assert json.loads(omni("trace", "mine", "--json", "--url", url).output)["state"] == "completed"
+        unknown = omni("trace", "other", *here)
+        assert unknown.exit_code == 1
+        assert unknown.stderr.endswith("no request 'other' is in flight or has finished lately\n")
+        shown = omni("top", "--once", "--every", "0.1", *here)
+        assert shown.exit_code == 0, shown.output
+        rows = [line.split()[0] for line in shown.output.splitlines() if line]
+        assert rows == ["hello", "STAGE", "split", "shout"]
+        program.program.send_signal(signal.SIGINT)
+        program.program.wait(30)
