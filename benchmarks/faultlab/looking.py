@@ -58,10 +58,10 @@ async def under_way(http: httpx.AsyncClient) -> dict[str, float]:
         for name in ("waiting", "running", "bound", *AT_REST):
             if numbers.get(name):
                 found[f"{one['group']}.{name}"] = numbers[name]
-    own = await metrics(http)
+    own = {**said["gauges"], "retained_body_bytes": (await metrics(http))["omnipipeline_retained_body_bytes"]}
     for name in ("retained_body_bytes", *AT_REST):
-        if own.get(f"omnipipeline_{name}"):
-            found[f"coordinator.{name}"] = own[f"omnipipeline_{name}"]
+        if own.get(name):
+            found[f"coordinator.{name}"] = own[name]
     return found
 
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import msgspec
 
 from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
+from stage_runtime.metrics import planes
+from stage_runtime.metrics.samples import Samples
 from stage_runtime.wire.values import OmniRequest
 
 
@@ -130,7 +132,8 @@ class RequestManagerApi(Protocol):
         without a frame of another protocol.
         """
 
-    def metrics(self) -> Mapping[str, Any]:
-        """Numbers for /metrics: ``requests`` {(kind, outcome): n}, ``requests_in_flight``, per stage waiting/running,
-        …
-        """
+    def metrics(self) -> Samples:
+        """Of requests, stages and the coordinator's planes."""
+
+    def member_gauges(self) -> Mapping[str, planes.Gauges]:
+        """The planes' numbers of each member, by the name of its process, as of its last heartbeat."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import PipelineRevision
+from stage_runtime.metrics import catalog, planes
+from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.sockets.channels import Channels
@@ -167,15 +169,27 @@ class Membership:
             change = "is set aside: its pod was taken out of its unit" if instance.aside else "is back in its unit"
             log.info("%s (%s) %s", instance.member.group, incarnation, change)
 
-    def loads(self) -> dict[str, dict[str, int]]:
-        """Per stage, what the last beats say is waiting and running, all instances together."""
-        found: dict[str, dict[str, int]] = {}
+    def samples(self) -> Samples:
+        """Ready instances, and what the last heartbeats of all instances report of each stage."""
+        waiting: Counter[tuple[str, ...]] = Counter()
+        running: Counter[tuple[str, ...]] = Counter()
         for beat in self._beats.values():
             for name, count in beat.waiting.items():
-                row = found.setdefault(name, {"waiting": 0, "running": 0})
-                row["waiting"] += count
-                row["running"] += beat.running.get(name, 0)
-        return found
+                waiting[name,] += count
+                running[name,] += beat.running.get(name, 0)
+        return {
+            catalog.INSTANCES_READY: {(group,): count for group, count in self.ready_count().items()},
+            catalog.STAGE_WAITING: dict(waiting),
+            catalog.STAGE_RUNNING: dict(running),
+        }
+
+    def gauges(self) -> Mapping[str, planes.Gauges]:
+        """The planes' numbers of each instance, by group and incarnation, as of its last heartbeat."""
+        return {
+            f"{instance.member.group}.{incarnation}": self._beats[incarnation].gauges
+            for incarnation, instance in self.state.instances.items()
+            if incarnation in self._beats
+        }
 
     def counters(self) -> dict[str, int]:
         return dict(self._channels.counters)

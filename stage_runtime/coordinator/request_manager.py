@@ -29,6 +29,8 @@ from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
 from stage_runtime.errors import IllegalEvent, RequestError
+from stage_runtime.metrics import catalog, planes
+from stage_runtime.metrics.samples import Samples
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
@@ -193,25 +195,31 @@ class RequestManager:
             "awaiting_instance": len(self._rebinding),
             "stages": list(newest.stages) if newest is not None else [],
             "edges": list(newest.edges) if newest is not None else [],
+            "gauges": self._gauges(),
             **self._membership.status(),
         }
 
     def ready(self) -> bool:
         return self._membership.ready()
 
-    def metrics(self) -> Mapping[str, Any]:
-        return {
-            "requests": dict(self.stats.outcomes),
-            "requests_in_flight": len(self._handles),
-            "requests_retried_total": self.stats.retried,
-            "stages": _merged(self.stats.stages(), self._membership.loads()),
-            "instances_ready": self._membership.ready_count(),
-            "transfers_in_flight": self.send_queues.outstanding,
-            "sends_queued": self.send_queues.queued,
-            "retained_body_bytes": self._admission.kept_nbytes,
-            "relay": self._relays.stats(),
-            "control": self._membership.counters(),
+    def metrics(self) -> Samples:
+        of_manager: Samples = {
+            catalog.REQUESTS_IN_FLIGHT: {(): len(self._handles)},
+            catalog.RETAINED_BODY_BYTES: {(): self._admission.kept_nbytes},
         }
+        own = planes.samples({COORDINATOR: self._gauges()})
+        return {**self.stats.samples(), **of_manager, **self._membership.samples(), **own}
+
+    def member_gauges(self) -> Mapping[str, planes.Gauges]:
+        return self._membership.gauges()
+
+    def _gauges(self) -> dict[str, float]:
+        return planes.gauges(
+            relays=self._relays.stats(),
+            transfers_in_flight=self.send_queues.outstanding,
+            sends_queued=self.send_queues.queued,
+            events=self._membership.counters(),
+        )
 
     @property
     def in_flight(self) -> int:
@@ -397,11 +405,3 @@ class RequestManager:
         self._bindings.release(handle)
         if self._membership.leaves_rest(handle.revision):
             self._ended_notifier.add(set(handle.bindings.values()), handle.id, handle.tracked.attempt)
-
-
-def _merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    merged: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for name, row in part.items():
-            merged.setdefault(name, {}).update(row)
-    return merged

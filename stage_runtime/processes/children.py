@@ -50,6 +50,7 @@ class Child:
         self._fatal: list[str] = []  #: From where a crash begins: stacks of many threads are longer than the tail.
         self.events: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
         self.failure: statuspipe.Failed | None = None
+        self.gauges: dict[str, float] = {}  #: Of its last `statuspipe.Stats`.
         self.last_sign = time.monotonic()  #: When it last said or printed something.
         self._on_event, self._on_line = on_event, on_line
         self._loop = asyncio.get_running_loop()
@@ -115,6 +116,9 @@ class Child:
     def _take_status(self, line: bytes) -> None:
         event = statuspipe.parse(line)
         if event is None:
+            return
+        if isinstance(event, statuspipe.Stats):
+            self.gauges = event.gauges
             return
         self.last_sign = time.monotonic()
         if isinstance(event, statuspipe.Failed):

@@ -68,7 +68,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
     async with contextlib.AsyncExitStack() as stack:
         coordinator = _planes(settings, stack)
         manager = coordinator.manager
-        metrics = Metrics(manager)
+        metrics = Metrics(manager, of_members=not settings.probe_port)
         codecs = await stack.enter_async_context(CodecPool())
         if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()

@@ -39,6 +39,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     pid: int | None = None
     restarts: int = 0
+    gauges: dict[str, float] = {}  #: Of its planes (`metrics.planes`).
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +188,7 @@ class SupervisedInstance:
             message=message,
             pid=None if child is None else child.pid,
             restarts=self.restarts,
+            gauges={} if child is None else child.gauges,
         )
 
     def _state(self, child: Child | None) -> tuple[State, str]:

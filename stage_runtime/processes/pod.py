@@ -19,6 +19,8 @@ import msgspec
 
 from omnipipeline_spec import crashes
 from omnipipeline_spec.types.plan import GroupPlan
+from stage_runtime.metrics import catalog, exposition, planes
+from stage_runtime.metrics.samples import Samples
 from stage_runtime.processes import activity, codefiles, launching, parent_death, rundir, termination
 from stage_runtime.processes.instances import ProcessView, RestartPolicy
 from stage_runtime.processes.launching import Addresses, StageLaunch
@@ -147,35 +149,19 @@ class Pod:
         return Reply(body=json.dumps(body) + "\n", content_type="application/json")
 
     def _metrics(self) -> Reply:
-        views = self._supervisor.views()
-        running = [(view, view.pid) for view in views if view.pid is not None]
-        families: Sequence[tuple[str, str, str, list[tuple[ProcessView, float]]]] = (
-            ("ready", "gauge", "Whether the process can serve.", [(view, view.state == "ready") for view in views]),
-            ("restarts_total", "counter", "Starts after the first.", [(view, view.restarts) for view in views]),
-            (
-                "resident_memory_bytes",
-                "gauge",
-                "Memory of the process.",
-                [(view, activity.resident_bytes(pid)) for view, pid in running],
-            ),
-            (
-                "cpu_seconds_total",
-                "counter",
-                "Processor time of the process and what it has started.",
-                [(view, activity.of_session(pid).cpu_s) for view, pid in running],
-            ),
-        )
-        return Reply(body="".join(map(self._family, families)), content_type="text/plain; version=0.0.4")
+        return Reply(body=exposition.render(samples(self._supervisor.views())), content_type=exposition.CONTENT_TYPE)
 
-    def _family(self, family: tuple[str, str, str, list[tuple[ProcessView, float]]]) -> str:
-        short, kind, text, samples = family
-        name = f"omni_process_{short}"
-        plan = self._settings.plan
-        lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        for view, value in samples:
-            labels = f'pipeline="{plan.pipeline}",unit="{plan.name}",process="{view.process}"'
-            lines.append(f"{name}{{{labels}}} {float(value):g}")
-        return "\n".join(lines) + "\n"
+
+def samples(views: Sequence[ProcessView]) -> Samples:
+    """What a pod serves of its processes."""
+    running = [(view.process, view.pid) for view in views if view.pid is not None]
+    of_processes: Samples = {
+        catalog.PROCESS_READY: {(view.process,): float(view.state == "ready") for view in views},
+        catalog.PROCESS_RESTARTS: {(view.process,): view.restarts for view in views},
+        catalog.PROCESS_RESIDENT_MEMORY: {(name,): activity.resident_bytes(pid) for name, pid in running},
+        catalog.PROCESS_CPU: {(name,): activity.of_session(pid).cpu_s for name, pid in running},
+    }
+    return {**of_processes, **planes.samples({view.process: view.gauges for view in views})}
 
 
 def _addresses(pod_ip: str, port: int, group: GroupPlan, folder: Path) -> Callable[[], Addresses]:

@@ -203,7 +203,7 @@ class StageProcess(RankProcess):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._settings.plan.heartbeat_s)
-            self._host.beat()
+            statuspipe.report_stats(self._settings.status_fd, self._host.beat())
 
 
 async def _resolve(endpoint: str) -> list[str]:

@@ -7,7 +7,10 @@ Here: the events, and both ends' encoding. Not here: what a supervisor does abou
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
+import termios
 import threading
 
 import msgspec
@@ -58,7 +61,13 @@ class Draining(Event, frozen=True, kw_only=True):
     """No new work is taken; the process ends with exit code 0 when nothing is bound to it."""
 
 
-Status = Loading | Ready | Registered | Serving | Failed | Draining
+class Stats(Event, frozen=True, kw_only=True):
+    """The numbers of the process's planes (`metrics.planes`), about once a second. No proof of progress."""
+
+    gauges: dict[str, float]
+
+
+Status = Loading | Ready | Registered | Serving | Failed | Draining | Stats
 _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
 
@@ -87,6 +96,17 @@ def report(fd: int | None, event: Status) -> None:
                 line = line[os.write(fd, line) :]
         except BrokenPipeError:
             pass  # the supervisor is gone, and the kernel is about to tell us so (PDEATHSIG)
+
+
+def report_stats(fd: int | None, gauges: dict[str, float]) -> None:
+    """Report ``gauges`` unless earlier lines are still unread: they must never fill the pipe, which would block."""
+    if fd is not None and not _unread(fd):
+        report(fd, Stats(gauges=gauges))
+
+
+def _unread(fd: int) -> int:
+    """Bytes in the pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def parse(line: bytes) -> Status | None:

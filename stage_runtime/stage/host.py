@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ValueRefused
+from stage_runtime.metrics import planes
 from stage_runtime.profiler.session import Session
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
@@ -185,27 +186,30 @@ class Host:
         """The last view of a peer's transfer is gone: release it."""
         self._releases.add(peer, transfer)
 
-    def beat(self) -> None:
-        """Send load and progress to every coordinator."""
+    def beat(self) -> dict[str, float]:
+        """Send load and progress to every coordinator. Returns: the gauges that were sent."""
         self._idle_trimming.beat(self.process.relays)
         if self._profiling is not None:
             self._profiling.beat()
+        gauges = self.gauges()
         beat = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
             {name: stage.inbox.taken for name, stage in self.stages.items()},
-            self.gauges(),
+            gauges,
         )
         self.membership.broadcast(beat)
+        return gauges
 
     def gauges(self) -> dict[str, float]:
+        """The numbers of the process's planes, by name."""
         process = self.process
-        found: dict[str, float] = {f"relay_{name}": float(value) for name, value in process.relays.stats().items()}
-        found["transfers_in_flight"] = float(process.send_queues.outstanding)
-        found["sends_queued"] = float(process.send_queues.queued)
-        for name, count in (process.channels.counters + process.counters).items():
-            found[f"control_{name}"] = float(count)
-        return found
+        return planes.gauges(
+            relays=process.relays.stats(),
+            transfers_in_flight=process.send_queues.outstanding,
+            sends_queued=process.send_queues.queued,
+            events=process.channels.counters + process.counters,
+        )
 
     def reborn(self, incarnation: str) -> None:
         """Drop all work of the earlier incarnation; `wire` must follow."""

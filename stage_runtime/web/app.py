@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from stage_runtime.coordinator.events import RequestManagerApi
+from stage_runtime.metrics import catalog
 from stage_runtime.web import openai, openapi, pipeline, probes
 from stage_runtime.web.bare import bare_app
 from stage_runtime.web.endpoints import Direct, Service
@@ -39,7 +40,7 @@ def make_app(
     metrics: given when another port shows them too (`probes.make_probes`): both then count into the same.
     admin: the profiler's routes, where no port of their own is asked for; they are behind the API keys.
     """
-    metrics = metrics or Metrics(manager)
+    metrics = metrics or Metrics(manager, of_members=settings.probes)
     app = bare_app(title=settings.model)
     service = Service(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
     routes = [*openai.routes(service), *pipeline.routes(service)]
@@ -49,7 +50,7 @@ def make_app(
     app.router.routes.extend(admin)
     app.openapi = lambda: openapi.document(settings)  # type: ignore[method-assign]
     budget = MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)
-    metrics.watch("http_held_bytes", "Bodies and media of requests in flight.", lambda: budget.held_nbytes)
+    metrics.read(catalog.HTTP_HELD_BYTES, lambda: budget.held_nbytes)
     origins = Origins(local=settings.local, hosts=settings.hosts)
     app.add_middleware(Direct, routes=routes)
     app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins, budget=budget, observe=metrics.observe)

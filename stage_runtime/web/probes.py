@@ -9,10 +9,11 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from stage_runtime.coordinator.events import RequestManagerApi
+from stage_runtime.metrics.exposition import CONTENT_TYPE
 from stage_runtime.web import endpoints
 from stage_runtime.web.bare import bare_app
 from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.metrics import CONTENT_TYPE, Metrics
+from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.middleware import Middleware
 
 
@@ -55,7 +56,7 @@ class _Probes:
         await exchange.reply(msgspec.json.encode(self._manager.status(), enc_hook=_as_text))
 
     async def metrics(self, exchange: Exchange) -> None:
-        await exchange.reply(self._metrics.render(), content_type=CONTENT_TYPE)
+        await exchange.reply(self._metrics.render(), content_type=CONTENT_TYPE.encode())
 
 
 def _as_text(value: Any) -> str:

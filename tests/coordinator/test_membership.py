@@ -12,6 +12,7 @@ import pytest
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
+from stage_runtime.metrics import catalog
 from stage_runtime.wire.messages import Beat, Deregister, Members, Rejected, Welcome
 from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, asked, came, coordinator_harness
 
@@ -141,13 +142,16 @@ async def test_it_is_ready_in_time_without_a_set_unless_others_speak_another_pro
 async def test_beats_carry_load_and_are_forgotten_with_their_instance() -> None:
     async with coordinator_harness() as made:
         made.coordinator.received("v1", Beat({"shout": 3}, {"shout": 2}, {"shout": 9}, {"kv_blocks": 7.0}))
-        assert made.manager.metrics()["stages"]["shout"] == {"waiting": 3, "running": 2}
+        assert made.manager.metrics()[catalog.STAGE_WAITING] == {("shout",): 3}
+        assert made.manager.metrics()[catalog.STAGE_RUNNING] == {("shout",): 2}
+        assert made.manager.member_gauges() == {"voice.v1": {"kv_blocks": 7.0}}
         (voice,) = [one for one in made.manager.status()["instances"] if one["incarnation"] == "v1"]
         assert (voice["waiting"], voice["running"], voice["gauges"]) == (3, 2, {"kv_blocks": 7.0})
         made.coordinator.lost("v1")
-        assert made.manager.metrics()["stages"] == {}
+        assert made.manager.metrics()[catalog.STAGE_WAITING] == {}
+        assert made.manager.member_gauges() == {}
         made.coordinator.received("v1", Beat({"shout": 3}, {}, {}))  # was on its way
-        assert made.manager.metrics()["stages"] == {}
+        assert made.manager.metrics()[catalog.STAGE_WAITING] == {}
 
 
 async def test_a_draining_instance_without_requests_is_let_go_at_once() -> None:

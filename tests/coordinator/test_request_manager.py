@@ -449,9 +449,9 @@ async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None
         sent = only(made)
         assert sent.body.transfer
         assert sent.body.inline == b""
-        assert made.manager.metrics()["transfers_in_flight"] == 1
+        assert made.manager.status()["gauges"]["transfers_in_flight"] == 1
         made.coordinator.received("f1", Release((1,)))
-        assert made.manager.metrics()["transfers_in_flight"] == 0
+        assert made.manager.status()["gauges"]["transfers_in_flight"] == 0
         assert made.relays.held == {}
 
 
@@ -465,7 +465,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
         made.complete(again, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
         assert any(isinstance(one, Unbound) for one in made.channels.said["f1"])
-        assert made.manager.metrics()["requests_retried_total"] == 0
+        assert made.manager.stats.retried == 0
 
 
 async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more() -> None:
@@ -653,7 +653,7 @@ async def live(steps: list[str], stream: bool) -> None:
             assert sorted(one.stage for one in outcome if isinstance(one, ResultEvent)) == ["shout", "write"]
         assert made.manager.in_flight == 0
         assert made.manager.status()["awaiting_instance"] == 0
-        assert sum(made.manager.metrics()["requests"].values()) == 1
+        assert made.manager.stats.outcomes.total() == 1
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
         assert all(made.manager.bound_to(name) == 0 for name in made.channels.said)
 

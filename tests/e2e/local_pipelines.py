@@ -215,10 +215,10 @@ async def under_way(client: Client) -> dict[str, float]:
         for name in ("waiting", "running", "bound", *AT_REST):
             if numbers.get(name):
                 found[f"{one['group']}.{name}"] = numbers[name]
-    metrics = await client.metrics()
+    own = {**status["gauges"], "retained_body_bytes": (await client.metrics())["omnipipeline_retained_body_bytes"]}
     for name in ("retained_body_bytes", *AT_REST):
-        if metrics.get(f"omnipipeline_{name}"):
-            found[f"coordinator.{name}"] = metrics[f"omnipipeline_{name}"]
+        if own.get(name):
+            found[f"coordinator.{name}"] = own[name]
     return found
 
 

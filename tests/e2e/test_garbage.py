@@ -70,9 +70,9 @@ def say(stranger: zmq.Context[Any], endpoint: str, *messages: list[bytes]) -> No
 
 async def counted(client: Client, kind: str) -> dict[str, float]:
     """How much of ``kind`` every process has counted."""
-    gauges = {one["group"]: one["gauges"] for one in (await client.status())["instances"]}
-    found = {group: told.get(f"control_{kind}", 0.0) for group, told in gauges.items()}
-    return found | {"coordinator": (await client.metrics()).get(f"omnipipeline_control_events_total{{{kind}}}", 0.0)}
+    status = await client.status()
+    gauges = {one["group"]: one["gauges"] for one in status["instances"]} | {"coordinator": status["gauges"]}
+    return {group: own.get(f"control_{kind}", 0.0) for group, own in gauges.items()}
 
 
 async def test_garbage_at_every_control_socket_is_counted_and_dropped(
@@ -133,11 +133,8 @@ async def test_garbage_at_every_relay_socket_is_counted_and_dropped(
         say(stranger, f"ipc://{path}", [b"malformed", b"x" * 100], [b""], [NESTED, b""])
 
     async def all_counted() -> bool:
-        told: list[float] = [
-            one["gauges"].get("relay_tcp_malformed_messages", 0) for one in (await client.status())["instances"]
-        ]
-        own: float = (await client.metrics())["omnipipeline_relay_tcp_malformed_messages"]
-        return min(*told, own) >= 3
+        status = await client.status()
+        return min(one["gauges"].get("relay_tcp_malformed_messages", 0) for one in (*status["instances"], status)) >= 3
 
     await eventually(all_counted, 5)
     await serves_as_before(shared, client, before)
@@ -221,14 +218,10 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
 
         async def every(*kinds: str) -> bool:
             """Whether every process has counted some of each kind."""
-            status, own = await client.status(), await client.metrics()
+            status = await client.status()
             told = [
-                own.get(f"omnipipeline_{kind}", own.get(f"omnipipeline_control_events_total{{{kind}}}", 0))
-                for kind in kinds
-            ]
-            told += [
                 one["gauges"].get(kind, one["gauges"].get(f"control_{kind}", 0))
-                for one in status["instances"]
+                for one in (*status["instances"], status)
                 for kind in kinds
             ]
             return len(told) == len(kinds) * len(before) and min(told) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,7 +13,6 @@ from omnipipeline_operator.handlers.lifecycle import Operator
 from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS, Metrics
 from omnipipeline_operator.settings import Settings
 from omnipipeline_spec.types import metrics
-from tests.cluster_kit import REPOSITORY
 
 PIPELINE = {
     "kind": "OmniPipeline",
@@ -66,11 +64,3 @@ def test_a_standby_serves_no_metric_of_a_pipeline() -> None:
 def test_a_request_without_an_answer_has_the_code_error() -> None:
     [(labels, value)] = scraped(leads=True)["omnipipeline_operator_rest_client_requests_total"].items()
     assert (dict(labels), value) == ({"method": "GET", "resource": "pods", "code": "<error>"}, 1)
-
-
-@pytest.mark.parametrize(("mark", "listed"), [("operator-metrics", OPERATOR), ("status-metrics", STATUS)])
-def test_the_table_in_the_docs_is_made_from_the_list(mark: str, listed: tuple[metrics.Metric, ...]) -> None:
-    text = (REPOSITORY / "docs" / "operations.md").read_text()
-    written = text[text.index(f"<!-- {mark}: ") :].splitlines()[1 : len(listed) + 4]
-    made = metrics.table(listed)
-    assert written == [*made, ""], "\n".join(["put these lines into docs/operations.md:", *made])

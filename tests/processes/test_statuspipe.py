@@ -23,6 +23,7 @@ from stage_runtime.processes import statuspipe
         statuspipe.Serving(url="http://127.0.0.1:8000"),
         statuspipe.Failed(stage="thinker", error="ValueError: no", traceback="Traceback…"),
         statuspipe.Draining(),
+        statuspipe.Stats(gauges={"relay_shm_sent_bytes": 1.0}),
     ],
 )
 def test_every_event_survives_the_pipe(event: statuspipe.Status) -> None:
@@ -41,6 +42,23 @@ def test_a_factory_failure_keeps_the_end_of_a_traceback_that_is_longer_than_the_
         event = statuspipe.parse(lines.read())
     assert isinstance(event, statuspipe.Failed)
     assert event.traceback.rstrip().endswith("the cause")
+
+
+def test_stats_are_left_out_while_a_line_is_unread_so_that_they_never_fill_the_pipe() -> None:
+    reader, writer = os.pipe()
+    for number in range(3):
+        statuspipe.report_stats(writer, {"relay_late_releases": float(number)})
+    statuspipe.report(writer, statuspipe.Draining())
+    first = os.read(reader, 1 << 16)
+    statuspipe.report_stats(writer, {"sends_queued": 3.0})
+    os.close(writer)
+    with open(reader, "rb") as lines:
+        events = [statuspipe.parse(line) for line in (*first.splitlines(), *lines)]
+    assert events == [
+        statuspipe.Stats(gauges={"relay_late_releases": 0.0}),
+        statuspipe.Draining(),
+        statuspipe.Stats(gauges={"sends_queued": 3.0}),
+    ]
 
 
 def test_lines_of_several_threads_are_never_mixed() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.coordinator.terminal_stages import TerminalStagesResult
 from stage_runtime.errors import RequestError
+from stage_runtime.metrics import planes
+from stage_runtime.metrics.samples import Samples
 from stage_runtime.wire.values import OmniRequest
 
 Event = ChunkEvent | ResultEvent
@@ -95,7 +97,8 @@ class ScriptedManager:
         self.in_flight: dict[str, ScriptedHandle] = {}
         self.owned_elsewhere: set[str] = set()  #: Requests of another coordinator.
         self.is_ready = True
-        self.numbers: Mapping[str, Any] = {"in_flight": 0}
+        self.samples: Samples = {}
+        self.gauges: Mapping[str, planes.Gauges] = {}
 
     @property
     def last(self) -> ScriptedHandle:
@@ -149,8 +152,11 @@ class ScriptedManager:
     def ready(self) -> bool:
         return self.is_ready
 
-    def metrics(self) -> Mapping[str, Any]:
-        return self.numbers
+    def metrics(self) -> Samples:
+        return self.samples
+
+    def member_gauges(self) -> Mapping[str, planes.Gauges]:
+        return self.gauges
 
 
 def play(*steps: Event | Exception | asyncio.Event, stage: str = "talk") -> Script:

@@ -9,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import InvalidRequest
+from stage_runtime.metrics import catalog
+from stage_runtime.metrics.samples import Buckets, Samples
 from stage_runtime.web import endpoints
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.app import make_admin, make_app
@@ -22,22 +24,12 @@ from tests.web.running import ALL, start
 from tests.web.scripted_manager import ScriptedManager, play
 
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
-NUMBERS = {
-    "requests": {("chat", "completed"): 3, ("pipeline", "deadline"): 1},
-    "requests_in_flight": 2,
-    "admitted_total": 9,
-    "stages": {
-        "talk": {
-            "waiting": 1,
-            "running": 2,
-            "queue_seconds": {"buckets": {"0.1": 1, "1": 2, "+Inf": 3}, "sum": 4.5},
-            "instances": ["talk-1"],
-        }
-    },
-    "relay": {"shm_bytes_sent": 100, "slots_filling": 1},
-    "control": {"resent": 2},
-    "instances_ready": {"front": 2},
-    "lanes": {"no": "number"},
+SAMPLES: Samples = {
+    catalog.REQUESTS: {("chat", "completed"): 3, ("pipeline", "deadline"): 1},
+    catalog.REQUESTS_IN_FLIGHT: {(): 2},
+    catalog.STAGE_WAITING: {("talk",): 1},
+    catalog.STAGE_RUN_TIME: {("talk",): Buckets((1,) * 9 + (2,) * 7 + (3,), 4.5)},
+    catalog.ARENA_SLOTS: {("coordinator", "filling"): 1},
 }
 
 
@@ -52,26 +44,36 @@ def samples(text: str) -> dict[str, float]:
 
 async def test_what_the_request_manager_counts_is_what_prometheus_reads() -> None:
     async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
-        running.manager.numbers = NUMBERS
+        running.manager.samples = SAMPLES
         answer = await client.get("/metrics")
     found = {name: value for name, value in samples(answer.text).items() if "_http_" not in name}
-    assert found == {
+    buckets = {name: value for name, value in found.items() if "_bucket" in name}
+    assert {name: value for name, value in found.items() if name not in buckets} == {
         "omnipipeline_requests_total,kind=chat,outcome=completed": 3,
         "omnipipeline_requests_total,kind=pipeline,outcome=deadline": 1,
         "omnipipeline_requests_in_flight": 2,
-        "omnipipeline_admitted_total": 9,
         "omnipipeline_stage_waiting,stage=talk": 1,
-        "omnipipeline_stage_running,stage=talk": 2,
-        "omnipipeline_stage_queue_seconds_bucket,le=0.1,stage=talk": 1,
-        "omnipipeline_stage_queue_seconds_bucket,le=1.0,stage=talk": 2,
-        "omnipipeline_stage_queue_seconds_bucket,le=+Inf,stage=talk": 3,
-        "omnipipeline_stage_queue_seconds_count,stage=talk": 3,
-        "omnipipeline_stage_queue_seconds_sum,stage=talk": 4.5,
-        "omnipipeline_relay_shm_bytes_sent": 100,
-        "omnipipeline_relay_slots_filling": 1,
-        "omnipipeline_control_events_total,event=resent": 2,
-        "omnipipeline_instances_ready,group=front": 2,
+        "omnipipeline_stage_run_seconds_count,stage=talk": 3,
+        "omnipipeline_stage_run_seconds_sum,stage=talk": 4.5,
+        "omnipipeline_arena_slots,process=coordinator,state=filling": 1,
     }
+    assert list(buckets.values()) == [1] * 9 + [2] * 7 + [3]
+    assert list(buckets)[-1] == "omnipipeline_stage_run_seconds_bucket,le=+Inf,stage=talk"
+
+
+@pytest.mark.parametrize("where", ["here", "in pods"])
+async def test_the_numbers_of_all_processes_are_served_where_no_pod_serves_them(where: str) -> None:
+    manager = ScriptedManager(OK)
+    manager.gauges = {"front.f1": {"relay_shm_sent_bytes": 5.0, "control_resent": 2.0}}
+    text = Metrics(manager, of_members=where == "here").render().decode()
+    assert samples(text) == (
+        {
+            "omnipipeline_relay_sent_bytes_total,process=front.f1,relay=shm": 5,
+            "omnipipeline_control_events_total,event=resent,process=front.f1": 2,
+        }
+        if where == "here"
+        else {}
+    )
 
 
 async def test_answers_are_counted_by_pattern_and_never_by_what_a_client_wrote() -> None:

@@ -1,0 +1,205 @@
+"""Every metric that the runtime serves: the one list, from which `/metrics` and the tables of the docs are made.
+
+Here: descriptions. Not here: counting (`counting`), where the numbers of a process come from (`processes`),
+Prometheus' text (`exposition`). Called by whoever counts; tests compare `/metrics`, the chart and docs/operations.md
+with the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from omnipipeline_spec.types.metrics import Metric
+
+_OF_HTTP: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+#: From a hop to a long generation.
+_OF_STAGES: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+HTTP_REQUESTS: Final = Metric(
+    name="omnipipeline_http_requests_total",
+    kind="counter",
+    help="Answers by route, status and outcome",
+    labels=("route", "status", "outcome"),
+)
+HTTP_FIRST_BYTE: Final = Metric(
+    name="omnipipeline_http_first_byte_seconds",
+    kind="histogram",
+    help="From the request read to the answer's first byte",
+    labels=("route",),
+    buckets=_OF_HTTP,
+)
+HTTP_REQUEST_TIME: Final = Metric(
+    name="omnipipeline_http_request_seconds",
+    kind="histogram",
+    help="From the request read to the answer's last byte",
+    labels=("route",),
+    buckets=_OF_HTTP,
+)
+HTTP_SENT_BYTES: Final = Metric(
+    name="omnipipeline_http_sent_bytes_total", kind="counter", help="Bytes of answers' bodies", labels=("route",)
+)
+HTTP_HELD_BYTES: Final = Metric(
+    name="omnipipeline_http_held_bytes", kind="gauge", help="Bodies and media of requests in flight"
+)
+
+REQUESTS: Final = Metric(
+    name="omnipipeline_requests_total",
+    kind="counter",
+    help="Requests that have ended, by kind and outcome: completed or an error code",
+    labels=("kind", "outcome"),
+)
+REQUESTS_IN_FLIGHT: Final = Metric(
+    name="omnipipeline_requests_in_flight", kind="gauge", help="Requests that were admitted and have not ended"
+)
+REQUESTS_RETRIED: Final = Metric(
+    name="omnipipeline_requests_retried_total", kind="counter", help="Attempts after a request's first"
+)
+RETAINED_BODY_BYTES: Final = Metric(
+    name="omnipipeline_retained_body_bytes", kind="gauge", help="Bytes of requests kept to send them again"
+)
+INSTANCES_READY: Final = Metric(
+    name="omnipipeline_instances_ready",
+    kind="gauge",
+    help="Instances of a process group to which requests may be bound",
+    labels=("group",),
+)
+STAGE_WAITING: Final = Metric(
+    name="omnipipeline_stage_waiting",
+    kind="gauge",
+    help="Requests in the stage's queue, all instances together",
+    labels=("stage",),
+)
+STAGE_RUNNING: Final = Metric(
+    name="omnipipeline_stage_running",
+    kind="gauge",
+    help="Requests that the stage computes, all instances together",
+    labels=("stage",),
+)
+STAGE_QUEUE_TIME: Final = Metric(
+    name="omnipipeline_stage_queue_seconds",
+    kind="histogram",
+    help="Time of a request in the stage's queue",
+    labels=("stage",),
+    buckets=_OF_STAGES,
+)
+STAGE_RUN_TIME: Final = Metric(
+    name="omnipipeline_stage_run_seconds",
+    kind="histogram",
+    help="Time of a request in the stage's function",
+    labels=("stage",),
+    buckets=_OF_STAGES,
+)
+
+_OF_PROCESS: Final = ("process",)
+_OF_RELAY: Final = ("process", "relay")
+TRANSFERS_IN_FLIGHT: Final = Metric(
+    name="omnipipeline_transfers_in_flight",
+    kind="gauge",
+    help="Payloads sent by relay that their receivers have not released",
+    labels=_OF_PROCESS,
+)
+SENDS_QUEUED: Final = Metric(
+    name="omnipipeline_sends_queued", kind="gauge", help="Payloads that wait for credit or memory", labels=_OF_PROCESS
+)
+CONTROL_EVENTS: Final = Metric(
+    name="omnipipeline_control_events_total",
+    kind="counter",
+    help="Events of the control plane: received, resent, malformed, …",
+    labels=("process", "event"),
+)
+ARENA_BYTES: Final = Metric(
+    name="omnipipeline_arena_bytes", kind="gauge", help="Size of the process's arena", labels=_OF_PROCESS
+)
+ARENA_BYTES_IN_USE: Final = Metric(
+    name="omnipipeline_arena_bytes_in_use", kind="gauge", help="Bytes of slots in use", labels=_OF_PROCESS
+)
+ARENA_BYTES_RESIDENT: Final = Metric(
+    name="omnipipeline_arena_bytes_resident",
+    kind="gauge",
+    help="Bytes of the arena that occupy memory",
+    labels=_OF_PROCESS,
+)
+ARENA_SLOTS: Final = Metric(
+    name="omnipipeline_arena_slots", kind="gauge", help="Slots by state", labels=("process", "state")
+)
+LATE_RELEASES: Final = Metric(
+    name="omnipipeline_relay_late_releases_total",
+    kind="counter",
+    help="Releases of transfers that were no longer known",
+    labels=_OF_PROCESS,
+)
+
+
+def _of_relay(name: str, help: str, *, kind: Literal["counter", "gauge"] = "counter") -> Metric:
+    return Metric(name=f"omnipipeline_relay_{name}", kind=kind, help=help, labels=_OF_RELAY)
+
+
+#: Key of `relays.base.Relay.stats` -> its metric.
+RELAY: Final[Mapping[str, Metric]] = {
+    "sent_transfers": _of_relay("sent_transfers_total", "Payloads sent"),
+    "sent_bytes": _of_relay("sent_bytes_total", "Bytes of payloads sent"),
+    "received_transfers": _of_relay("received_transfers_total", "Payloads received"),
+    "received_bytes": _of_relay("received_bytes_total", "Bytes of payloads received"),
+    "copied_bytes": _of_relay("copied_bytes_total", "Bytes copied into the arena"),
+    "unreleased_transfers": _of_relay("unreleased_transfers", "Payloads sent and not released", kind="gauge"),
+    "unreleased_bytes": _of_relay("unreleased_bytes", "Bytes of payloads sent and not released", kind="gauge"),
+    "pinned_transfers": _of_relay("pinned_transfers", "Payloads received and still referenced", kind="gauge"),
+    "pinned_bytes": _of_relay("pinned_bytes", "Bytes of payloads received and still referenced", kind="gauge"),
+    "unclaimed_bytes": _of_relay("unclaimed_bytes", "Bytes received before they were announced", kind="gauge"),
+    "awaited_transfers": _of_relay("awaited_transfers", "Payloads announced and not yet received", kind="gauge"),
+    "dropped_transfers": _of_relay("dropped_transfers_total", "Payloads received and dropped"),
+    "malformed_messages": _of_relay("malformed_messages_total", "Messages dropped because they are no relay's"),
+    "handshake_failures": _of_relay("handshake_failures_total", "Connections refused for a wrong key or protocol"),
+}
+
+PROCESS_READY: Final = Metric(
+    name="omnipipeline_process_ready", kind="gauge", help="1 while the process can serve", labels=_OF_PROCESS
+)
+PROCESS_RESTARTS: Final = Metric(
+    name="omnipipeline_process_restarts_total",
+    kind="counter",
+    help="Starts of the process after the first",
+    labels=_OF_PROCESS,
+)
+PROCESS_RESIDENT_MEMORY: Final = Metric(
+    name="omnipipeline_process_resident_memory_bytes", kind="gauge", help="Memory of the process", labels=_OF_PROCESS
+)
+PROCESS_CPU: Final = Metric(
+    name="omnipipeline_process_cpu_seconds_total",
+    kind="counter",
+    help="Processor time of the process and of what it has started",
+    labels=_OF_PROCESS,
+)
+
+#: Of requests, stages and HTTP, served by coordinators.
+COORDINATOR: Final = (
+    REQUESTS,
+    REQUESTS_IN_FLIGHT,
+    REQUESTS_RETRIED,
+    RETAINED_BODY_BYTES,
+    INSTANCES_READY,
+    STAGE_WAITING,
+    STAGE_RUNNING,
+    STAGE_QUEUE_TIME,
+    STAGE_RUN_TIME,
+    HTTP_REQUESTS,
+    HTTP_FIRST_BYTE,
+    HTTP_REQUEST_TIME,
+    HTTP_SENT_BYTES,
+    HTTP_HELD_BYTES,
+)
+#: Of a process's planes, served by its pod. A coordinator serves its own, and in `omni up` those of all processes.
+PLANES: Final = (
+    TRANSFERS_IN_FLIGHT,
+    SENDS_QUEUED,
+    CONTROL_EVENTS,
+    ARENA_BYTES,
+    ARENA_BYTES_IN_USE,
+    ARENA_BYTES_RESIDENT,
+    ARENA_SLOTS,
+    LATE_RELEASES,
+    *RELAY.values(),
+)
+#: Of the operating system's processes in a stage's pod, served by the pod.
+PROCESSES: Final = (PROCESS_READY, PROCESS_RESTARTS, PROCESS_RESIDENT_MEMORY, PROCESS_CPU)

@@ -1,0 +1,63 @@
+"""The numbers of one process's planes: by name, as `Beat`, `/status` and the status pipe carry them, and as
+samples of metrics.
+
+Called by `coordinator` and `stage`, which read their own, and by `web` and the pod, which serve them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeAlias
+
+from omnipipeline_spec.types.metrics import Metric
+from stage_runtime.metrics import catalog
+from stage_runtime.metrics.samples import Labels, Samples
+
+Gauges: TypeAlias = Mapping[str, float]
+
+_RELAY: Final = "relay_"
+_SLOTS: Final = "relay_slots_"
+_EVENT: Final = "control_"
+_PLAIN: Final[Mapping[str, Metric]] = {
+    "transfers_in_flight": catalog.TRANSFERS_IN_FLIGHT,
+    "sends_queued": catalog.SENDS_QUEUED,
+    "relay_arena_bytes": catalog.ARENA_BYTES,
+    "relay_arena_bytes_in_use": catalog.ARENA_BYTES_IN_USE,
+    "relay_arena_bytes_resident": catalog.ARENA_BYTES_RESIDENT,
+    "relay_late_releases": catalog.LATE_RELEASES,
+}
+
+
+def gauges(
+    *, relays: Mapping[str, float], transfers_in_flight: int, sends_queued: int, events: Mapping[str, int]
+) -> dict[str, float]:
+    """relays: `Relays.stats`. events: counters of the control plane."""
+    return {
+        **{_RELAY + name: float(value) for name, value in relays.items()},
+        "transfers_in_flight": float(transfers_in_flight),
+        "sends_queued": float(sends_queued),
+        **{_EVENT + name: float(count) for name, count in events.items()},
+    }
+
+
+def samples(processes: Mapping[str, Gauges]) -> Samples:
+    """By process. A name without a metric is left out: a process of another version may have more of them."""
+    found: dict[Metric, dict[Labels, float]] = {metric: {} for metric in catalog.PLANES}
+    for process, numbers in processes.items():
+        for metric, labels, value in _read(numbers):
+            found[metric][process, *labels] = value
+    return found
+
+
+def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
+    for name, value in numbers.items():
+        if (plain := _PLAIN.get(name)) is not None:
+            yield plain, (), value
+        elif name.startswith(_SLOTS):
+            yield catalog.ARENA_SLOTS, (name.removeprefix(_SLOTS),), value
+        elif name.startswith(_EVENT):
+            yield catalog.CONTROL_EVENTS, (name.removeprefix(_EVENT),), value
+        elif name.startswith(_RELAY):
+            relay, _, short = name.removeprefix(_RELAY).partition("_")
+            if (metric := catalog.RELAY.get(short)) is not None:
+                yield metric, (relay,), value

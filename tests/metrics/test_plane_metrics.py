@@ -1,0 +1,29 @@
+"""Every number of a process's planes has a metric of the list, and the list has no metric without a number."""
+
+from __future__ import annotations
+
+from stage_runtime.metrics import catalog, planes
+from tests.relays.relay_pairs import Pair
+
+
+async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relays_a_number() -> None:
+    pair = Pair("shm")
+    try:
+        numbers = planes.gauges(
+            relays=pair.a.stats(), transfers_in_flight=1, sends_queued=2, events={"resent": 3, "received": 4}
+        )
+    finally:
+        pair.close()
+    samples = planes.samples({"talk": numbers})
+    assert sum(len(values) for values in samples.values()) == len(numbers)
+    assert [metric.name for metric, values in samples.items() if not values] == []
+    assert samples[catalog.CONTROL_EVENTS] == {("talk", "resent"): 3, ("talk", "received"): 4}
+
+
+def test_numbers_of_a_newer_process_are_left_out() -> None:
+    numbers = {"relay_pigeon_flown_miles": 7.0, "sends_queued": 1.0, "new": 2.0, "relay_pigeon_sent_bytes": 3.0}
+    samples = planes.samples({"talk": numbers})
+    assert {metric.name: values for metric, values in samples.items() if values} == {
+        "omnipipeline_sends_queued": {("talk",): 1},
+        "omnipipeline_relay_sent_bytes_total": {("talk", "pigeon"): 3},
+    }
