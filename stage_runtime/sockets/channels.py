@@ -1,4 +1,4 @@
-"""The control plane of one process: one PULL socket, one link per peer, PUB or SUB for broadcasts.
+"""The control plane of one process: one socket that receives, a link per peer, PUB or SUB for broadcasts.
 
 Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
 other threads. `opening` makes the sockets; `rules.links` keeps sequence numbers and acknowledgements. This module
@@ -11,6 +11,7 @@ Over 450 lines and one module: every method reads or changes the table of links,
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
@@ -24,8 +25,9 @@ import zmq
 from stage_runtime.errors import OtherProtocol, ProtocolError, describe
 from stage_runtime.rules.links import ACK_EVERY, Incoming, Standing, Verdict
 from stage_runtime.sockets.addresses import Security
+from stage_runtime.sockets.dialing import Dialers
 from stage_runtime.sockets.links import Link
-from stage_runtime.sockets.opening import Sockets, events_of
+from stage_runtime.sockets.opening import Sockets
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     FRAME_LIMIT,
@@ -90,7 +92,8 @@ class Channels:
     ) -> None:
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
-        self.other_protocol_at = -math.inf  #: Monotonic time of the last frame of another protocol.
+        #: Monotonic time of the last frame of another protocol, or connection that ended at once.
+        self.other_protocol_at = -math.inf
         self._handler = handler
         self._loop = loop
         self._dead_after_s = dead_after_s
@@ -99,7 +102,9 @@ class Channels:
             security=security,
             dead_after_s=dead_after_s,
             handshake_failed=lambda why: self._refuse("handshake_failures", why),
+            short_connection=self._short_connection,
         )
+        self._dialers = Dialers(self._sockets, loop)
         self._pulls: list[zmq.Socket[bytes]] = []
         self._subscriptions: dict[str, zmq.Socket[bytes]] = {}
         self._publisher: zmq.Socket[bytes] | None = None
@@ -107,9 +112,10 @@ class Channels:
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
         self._given_up: dict[str, Incoming] = {}  #: Of the last link to a peer that was dropped, the oldest first.
-        self._monitors: dict[Link, zmq.Socket[bytes]] = {}
+        self._watchers: dict[Link, Callable[[bool], None]] = {}
         self._resends: dict[Link, tuple[float, float]] = {}  #: When to send again, and the patience that led there.
         self._owing: set[Link] = set()
+        self._waiting: set[Link] = set()  #: Links with frames that their connections did not accept.
         self._ack_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._logged_refusals: set[str] = set()
@@ -120,7 +126,8 @@ class Channels:
 
     def bind(self, endpoint: str) -> str:
         """Listen there. Returns the endpoint as bound (a TCP port ``*`` or 0 is filled in)."""
-        pull = self._sockets.make(zmq.PULL)
+        # What peers' ROUTER sockets connect to; nothing is sent on it. A PULL socket would refuse them.
+        pull = self._sockets.make(zmq.DEALER)
         pull.maxmsgsize = FRAME_LIMIT
         bound = self._sockets.bind(pull, endpoint)
         self._pulls.append(pull)
@@ -152,21 +159,17 @@ class Channels:
         known = self._links.get(peer) if peer else self._unnamed.get(endpoint)
         if known is not None:
             return known
-        push = self._sockets.make(zmq.PUSH)
-        push.immediate = True  # without a connection, frames stay in our queue and can be sent again
-        push.reconnect_ivl = 50
-        push.reconnect_ivl_max = 1000
-        monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         incoming = Incoming(next(self._sessions), self._given_up.get(peer))
-        link = Link(self.incarnation, peer, endpoint, incoming, push, self._stalled)
-        self._monitors[link] = monitor
-        self._sockets.read(monitor, lambda: self._watch_link(link, monitor))
+        link = Link(self.incarnation, peer, endpoint, incoming, self._stalled)
+        watcher = functools.partial(self._connection_changed, link)
+        link.connection = self._dialers.dial(endpoint, watcher)
+        self._watchers[link] = watcher
         if peer:
             self._links[peer] = link
-            self._loop.call_later(self._dead_after_s, self._must_be_connected, link, 0)
+            if not link.connection.connected:
+                self._loop.call_later(self._dead_after_s, self._must_be_connected, link, link.connection.breaks)
         else:
             self._unnamed[endpoint] = link
-        self._sockets.connect(push, endpoint)
         return link
 
     def name(self, endpoint: str, peer: str) -> Link | None:
@@ -259,6 +262,7 @@ class Channels:
             self._sockets.forget(socket)
         if self._publisher is not None:
             self._publisher.close(linger=0)
+        self._dialers.close()
         self._sockets.close()
 
     # --- hearing ------------------------------------------------------------------------------------------------
@@ -363,6 +367,9 @@ class Channels:
             self._refuse("malformed", str(error))
             return None
 
+    def _short_connection(self) -> None:
+        self.other_protocol_at = time.monotonic()
+
     def _refuse(self, kind: str, why: str) -> None:
         self.counters[kind] += 1
         if why not in self._logged_refusals and len(self._logged_refusals) < 100:
@@ -404,20 +411,22 @@ class Channels:
 
     # --- sending again ------------------------------------------------------------------------------------------
 
-    def _stalled(self) -> None:
-        """A link has frames that its socket did not accept. Any thread."""
+    def _stalled(self, link: Link) -> None:
+        """A link has frames that its connection did not accept. Any thread."""
         if not self._closed:
-            self._loop.call_soon_threadsafe(self._retry_soon)
+            self._loop.call_soon_threadsafe(self._retry_soon, link)
 
-    def _retry_soon(self) -> None:
+    def _retry_soon(self, link: Link) -> None:
+        self._waiting.add(link)
         if self._stall_timer is None and not self._closed:
             self._stall_timer = self._loop.call_later(STALL_RETRY_S, self._retry)
 
     def _retry(self) -> None:
         self._stall_timer = None
-        waiting = [link for link in self._links.values() if link.connected and link.flush()]
-        if waiting:
-            self._retry_soon()
+        waiting, self._waiting = self._waiting, set()
+        for link in waiting:  # one that is not connected is flushed when it is
+            if link.connected and link.flush():
+                self._retry_soon(link)
 
     def _send_again(self, link: Link) -> None:
         self.counters["resent"] += link.rewind()
@@ -427,6 +436,7 @@ class Channels:
         # Armed first: a check that raises does not stop the later ones.
         self._watch = self._loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
         now = self._loop.time()
+        self._dialers.turn()
         for link in list(self._links.values()):
             if not link.unacked:
                 self._resends.pop(link, None)
@@ -439,26 +449,22 @@ class Channels:
 
     # --- watching lives -----------------------------------------------------------------------------------------
 
-    def _watch_link(self, link: Link, monitor: zmq.Socket[bytes]) -> None:
-        for event in events_of(monitor):
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                link.connected = True
-                self.counters["connected"] += 1
-                self.counters["resent"] += link.rewind()
-                if link.flush():
-                    self._retry_soon()
-            elif event == zmq.EVENT_DISCONNECTED and link.connected:  # else: a handshake that failed again
-                link.connected = False
-                link.breaks += 1
-                self.counters["disconnected"] += 1
-                self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, link.breaks)
+    def _connection_changed(self, link: Link, connected: bool) -> None:
+        if connected:
+            self.counters["connected"] += 1
+            self.counters["resent"] += link.rewind()
+            if link.flush():
+                self._retry_soon(link)
+            return
+        self.counters["disconnected"] += 1
+        self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, link.connection.breaks)
 
     def _must_be_connected(self, link: Link, since: int) -> None:
         """since: the break that this is the grace of; one after it has a grace of its own."""
         if self._closed or self._links.get(link.peer) is not link:
             return
-        self._watch_link(link, self._monitors[link])  # after a stall of the loop, it may be back and we not know it yet
-        if link.connected or link.breaks != since:
+        link.connection.look()
+        if link.connected or link.connection.breaks != since:
             return
         log.info("peer %s at %s is gone", link.peer, link.endpoint)
         self._lose(link)
@@ -471,10 +477,9 @@ class Channels:
     def _close_link(self, link: Link) -> None:
         self._owing.discard(link)
         self._resends.pop(link, None)
-        monitor = self._monitors.pop(link)
-        self._sockets.stop_reading(monitor)
+        self._waiting.discard(link)
         link.close()
-        monitor.close(linger=0)
+        link.connection.leave(self._watchers.pop(link))
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""One link to one peer: a PUSH socket under `rules.links`, usable from any thread.
+"""One link to one peer: a connection under `rules.links`, usable from any thread.
 
 A worker thread sends straight from where the result was made: handing every message to the I/O thread first would
 cost a thread switch per hop. The lock makes the socket's change of threads legal (libzmq asks for a full fence).
@@ -13,6 +13,7 @@ from threading import Lock
 import zmq
 
 from stage_runtime.rules.links import Incoming, Outgoing
+from stage_runtime.sockets.dialing import Connection
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import PROTOCOL, Ack, Frame, Message
 
@@ -26,18 +27,15 @@ class Link:
         peer: str,
         endpoint: str,
         incoming: Incoming,
-        socket: zmq.Socket[bytes],
-        stalled: Callable[[], None],
+        stalled: Callable[[Link], None],
     ) -> None:
         self.peer = peer  #: Its incarnation; empty until it has introduced itself.
         self.endpoint = endpoint
         self.incoming = incoming  #: Touched by the I/O thread, read by senders.
-        self.connected = False
-        self.breaks = 0  #: How often its connection has broken.
+        self.connection: Connection  #: Set once, by its maker.
         self.lost = False
         self.unreadable_logged = False  #: A message of the peer's could not be read, and the log has it.
         self._me = me
-        self._socket = socket
         self._stalled = stalled  #: Told (in any thread) that frames wait for the socket.
         self._outgoing = Outgoing()
         self._lock = Lock()
@@ -55,14 +53,14 @@ class Link:
             self._outgoing.keep(seq, self._frame(seq, message))
             waiting = self._flush()
         if waiting:
-            self._stalled()
+            self._stalled(self)
 
     def send_unordered(self, message: Message) -> None:
         """Send ``message`` outside the order and unacknowledged; it may be lost (Hello, Ack)."""
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(zmq.Again):
-                    self._socket.send(self._frame(0, message), zmq.NOBLOCK)
+                    self.connection.send(self._frame(0, message))
 
     def acknowledge(self, *, gap: bool = False) -> None:
         self.send_unordered(Ack(gap))
@@ -87,6 +85,10 @@ class Link:
             return not self._closed and self._flush()
 
     @property
+    def connected(self) -> bool:
+        return self.connection.connected
+
+    @property
     def unacked(self) -> int:
         return self._outgoing.unacked
 
@@ -97,7 +99,6 @@ class Link:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._socket.close(linger=0)
 
     def _frame(self, seq: int, message: Message) -> bytes:
         incoming = self.incoming
@@ -109,7 +110,7 @@ class Link:
         outgoing = self._outgoing
         while (frame := outgoing.next()) is not None:
             try:
-                self._socket.send(frame, zmq.NOBLOCK)
+                self.connection.send(frame)
             except zmq.Again:
                 return True
             outgoing.sent()

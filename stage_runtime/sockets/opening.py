@@ -7,11 +7,13 @@ costs twice the latency. Called by `channels`, on the process's I/O thread.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import struct
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from stage_runtime.sockets.addresses import Security, check, is_local
 
@@ -23,6 +25,18 @@ HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or said nothing in time",
 }
+#: Whoever connects and is away again so soon has refused our type of socket: a program of another protocol does so,
+#: and libzmq gives no reason under CURVE.
+SHORT_S: Final = 0.3
+EVENT: Final = struct.Struct("=hi")  # of a monitor: the kind and the value
+
+
+class Event(NamedTuple):
+    """What libzmq says of a connection. value: a descriptor or an error number, by kind."""
+
+    kind: int
+    value: int
+    endpoint: str  #: The remote one of an outgoing connection, our own of an incoming one.
 
 
 def heartbeats(dead_after_s: float) -> tuple[int, int]:
@@ -45,12 +59,17 @@ class Sockets:
         security: Security | None,
         dead_after_s: float,
         handshake_failed: Callable[[str], None],
+        short_connection: Callable[[], None],
     ) -> None:
+        """handshake_failed: called with the reason. short_connection: somebody connected and left within `SHORT_S`."""
         self._loop = loop
         self._security = security
         self._dead_after_s = dead_after_s
         self._handshake_failed = handshake_failed
+        self._short_connection = short_connection
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)
+        self._monitors = itertools.count()
         self._guard = security.guard(self._context) if security else None
         self._accept_monitors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
 
@@ -67,17 +86,38 @@ class Sockets:
         """Returns the endpoint as bound. Failed handshakes at it are reported with their reason."""
         if self._security is not None and not is_local(check(endpoint)):
             self._security.server(socket)
-        monitor = self._accept_monitor(socket)
+        monitor = self.monitor(socket, sum(HANDSHAKE_FAILURES) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         socket.bind(check(endpoint))
         bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self._accept_monitors.append(monitor)
-        self.read(monitor, lambda: self._watch(monitor, bound))
+        accepted: dict[int, float] = {}
+        self.read(monitor, lambda: self._watch(monitor, bound, accepted))
         return bound
 
     def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         if self._security is not None and not is_local(check(endpoint)):
             self._security.client(socket)
         socket.connect(check(endpoint))
+
+    def monitor(self, socket: zmq.Socket[bytes], kinds: int) -> zmq.Socket[bytes]:
+        """The monitor on which libzmq reports events of these kinds at ``socket``; to be read with `events`."""
+        address = f"inproc://monitor-{next(self._monitors)}"
+        socket.monitor(address, kinds)
+        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        monitor.linger = 0
+        monitor.rcvhwm = 0  # a full one would block libzmq's thread, and with it our heartbeats, while we compute
+        monitor.connect(address)
+        return monitor
+
+    def events(self, monitor: zmq.Socket[bytes]) -> Iterator[Event]:
+        """The events that a monitor holds now; none once it is closed."""
+        while True:
+            try:
+                header, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
+            except (zmq.ZMQError, ValueError):
+                return
+            kind, value = EVENT.unpack(header)
+            yield Event(kind, value, endpoint.decode(errors="replace"))
 
     def read(self, socket: zmq.Socket[bytes], ready: Callable[[], None]) -> None:
         """Call ``ready`` when there may be something; it takes all there is, for the descriptor is edge-triggered."""
@@ -100,29 +140,20 @@ class Sockets:
             self._guard.stop()
         self._context.term()
 
-    def _accept_monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """The monitor socket on which libzmq reports failed handshakes at ``socket``."""
-        address = f"inproc://monitor-{len(self._accept_monitors)}"
-        socket.monitor(address, sum(HANDSHAKE_FAILURES))
-        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        monitor.rcvhwm = 0  # a full one would block libzmq's thread, and with it our heartbeats, while we compute
-        monitor.connect(address)
-        return monitor
-
-    def _watch(self, monitor: zmq.Socket[bytes], endpoint: str) -> None:
-        for event in events_of(monitor):
-            if event in HANDSHAKE_FAILURES:
-                self._handshake_failed(f"at {endpoint}: {HANDSHAKE_FAILURES[event]}")
-
-
-def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:
-    """The events that a monitor holds now; none once it is closed."""
-    while True:
-        try:
-            parts = monitor.recv_multipart(zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return
-        yield parse_monitor_message(parts)["event"]
+    def _watch(self, monitor: zmq.Socket[bytes], endpoint: str, accepted: dict[int, float]) -> None:
+        """accepted: when each connection that is open was accepted, by descriptor."""
+        now = self._loop.time()
+        explained = False  #: Why the next connection ends is known.
+        for event in self.events(monitor):
+            if event.kind in HANDSHAKE_FAILURES:
+                explained = event.kind != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                self._handshake_failed(f"at {endpoint}: {HANDSHAKE_FAILURES[event.kind]}")
+            elif event.kind == zmq.EVENT_ACCEPTED:
+                accepted[event.value] = now
+            else:
+                if now - accepted.pop(event.value, -math.inf) < SHORT_S and not explained:
+                    self._short_connection()
+                explained = False
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:

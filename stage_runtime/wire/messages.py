@@ -15,7 +15,7 @@ import msgspec
 
 from stage_runtime.wire.tensorrefs import TensorRef
 
-PROTOCOL: Final = 3  #: Raised with every change that an older process would misread.
+PROTOCOL: Final = 4  #: Raised with every change that an older process would misread.
 INLINE_LIMIT: Final = 16 << 10  # a payload up to this rides in its message: one slot and one release saved
 FRAME_LIMIT: Final = 1 << 20  # a valid frame is never larger: the value of a large payload goes by relay too
 NAME_LIMIT: Final = 64

@@ -61,7 +61,7 @@ def _sockets(pipeline: LocalPipeline) -> list[Path]:
 
 
 def say(stranger: zmq.Context[Any], endpoint: str, *messages: list[bytes]) -> None:
-    with stranger.socket(zmq.PUSH) as push:
+    with stranger.socket(zmq.DEALER) as push:
         push.linger = 1000
         push.connect(endpoint)
         for frames in messages:
@@ -181,12 +181,12 @@ def member(push: zmq.Socket[Any]) -> None:
 
 @contextlib.contextmanager
 def knocking(stranger: zmq.Context[Any], ports: list[int], *keys: Any) -> Iterator[list[zmq.Socket[Any]]]:
-    """One who speaks and one who listens for every port and key, as long as the block lasts."""
+    """Two who speak (PUSH is of relays, DEALER of control) and one who listens for every port and key, meanwhile."""
     with contextlib.ExitStack() as stack:
         made = []
         for port in ports:
             for key in keys:
-                for kind in (zmq.PUSH, zmq.SUB):
+                for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB):
                     one = stack.enter_context(stranger.socket(kind))
                     one.linger = 0
                     key(one)
@@ -245,7 +245,7 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
                     open_ones.enter_context(raw_noise(port))
                     open_ones.enter_context(socket.create_connection(("127.0.0.1", port)))  # and says nothing
                 for one in knocks:
-                    if one.type == zmq.PUSH:
+                    if one.type in (zmq.PUSH, zmq.DEALER):
                         utter(one, *([frame] for frame in FRAMES.values()))
                 await eventually(lambda: every("handshake_failures", "relay_tcp_handshake_failures"), 30)
                 await goes_on()
@@ -260,7 +260,7 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
         # One who has the key, and says what nobody can read, or too much of it.
         with knocking(stranger, ports, member) as knocks:
             for one in knocks:
-                if one.type == zmq.PUSH:
+                if one.type in (zmq.PUSH, zmq.DEALER):
                     utter(one, *([frame] for frame in FRAMES.values()))
                     utter(one, [b"malformed", b"x" * 100], [b"z"] * 500, [bytes(9 << 20)])
             await eventually(lambda: every("malformed", "relay_tcp_malformed_messages"), 30)

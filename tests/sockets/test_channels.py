@@ -318,10 +318,10 @@ async def test_words_for_another_life_at_this_address_are_dropped(short_path: Pa
 
 
 def raw(endpoint: str) -> zmq.Socket[bytes]:
-    push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    push.linger = 0
-    push.connect(endpoint)
-    return push
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.connect(endpoint)
+    return dealer
 
 
 def frame(sender: str, receiver: str, message: object, **fields: int) -> bytes:
@@ -545,7 +545,11 @@ def test_a_key_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
 async def test_any_legal_time_is_one_that_libzmq_beats_in(dead_after_s: float) -> None:
     """0 would switch heartbeats off, and more than a C int holds ended the process when it started."""
     opened = opening.Sockets(
-        asyncio.get_running_loop(), security=None, dead_after_s=dead_after_s, handshake_failed=print
+        asyncio.get_running_loop(),
+        security=None,
+        dead_after_s=dead_after_s,
+        handshake_failed=print,
+        short_connection=print,
     )
     made = opened.make(zmq.PUSH)
     interval, timeout = made.getsockopt(zmq.HEARTBEAT_IVL), made.getsockopt(zmq.HEARTBEAT_TIMEOUT)
