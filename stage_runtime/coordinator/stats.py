@@ -46,7 +46,7 @@ class RequestStats:
 
     def samples(self) -> Samples:
         return {
-            catalog.REQUESTS: dict(self.outcomes),
+            catalog.REQUESTS: {labels: count for labels, count in self.outcomes.items()},
             catalog.REQUESTS_RETRIED: {(): self.retried},
             **self._queue_time.samples(),
             **self._run_time.samples(),

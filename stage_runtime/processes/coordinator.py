@@ -27,7 +27,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.web import app as web
-from stage_runtime.web import probes, profiling
+from stage_runtime.web import routes
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.server import Server
@@ -73,7 +73,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         if {"speech", "transcription"} & set(settings.plan.serves):  # a chat may never ask for sound
             codecs.warm()
         shown = _web_settings(settings)
-        admin = profiling.routes(coordinator.profiling)
+        admin = routes.admin(coordinator.profiling)
         on_own_port = bool(settings.admin_port)
         app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=[] if on_own_port else admin)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)
@@ -83,7 +83,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
         serving.start("HTTP server", server.ended())
         if settings.probe_port:
             probing = Server(
-                probes.make_probes(manager, metrics), host=settings.http_host, port=settings.probe_port, drain_s=0
+                web.make_probes(manager, metrics), host=settings.http_host, port=settings.probe_port, drain_s=0
             )
             await stack.enter_async_context(probing)
             serving.start("probe server", probing.ended())

@@ -1,8 +1,8 @@
-"""The HTTP application of one pipeline. Called by `processes`; the routes are made in their own rooms.
+"""The HTTP applications of a coordinator: the pipeline's, the probes', the admin port's. Called by `processes`.
 
 FastAPI holds the routes; the hot ones are plain ASGI under it, since
 their bodies are read by msgspec, and validation by another library would cost more than the rest of the way. Requests
-for them go past its router (`endpoints.Direct`).
+for them go past its router (`routing.Direct`). The routes are in `routes`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastapi import FastAPI
-from starlette.routing import Route
 
 from stage_runtime.coordinator.events import RequestManagerApi
 from stage_runtime.metrics import catalog
-from stage_runtime.web import openai, openapi, pipeline, probes
+from stage_runtime.web import openapi, routes
 from stage_runtime.web.bare import bare_app
-from stage_runtime.web.endpoints import Direct, Service
+from stage_runtime.web.endpoints import Service
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.memory_budget import MemoryBudget
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.middleware import Middleware
 from stage_runtime.web.origins import Origins
+from stage_runtime.web.routing import Direct, Route, mounted
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
@@ -37,30 +37,39 @@ def make_app(
     """The application.
 
     codecs: the caller's, who closes it.
-    metrics: given when another port shows them too (`probes.make_probes`): both then count into the same.
+    metrics: given when another port shows them too (`make_probes`): both then count into the same.
     admin: the profiler's routes, where no port of their own is asked for; they are behind the API keys.
     """
     metrics = metrics or Metrics(manager, of_members=settings.probes)
     app = bare_app(title=settings.model)
     service = Service(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
-    routes = [*openai.routes(service), *pipeline.routes(service)]
-    app.router.routes[:0] = routes
-    if settings.probes:
-        app.router.routes.extend(probes.routes(manager, metrics))
-    app.router.routes.extend(admin)
-    app.openapi = lambda: openapi.document(settings)  # type: ignore[method-assign]
+    public = routes.public(service)
+    others = (*(routes.probes(manager, metrics) if settings.probes else ()), *admin)
+    served = [one for one in public if one.serves is None or one.serves in settings.serves]
+    endpoints = mounted(public, serves=settings.serves)
+    app.router.routes[:0] = endpoints
+    app.router.routes.extend(mounted(others))
+    app.openapi = lambda: openapi.document(settings.model, (*served, *others))  # type: ignore[method-assign]
     budget = MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)
     metrics.read(catalog.HTTP_HELD_BYTES, lambda: budget.held_nbytes)
     origins = Origins(local=settings.local, hosts=settings.hosts)
-    app.add_middleware(Direct, routes=routes)
+    app.add_middleware(Direct, routes=endpoints)
     app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins, budget=budget, observe=metrics.observe)
     return app
 
 
-def make_admin(settings: WebSettings, routes: Sequence[Route]) -> FastAPI:
+def make_probes(manager: RequestManagerApi, metrics: Metrics) -> FastAPI:
+    """The probes as an application of their own, without API keys: give it the same ``metrics`` as `make_app`."""
+    app = bare_app(title="probes")
+    app.router.routes[:] = mounted(routes.probes(manager, metrics))
+    app.add_middleware(Middleware)
+    return app
+
+
+def make_admin(settings: WebSettings, admin: Sequence[Route]) -> FastAPI:
     """The admin routes as an application of their own, behind the same API keys."""
     app = bare_app(title="admin")
-    app.router.routes[:] = routes
+    app.router.routes[:] = mounted(admin)
     origins = Origins(local=True, hosts=settings.hosts)
     app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins)
     return app

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
-from starlette.routing import Route
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, serving
@@ -19,19 +18,14 @@ from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.values import Audio
 
 
-def routes(service: Service) -> list[Route]:
-    return [endpoints.route("/v1/chat/completions", ["POST"], _Chat(service).complete)]
-
-
-class _Chat:
+class Chat:
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
         service, settings = self._service, self._service.settings
-        request_id = exchange.name_request(endpoints.new_id("chatcmpl"))
-        service.check_served("chat")
+        request_id = exchange.id
         body = await service.read_json(exchange, chat.decode)
         call = chat.call(body)
         places = list(media.to_fetch(body.messages))

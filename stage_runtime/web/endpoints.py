@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stage_runtime.coordinator.events import RequestManagerApi
-from stage_runtime.errors import RequestError
 from stage_runtime.web import strictjson
 from stage_runtime.web.errors import RequestRefused
-from stage_runtime.web.exchange import KEY, Exchange
+from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.fetching import Fetcher
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
@@ -31,14 +27,6 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     settings: WebSettings
     fetcher: Fetcher
     codecs: CodecPool
-
-    def check_served(self, name: str) -> None:
-        """Raises: RequestError: unsupported_endpoint: the pipeline's ``serves`` has no ``name``."""
-        if name not in self.settings.serves:
-            served = ", ".join(self.settings.serves) or "no OpenAI route"
-            raise RequestError(
-                "unsupported_endpoint", f"this pipeline serves {served}, not {name}; /v1/pipeline always works"
-            )
 
     async def read(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
         """The request's body, decoded; its bytes are let go of.
@@ -67,41 +55,3 @@ async def apart(exchange: Exchange, function: Callable[..., Read], *arguments: A
     if exchange.body_nbytes <= strictjson.SMALL:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
-
-
-class Endpoint:
-    """A handler as an ASGI application. Starlette gives it the scope untouched, and spends no time on it."""
-
-    def __init__(self, handler: Handler, pattern: str) -> None:
-        self._handler = handler
-        self._pattern = pattern
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[KEY]
-        exchange.route = self._pattern
-        await self._handler(exchange)
-
-
-class Direct:
-    """Calls the endpoint of a request for one of ``routes`` at once, and gives what is left to FastAPI.
-
-    A POST without parameters in its path needs nothing of what lies between: matching, exit stacks, error handlers.
-    """
-
-    def __init__(self, app: ASGIApp, *, routes: Sequence[Route]) -> None:
-        self._app = app
-        self._endpoints: dict[str, ASGIApp] = {
-            route.path: route.endpoint for route in routes if route.methods == {"POST"} and "{" not in route.path
-        }
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        post = scope["type"] == "http" and scope["method"] == "POST"
-        await (self._endpoints.get(scope["path"], self._app) if post else self._app)(scope, receive, send)
-
-
-def route(pattern: str, methods: Sequence[str], handler: Handler) -> Route:
-    return Route(pattern, Endpoint(handler, pattern), methods=list(methods))
-
-
-def new_id(prefix: str) -> Callable[[], str]:
-    return lambda: f"{prefix}-{uuid.uuid4().hex}"

@@ -87,6 +87,12 @@ class Exchange:
         self.request_id = given if given is not None and _SANE_ID.fullmatch(given) else new_id()
         return self.request_id
 
+    @property
+    def id(self) -> str:
+        """The request's id, on a route that names its requests (`routing.Route.ids`)."""
+        assert self.request_id is not None
+        return self.request_id
+
     def trace(self) -> str | None:
         """The client's `traceparent`, if it is one."""
         given = self.header(b"traceparent")

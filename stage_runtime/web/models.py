@@ -5,23 +5,13 @@ from __future__ import annotations
 import time
 
 import msgspec
-from starlette.routing import Route
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web import endpoints
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
 
 
-def routes(service: Service) -> list[Route]:
-    made = _Models(service)
-    return [
-        endpoints.route("/v1/models", ["GET"], made.list_all),
-        endpoints.route("/v1/models/{id:path}", ["GET"], made.one),  # a model's id may hold slashes
-    ]
-
-
-class _Models:
+class Models:
     def __init__(self, service: Service) -> None:
         self._model = {
             "id": service.settings.model,

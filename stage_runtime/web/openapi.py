@@ -1,48 +1,32 @@
-"""The OpenAPI document, made from the types that read the bodies. Called by `app`."""
+"""The OpenAPI document, made from the table of routes and the types that read their bodies. Called by `app`."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.errors import CODES
-from stage_runtime.web import schemas
-from stage_runtime.web.settings import WebSettings
+from stage_runtime.web.routing import JSON, Route
 
 _REF = "#/components/schemas/{name}"
-_TYPES = (
-    schemas.ChatBody,
-    schemas.SpeechBody,
-    schemas.TranscriptionFields,
-    schemas.PipelineBody,
-    RequestRecord,
-)
 
 
-def document(settings: WebSettings) -> dict[str, Any]:
-    """Only the routes that this pipeline serves."""
-    bodies, components = msgspec.json.schema_components(_TYPES, ref_template=_REF)
-    chat, speech, transcription, pipeline, record = bodies
+def document(title: str, routes: Sequence[Route]) -> dict[str, Any]:
+    """Of an application that serves ``routes``."""
+    types = list(dict.fromkeys(kind for one in routes for kind in (one.body, one.answer) if kind is not None))
+    made, components = msgspec.json.schema_components(types, ref_template=_REF)
+    schemas = dict(zip(types, made, strict=True))
     components["Error"] = _ERROR
-    _with_file(components["TranscriptionFields"])
-    paths: dict[str, Any] = {
-        "/v1/pipeline": {"post": _operation("Run the pipeline", pipeline, also="multipart/form-data")},
-        "/v1/requests/{id}": {
-            "get": _operation("What is known of a request", None, answer=record, path="id"),
-            "delete": _operation("Cancel a request", None, path="id"),
-        },
-        "/v1/models": {"get": _operation("The model", None)},
-    }
-    if "chat" in settings.serves:
-        paths["/v1/chat/completions"] = {"post": _operation("OpenAI's chat completions", chat)}
-    if "speech" in settings.serves:
-        paths["/v1/audio/speech"] = {"post": _operation("OpenAI's speech", speech)}
-    if "transcription" in settings.serves:
-        operation = _operation("OpenAI's transcriptions", transcription, only="multipart/form-data")
-        paths["/v1/audio/transcriptions"] = {"post": operation}
-    info = {"title": settings.model, "version": "v1"}
+    paths: dict[str, Any] = {}
+    for one in routes:
+        path = re.sub(r"{(\w+):\w+}", r"{\1}", one.path)
+        paths.setdefault(path, {})[one.method.lower()] = _operation(one, schemas)
+        if one.file is not None:
+            _add_file(components[one.body.__name__], one.file)
+    info = {"title": title, "version": "v1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
 
@@ -67,31 +51,25 @@ _ERROR: dict[str, Any] = {
 }
 
 
-def _operation(
-    summary: str,
-    body: dict[str, Any] | None,
-    *,
-    answer: dict[str, Any] | None = None,
-    path: str | None = None,
-    only: str = "application/json",
-    also: str | None = None,
-) -> dict[str, Any]:
-    problem = {"content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}}}
+def _operation(route: Route, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+    problem = {"content": {JSON: {"schema": {"$ref": _REF.format(name="Error")}}}}
     success: dict[str, Any] = {"description": "as the route answers"}
-    if answer is not None:
-        success["content"] = {"application/json": {"schema": answer}}
+    if route.answer is not None:
+        success["content"] = {JSON: {"schema": schemas[route.answer]}}
     operation: dict[str, Any] = {
-        "summary": summary,
+        "summary": route.summary,
         "responses": {"200": success, "default": {"description": "an error", **problem}},
     }
-    if path is not None:
-        operation["parameters"] = [{"name": path, "in": "path", "required": True, "schema": {"type": "string"}}]
-    if body is not None:
-        types = [only] if also is None else [only, also]
-        operation["requestBody"] = {"required": True, "content": {name: {"schema": body} for name in types}}
+    if route.parameters:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.parameters
+        ]
+    if route.body is not None:
+        content = {media: {"schema": schemas[route.body]} for media in route.media}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
-def _with_file(component: dict[str, Any]) -> None:
-    component["properties"]["file"] = {"type": "string", "format": "binary"}
-    component["required"] = ["file"]
+def _add_file(component: dict[str, Any], name: str) -> None:
+    component["properties"][name] = {"type": "string", "format": "binary"}
+    component["required"] = [name]

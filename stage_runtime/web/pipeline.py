@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
-from starlette.routing import Route
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web import endpoints, errors, multipart, serving
+from stage_runtime.web import errors, multipart, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import pipelines
@@ -16,23 +15,14 @@ from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.messages import ID_LIMIT, RequestId
 
 
-def routes(service: Service) -> list[Route]:
-    made = _Pipeline(service)
-    return [
-        endpoints.route("/v1/pipeline", ["POST"], made.run),
-        endpoints.route("/v1/requests/{id}", ["GET"], made.show),
-        endpoints.route("/v1/requests/{id}", ["DELETE"], made.cancel),
-    ]
-
-
-class _Pipeline:
+class Pipeline:
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def run(self, exchange: Exchange) -> None:
         """POST /v1/pipeline."""
         service, settings = self._service, self._service.settings
-        request_id = exchange.name_request(endpoints.new_id("pipeline"))
+        request_id = exchange.id
         form_type = exchange.only_header(b"content-type")
         if form_type is not None and multipart.is_form(form_type):
             body = await service.read(exchange, lambda raw: pipelines.from_form(multipart.parse(raw, form_type)))

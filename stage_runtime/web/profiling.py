@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-from starlette.routing import Route
 
 from stage_runtime.coordinator.profiling import ProfileAnswer, Profiling, RunFile, check_config
 from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestError
-from stage_runtime.web import endpoints, strictjson
+from stage_runtime.web import strictjson
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
 
@@ -64,20 +63,7 @@ class StopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     run_id: str | None = None
 
 
-def routes(profiling: Profiling) -> list[Route]:
-    made = _Profiles(profiling)
-    return [
-        endpoints.route("/start_profile", ["POST"], made.start),
-        endpoints.route("/stop_profile", ["POST"], made.stop),
-        endpoints.route("/start_request_profile", ["POST"], made.start_requests),
-        endpoints.route("/stop_request_profile", ["POST"], made.stop),
-        endpoints.route("/profiles", ["GET"], made.list),
-        endpoints.route("/profiles/{run_id}", ["GET"], made.archive),
-        endpoints.route("/profiles/{run_id}/report", ["GET"], made.report),
-    ]
-
-
-class _Profiles:
+class Profiles:
     def __init__(self, profiling: Profiling) -> None:
         self._profiling = profiling
 

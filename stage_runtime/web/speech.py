@@ -6,10 +6,8 @@ import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from starlette.routing import Route
-
 from stage_runtime.errors import RequestError
-from stage_runtime.web import endpoints, errors, serving
+from stage_runtime.web import errors, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.sound import formats
@@ -19,19 +17,14 @@ from stage_runtime.web.translating.outputs import Event, Outputs
 from stage_runtime.wire.values import Audio
 
 
-def routes(service: Service) -> list[Route]:
-    return [endpoints.route("/v1/audio/speech", ["POST"], _Speech(service).speak)]
-
-
-class _Speech:
+class Speech:
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def speak(self, exchange: Exchange) -> None:
         """POST /v1/audio/speech."""
         service, settings = self._service, self._service.settings
-        request_id = exchange.name_request(endpoints.new_id("speech"))
-        service.check_served("speech")
+        request_id = exchange.id
         body = await service.read_json(exchange, speaking.decode)
         request = speaking.request(body, request_id)
         timeout_s = exchange.timeout_s(body.timeout)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
-from starlette.routing import Route
 
 from stage_runtime.errors import RequestError
-from stage_runtime.web import endpoints, errors, multipart, serving
+from stage_runtime.web import errors, multipart, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
@@ -17,19 +16,14 @@ from stage_runtime.web.translating.outputs import Event
 from stage_runtime.web.translating.transcribing import Transcript
 
 
-def routes(service: Service) -> list[Route]:
-    return [endpoints.route("/v1/audio/transcriptions", ["POST"], _Transcriptions(service).transcribe)]
-
-
-class _Transcriptions:
+class Transcriptions:
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def transcribe(self, exchange: Exchange) -> None:
         """POST /v1/audio/transcriptions."""
         service, settings = self._service, self._service.settings
-        request_id = exchange.name_request(endpoints.new_id("transcription"))
-        service.check_served("transcription")
+        request_id = exchange.id
         form_type = _form_type(exchange)
         call = await service.read(exchange, lambda raw: transcribing.read(multipart.parse(raw, form_type)))
         request = transcribing.request(call, request_id)

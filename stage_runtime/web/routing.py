@@ -1,0 +1,80 @@
+"""What a route is, and how a table of routes becomes an application. The table itself is in `routes`."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from starlette import routing
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stage_runtime.errors import RequestError
+from stage_runtime.web.exchange import KEY, Exchange
+
+Handler = Callable[[Exchange], Awaitable[None]]
+JSON = "application/json"
+FORM = "multipart/form-data"
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One route: who answers it, and what the OpenAPI document contains of it."""
+
+    method: str
+    path: str  #: A pattern of Starlette's: ``/v1/requests/{id}``.
+    summary: str
+    handler: Handler
+    body: Any = None  #: The type of the request's body; None: it has none.
+    media: tuple[str, ...] = (JSON,)  #: Content types of the body.
+    file: str | None = None  #: Name of the file that is part of a form.
+    answer: Any = None  #: The type of a JSON answer, if it has one.
+    serves: str | None = None  #: Refused where the pipeline's ``serves`` does not have this name.
+    ids: str | None = None  #: Prefix of the ids of its requests; None: it takes no request of the pipeline.
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names in the path."""
+        return re.findall(r"{(\w+)(?::\w+)?}", self.path)
+
+
+def mounted(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[routing.Route]:
+    """As Starlette takes them. serves: of the pipeline."""
+    return [routing.Route(one.path, _Endpoint(one, serves), methods=[one.method]) for one in routes]
+
+
+class Direct:
+    """Calls the endpoint of a request for one of ``routes`` at once, and gives what is left to FastAPI.
+
+    A POST without parameters in its path needs nothing of what lies between: matching, exit stacks, error handlers.
+    """
+
+    def __init__(self, app: ASGIApp, *, routes: Sequence[routing.Route]) -> None:
+        self._app = app
+        self._endpoints: dict[str, ASGIApp] = {
+            route.path: route.endpoint for route in routes if route.methods == {"POST"} and "{" not in route.path
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        post = scope["type"] == "http" and scope["method"] == "POST"
+        await (self._endpoints.get(scope["path"], self._app) if post else self._app)(scope, receive, send)
+
+
+class _Endpoint:
+    """A route as an ASGI application. Starlette gives it the scope untouched, and spends no time on it."""
+
+    def __init__(self, route: Route, serves: Sequence[str]) -> None:
+        self._route = route
+        self._served = route.serves is None or route.serves in serves
+        self._all_served = ", ".join(serves) or "no OpenAI route"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route, exchange = self._route, scope[KEY]
+        exchange.route = route.path
+        if route.ids is not None:
+            exchange.name_request(lambda: f"{route.ids}-{uuid.uuid4().hex}")
+        if not self._served:
+            problem = f"this pipeline serves {self._all_served}, not {route.serves}; /v1/pipeline always works"
+            raise RequestError("unsupported_endpoint", problem)
+        await route.handler(exchange)
