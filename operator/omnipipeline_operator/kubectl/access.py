@@ -1,14 +1,18 @@
 """Runs kubectl with the context and the namespace that the user chose.
 
-Here: reading objects, streaming logs, patching, evicting. Not here: what is shown or decided. Called by the commands.
+Here: reading objects, streaming logs, patching, evicting, forwarding a port. Not here: what is shown or decided.
+Called by the commands.
 kubectl is run instead of calling the API, so that its credential plugins and its configuration apply.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +21,7 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.types.resource import GROUP, PLURAL
 
 TIMEOUT_S: Final = 60
+_FORWARDING: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 RESOURCE: Final = f"{PLURAL}.{GROUP}"
 
 
@@ -65,6 +70,33 @@ class Kubectl(msgspec.Struct, frozen=True, kw_only=True):
         labels = ",".join(f"{label}={value}" for label, value in selector.items())
         items: list[Manifest] = self._read("get", kind, f"--selector={labels}").get("items", [])
         return items
+
+    def secret_value(self, name: str, key: str) -> str:
+        """One value of a Secret, as text. Raises: KubectlError: it is not there, or may not be read."""
+        data: Mapping[str, str] = self._read("get", "secret", name).get("data") or {}
+        if key not in data:
+            raise KubectlError(f"the Secret {name} has no key {key}")
+        return base64.b64decode(data[key]).decode(errors="replace")
+
+    @contextmanager
+    def forwarded(self, pod: str, port: int) -> Iterator[int]:
+        """A port of this machine that leads to the pod's, while the block runs. Raises: KubectlError."""
+        command = self.command("port-forward", f"pod/{pod}", f":{port}", "--address=127.0.0.1")
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        except FileNotFoundError as error:
+            raise KubectlError(f"{self.program} is not on the PATH") from error
+        with process:
+            try:
+                assert process.stdout is not None and process.stderr is not None
+                found = _FORWARDING.match(process.stdout.readline())
+                if found is None:
+                    process.kill()
+                    problem = process.stderr.read().strip() or "kubectl port-forward has ended"
+                    raise KubectlError(problem)
+                yield int(found[1])
+            finally:
+                process.kill()
 
     def patch(self, name: str, spec: Mapping[str, Any]) -> None:
         """Merge ``spec`` into the resource's."""

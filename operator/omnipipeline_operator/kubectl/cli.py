@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
@@ -20,11 +21,11 @@ from rich.table import Table
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.errors import NotAllowed
 from omnipipeline_operator.kinds import Manifest
-from omnipipeline_operator.kubectl import acting, offline, picture, tree
+from omnipipeline_operator.kubectl import acting, offline, picture, profiling, tree
 from omnipipeline_operator.kubectl import history as past
 from omnipipeline_operator.kubectl.access import RESOURCE, Kubectl, KubectlError
 from omnipipeline_spec.types.errors import InvalidPipeline, SpecError
-from omnipipeline_spec.types.pods import COORDINATOR
+from omnipipeline_spec.types.pods import ADMIN_PORT, COORDINATOR
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -159,6 +160,34 @@ def drain(
     if not done:
         click.echo(f"not drained within {timeout:g} s", err=True)
     sys.exit(0 if done else 1)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="How long to record.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write the reports there.")
+@click.option("--torch", is_flag=True, help="A trace of torch's operations, too.")
+@click.option("--pod", metavar="POD", help="Which coordinator, when there are several.")
+@click.option("--api-key", envvar="OMNI_API_KEY", help="Unset: of the Secret that the pipeline names.")
+@click.pass_obj
+def profile(
+    kubectl: Kubectl, name: str, seconds: float, out: Path | None, torch: bool, pod: str | None, api_key: str | None
+) -> None:
+    """Record where requests spend their time, and show it. Nothing is restarted.
+
+    With --out DIR also report.html, report.json, perfetto.json (for ui.perfetto.dev) and all files of all processes.
+    """
+    with errors_as_messages():
+        pipeline = kubectl.pipeline(name)
+        chosen = profiling.coordinator(name, kubectl.listed("pods", naming.selector(name, COORDINATOR)), pod)
+        key = api_key or profiling.api_key(kubectl, pipeline)
+        with kubectl.forwarded(chosen, ADMIN_PORT) as port:
+            admin = profiling.Admin(f"http://127.0.0.1:{port}", key)
+            run = profiling.record(admin, seconds=seconds, torch=torch, report=lambda line: click.echo(line, err=True))
+            click.echo(admin.get(f"/profiles/{run}/report?format=table").decode(), nl=False)
+            if out is not None:
+                for path in profiling.save(admin, run, out):
+                    click.echo(str(path), err=True)
 
 
 @main.command()

@@ -1,0 +1,170 @@
+"""``kubectl omni profile``: which coordinator, its key, and a run on a real pipeline behind a stand-in of kubectl."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import signal
+import sys
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+
+from omnipipeline_operator.kubectl import profiling
+from omnipipeline_operator.kubectl.access import Kubectl, KubectlError
+from omnipipeline_operator.kubectl.cli import main
+from tests.cli.test_up import base, up
+
+__all__ = ["base"]
+
+
+def pod(name: str, *, ready: bool = True, **metadata: Any) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    return {"metadata": {"name": name, **metadata}, "status": {"conditions": conditions}}
+
+
+#: Answers as kubectl does, of a file with the cluster's objects, and "forwards" to the port that the file names.
+KUBECTL = """
+import json, sys, time
+cluster = json.load(open({cluster!r}))
+match sys.argv[1:]:
+    case ["get", "pods", *_]:
+        print(json.dumps({{"items": cluster["pods"]}}))
+    case ["get", "secret", name, *_]:
+        print(json.dumps(cluster["secrets"][name]))
+    case ["get", _, name, *_]:
+        print(json.dumps(cluster["pipelines"][name]))
+    case ["port-forward", pod, ":8001", *_] if "port" in cluster:
+        print(f"Forwarding from 127.0.0.1:{{cluster['port']}} -> 8001", flush=True)
+        time.sleep(600)
+    case _:
+        sys.exit("error: unable to forward port because pod is not running")
+"""
+
+
+class FakeCluster:
+    """Objects, and a kubectl that shows them. Its folder goes on the PATH."""
+
+    def __init__(self, folder: Path, **objects: Any) -> None:
+        (folder / "cluster.json").write_text(json.dumps(objects))
+        program = folder / "kubectl"
+        program.write_text(f"#!{sys.executable}\n" + KUBECTL.format(cluster=str(folder / "cluster.json")))
+        program.chmod(0o755)
+        self._folder = folder
+
+    def omni(self, *arguments: str) -> Result:
+        return CliRunner().invoke(main, arguments, env={"PATH": f"{self._folder}:/usr/bin:/bin"})
+
+
+@pytest.mark.parametrize(
+    ("pods", "wanted", "problem"),
+    [
+        ([], None, "p has no ready coordinator (no pod): kubectl omni status p"),
+        ([pod("a", ready=False)], None, "p has no ready coordinator (1 not ready): kubectl omni status p"),
+        ([pod("a", deletionTimestamp="now")], None, "p has no ready coordinator (1 not ready): kubectl omni status p"),
+        ([pod("b"), pod("a")], None, "p has several coordinators: name one with --pod: a, b"),
+        ([pod("a")], "z", "p has no ready coordinator z; ready: a"),
+        ([], "z", "p has no ready coordinator z; ready: none"),
+    ],
+)
+def test_without_one_coordinator_nothing_is_recorded(
+    pods: list[dict[str, Any]], wanted: str | None, problem: str
+) -> None:
+    with pytest.raises(KubectlError, match=f"^{re.escape(problem)}$"):
+        profiling.coordinator("p", pods, wanted)
+
+
+def test_the_one_that_is_ready_or_named_records() -> None:
+    assert profiling.coordinator("p", [pod("a", ready=False), pod("b")], None) == "b"
+    assert profiling.coordinator("p", [pod("a"), pod("b")], "b") == "b"
+
+
+def test_the_key_is_the_first_of_the_secret_that_the_pipeline_names(tmp_path: Path) -> None:
+    keys = base64.b64encode(b"old\nnew\n").decode()
+    FakeCluster(tmp_path, secrets={"s": {"data": {"keys": keys, "none": ""}}})
+    kubectl = Kubectl(program=str(tmp_path / "kubectl"))
+
+    def pipeline(key: str) -> dict[str, Any]:
+        return {"spec": {"coordinator": {"http": {"apiKeySecretRef": {"name": "s", "key": key}}}}}
+
+    assert profiling.api_key(kubectl, {"spec": {}}) is None
+    assert profiling.api_key(kubectl, pipeline("keys")) == "old"
+    for key, problem in (("other", "has no key other"), ("none", "holds no key")):
+        with pytest.raises(KubectlError, match=f"the Secret s {problem}"):
+            profiling.api_key(kubectl, pipeline(key))
+
+
+def test_a_running_pipeline_is_profiled_and_its_files_are_fetched(base: Path, tmp_path: Path) -> None:
+    with up(base, environ={"PATH": "/usr/bin:/bin", "OMNI_PROFILE_ROOT": str(base / "profiles")}) as program:
+        url = program.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        program.wait_for("curl")
+        cluster = FakeCluster(
+            tmp_path, pods=[pod("c")], pipelines={"hello": {"spec": {}}}, port=int(url.rpartition(":")[2])
+        )
+        body = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}
+        over = threading.Event()
+
+        def load() -> None:
+            while not over.is_set():
+                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+        client = threading.Thread(target=load)
+        client.start()
+        try:
+            done = cluster.omni("profile", "hello", "--seconds", "0.5", "--out", str(tmp_path / "out"))
+        finally:
+            over.set()
+            client.join()
+        program.program.send_signal(signal.SIGINT)
+        program.program.wait(30)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"│ split +│ shout +│ payload +│", done.stdout)
+    assert re.search(r"^recording run-[-0-9]+ for 0.5 s$", done.stderr, re.M)
+    found = tmp_path / "out"
+    assert sorted(each.name for each in found.iterdir()) == sorted(profiling.FILES)
+    assert json.loads((found / "report.json").read_text())["request_count"] > 0
+    assert json.loads((found / "perfetto.json").read_text())["traceEvents"]
+    with tarfile.open(found / "files.tar") as files:
+        assert len(files.getnames()) == 3
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        switched_off = self.headers.get("authorization") == "Bearer off"
+        message = "profiling is switched off: profiling.enabled is false"
+        content = json.dumps({"error": {"message": message}}).encode() if switched_off else b"?"
+        self.send_response(400 if switched_off else 404)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("off", "the coordinator refuses: profiling is switched off: profiling.enabled is false"),
+        ("old", "the coordinator refuses: it has no profiler (an older version?)"),
+    ],
+)
+def test_what_the_coordinator_refuses_is_said_in_one_line(tmp_path: Path, key: str, problem: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cluster = FakeCluster(tmp_path, pods=[pod("c")], pipelines={"p": {}}, port=server.server_port)
+        done = cluster.omni("profile", "p", "--api-key", key)
+        server.shutdown()
+    assert (done.exit_code, done.stderr) == (1, f"error: {problem}\n")
+
+
+def test_a_port_forward_that_fails_is_said_in_kubectls_words(tmp_path: Path) -> None:
+    cluster = FakeCluster(tmp_path, pods=[pod("c")], pipelines={"p": {}})
+    done = cluster.omni("profile", "p")
+    assert (done.exit_code, done.stderr) == (1, "error: error: unable to forward port because pod is not running\n")
