@@ -1,0 +1,53 @@
+"""Times of one answer, from its events."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stage_runtime.web.answer_times import AnswerTimes
+from stage_runtime.wire.values import Audio, Note, Text, Usage
+
+
+def sound(seconds: float) -> Audio:
+    return Audio(np.zeros(int(seconds * 1000), np.float32), 1000)
+
+
+def test_first_token_gaps_and_usage() -> None:
+    times = AnswerTimes(10.0, streamed=True)
+    times.note(Note("transcript", "x"), 10.1)
+    times.note(Text("a"), 10.5)
+    times.note([Text("b"), Usage(prompt_tokens=7, completion_tokens=1)], 10.75)
+    times.note(Text("c"), 11.75)
+    times.note(Usage(completion_tokens=2), 12.0)
+    assert times.first_token_s == 0.5
+    assert times.token_gaps_s == [0.25, 1.0]
+    assert (times.prompt_tokens, times.completion_tokens) == (7, 3)
+    assert (times.first_audio_s, times.audio_s, times.real_time_factor, times.underruns) == (None, 0.0, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "underruns", "factor"),
+    [
+        ([(1.0, 1.0), (1.5, 1.0), (2.5, 2.0)], 0, 2.5 / 4),  # each comes while an earlier one plays
+        ([(1.0, 0.5), (1.6, 0.5), (2.2, 0.5)], 2, 2.2 / 1.5),  # each comes after silence
+        ([(1.0, 0.5), (1.5, 0.5)], 0, 1.5),  # just in time
+        ([(1.0, 0.5), (3.0, 5.0), (3.5, 0.1), (8.0, 0.1)], 1, 8.0 / 5.7),  # one gap, made up for
+    ],
+)
+def test_a_client_that_plays_what_it_gets_runs_out_of_sound(
+    pieces: list[tuple[float, float]], underruns: int, factor: float
+) -> None:
+    times = AnswerTimes(0.0, streamed=True)
+    for at, seconds in pieces:
+        times.note(sound(seconds), at)
+    assert times.first_audio_s == 1.0
+    assert times.underruns == underruns
+    assert times.real_time_factor == pytest.approx(factor)
+
+
+def test_values_of_other_types_and_broken_sound_change_nothing() -> None:
+    times = AnswerTimes(0.0, streamed=True)
+    for value in (None, "text", {"a": 1}, 7, Audio(None, 0), []):
+        times.note(value, 1.0)
+    assert (times.first_token_s, times.audio_s, times.token_gaps_s) == (None, 0.0, [])
