@@ -217,6 +217,7 @@ class RequestManager:
         return planes.gauges(
             relays=self._relays.stats(),
             transfers_in_flight=self.send_queues.outstanding,
+            edges=self.send_queues.edges(),
             sends_queued=self.send_queues.queued,
             events=self._membership.counters(),
         )

@@ -91,7 +91,56 @@ STAGE_RUN_TIME: Final = Metric(
     buckets=_OF_STAGES,
 )
 
+#: A voice's first sound and a model's first token: most services promise less than a second.
+_OF_FIRSTS: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
+_OF_GAPS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_OF_FACTORS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 5, 10)
+TIME_TO_FIRST_TOKEN: Final = Metric(
+    name="omnipipeline_time_to_first_token_seconds",
+    kind="histogram",
+    help="From the request read to the first text of a streamed answer",
+    labels=("route",),
+    buckets=_OF_FIRSTS,
+)
+TIME_TO_FIRST_AUDIO: Final = Metric(
+    name="omnipipeline_time_to_first_audio_seconds",
+    kind="histogram",
+    help="From the request read to the first audio of a streamed answer",
+    labels=("route",),
+    buckets=_OF_FIRSTS,
+)
+INTER_TOKEN_LATENCY: Final = Metric(
+    name="omnipipeline_inter_token_latency_seconds",
+    kind="histogram",
+    help="Between two texts of a streamed answer: two tokens, where the stage streams tokens",
+    labels=("route",),
+    buckets=_OF_GAPS,
+)
+TOKENS: Final = Metric(
+    name="omnipipeline_tokens_total",
+    kind="counter",
+    help="Tokens that stages report with omni.Usage, by kind: prompt or completion",
+    labels=("route", "kind"),
+)
+REAL_TIME_FACTOR: Final = Metric(
+    name="omnipipeline_real_time_factor",
+    kind="histogram",
+    help="From the request read to the last audio, by the audio's length; below 1: faster than it plays",
+    labels=("route",),
+    buckets=_OF_FACTORS,
+)
+AUDIO_SECONDS: Final = Metric(
+    name="omnipipeline_audio_seconds_total", kind="counter", help="Length of the audio in answers", labels=("route",)
+)
+AUDIO_UNDERRUNS: Final = Metric(
+    name="omnipipeline_audio_underruns_total",
+    kind="counter",
+    help="Times that a client playing a streamed answer ran out of audio before the next piece came",
+    labels=("route",),
+)
+
 _OF_PROCESS: Final = ("process",)
+_OF_EDGE: Final = ("process", "source", "target")
 _OF_RELAY: Final = ("process", "relay")
 TRANSFERS_IN_FLIGHT: Final = Metric(
     name="omnipipeline_transfers_in_flight",
@@ -101,6 +150,18 @@ TRANSFERS_IN_FLIGHT: Final = Metric(
 )
 SENDS_QUEUED: Final = Metric(
     name="omnipipeline_sends_queued", kind="gauge", help="Payloads that wait for credit or memory", labels=_OF_PROCESS
+)
+EDGE_TRANSFER_BYTES: Final = Metric(
+    name="omnipipeline_edge_transfer_bytes_total",
+    kind="counter",
+    help="Bytes of tensors and long values sent by relay on an edge; what rides in a message is not counted",
+    labels=_OF_EDGE,
+)
+EDGE_TRANSFERS_IN_FLIGHT: Final = Metric(
+    name="omnipipeline_edge_transfers_in_flight",
+    kind="gauge",
+    help="Payloads of an edge sent by relay that their receivers have not released",
+    labels=_OF_EDGE,
 )
 CONTROL_EVENTS: Final = Metric(
     name="omnipipeline_control_events_total",
@@ -189,10 +250,22 @@ COORDINATOR: Final = (
     HTTP_SENT_BYTES,
     HTTP_HELD_BYTES,
 )
+#: What voice and chat services are judged by, served by coordinators. Of answers that have text, audio or usage.
+SERVICE: Final = (
+    TIME_TO_FIRST_TOKEN,
+    TIME_TO_FIRST_AUDIO,
+    INTER_TOKEN_LATENCY,
+    TOKENS,
+    REAL_TIME_FACTOR,
+    AUDIO_SECONDS,
+    AUDIO_UNDERRUNS,
+)
 #: Of a process's planes, served by its pod. A coordinator serves its own, and in `omni up` those of all processes.
 PLANES: Final = (
     TRANSFERS_IN_FLIGHT,
     SENDS_QUEUED,
+    EDGE_TRANSFER_BYTES,
+    EDGE_TRANSFERS_IN_FLIGHT,
     CONTROL_EVENTS,
     ARENA_BYTES,
     ARENA_BYTES_IN_USE,

@@ -18,6 +18,10 @@ Gauges: TypeAlias = Mapping[str, float]
 _RELAY: Final = "relay_"
 _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
+_EDGE: Final[Mapping[str, Metric]] = {
+    "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,
+    "edge_transfers_in_flight": catalog.EDGE_TRANSFERS_IN_FLIGHT,
+}
 _PLAIN: Final[Mapping[str, Metric]] = {
     "transfers_in_flight": catalog.TRANSFERS_IN_FLIGHT,
     "sends_queued": catalog.SENDS_QUEUED,
@@ -29,14 +33,24 @@ _PLAIN: Final[Mapping[str, Metric]] = {
 
 
 def gauges(
-    *, relays: Mapping[str, float], transfers_in_flight: int, sends_queued: int, events: Mapping[str, int]
+    *,
+    relays: Mapping[str, float],
+    transfers_in_flight: int,
+    sends_queued: int,
+    events: Mapping[str, int],
+    edges: Mapping[tuple[str, str], tuple[int, int]] = {},
 ) -> dict[str, float]:
-    """relays: `Relays.stats`. events: counters of the control plane."""
+    """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`."""
     return {
         **{_RELAY + name: float(value) for name, value in relays.items()},
         "transfers_in_flight": float(transfers_in_flight),
         "sends_queued": float(sends_queued),
         **{_EVENT + name: float(count) for name, count in events.items()},
+        **{
+            f"{name}:{source}:{target}": float(value)
+            for (source, target), values in edges.items()
+            for name, value in zip(_EDGE, values, strict=True)
+        },
     }
 
 
@@ -57,6 +71,8 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             yield catalog.ARENA_SLOTS, (name.removeprefix(_SLOTS),), value
         elif name.startswith(_EVENT):
             yield catalog.CONTROL_EVENTS, (name.removeprefix(_EVENT),), value
+        elif (edge := name.split(":"))[0] in _EDGE and len(edge) == 3:
+            yield _EDGE[edge[0]], (edge[1], edge[2]), value
         elif name.startswith(_RELAY):
             relay, _, short = name.removeprefix(_RELAY).partition("_")
             if (metric := catalog.RELAY.get(short)) is not None:

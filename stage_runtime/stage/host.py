@@ -207,6 +207,7 @@ class Host:
         return planes.gauges(
             relays=process.relays.stats(),
             transfers_in_flight=process.send_queues.outstanding,
+            edges=process.send_queues.edges(),
             sends_queued=process.send_queues.queued,
             events=process.channels.counters + process.counters,
         )

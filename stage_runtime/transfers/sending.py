@@ -89,6 +89,7 @@ class SendQueues:
         #: (peer, transfer) -> the operation, kept until it is released, and the queue whose credit it has.
         self._out: dict[tuple[str, int], tuple[RelayOperation, SendQueue]] = {}
         self._starved: set[Edge] = set()  #: Send queues that found no slot, whatever their credits.
+        self._sent_bytes: dict[tuple[str, str], int] = {}  #: (source, target) -> bytes sent by relay, ever
         self._lock = Lock()
 
     def ship(self, edge: Edge, pending: PendingSend, *, credits: int) -> bool:
@@ -194,6 +195,13 @@ class SendQueues:
         """Payloads that wait for a credit or a slot."""
         return sum(len(queue.waiting) for queue in list(self._queues.values()))
 
+    def edges(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(source, target) -> bytes sent by relay so far, transfers in flight now."""
+        in_flight: dict[tuple[str, str], int] = {}
+        for queue in list(self._queues.values()):
+            in_flight[queue.edge[:2]] = in_flight.get(queue.edge[:2], 0) + queue.window.taken
+        return {edge: (nbytes, in_flight.get(edge, 0)) for edge, nbytes in self._sent_bytes.copy().items()}
+
     def _queue(self, edge: Edge, credits: int) -> SendQueue:
         queue = self._queues.get(edge)
         if queue is None:
@@ -238,6 +246,8 @@ class SendQueues:
         key = (peer, int(operation.transfer))
         with self._lock:
             self._out[key] = (operation, queue)
+            named = queue.edge[:2]
+            self._sent_bytes[named] = self._sent_bytes.get(named, 0) + extracted.nbytes
         refs = tuple(extracted.refs)
         body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=queue.window.exhausted)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.

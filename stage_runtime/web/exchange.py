@@ -15,6 +15,7 @@ from typing import Any, Final
 from starlette.types import Message, Receive, Scope, Send
 
 from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.web.answer_times import AnswerTimes
 from stage_runtime.web.errors import Headers, RequestRefused
 from stage_runtime.web.memory_budget import Reservation
 
@@ -47,6 +48,7 @@ class Exchange:
         self.begun_at = time.perf_counter()
         self.first_byte_at: float | None = None
         self.complete = False  #: The answer is all sent.
+        self.answer_times: AnswerTimes | None = None  #: Of an answer that is made of a request's events.
         self._receive = receive
         self._send = send
         self._headers: dict[bytes, list[bytes]] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ import msgspec
 from stage_runtime.coordinator.events import ChunkEvent, RequestManagerApi, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
+from stage_runtime.web.answer_times import AnswerTimes
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.wire.values import OmniRequest
 
@@ -57,13 +59,22 @@ async def admitted(
     handle = manager.admit(request, timeout_s=timeout_s, trace=exchange.trace(), hook_result=hook_result)
     watch = exchange.watch(lambda: handle.abort("the client disconnected"))
     events = handle.events()
+    times = exchange.answer_times = AnswerTimes(exchange.begun_at, streamed=request.stream)
+    timed = _timed(events, times)
     try:
-        yield events
+        yield timed
     finally:
         watch.cancel()
+        await timed.aclose()
         handle.abort("nobody reads the answer")  # changes nothing when it is over
         if isinstance(events, AsyncGenerator):
             await events.aclose()
+
+
+async def _timed(events: AsyncIterator[Event], times: AnswerTimes) -> AsyncGenerator[Event, None]:
+    async for event in events:
+        times.note(event.data, time.perf_counter())
+        yield event
 
 
 async def collect(

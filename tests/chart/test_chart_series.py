@@ -36,7 +36,9 @@ def expressions() -> Iterator[str]:
 
 
 def test_whatever_the_chart_asks_for_is_served() -> None:
-    live = metrics.series([*catalog.COORDINATOR, *catalog.PLANES, *catalog.PROCESSES, *OPERATOR, *STATUS])
+    live = metrics.series(
+        [*catalog.COORDINATOR, *catalog.SERVICE, *catalog.PLANES, *catalog.PROCESSES, *OPERATOR, *STATUS]
+    )
     asked = list(expressions())
     missing = []
     for expression in asked:

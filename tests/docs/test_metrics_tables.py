@@ -8,11 +8,12 @@ import pytest
 
 from omnipipeline_operator.handlers.metrics import OPERATOR, STATUS
 from omnipipeline_spec.types.metrics import Metric, table
-from stage_runtime.metrics.catalog import COORDINATOR, PLANES, PROCESSES
+from stage_runtime.metrics.catalog import COORDINATOR, PLANES, PROCESSES, SERVICE
 from tests.docs.blocks import ROOT
 
 LISTS: Final[dict[str, tuple[Metric, ...]]] = {
     "coordinator-metrics": COORDINATOR,
+    "service-metrics": SERVICE,
     "planes-metrics": PLANES,
     "processes-metrics": PROCESSES,
     "operator-metrics": OPERATOR,

@@ -14,7 +14,7 @@ from tests.e2e.local_pipelines import Client, eventually
 async def test_omni_up_serves_every_metric_of_the_list_with_its_labels_and_no_other(
     shared: LocalPipeline, client: Client
 ) -> None:
-    await client.answer("a b")
+    await client.answer("a b", size=1 << 20)
     incarnations = {f"{one['group']}.{one['incarnation']}" for one in (await client.status())["instances"]}
     found: dict[str, frozenset[str]] = {}
     processes: set[str] = set()

@@ -10,13 +10,19 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
     pair = Pair("shm")
     try:
         numbers = planes.gauges(
-            relays=pair.a.stats(), transfers_in_flight=1, sends_queued=2, events={"resent": 3, "received": 4}
+            relays=pair.a.stats(),
+            transfers_in_flight=1,
+            sends_queued=2,
+            events={"resent": 3, "received": 4},
+            edges={("thinker", "talker"): (5, 1)},
         )
     finally:
         pair.close()
     samples = planes.samples({"talk": numbers})
     assert sum(len(values) for values in samples.values()) == len(numbers)
     assert [metric.name for metric, values in samples.items() if not values] == []
+    assert samples[catalog.EDGE_TRANSFER_BYTES] == {("talk", "thinker", "talker"): 5}
+    assert samples[catalog.EDGE_TRANSFERS_IN_FLIGHT] == {("talk", "thinker", "talker"): 1}
     assert samples[catalog.CONTROL_EVENTS] == {("talk", "resent"): 3, ("talk", "received"): 4}
 
 
