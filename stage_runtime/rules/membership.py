@@ -3,26 +3,30 @@ events and loads in.
 
 A request is bound to instances whose unit revisions stand together in one pipeline revision, and that declare the
 edges which it has there. Only groups with stages that it may meet are needed (`reachability`). New requests are shared
-among revisions in proportion to their complete sets of ready instances. Inside a group the least loaded instance gets
-it.
+among revisions in proportion to their complete sets of ready instances. Inside a group the least loaded of a few gets
+it (`balancing`): of those that are partners of the instances before it (`subsets`). A group of up to `subsets.SUBSET`
+instances is one subset. A binding costs the same for any number of instances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from stage_runtime.rules import edges, reachability
+from stage_runtime.rules import balancing, edges, reachability, subsets
+from stage_runtime.rules.balancing import GroupLoad, Load
 from stage_runtime.rules.pools import Endpoints, Pool, Pools
 from stage_runtime.wire.messages import Member
 
 CHOICES_KEPT: Final = 256  # sets of terminals whose complete sets are remembered; an author's hook chooses them
+LINKS_KEPT: Final = 16 * subsets.SUBSET  # of one instance, to instances that load or a change made its partners
 
 
-class Instance(msgspec.Struct):
+class Instance(Load, kw_only=True):
     """One member as the coordinator sees it."""
 
     member: Member
@@ -30,20 +34,20 @@ class Instance(msgspec.Struct):
     ready: bool = False
     draining: bool = False
     aside: bool = False  #: Somebody took its pod out of the unit, to look at it: it gets nothing new.
-    waiting: int = 0  #: As its last beat said.
-    running: int = 0
-    bound: int = 0  #: Requests of this coordinator that are bound to it now.
-    since_beat: int = 0  #: Bound since the last beat, which cannot know them.
-    bound_total: int = 0  #: Bound to it in all.
+    linked: set[str] = msgspec.field(default_factory=set)  #: Instances of large groups that got requests from it.
 
     @property
     def eligible(self) -> bool:
         return self.ready and not self.draining and not self.aside
 
-    @property
-    def load(self) -> int:
-        """Lower is better: what waits counts four times what is being computed."""
-        return (self.waiting + self.since_beat) * 4 + self.running
+
+class Choice(msgspec.Struct):
+    """One group of a complete set."""
+
+    group: str
+    pool: Pool[Instance]  #: Its eligible instances.
+    load: GroupLoad
+    sources: tuple[int, ...]  #: The choices before it whose instances send to it.
 
 
 class Sets(msgspec.Struct):
@@ -51,13 +55,13 @@ class Sets(msgspec.Struct):
 
     revision: PipelineRevision
     stages: dict[str, str]  #: stage -> group, of those that the request may meet
-    candidates: dict[str, Pool[str]]  #: group -> its eligible instances, by incarnation; only groups of these stages
+    choices: list[Choice]  #: Only groups of these stages; a group comes after those that send to it.
     weight: float = 0.0  #: Of the smooth weighted round robin.
 
     @property
     def count(self) -> int:
         """Complete sets: the minimum over its groups."""
-        return min(len(pool) for pool in self.candidates.values())
+        return min(len(choice.pool) for choice in self.choices)
 
 
 Kind: TypeAlias = tuple[str, str, str, str]  #: group, unit, unit revision, edge schema: what one may stand in for
@@ -80,12 +84,15 @@ def host_of(endpoint: str) -> str:
 class MembershipState:
     """All instances, by incarnation."""
 
-    def __init__(self, revisions: Sequence[PipelineRevision]) -> None:
+    def __init__(self, revisions: Sequence[PipelineRevision], *, chance: Callable[[], float] = random.random) -> None:
+        """chance: a number in [0, 1), at random: where the few instances that are compared begin."""
         self.revisions: tuple[PipelineRevision, ...] = ()  #: Newest last.
         self.instances: dict[str, Instance] = {}
         self._aside: frozenset[str] = frozenset()  #: Hosts.
         self._schemas: dict[str, dict[str, str]] = {}  #: pipeline revision -> group -> edge schema
-        self._eligible: Pools[Kind, str] = Pools()  #: Incarnations; `_place` keeps it equal to ``instances``.
+        self._chance = chance
+        self._eligible: Pools[Kind, Instance] = Pools()  #: By incarnation; `_place` keeps it equal to ``instances``.
+        self._loads: dict[str, GroupLoad] = {}  #: By group.
         self._endpoints = Endpoints()
         self._complete: dict[frozenset[str] | None, list[Sets]] = {}  #: By the terminals that are waited for.
         self.update(revisions)
@@ -103,7 +110,9 @@ class MembershipState:
         known = self.instances.get(member.incarnation)
         if known is None:
             aside = host_of(member.endpoint) in self._aside
-            known = Instance(member, edges=schema, ready=member.ready, aside=aside)
+            known = Instance(
+                incarnation=member.incarnation, member=member, edges=schema, ready=member.ready, aside=aside
+            )
             self.instances[member.incarnation] = known
         else:
             self._endpoints.discard(member.incarnation, known.member.endpoint)
@@ -127,7 +136,8 @@ class MembershipState:
         instance = self.instances.pop(incarnation, None)
         if instance is not None:
             self._endpoints.discard(incarnation, instance.member.endpoint)
-            self._take_out(incarnation)
+            self._take_out(instance)
+            self._load(instance).leave(instance)
         return instance
 
     def mark(self, incarnation: str, *, ready: bool | None = None, draining: bool | None = None) -> bool:
@@ -171,32 +181,31 @@ class MembershipState:
         sets = self._next_sets(complete)
         if sets is None:
             raise Unbindable(self.lacking(terminals=wanted))
-        picked: dict[str, str] = {}
-        for group, candidates in sets.candidates.items():
-            instance = self.instances[candidates.items[0]]
-            if len(candidates) > 1:
-                shunned = set(avoid)
-                instance = min(
-                    (self.instances[one] for one in candidates),
-                    key=lambda one: (one.member.incarnation in shunned, one.load, one.bound, one.bound_total),
-                )
-            instance.bound += 1
-            instance.since_beat += 1
-            instance.bound_total += 1
-            picked[group] = instance.member.incarnation
-        return sets.revision, {stage: picked[group] for stage, group in sets.stages.items()}
+        picked: list[Instance] = []
+        shunned = frozenset(avoid)
+        for choice in sets.choices:
+            everyone = choice.pool.items
+            if len(everyone) <= subsets.SUBSET:
+                instance = balancing.least(_without(everyone, shunned) if shunned else everyone)
+            else:
+                sources = [(picked[index], sets.choices[index].pool) for index in choice.sources]
+                instance = self._choose(choice.pool, sources, shunned)
+            choice.load.bind(instance)
+            picked.append(instance)
+        chosen = {choice.group: one.incarnation for choice, one in zip(sets.choices, picked, strict=True)}
+        return sets.revision, {stage: chosen[group] for stage, group in sets.stages.items()}
 
     def unbind(self, bindings: Mapping[str, str]) -> None:
         """A request is over (or rebinds): its instances carry one less."""
         for incarnation in set(bindings.values()):
             instance = self.instances.get(incarnation)
             if instance is not None:
-                instance.bound -= 1
+                balancing.unbind(instance)
 
     def beat(self, incarnation: str, waiting: int, running: int) -> None:
         instance = self.instances.get(incarnation)
         if instance is not None:
-            instance.waiting, instance.running, instance.since_beat = waiting, running, 0
+            self._load(instance).beat(instance, waiting, running)
 
     def complete(self, *, terminals: Collection[str] | None = None) -> bool:
         """Whether any revision has a complete set of ready instances; for a request that waits for ``terminals``."""
@@ -228,12 +237,41 @@ class MembershipState:
         """Put the instance into the pool that it may serve from; nowhere while it is not eligible."""
         member = instance.member
         kind = (member.group, member.unit, member.revision, instance.edges) if instance.eligible else None
-        if self._eligible.put(member.incarnation, kind):
+        if self._eligible.put(member.incarnation, instance, kind):
             self._complete.clear()
 
-    def _take_out(self, incarnation: str) -> None:
-        if self._eligible.put(incarnation, None):
+    def _take_out(self, instance: Instance) -> None:
+        if self._eligible.put(instance.incarnation, instance, None):
             self._complete.clear()
+
+    def _load(self, instance: Instance) -> GroupLoad:
+        return self._loads.setdefault(instance.member.group, GroupLoad())
+
+    def _choose(
+        self, pool: Pool[Instance], sources: Sequence[tuple[Instance, Pool[Instance]]], shunned: Collection[str]
+    ) -> Instance:
+        """One of a large group: of the partners of ``sources``, unless load says otherwise."""
+        everyone = pool.items
+        targets = len(everyone)
+        anywhere = int(self._chance() * targets)
+        if not sources:
+            few = subsets.places(everyone, (anywhere, subsets.SUBSET))
+            return balancing.least(_without(few, shunned, everyone))
+        arcs = [subsets.arc(its.position(one.incarnation), len(its.items), targets) for one, its in sources]
+        partners = subsets.places(everyone, arcs[0] if len(arcs) == 1 else subsets.common(arcs, targets))
+        if shunned:
+            partners = _without(partners, shunned, everyone)
+        source, _ = sources[0]
+        chosen = balancing.least(partners)
+        if chosen.incarnation not in source.linked:
+            chosen = balancing.with_link(chosen, partners, source.linked)
+        other = everyone[anywhere]
+        if balancing.overloaded(chosen, other) and other.incarnation not in shunned:
+            chosen = other
+        if len(source.linked) >= LINKS_KEPT:
+            source.linked.clear()  # most are of instances that are gone
+        source.linked.add(chosen.incarnation)
+        return chosen
 
     def _having(self, terminals: Collection[str] | None) -> list[PipelineRevision]:
         """The revisions that have these terminals."""
@@ -244,10 +282,16 @@ class MembershipState:
         found = []
         for revision in self._having(terminals):
             stages = _needed(revision, terminals)
-            pools = {group: self._eligible.get(self._kind(revision, group)) for group in stages.values()}
-            candidates = {group: pool for group, pool in pools.items() if pool is not None}
-            if pools and len(candidates) == len(pools):
-                found.append(Sets(revision, stages, candidates))
+            choices: list[Choice] = []
+            order = reachability.groups(revision, stages)
+            for group, senders in order.items():
+                pool = self._eligible.get(self._kind(revision, group))
+                if pool is not None:
+                    load = self._loads.setdefault(group, GroupLoad())
+                    sources = tuple(index for index, earlier in enumerate(order) if earlier in senders)
+                    choices.append(Choice(group, pool, load, sources))
+            if choices and len(choices) == len(order):
+                found.append(Sets(revision, stages, choices))
         return found
 
     def _next_sets(self, complete: Sequence[Sets]) -> Sets | None:
@@ -267,3 +311,12 @@ def _needed(revision: PipelineRevision, terminals: Collection[str] | None) -> di
         return revision.stages
     met = reachability.stages(revision, terminals)
     return {stage: group for stage, group in revision.stages.items() if stage in met}
+
+
+def _without(instances: Sequence[Instance], shunned: Collection[str], *more: Sequence[Instance]) -> Sequence[Instance]:
+    """Those of ``instances`` that are not shunned; else those of the first of ``more`` that has any; else all."""
+    for some in (instances, *more) if shunned else ():
+        left = [one for one in some if one.incarnation not in shunned]
+        if left:
+            return left
+    return instances

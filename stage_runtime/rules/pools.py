@@ -1,47 +1,45 @@
 """Eligible instances in pools that change one at a time: a join, a departure or a mark costs the same at any size.
 
-Here: which instance stands in which pool, and which incarnations share an endpoint. Not here: which one is chosen
-(`membership`).
+Here: which instance stands in which pool and where, and which incarnations share an endpoint. Not here: which one is
+chosen (`membership`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from bisect import bisect_left
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-Item = TypeVar("Item", bound=Hashable)
+Item = TypeVar("Item")
 Kind = TypeVar("Kind", bound=Hashable)
 
 
 class Pool(Generic[Item]):
-    """A set that can be indexed, for random choices. The order changes when an item is removed."""
+    """Items in the order of their names, which is the same at every coordinator."""
 
     def __init__(self) -> None:
-        self.items: list[Item] = []
-        self._places: dict[Item, int] = {}  #: item -> its index in ``items``.
+        self.names: list[str] = []
+        self.items: list[Item] = []  #: In the same order.
 
-    def add(self, item: Item) -> None:
-        if item not in self._places:
-            self._places[item] = len(self.items)
-            self.items.append(item)
+    def add(self, name: str, item: Item) -> None:
+        place = self.position(name)
+        if name in self.names[place : place + 1]:
+            self.items[place] = item
+        else:
+            self.names.insert(place, name)
+            self.items.insert(place, item)
 
-    def discard(self, item: Item) -> None:
-        place = self._places.pop(item, None)
-        if place is None:
-            return
-        last = self.items.pop()
-        if last != item:
-            self.items[place] = last
-            self._places[last] = place
+    def discard(self, name: str) -> None:
+        place = self.position(name)
+        if name in self.names[place : place + 1]:
+            del self.names[place], self.items[place]
+
+    def position(self, name: str) -> int:
+        """Where it stands, or would stand."""
+        return bisect_left(self.names, name)
 
     def __len__(self) -> int:
         return len(self.items)
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self.items)
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._places
 
 
 class Pools(Generic[Kind, Item]):
@@ -49,25 +47,25 @@ class Pools(Generic[Kind, Item]):
 
     def __init__(self) -> None:
         self._pools: dict[Kind, Pool[Item]] = {}
-        self._kinds: dict[Item, Kind] = {}
+        self._kinds: dict[str, Kind] = {}
 
-    def put(self, item: Item, kind: Kind | None) -> bool:
+    def put(self, name: str, item: Item, kind: Kind | None) -> bool:
         """Move the item to the pool of ``kind``; None: to no pool. True when a pool began or ended."""
-        before = self._kinds.get(item)
+        before = self._kinds.get(name)
         if before == kind:
             return False
         changed = False
         if before is not None:
             pool = self._pools[before]
-            pool.discard(item)
-            del self._kinds[item]
+            pool.discard(name)
+            del self._kinds[name]
             if not pool:
                 del self._pools[before]
                 changed = True
         if kind is not None:
             changed = changed or kind not in self._pools
-            self._pools.setdefault(kind, Pool()).add(item)
-            self._kinds[item] = kind
+            self._pools.setdefault(kind, Pool()).add(name, item)
+            self._kinds[name] = kind
         return changed
 
     def get(self, kind: Kind) -> Pool[Item] | None:

@@ -7,6 +7,7 @@ reached: whatever they made of the request would be thrown away.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from graphlib import TopologicalSorter
 
 from omnipipeline_spec.types.plan import PipelineRevision
 
@@ -19,6 +20,25 @@ def stages(revision: PipelineRevision, terminals: Collection[str]) -> frozenset[
         targets.setdefault(source, set()).add(target)
         sources.setdefault(target, set()).add(source)
     return frozenset(_closure([revision.entry], targets) & _closure(terminals, sources) | {revision.entry})
+
+
+def groups(revision: PipelineRevision, stages: Mapping[str, str]) -> dict[str, list[str]]:
+    """The groups of these stages, from the entry on, each with the groups before it that send to it.
+
+    stages: stage -> group.
+    """
+    sources: dict[str, list[str]] = {stage: [] for stage in stages}
+    for source, target, _ in revision.edges:
+        if source in sources and target in sources:
+            sources[target].append(source)
+    order: dict[str, list[str]] = {}
+    for stage in TopologicalSorter(sources).static_order():
+        group = stages[stage]
+        if group not in order:
+            its_own = [one for one, its_group in stages.items() if its_group == group]
+            senders = {stages[source] for one in its_own for source in sources[one]}
+            order[group] = [one for one in order if one in senders]
+    return order
 
 
 def _closure(start: Iterable[str], following: Mapping[str, set[str]]) -> set[str]:

@@ -116,13 +116,15 @@ def test_a_revision_with_an_incomplete_set_gets_nothing() -> None:
     assert {made.bind()[0].revision for _ in range(10)} == {"old", "new"}
 
 
-def test_the_least_loaded_instance_is_bound_and_what_waits_weighs_four_times() -> None:
+def test_the_least_loaded_instance_is_bound_and_what_waits_counts_twice() -> None:
     made = membership(member("f1", "front", "a1"), member("v1", "voice", "b1"), member("v2", "voice", "b1"))
-    made.beat("v1", waiting=1, running=0)
+    made.beat("v1", waiting=2, running=0)
     made.beat("v2", waiting=0, running=3)
     assert made.bind()[1]["shout"] == "v2"  # 3 < 4
-    made.beat("v2", waiting=0, running=5)
-    assert made.bind()[1]["shout"] == "v1"
+    made.leave("v1")
+    made.join(member("v3", "voice", "b1"), SCHEMAS["voice"])
+    made.beat("v3", waiting=1, running=0)
+    assert made.bind()[1]["shout"] == "v3"  # 2 < 3 + the one just bound
 
 
 def test_between_beats_each_binding_counts_so_a_burst_is_spread() -> None:

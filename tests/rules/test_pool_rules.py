@@ -11,32 +11,33 @@ ITEMS = st.sampled_from("abcdef")
 
 
 @given(st.lists(st.tuples(st.booleans(), ITEMS)))
-def test_a_pool_is_a_set_that_can_be_indexed(events: list[tuple[bool, str]]) -> None:
+def test_a_pool_holds_its_items_in_the_order_of_their_names(events: list[tuple[bool, str]]) -> None:
     pool, model = Pool[str](), set[str]()
-    for add, item in events:
+    for add, name in events:
         if add:
-            pool.add(item)
-            model.add(item)
+            pool.add(name, name.upper())
+            model.add(name)
         else:
-            pool.discard(item)
-            model.discard(item)
-        assert sorted(pool.items) == sorted(model)
-        assert all((one in pool) == (one in model) for one in "abcdef")
+            pool.discard(name)
+            model.discard(name)
+        assert pool.names == sorted(model)
+        assert pool.items == [one.upper() for one in pool.names]
+        assert all(pool.position(one) == place for place, one in enumerate(pool.names))
 
 
 @given(st.lists(st.tuples(ITEMS, st.one_of(st.none(), st.integers(0, 2)))))
 def test_each_item_stands_in_one_pool_and_a_change_of_emptiness_is_told(events: list[tuple[str, int | None]]) -> None:
     pools, model = Pools[int, str](), dict[str, int]()
-    for item, kind in events:
+    for name, kind in events:
         filled = set(model.values())
-        changed = pools.put(item, kind)
-        model.pop(item, None)
+        changed = pools.put(name, name, kind)
+        model.pop(name, None)
         if kind is not None:
-            model[item] = kind
+            model[name] = kind
         assert changed == (set(model.values()) != filled)
         for one in range(3):
             pool = pools.get(one)
-            assert sorted(pool or ()) == sorted(name for name, its in model.items() if its == one)
+            assert (pool.items if pool else []) == sorted(name for name, its in model.items() if its == one)
             assert pool is None or len(pool) > 0
 
 

@@ -1,0 +1,102 @@
+"""How loaded an instance is, as one of several coordinators knows it, and which of some instances is bound. Pure.
+
+A coordinator knows its own bindings at once, and those of other coordinators only from the beats of the instances. If
+it took a beat's numbers for the load, every coordinator would see the same idle instance and fill it until the next
+beat. So
+
+- a coordinator balances its *own* bindings: as many coordinators as do that put equally much on each instance;
+- what an instance has beyond them is corrected by this coordinator's part of all requests, averaged over a few beats:
+  four coordinators that see 8 requests too many each take 2 away, not 8.
+
+`benchmarks/scale.py` and `tests/rules/test_balancing_rules.py` simulate it. Called by `rules.membership`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from operator import attrgetter
+from typing import Final, TypeVar
+
+import msgspec
+
+WAITING_WEIGHT: Final = 1.0  # what waits counts so much more than what runs: it says that the instance is full
+SMOOTHING: Final = 0.3  # of a beat in the average: long enough that a correction is seen before it is repeated
+PARTS_MOST: Final = 16.0  # a coordinator with hardly a request of its own still sees who is overloaded
+SPILL_FACTOR: Final = 1.25  # how much more loaded a partner may be than another instance of its group ...
+SPILL_REQUESTS: Final = 2.0  # ... and so many requests more
+LINK_WORTH: Final = 0.5  # requests: a partner with a link is preferred to one that is idler by no more than this
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """Of one instance."""
+
+    incarnation: str
+    waiting: int = 0  #: As its last beat said.
+    running: int = 0
+    bound: int = 0  #: Requests of this coordinator that are bound to it now.
+    bound_total: int = 0  #: Bound to it in all.
+    bound_at_beat: int = 0  #: ``bound`` at its last beat.
+    others: float = 0.0  #: Correction for other coordinators' requests, in requests.
+    score: float = 0.0  #: ``bound + others``: the lowest is bound.
+    turn: int = 0  #: When it was bound last; among equals, the one that waited longest is bound.
+
+
+class GroupLoad(msgspec.Struct):
+    """Sums over the instances of one group."""
+
+    reported: int = 0  #: Requests of all coordinators, as the last beats say.
+    bound_at_beat: int = 0  #: Of this coordinator, when these beats came.
+    turn: int = 0  #: Bindings so far.
+
+    @property
+    def parts(self) -> float:
+        """All requests divided by those of this coordinator: with four that are used evenly, 4."""
+        return min(PARTS_MOST, max(1.0, self.reported / max(1, self.bound_at_beat)))
+
+    def bind(self, load: Load) -> None:
+        self.turn += 1
+        load.turn = self.turn
+        load.bound += 1
+        load.bound_total += 1
+        load.score += 1.0
+
+    def beat(self, load: Load, waiting: int, running: int) -> None:
+        """An instance reports its requests, those of all coordinators."""
+        self.reported += waiting + running - load.waiting - load.running
+        self.bound_at_beat += load.bound - load.bound_at_beat
+        load.waiting, load.running, load.bound_at_beat = waiting, running, load.bound
+        beyond = max(0, waiting + running - load.bound) + WAITING_WEIGHT * waiting
+        correction = beyond / self.parts
+        load.others += SMOOTHING * (correction - load.others)
+        load.score = load.bound + load.others
+
+    def leave(self, load: Load) -> None:
+        """The instance is gone."""
+        self.reported -= load.waiting + load.running
+        self.bound_at_beat -= load.bound_at_beat
+
+
+def unbind(load: Load) -> None:
+    """A request of this coordinator is over."""
+    load.bound -= 1
+    load.score -= 1.0
+
+
+L = TypeVar("L", bound=Load)
+_order = attrgetter("score", "turn")
+
+
+def least(among: Sequence[L]) -> L:
+    """The least loaded of these; among equals, the one that was bound least recently."""
+    return among[0] if len(among) == 1 else min(among, key=_order)
+
+
+def with_link(chosen: L, among: Sequence[L], linked: Collection[str]) -> L:
+    """``chosen``, or one of ``among`` that has a link and is hardly more loaded."""
+    most = chosen.score + LINK_WORTH
+    return min((one for one in among if one.score <= most and one.incarnation in linked), key=_order, default=chosen)
+
+
+def overloaded(partner: Load, other: Load) -> bool:
+    """Whether load says that a request goes to ``other``, which is no partner."""
+    return partner.score > SPILL_FACTOR * other.score + SPILL_REQUESTS
