@@ -59,7 +59,9 @@ class RelayConfig(Spec, frozen=True, kw_only=True):
     slot_size_mb: Annotated[
         Annotated[int, Meta(ge=1, le=65536)], doc("Largest slot in MiB; a larger payload is sent in pieces.")
     ] = 512
-    credits: Annotated[Annotated[int, Meta(ge=1, le=1024)], doc("Slots granted per edge.")] = 2
+    credits: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)], doc("Unreleased large payloads per edge; small ones share 8 MiB.")
+    ] = 2
     rank: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None, doc("Rank in the author's own NCCL world; local runs only.")
     ] = None

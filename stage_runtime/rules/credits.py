@@ -1,36 +1,54 @@
-"""Flow control of relays: how many unreleased transfers one edge may have. Queued payloads need no credit."""
+"""Flow control of relays: how many unreleased transfers one edge may have. Queued payloads need no credit.
+
+Small transfers take no credit: they share a number of bytes. A credit is made for what is large, and two of them would
+leave an edge of small payloads waiting for releases most of the time.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
+
+
+class Grant(Enum):
+    """What a transfer has taken of its edge's window, until it is released."""
+
+    SHARED = "shared"  #: Its bytes.
+    CREDIT = "credit"
+    LAST_CREDIT = "last_credit"  #: It must be copied out on arrival.
+
 
 class Window:
-    """Credits of one edge. The holder takes one per transfer and gets it back with the release."""
+    """What one edge may have under way. The holder takes a grant per transfer and gives it back with the release.
 
-    def __init__(self, limit: int) -> None:
+    Invariant: 0 <= credits <= limit, 0 <= shared <= shared_nbytes.
+
+    A receiver holds slots while payloads wait: at a join, in a queue, at a stage that keeps views. If all could be
+    held, two requests that wait for each other's slots would never go on. So whenever `take` refuses, all credits are
+    taken, and the transfer that took the last one is copied out and released at once.
+    """
+
+    def __init__(self, limit: int, shared_nbytes: int = 0) -> None:
+        """shared_nbytes: what transfers without a credit may have in all."""
         if limit < 1:
             raise ValueError(f"a window of {limit} would never let anything through")
         self._limit = limit
-        self.taken = 0  #: 0..limit, always.
+        self._shared_nbytes = shared_nbytes
+        self.credits = 0  #: Taken.
+        self.shared = 0  #: Bytes taken.
 
-    def take(self) -> bool:
-        """False when all are taken: queue the payload by reference, without a slot."""
-        if self.exhausted:
-            return False
-        self.taken += 1
-        return True
+    def take(self, nbytes: int) -> Grant | None:
+        """For a transfer of so many bytes: its share if there is room, else a credit. None: queue the payload."""
+        if self.shared + nbytes <= self._shared_nbytes:
+            self.shared += nbytes
+            return Grant.SHARED
+        if self.credits >= self._limit:
+            return None
+        self.credits += 1
+        return Grant.LAST_CREDIT if self.credits == self._limit else Grant.CREDIT
 
-    @property
-    def exhausted(self) -> bool:
-        """The last credit is taken. The transfer that took it must be copied out on arrival.
-
-        A receiver holds slots while payloads wait: at a join, in a queue, at a stage that keeps views. If all could
-        be held, two requests that wait for each other's slots would never go on; so one is always in motion.
-        """
-        return self.taken >= self._limit
-
-    def give(self) -> bool:
-        """Return one credit. False when none was taken: a repeated release changes nothing."""
-        if self.taken == 0:
-            return False
-        self.taken -= 1
-        return True
+    def give(self, grant: Grant, nbytes: int) -> None:
+        """Return what `take` gave for so many bytes. Once: the caller knows each transfer under way."""
+        if grant is Grant.SHARED:
+            self.shared -= nbytes
+        else:
+            self.credits -= 1

@@ -19,7 +19,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules.credits import Window
+from stage_runtime.rules.credits import Grant, Window
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Body, Message
 
@@ -30,6 +30,8 @@ Send: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there
 Make: TypeAlias = Callable[[Body], Message]
 Lost: TypeAlias = Callable[[BaseException], None]
 
+#: What small payloads of one edge may have under way without a credit: 64 requests of 128 KiB, 8 of 1 MiB.
+SHARED_NBYTES: Final = 8 << 20
 METADATA_LIMIT: Final = 512  # bytes of a relay's metadata; shm and tcp take fewer than 100
 
 
@@ -71,23 +73,32 @@ def attempt_key(owner: str, request_id: str, attempt: int) -> str:
 class SendQueue:
     """One edge to one peer. Its lock orders what is sent on it; nothing else is held meanwhile."""
 
-    def __init__(self, edge: Edge, credits: int) -> None:
+    def __init__(self, edge: Edge, credits: int, shared_nbytes: int) -> None:
         self.edge = edge
-        self.window = Window(credits)
+        self.window = Window(credits, shared_nbytes)
         self.waiting: deque[PendingSend] = deque()
         self.lock = Lock()
         self.closed = False
 
 
+class Outstanding(msgspec.Struct, frozen=True):
+    """A transfer that its receiver has not released yet."""
+
+    operation: RelayOperation  #: Kept until then.
+    queue: SendQueue
+    grant: Grant
+    nbytes: int
+
+
 class SendQueues:
     """All payloads that this process sends."""
 
-    def __init__(self, relays: Relays, send: Send) -> None:
+    def __init__(self, relays: Relays, send: Send, *, shared_nbytes: int = SHARED_NBYTES) -> None:
         self._relays = relays
         self._send = send
+        self._shared_nbytes = shared_nbytes
         self._queues: dict[Edge, SendQueue] = {}
-        #: (peer, transfer) -> the operation, kept until it is released, and the queue whose credit it has.
-        self._out: dict[tuple[str, int], tuple[RelayOperation, SendQueue]] = {}
+        self._out: dict[tuple[str, int], Outstanding] = {}  #: By (peer, transfer).
         self._starved: set[Edge] = set()  #: Send queues that found no slot, whatever their credits.
         self._sent_bytes: dict[tuple[str, str], int] = {}  #: (source, target) -> bytes sent by relay, ever
         self._lock = Lock()
@@ -125,10 +136,10 @@ class SendQueues:
                 found = self._out.pop((peer, transfer), None)
             if found is None:
                 continue  # repeated, or of a life that is over
-            queue = found[1]
+            queue = found.queue
             self._relays.released(peer, transfer)
             with queue.lock:
-                queue.window.give()
+                queue.window.give(found.grant, found.nbytes)
             freed[queue.edge] = queue
         with self._lock:
             starved, self._starved = self._starved, set()
@@ -206,7 +217,7 @@ class SendQueues:
         queue = self._queues.get(edge)
         if queue is None:
             with self._lock:
-                queue = self._queues.setdefault(edge, SendQueue(edge, credits))
+                queue = self._queues.setdefault(edge, SendQueue(edge, credits, self._shared_nbytes))
         return queue
 
     def _advance(self, queue: SendQueue) -> None:
@@ -231,25 +242,28 @@ class SendQueues:
 
         Raises: TransferError: nothing reaches the peer.
         """
-        if not queue.window.take():
-            return False
         peer = queue.edge[2]
         extracted = pending.extracted
+        nbytes = extracted.nbytes
+        grant = queue.window.take(nbytes)
+        if grant is None:
+            return False
         try:
             operation = self._put(queue, pending)
         except BaseException:
-            queue.window.give()
+            queue.window.give(grant, nbytes)
             raise
         if operation is None:
-            queue.window.give()
+            queue.window.give(grant, nbytes)
             return False
         key = (peer, int(operation.transfer))
         with self._lock:
-            self._out[key] = (operation, queue)
+            self._out[key] = Outstanding(operation, queue, grant, nbytes)
             named = queue.edge[:2]
-            self._sent_bytes[named] = self._sent_bytes.get(named, 0) + extracted.nbytes
+            self._sent_bytes[named] = self._sent_bytes.get(named, 0) + nbytes
         refs = tuple(extracted.refs)
-        body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=queue.window.exhausted)
+        last = grant is Grant.LAST_CREDIT
+        body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=last)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
         sent = False
         try:
@@ -258,7 +272,7 @@ class SendQueues:
             if not sent:
                 with self._lock:
                     self._out.pop(key, None)
-                queue.window.give()
+                queue.window.give(grant, nbytes)
                 self._relays.discard(operation)
         if not sent:
             raise TransferError(f"no connection to {peer}")

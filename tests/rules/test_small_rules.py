@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,25 +11,42 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import HookError, RequestError
 from stage_runtime.rules import routing
-from stage_runtime.rules.credits import Window
+from stage_runtime.rules.credits import Grant, Window
 from stage_runtime.rules.tombstones import Tombstones
 
 # --- credits ------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))
-def test_a_window_is_never_overdrawn_and_repeated_releases_open_nothing(limit: int, steps: list[bool]) -> None:
-    window = Window(limit)
-    taken = 0
-    for take in steps:
-        if take:
-            assert window.take() == (taken < limit)
-            taken = min(taken + 1, limit)
-        else:
-            assert window.give() == (taken > 0)
-            taken = max(taken - 1, 0)
-        assert window.taken == taken
-        assert window.exhausted == (taken == limit)
+@given(
+    limit=st.integers(1, 3),
+    shared_nbytes=st.integers(0, 20),
+    steps=st.lists(st.integers(0, 25) | st.none(), max_size=40),  # a transfer of so many bytes; a release
+    random=st.randoms(use_true_random=False),
+)
+def test_a_window_is_never_overdrawn_and_refuses_only_while_one_transfer_is_copied(
+    limit: int, shared_nbytes: int, steps: list[int | None], random: Random
+) -> None:
+    window = Window(limit, shared_nbytes)
+    out: list[tuple[Grant, int]] = []
+    for nbytes in steps:
+        if nbytes is None:
+            if out:
+                window.give(*out.pop(random.randrange(len(out))))
+            continue
+        grant = window.take(nbytes)
+        if grant is not None:
+            out.append((grant, nbytes))
+        credits = [grant for grant, _ in out if grant is not Grant.SHARED]
+        shared = sum(nbytes for grant, nbytes in out if grant is Grant.SHARED)
+        assert len(credits) <= limit
+        assert shared <= shared_nbytes
+        if grant is None:
+            assert len(credits) == limit
+            assert Grant.LAST_CREDIT in credits, "it is in motion, and its release lets this one through"
+            assert shared + nbytes > shared_nbytes
+    for grant, nbytes in out:
+        window.give(grant, nbytes)
+    assert (window.credits, window.shared) == (0, 0)
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -66,17 +66,20 @@ class Relays:
 class Made:
     """Send queues, and what came of each pending send."""
 
-    def __init__(self, slots: int = 100) -> None:
+    def __init__(self, slots: int = 100, *, shared_nbytes: int = 0) -> None:
         self.relays = Relays(slots)
         self.said: list[str] = []
+        self.copied: list[str] = []  #: Of them, those that the receiver must copy at once.
         self.lost: dict[str, BaseException] = {}
         self.refuses: Callable[[str], None] = lambda request_id: None
-        self.send_queues = SendQueues(self.relays, self.send)  # type: ignore[arg-type]
+        self.send_queues = SendQueues(self.relays, self.send, shared_nbytes=shared_nbytes)  # type: ignore[arg-type]
 
     def send(self, peer: str, message: Message) -> bool:
         assert isinstance(message, Submit)
         self.refuses(message.header.request_id)
         self.said.append(message.header.request_id)
+        if message.body.copy_now:
+            self.copied.append(message.header.request_id)
         return True
 
     def ship(self, request_id: str, value: Any = LARGE, *, credits: int = 1, source: str = "coordinator") -> bool:
@@ -92,6 +95,21 @@ class Made:
         return self.send_queues.ship(
             edge, PendingSend(Work(request_id), extracted, make, "auto", lost), credits=credits
         )
+
+
+def test_small_payloads_take_no_credit_while_their_bytes_fit() -> None:
+    made = Made(shared_nbytes=2 * len(LARGE))
+    for number in range(5):
+        made.ship(str(number), credits=2)
+    assert (made.said, made.copied) == (["0", "1", "2", "3"], ["3"]), "two share the bytes, two have a credit"
+    made.send_queues.released("peer", (1,))
+    assert (made.said, made.copied) == (["0", "1", "2", "3", "4"], ["3"])
+    made.send_queues.released("peer", (2, 3, 4, 5))
+    made.ship("larger than all that is shared", np.zeros(3 * len(LARGE), np.uint8))
+    assert made.copied == ["3"], "one credit of two"
+    made.ship("as large", np.zeros(3 * len(LARGE), np.uint8))
+    assert made.copied == ["3", "as large"]
+    assert (made.send_queues.queued, made.send_queues.outstanding) == (0, 2)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["a credit is free", "none is free"])
