@@ -178,6 +178,8 @@ class _Outbox:
             ours.emitted.error = error
             self._end(ours)
 
+    def letting_go(self) -> None: ...
+
     def settle(self) -> None: ...
 
     def began(self, work: Work) -> None:

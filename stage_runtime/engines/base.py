@@ -73,6 +73,9 @@ class Outbox(Protocol):
     def turn_away(self, work: Work, error: RequestError) -> None:
         """Fail a request that has not begun. An `Abort` of it follows, in the order of all events."""
 
+    def letting_go(self) -> None:
+        """The engine drops what it has received, in this thread, and calls `settle` next."""
+
     def settle(self) -> None:
         """User code goes on in this thread. What was sent from where it lies, and is still held there, must not change
         for its receivers when it is written into. The engine itself holds nothing of it any more.

@@ -31,6 +31,7 @@ class BatchedEngine:
             batch = self._gather(inbox, outbox)
             if batch:
                 self._one(batch, outbox)
+                outbox.letting_go()
                 del batch  # or its payloads would be held until the next batch is gathered
                 outbox.settle()
             elif inbox.closed:

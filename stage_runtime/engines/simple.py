@@ -48,6 +48,7 @@ class SyncEngine:
                 case events.ChunkIn() | events.StreamDone():
                     source = event.chunk.source if isinstance(event, events.ChunkIn) else event.source
                     outbox.fail(event.work, TakesNoChunks(source))
+            outbox.letting_go()
             del event  # or the payload, and its sender's slot, would be held until the next request comes
             outbox.settle()
 

@@ -127,6 +127,15 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     def pins(self) -> Pins:
         return self._pins
 
+    def letting_go(self) -> None:
+        self._pins.letting_go()
+
+    def let_go(self) -> None:
+        self._pins.let_go()
+
+    def release_now(self) -> None:
+        self._pins.flush()
+
     def stats(self) -> dict[str, int]:
         return {**self._ledger.stats(), **self._pins.stats()}
 

@@ -18,7 +18,7 @@ from stage_runtime.payloads.pack import Pack
 
 Peer = NewType("Peer", str)  #: The incarnation of the process at the other end.
 TransferId = NewType("TransferId", int)  #: Unique per sending process and relay; never used twice.
-Release = Callable[[Peer, TransferId], None]  #: Called in any thread.
+Release = Callable[[Peer, TransferId], None]  #: Called in any thread, soon after the last view has died.
 
 
 class RelayOperation(Protocol):
@@ -106,6 +106,15 @@ class Relay(Protocol):
 
     def forget(self, peer: Peer) -> None:
         """``peer``'s incarnation is proven gone: free all that it held of ours, fail what we await from it."""
+
+    def letting_go(self) -> None:
+        """This thread drops received buffers now, and calls `let_go` next: the loop need not be woken for them."""
+
+    def let_go(self) -> None:
+        """Report the received buffers that this thread has dropped, as far as the loop will not do so soon anyway."""
+
+    def release_now(self) -> None:
+        """Report all received buffers that nobody looks at any more: their sender waits for them. In any thread."""
 
     @property
     def pins(self) -> Iterable[Any]:

@@ -46,7 +46,7 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
 
     loop: asyncio.AbstractEventLoop
     incarnation: Peer
-    on_release: Release  #: Called on the loop.
+    on_release: Release  #: Called in any thread.
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena
     security: Security | None

@@ -39,7 +39,7 @@ class Relays:
         settings: RelaySettings | None = None,
         table: Mapping[str, Entry] = RELAYS,
     ) -> None:
-        """on_release: called on ``loop`` when the last view of a received transfer has died: send a Release.
+        """on_release: called, in any thread, when the last view of a received transfer has died: send a Release.
 
         Opened are the relays of ``table`` that `auto` may choose, and those that ``settings.asked`` names.
         Raises: ConfigurationError: one that is asked for, or needs no extra, cannot be opened.
@@ -185,9 +185,21 @@ class Relays:
             tensor = torch.empty(shape, dtype=dtype)
         return tensor
 
+    def letting_go(self) -> None:
+        """This thread drops what it has received now, and calls `settle` next. From any thread."""
+        for relay in self._relays.values():
+            relay.letting_go()
+
     def settle(self) -> None:
-        """As `arena.Arena.settle`; in the thread that has put something, before its author goes on."""
+        """As `arena.Arena.settle`; in the thread that has put or received something, before its author goes on."""
         self.arena.settle()
+        for relay in self._relays.values():
+            relay.let_go()
+
+    def release_now(self) -> None:
+        """Report what nobody looks at any more: its sender waits for it. From any thread."""
+        for relay in self._relays.values():
+            relay.release_now()
 
     def pins(self) -> list[Pin]:
         """Received buffers that somebody still looks at, of all backends."""

@@ -1,4 +1,9 @@
-"""Received buffers that somebody still looks at. Shared by the relays."""
+"""Received buffers that somebody still looks at, and how their ends are noticed. Shared by the relays.
+
+To wake the loop costs as much as to send a message, and so does the release that follows. So a small buffer's end is
+noticed when the loop wakes anyway: at a later arrival, or by a timer that an arrival has set. A large one's is noticed
+at once, by the thread that lets go of it if that thread has said that it will look (`Pins.letting_go`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,17 @@ import collections
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from threading import local
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from stage_runtime.errors import TransferError
 from stage_runtime.relays.base import Peer, Release, TransferId
+
+SMALL_NBYTES: Final = 256 << 10  # a sender misses a larger buffer sooner
+DELAY_S: Final = 0.01  # most that a small one's release is held back: that of several visits goes in one message
+MANY: Final = 16  # small ones, 4 MiB at most: half of what small transfers of an edge share
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,25 +39,30 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 class _Watch(weakref.ref[Any]):
     """A weak reference that knows what it watches."""
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "small")
     key: tuple[Peer, TransferId]
+    small: bool
 
-    def __new__(cls, region: Any, callback: Callable[[Any], None], key: tuple[Peer, TransferId]) -> _Watch:
+    def __new__(cls, region: Any, callback: Callable[[Any], None], key: tuple[Peer, TransferId], small: bool) -> _Watch:
         self = super().__new__(cls, region, callback)
         self.key = key
+        self.small = small
         return self
 
     if not TYPE_CHECKING:  # typeshed's weakref has no __init__
 
-        def __init__(self, region: Any, callback: Callable[[Any], None], key: tuple[Peer, TransferId]) -> None:
+        def __init__(
+            self, region: Any, callback: Callable[[Any], None], key: tuple[Peer, TransferId], small: bool
+        ) -> None:
             super().__init__(region, callback)
 
 
 class Pins:
-    """Received buffers, each until its last view dies; then ``on_release`` is called, on the loop.
+    """Received buffers, each until its last view dies; then ``on_release`` is called, on the loop or in a thread that
+    lets go.
 
     Views die in any thread and at any moment, also inside the allocator's or our own locks (the garbage collector
-    chooses). So what they call takes no lock: it notes the death and wakes the loop once for all of them.
+    chooses). So what they call takes no lock: it notes the death, and wakes the loop once for all where it must.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_release: Release) -> None:
@@ -55,7 +70,10 @@ class Pins:
         self._on_release = on_release
         self._pins: dict[tuple[Peer, TransferId], tuple[_Watch, Pin]] = {}
         self._dead: collections.deque[tuple[Peer, TransferId]] = collections.deque()
+        self._urgent = False  #: One of the dead is large.
+        self._timed = False  #: A timer will look. Set and reset on the loop.
         self._woken = False
+        self._thread = local()  #: ``lets_go``: between `letting_go` and `let_go`.
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -82,30 +100,64 @@ class Pins:
             nbytes=nbytes,
             since=time.monotonic(),
         )
-        self._pins[key] = (_Watch(region, self._died, key), pin)
+        self._pins[key] = (_Watch(region, self._died, key, nbytes < SMALL_NBYTES), pin)
+        if len(self._dead) >= MANY // 2:
+            self.flush()
+        if not self._timed:
+            self._timed = True
+            self._loop.call_later(DELAY_S, self._look)
 
     def forget(self, peer: Peer) -> None:
         """Nobody waits for releases by that peer any more."""
-        for key in [key for key in self._pins if key[0] == peer]:
-            del self._pins[key]
+        for key in [key for key in list(self._pins) if key[0] == peer]:
+            self._pins.pop(key, None)
+
+    def letting_go(self) -> None:
+        """This thread drops what it has received now, and calls `let_go` next: it need not wake the loop."""
+        self._thread.lets_go = True
+
+    def let_go(self) -> None:
+        """Release what has died, as far as it is not to wait for the loop. In any thread."""
+        self._thread.lets_go = False
+        if self._dead and not self._may_wait():
+            self.flush()
 
     def flush(self) -> None:
-        """Release what has died. On the loop."""
-        self._woken = False
+        """Release what has died. In any thread."""
+        self._urgent = False  # before the look at what is dead: what dies meanwhile sets it again
         while self._dead:
-            key = self._dead.popleft()
+            try:
+                key = self._dead.popleft()
+            except IndexError:  # another thread was faster
+                return
             if self._pins.pop(key, None) is not None:
                 self._on_release(*key)
 
     def stats(self) -> dict[str, int]:
-        pins = [pin for _, pin in self._pins.values()]
+        pins = [pin for _, pin in list(self._pins.values())]
         return {"pinned_transfers": len(pins), "pinned_bytes": sum(pin.nbytes for pin in pins)}
 
     def _died(self, watch: Any) -> None:
         self._dead.append(watch.key)
-        if not self._woken:
-            self._woken = True
-            try:
-                self._loop.call_soon_threadsafe(self.flush)
-            except RuntimeError:  # the loop is closed: so is the process, and its peers will know
-                pass
+        if not watch.small:
+            self._urgent = True
+        if self._woken or getattr(self._thread, "lets_go", False) or self._may_wait():
+            return
+        self._woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:  # the loop is closed: so is the process, and its peers will know
+            pass
+
+    def _may_wait(self) -> bool:
+        """Whether the timer, or an arrival before it, is soon enough for all that is dead."""
+        return self._timed and not self._urgent and len(self._dead) < MANY
+
+    def _wake(self) -> None:
+        self._woken = False
+        self.flush()
+
+    def _look(self) -> None:
+        self._timed = False  # before the look: what dies meanwhile wakes the loop
+        if self._dead:
+            self.flush()

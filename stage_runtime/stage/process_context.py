@@ -56,6 +56,10 @@ class ProcessContext:
             return isolated
         return self.mutation_check.passed(source, target, work.key, isolated, where)
 
+    def letting_go(self) -> None:
+        """As `engines.base.Outbox.letting_go`."""
+        self.relays.letting_go()
+
     def settle(self) -> None:
         """As `engines.base.Outbox.settle`."""
         self.relays.settle()

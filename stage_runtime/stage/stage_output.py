@@ -134,6 +134,9 @@ class StageOutput:
         except BaseException as trouble:  # a bug of the runtime: else the request would wait until its deadline
             self._crashed(trouble)
 
+    def letting_go(self) -> None:
+        self._process.letting_go()
+
     def settle(self) -> None:
         self._process.settle()
 

@@ -122,4 +122,11 @@ class Fetching:
             failed(error)
 
     def _landed(self, body: Body, buffer: memoryview, then: Callable[[Fetched], None]) -> None:
-        then(Fetched(body, bytearray(buffer) if body.copy_now else buffer))
+        if not body.copy_now:
+            then(Fetched(body, buffer))
+            return
+        copy = bytearray(buffer)
+        buffer.release()
+        del buffer
+        self._relays.release_now()  # its sender has no credit left
+        then(Fetched(body, copy))

@@ -1,4 +1,4 @@
-"""Releases to be sent: the received transfers that nobody looks at any more, one message per peer.
+"""Releases to be sent: the received transfers that nobody looks at any more.
 
 A view's death is reported by `relays` (``on_release``). Used by every process that fetches: stages, follower ranks, the
 coordinator.
@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from threading import get_ident
 
 from stage_runtime.wire.messages import Message, Release
 
 
 class Releases:
-    """What this process has let go of and not reported yet. On ``loop``."""
+    """What this process has let go of and not reported yet. Made on ``loop``'s thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[str, Message], object]) -> None:
         self._loop = loop
+        self._thread = get_ident()
         self._send = send
         self._waiting: dict[str, list[int]] = {}  #: By peer; empty unless `_flush` is scheduled.
 
     def add(self, peer: str, transfer: int) -> None:
-        """The last view of what ``peer`` put has died. All that die in one turn of the loop go in one message."""
+        """The last view of what ``peer`` put has died. In any thread: a worker sends a message of its own, which costs
+        less than to wake the loop; what is reported in one turn of the loop goes in one message to each peer.
+        """
+        if get_ident() != self._thread:
+            self._send(peer, Release((transfer,)))
+            return
         if not self._waiting:
             self._loop.call_soon(self._flush)
         self._waiting.setdefault(peer, []).append(transfer)

@@ -20,6 +20,7 @@ from stage_runtime.rules import edges
 from stage_runtime.rules.readers import ROOM
 from stage_runtime.rules.requests import AttemptBegan
 from stage_runtime.rules.streams import STREAM_WINDOW
+from stage_runtime.transfers.sending import SHARED_NBYTES
 from stage_runtime.wire.messages import (
     Body,
     Complete,
@@ -609,6 +610,8 @@ async def test_a_manager_that_refuses_says_why_and_one_that_fails_ends_everythin
         assert made.manager.in_flight == 0
 
 
+LARGE = "x" * 1_000_000
+UNRELEASED = BODY_CREDITS + SHARED_NBYTES // len(LARGE)  #: Such bodies that an entry instance has at most.
 EVENTS = ["complete shout", "complete write", "chunk", "fail", "transport", "lose", "join", "abort", "old", "hand back"]
 
 
@@ -670,12 +673,11 @@ def test_the_revision_of_these_tests_has_every_stage_in_a_group() -> None:
 
 async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
     """It waited for a credit of the entry instance, and the next attempt goes there too."""
-    large = "x" * 100_000
     async with coordinator_harness(max_in_flight=100) as made:
-        for number in range(BODY_CREDITS):
-            made.manager.admit(asked(f"r{number}", inputs=large))
+        for number in range(UNRELEASED):
+            made.manager.admit(asked(f"r{number}", inputs=LARGE))
         sent = made.submitted("f1")
-        made.manager.admit(asked("waits", inputs=large))
+        made.manager.admit(asked("waits", inputs=LARGE))
         assert made.manager.send_queues.queued == 1
         made.coordinator.received(
             "v1", Complete("waits", sent[-1].header.attempt + 1, "shout", failure=Failure("transport_failed", "no"))
@@ -683,7 +685,7 @@ async def test_no_body_is_sent_for_an_attempt_that_was_given_up() -> None:
         assert made.manager.send_queues.queued == 1, "only the second attempt's"
         (slot,) = [put.transfer for put in made.relays.held.values()][:1]
         made.coordinator.received("f1", Release((slot,)))
-        (late,) = made.submitted("f1")[BODY_CREDITS:]
+        (late,) = made.submitted("f1")[UNRELEASED:]
         assert (late.header.request_id, late.header.attempt) == ("waits", sent[-1].header.attempt + 2)
 
 
@@ -693,8 +695,8 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
 ) -> None:
     parts = [RawTensor("uint8", (4,), b"%04d" % (index % 1000)) for index in range(25_000)]
     async with coordinator_harness(max_in_flight=100) as made:
-        for number in range(BODY_CREDITS if busy else 0):
-            made.manager.admit(asked(f"r{number}", inputs="x" * 100_000))
+        for number in range(UNRELEASED if busy else 0):
+            made.manager.admit(asked(f"r{number}", inputs=LARGE))
         before = len(made.submitted("f1"))
         error = await error_of(made.manager.admit(asked("bad", inputs=parts)))
         assert (error.code, error.status) == ("invalid_request", 400)

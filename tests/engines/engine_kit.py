@@ -73,6 +73,8 @@ class Recorder:
             work.over = True
             self.said.put((work.request_id, "failed", f"{type(error).__name__}: {error}"))
 
+    def letting_go(self) -> None: ...
+
     def settle(self) -> None: ...
 
     def began(self, work: Work) -> None:

@@ -120,7 +120,11 @@ class MemoryRelays:
     def forget(self, peer: str) -> None:
         self.held = {key: put for key, put in self.held.items() if key[0] != peer}
 
+    def letting_go(self) -> None: ...
+
     def settle(self) -> None: ...
+
+    def release_now(self) -> None: ...
 
     def stats(self) -> dict[str, int]:
         return {}
