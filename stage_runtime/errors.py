@@ -7,6 +7,7 @@ OmniError
 ├── PeerError               the other end's fault
 │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
 │   └── TransferError       a relay could not move a payload (the request fails with transport_failed)
+├── LimitReached            LOCAL: no room for another peer: which limit, and what to do; the peer is refused
 ├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
 ├── HookError               a user's function raised or broke its contract: stage, hook, cause
 └── IllegalEvent            LOCAL: a state machine has no row for an event: a fault of ours, with the history
@@ -102,6 +103,10 @@ class OtherProtocol(ProtocolError):
 
 class TransferError(PeerError):
     """A relay could not move a payload."""
+
+
+class LimitReached(OmniError):
+    """This process has no room for another peer: names the limit and what to do."""
 
 
 class ConfigurationError(OmniError):

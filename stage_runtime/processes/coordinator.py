@@ -25,6 +25,7 @@ from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
+from stage_runtime.sockets import limits
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
@@ -49,6 +50,7 @@ REST_MOST_S: Final = 16  # seconds without an ended request after which memory i
 def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM, drain, and return the exit code."""
     logs.configure(settings.log_format, name="coordinator")
+    limits.raise_limits()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings))
 

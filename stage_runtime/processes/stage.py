@@ -22,7 +22,7 @@ from stage_runtime.processes.watchdog import Watchdog
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import edges
 from stage_runtime.settings import StageSettings
-from stage_runtime.sockets import addresses
+from stage_runtime.sockets import addresses, limits
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.mutation_check import MutationCheck
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 def run(settings: StageSettings) -> int:
     """Serve this process's stages until told to stop. Returns the exit code."""
     logs.configure(settings.log_format, name=settings.process)
+    limits.raise_limits()
     _meet_ranks(settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if settings.tp_rank > 0:

@@ -23,11 +23,13 @@ from typing import Final, Protocol
 import zmq
 
 from stage_runtime.errors import OtherProtocol, ProtocolError, describe
-from stage_runtime.rules.links import ACK_EVERY, Incoming, Standing, Verdict
+from stage_runtime.rules.links import Incoming, Standing, Verdict
+from stage_runtime.sockets import limits
 from stage_runtime.sockets.addresses import Security
-from stage_runtime.sockets.dialing import Dialers
+from stage_runtime.sockets.dialing import Connection, Dialers
 from stage_runtime.sockets.links import Link
 from stage_runtime.sockets.opening import Sockets
+from stage_runtime.sockets.resending import Acknowledging, Resending
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     FRAME_LIMIT,
@@ -42,17 +44,14 @@ from stage_runtime.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-#: At rest an ack goes out on its own after this; under load it rides on other frames. Far below `RESEND_AFTER_S`, and
-#: long against a hop: an ack of its own wakes two threads at either end.
-ACK_DELAY_S: Final = 0.04
 SETTLED_POLL_S: Final = 0.01
 READABLE: Final = int(zmq.POLLIN)  # an operation on the enumeration costs as much as the look itself
 DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop gets its turn
+DRAIN_S: Final = 0.01  # as well: a Hello takes longer than an ack
+CLOCK_EVERY: Final = 16  # frames
 RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer: kill is seen in < 1 s
-STALL_RETRY_S: Final = 0.002
-RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_S, a busy receiver is no loss
-RESEND_MOST_S: Final = 4.0
 DISMISS_S: Final = 5.0  # to connect and be heard
+DISMISSING_MOST: Final = 16  # of them at once
 GIVEN_UP_KEPT: Final = 1000  # peers
 
 
@@ -89,7 +88,11 @@ class Channels:
         loop: asyncio.AbstractEventLoop,
         security: Security | None = None,
         dead_after_s: float = 3.0,
+        idle_after_s: float | None = None,
     ) -> None:
+        """idle_after_s: the connection of a link that was not used for so long is closed, and made again when it is;
+        None: never. A peer that dies meanwhile must be told by others.
+        """
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
         #: Monotonic time of the last frame of another protocol, or connection that ended at once.
@@ -113,14 +116,15 @@ class Channels:
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
         self._given_up: dict[str, Incoming] = {}  #: Of the last link to a peer that was dropped, the oldest first.
         self._watchers: dict[Link, Callable[[bool], None]] = {}
-        self._resends: dict[Link, tuple[float, float]] = {}  #: When to send again, and the patience that led there.
-        self._owing: set[Link] = set()
-        self._waiting: set[Link] = set()  #: Links with frames that their connections did not accept.
-        self._ack_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self._acks = Acknowledging(loop, self._wake)
+        self._resending = Resending(loop, self.counters, self._dialers.turn)
+        self._dismissing = 0  #: Connections that were opened for one message.
         self._logged_refusals: set[str] = set()
         self._closed = False
-        self._watch = loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
+        self._idle_after_s = idle_after_s
+        self._idle_timer: asyncio.TimerHandle | None = None
+        if idle_after_s is not None:
+            self._idle_timer = loop.call_later(idle_after_s / 2, self._close_idle, idle_after_s / 2)
 
     # --- opening ------------------------------------------------------------------------------------------------
 
@@ -154,20 +158,22 @@ class Channels:
         if subscription is not None:
             self._sockets.forget(subscription)
 
-    def connect(self, peer: str, endpoint: str) -> Link:
-        """The link to ``peer``, made if need be; ``peer`` may be empty until it introduces itself (`name`)."""
+    def connect(self, peer: str, endpoint: str, *, asleep: bool = False) -> Link:
+        """The link to ``peer``, made if need be; ``peer`` may be empty until it introduces itself (`name`).
+
+        asleep: a new link is connected when it is used first.
+        Raises: LimitReached: the process has no room for another peer.
+        """
         known = self._links.get(peer) if peer else self._unnamed.get(endpoint)
         if known is not None:
             return known
         incoming = Incoming(next(self._sessions), self._given_up.get(peer))
-        link = Link(self.incarnation, peer, endpoint, incoming, self._stalled)
-        watcher = functools.partial(self._connection_changed, link)
-        link.connection = self._dialers.dial(endpoint, watcher)
-        self._watchers[link] = watcher
+        link = Link(self.incarnation, peer, endpoint, incoming, stalled=self._stalled, watch=self._resending.watch)
+        if not asleep:
+            limits.check()
+            self._dial(link)
         if peer:
             self._links[peer] = link
-            if not link.connection.connected:
-                self._loop.call_later(self._dead_after_s, self._must_be_connected, link, link.connection.breaks)
         else:
             self._unnamed[endpoint] = link
         return link
@@ -198,7 +204,10 @@ class Channels:
         """Send one message to a process that gets no link; a connection opened for it is closed after `DISMISS_S`."""
         link = self._links.get(peer)
         if link is None:
-            link = self.connect(peer, endpoint)
+            if self._dismissing >= DISMISSING_MOST:
+                return  # it asks again
+            self._dismissing += 1
+            link = self.connect(peer, endpoint, asleep=True)  # may use what is kept free at a limit
             # By time, not by its ack: a new process at that endpoint would never acknowledge a frame for the old
             # incarnation.
             self._loop.call_later(DISMISS_S, self._dismissed, link)
@@ -239,6 +248,7 @@ class Channels:
                 del self._given_up[next(iter(self._given_up))]
 
     def _dismissed(self, link: Link) -> None:
+        self._dismissing -= 1
         if self._links.get(link.peer) is link:
             self.drop(link.peer)
 
@@ -251,9 +261,10 @@ class Channels:
         if self._closed:
             return
         self._closed = True
-        for timer in (self._watch, self._ack_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
+        self._acks.close()
+        self._resending.close()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         for link in [*self._links.values(), *self._unnamed.values()]:
             self._close_link(link)
         self._links.clear()
@@ -287,20 +298,21 @@ class Channels:
         link = self._link_of(frame)
         if link is None:
             return
+        link.used = True
         if frame.ack_session and frame.ack and link.acked(frame.ack):
-            self._resends.pop(link, None)
+            self._resending.heard(link)
         verdict = link.incoming.accept(frame.seq)
         if verdict is Verdict.DELIVER:
             if frame.seq:
-                self._owe(link)
+                self._acks.owe(link)
             self._deliver(link, frame)
         elif verdict is Verdict.DUPLICATE:
             self.counters["duplicates"] += 1
-            self._owe(link)
+            self._acks.owe(link)
         else:
             self.counters["gaps"] += 1
             if verdict is Verdict.GAP:
-                link.acknowledge(gap=True)
+                self._acks.now(link, gap=True)
 
     def _deliver(self, link: Link, frame: Envelope) -> None:
         """Deliver a frame whose sequence number is accepted: if it fails, the next frame is delivered all the same."""
@@ -315,7 +327,7 @@ class Channels:
             return
         if type(message) is Ack:
             if message.gap:
-                self._send_again(link)
+                self._resending.again(link)
             return
         self.counters["received"] += 1
         try:
@@ -341,7 +353,7 @@ class Channels:
         if link is not None:
             self.counters["stale_sessions"] += 1
             if standing is Standing.LAGGING:
-                link.acknowledge()
+                self._acks.now(link)
         return None
 
     def _introduce(self, frame: Envelope) -> Link | None:
@@ -378,7 +390,8 @@ class Channels:
 
     def _drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
         """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves."""
-        for _ in range(DRAIN_BUDGET):
+        began = time.monotonic()
+        for number in range(1, DRAIN_BUDGET + 1):
             try:
                 data = socket.recv(zmq.NOBLOCK)
             except zmq.ZMQError:
@@ -390,96 +403,93 @@ class Channels:
                 log.exception("a message could not be dealt with")
             if not _readable(socket):  # costs less than `zmq.Again`
                 return
+            if not number % CLOCK_EVERY and time.monotonic() - began > DRAIN_S:
+                break
         self._loop.call_soon(self._drain, socket, take)
 
-    # --- acknowledging ------------------------------------------------------------------------------------------
+    # --- watching lives -----------------------------------------------------------------------------------------
 
-    def _owe(self, link: Link) -> None:
-        if link.incoming.owed >= ACK_EVERY:
-            link.acknowledge()
-            return
-        self._owing.add(link)
-        if self._ack_timer is None:
-            self._ack_timer = self._loop.call_later(ACK_DELAY_S, self._settle)
+    def _dial(self, link: Link) -> None:
+        watcher = functools.partial(self._connection_changed, link)
+        connection = self._dialers.dial(link.endpoint, watcher)
+        self._watchers[link] = watcher
+        link.connection = connection
+        if connection.connected:
+            self._resending.flush(link)
+        else:
+            self._loop.call_later(self._dead_after_s, self._must_be_connected, link, connection, connection.breaks)
 
-    def _settle(self) -> None:
-        self._ack_timer = None
-        owing, self._owing = self._owing, set()
-        for link in owing:
-            if link.incoming.owed:
-                link.acknowledge()
-
-    # --- sending again ------------------------------------------------------------------------------------------
+    def _wake(self, link: Link) -> None:
+        """Connect a link that sleeps."""
+        if link.connection is None and not link.closed and not self._closed:
+            self.counters["woken"] += 1
+            try:
+                self._dial(link)
+            except zmq.ZMQError as error:
+                self._refuse("limits", f"{link.peer} cannot be connected to: {error}")
+                self._loop.call_soon(self._lose, link)
 
     def _stalled(self, link: Link) -> None:
         """A link has frames that its connection did not accept. Any thread."""
         if not self._closed:
-            self._loop.call_soon_threadsafe(self._retry_soon, link)
+            self._loop.call_soon_threadsafe(self._unstall, link)
 
-    def _retry_soon(self, link: Link) -> None:
-        self._waiting.add(link)
-        if self._stall_timer is None and not self._closed:
-            self._stall_timer = self._loop.call_later(STALL_RETRY_S, self._retry)
-
-    def _retry(self) -> None:
-        self._stall_timer = None
-        waiting, self._waiting = self._waiting, set()
-        for link in waiting:  # one that is not connected is flushed when it is
-            if link.connected and link.flush():
-                self._retry_soon(link)
-
-    def _send_again(self, link: Link) -> None:
-        self.counters["resent"] += link.rewind()
-
-    def _resend_due(self) -> None:
-        """Send frames again that were not acknowledged in time: lost with a connection, or sent before registration."""
-        # Armed first: a check that raises does not stop the later ones.
-        self._watch = self._loop.call_later(RESEND_AFTER_S / 2, self._resend_due)
-        now = self._loop.time()
-        self._dialers.turn()
-        for link in list(self._links.values()):
-            if not link.unacked:
-                self._resends.pop(link, None)
-                continue
-            due, delay_s = self._resends.setdefault(link, (now + RESEND_AFTER_S, RESEND_AFTER_S))
-            if now >= due and link.connected:
-                delay_s = min(delay_s * 2, RESEND_MOST_S)
-                self._resends[link] = (now + delay_s, delay_s)
-                self._send_again(link)
-
-    # --- watching lives -----------------------------------------------------------------------------------------
+    def _unstall(self, link: Link) -> None:
+        self._wake(link)
+        self._resending.flush(link)
 
     def _connection_changed(self, link: Link, connected: bool) -> None:
+        connection = link.connection
+        if connection is None:
+            return
         if connected:
             self.counters["connected"] += 1
-            self.counters["resent"] += link.rewind()
-            if link.flush():
-                self._retry_soon(link)
+            self._resending.again(link)
+            self._acks.connected(link)
             return
         self.counters["disconnected"] += 1
-        self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, link.connection.breaks)
+        self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, connection.breaks)
 
-    def _must_be_connected(self, link: Link, since: int) -> None:
-        """since: the break that this is the grace of; one after it has a grace of its own."""
-        if self._closed or self._links.get(link.peer) is not link:
+    def _must_be_connected(self, link: Link, connection: Connection, since: int, again: bool = True) -> None:
+        """since: the break that this is the grace of; one after it has a grace of its own.
+
+        again: an end that accepts connections may only be slow to shake hands, and gets a second grace. No more: a
+        frozen one accepts them, too.
+        """
+        if self._closed or self._links.get(link.peer) is not link or link.connection is not connection:
             return
-        link.connection.look()
-        if link.connected or link.connection.breaks != since:
+        connection.look()
+        if connection.connected or connection.breaks != since:
+            return
+        if connection.reached and again:
+            self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, since, False)
             return
         log.info("peer %s at %s is gone", link.peer, link.endpoint)
         self._lose(link)
 
+    def _close_idle(self, every_s: float) -> None:
+        """Let the links sleep that were not used since the last look."""
+        self._idle_timer = self._loop.call_later(every_s, self._close_idle, every_s)
+        for link in self._links.values():
+            if not link.used:
+                connection = link.sleep()
+                if connection is not None:
+                    self.counters["idle_closed"] += 1
+                    connection.leave(self._watchers.pop(link))
+            link.used = False
+
     def _lose(self, link: Link) -> None:
-        link.lost = True
-        self.drop(link.peer)
-        self._handler.lost(link.peer)
+        if self._links.get(link.peer) is link:
+            link.lost = True
+            self.drop(link.peer)
+            self._handler.lost(link.peer)
 
     def _close_link(self, link: Link) -> None:
-        self._owing.discard(link)
-        self._resends.pop(link, None)
-        self._waiting.discard(link)
+        self._acks.forget(link)
+        self._resending.forget(link)
         link.close()
-        link.connection.leave(self._watchers.pop(link))
+        if link.connection is not None:
+            link.connection.leave(self._watchers.pop(link))
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

@@ -47,6 +47,7 @@ class Connection:
         self.watchers: list[Callable[[bool], None]] = []  #: Told when it is connected (True) or broken. One per link.
         self.routing_id = b""
         self.descriptor = -1  #: Of the connection that the latest events are of.
+        self.reached = False  #: The other end accepted it; its handshake may still be under way.
         self.closing: asyncio.TimerHandle | None = None
         self._dialer = dialer
 
@@ -163,12 +164,15 @@ class _Dialer:
             if connection is None:
                 continue
             if event.kind == zmq.EVENT_CONNECTED:
-                connection.descriptor = event.value
+                connection.descriptor, connection.reached = event.value, True
             elif event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 connection.connected = True
                 _tell(connection, True)
             elif event.kind == zmq.EVENT_DISCONNECTED:
-                if connection.connected and connection.descriptor == event.value:
+                if connection.descriptor != event.value:
+                    continue
+                connection.reached = False
+                if connection.connected:
                     connection.connected = False
                     connection.breaks += 1
                     _tell(connection, False)

@@ -2,6 +2,9 @@
 
 A worker thread sends straight from where the result was made: handing every message to the I/O thread first would
 cost a thread switch per hop. The lock makes the socket's change of threads legal (libzmq asks for a full fence).
+
+A link may *sleep*: it has no connection, and keeps its session. What is sent on it waits until the I/O thread has
+connected it. So a link at rest costs no descriptor, and the peer does not notice that it sleeps.
 """
 
 from __future__ import annotations
@@ -27,19 +30,27 @@ class Link:
         peer: str,
         endpoint: str,
         incoming: Incoming,
+        *,
         stalled: Callable[[Link], None],
+        watch: Callable[[Link], None],
     ) -> None:
+        """Called in any thread. stalled: frames wait for the connection. watch: frames wait for their acknowledgement,
+        and none did before.
+        """
         self.peer = peer  #: Its incarnation; empty until it has introduced itself.
         self.endpoint = endpoint
         self.incoming = incoming  #: Touched by the I/O thread, read by senders.
-        self.connection: Connection  #: Set once, by its maker.
+        self.connection: Connection | None = None  #: None: it sleeps. Set by the I/O thread.
+        self.used = True  #: Since `channels` has looked last: a frame was sent or received.
         self.lost = False
         self.unreadable_logged = False  #: A message of the peer's could not be read, and the log has it.
         self._me = me
-        self._stalled = stalled  #: Told (in any thread) that frames wait for the socket.
+        self._stalled = stalled
+        self._watch = watch
         self._outgoing = Outgoing()
+        self._watched = False  #: The I/O thread looks after unacknowledged frames. False where there are none.
         self._lock = Lock()
-        self._closed = False
+        self.closed = False
 
     def send(self, message: Message) -> None:
         """Send ``message``, in order and acknowledged: exactly once if the peer lives. Never blocks.
@@ -47,18 +58,23 @@ class Link:
         Raises: ValueRefused: it cannot be encoded; no sequence number is spent.
         """
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
             seq = self._outgoing.number()
             self._outgoing.keep(seq, self._frame(seq, message))
-            waiting = self._flush()
-        if waiting:
+            self.used = True
+            stalled = self._flush()
+            watched, self._watched = self._watched, True
+        if stalled:
             self._stalled(self)
+        if not watched:
+            self._watch(self)
 
     def send_unordered(self, message: Message) -> None:
-        """Send ``message`` outside the order and unacknowledged; it may be lost (Hello, Ack)."""
+        """Send ``message`` outside the order and unacknowledged; it may be lost (Hello, Ack, Beat)."""
         with self._lock:
-            if not self._closed:
+            if not self.closed and self.connection is not None:
+                self.used = True
                 with contextlib.suppress(zmq.Again):
                     self.connection.send(self._frame(0, message))
 
@@ -71,22 +87,33 @@ class Link:
             return self._outgoing.acked(ack)
 
     def rewind(self) -> int:
-        """Send all unacknowledged frames again. Returns how many."""
+        """All unacknowledged frames wait to be sent again. Returns how many."""
         with self._lock:
-            if self._closed:
-                return 0
-            again = self._outgoing.rewind()
-            self._flush()
-        return again
+            return 0 if self.closed else self._outgoing.rewind()
 
     def flush(self) -> bool:
         """Give waiting frames to the socket. True when some still wait."""
         with self._lock:
-            return not self._closed and self._flush()
+            return not self.closed and self._flush()
+
+    def at_rest(self) -> bool:
+        """Whether nothing waits; the next frame is told to ``waiting`` again then."""
+        with self._lock:
+            self._watched = bool(self.undelivered)
+            return not self._watched
+
+    def sleep(self) -> Connection | None:
+        """Take the connection away, which the caller leaves. None: frames wait, or there is none."""
+        with self._lock:
+            if self.undelivered or self.incoming.owed:
+                return None
+            connection, self.connection = self.connection, None
+            return connection
 
     @property
     def connected(self) -> bool:
-        return self.connection.connected
+        connection = self.connection
+        return connection is not None and connection.connected
 
     @property
     def unacked(self) -> int:
@@ -98,7 +125,7 @@ class Link:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self.closed = True
 
     def _frame(self, seq: int, message: Message) -> bytes:
         incoming = self.incoming
@@ -107,10 +134,12 @@ class Link:
         return codec.encode(Frame(PROTOCOL, self._me, self.peer, session, ack_session, seq, incoming.acked(), message))
 
     def _flush(self) -> bool:
-        outgoing = self._outgoing
+        outgoing, connection = self._outgoing, self.connection
         while (frame := outgoing.next()) is not None:
+            if connection is None:
+                return True
             try:
-                self.connection.send(frame)
+                connection.send(frame)
             except zmq.Again:
                 return True
             outgoing.sent()

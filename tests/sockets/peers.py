@@ -71,7 +71,15 @@ class Listener:
 class End:
     """One process's worth of control plane, in this one."""
 
-    def __init__(self, name: str, endpoint: str, *, security: Security | None = None, dead_after_s: float = 3.0):
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        *,
+        security: Security | None = None,
+        dead_after_s: float = 3.0,
+        idle_after_s: float | None = None,
+    ) -> None:
         self.name = name
         self.listener = Listener()
         self.channels = Channels(
@@ -80,6 +88,7 @@ class End:
             loop=asyncio.get_running_loop(),
             security=security,
             dead_after_s=dead_after_s,
+            idle_after_s=idle_after_s,
         )
         self.listener.channels = self.channels
         self.endpoint = self.channels.bind(endpoint)

@@ -1,0 +1,103 @@
+"""The limits of a process that peers use up: descriptors and memory. Raised at start, checked before each new peer.
+
+At a limit the new peer is refused with the limit's name and what to do; what runs goes on. libzmq itself would not: at
+the limit of descriptors its thread tries to accept the same connection for ever. So some are kept free.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from stage_runtime.errors import LimitReached
+
+KEPT_FREE: Final = 64  # descriptors: for connections that peers open to us, files and refusals
+MEMORY_FREE: Final = 32 << 20  # bytes; a link and its relays take less than one MiB
+MEMORY_EVERY_S: Final = 1.0  # how often the memory of the container is read
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def raise_limits() -> int:
+    """Allow this process as many descriptors as it may have. Returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError):
+            pass  # a kernel whose nr_open is below the hard limit: the soft one stays, and `check` tells
+    return soft
+
+
+def check() -> None:
+    """Before a peer is connected to. Raises: LimitReached: no descriptors or no memory are left for one."""
+    _descriptors()
+    _memory()
+
+
+def _descriptors() -> None:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        lowest = os.dup(0)  # the lowest one that is free: all below it are in use
+        os.close(lowest)
+    except OSError:
+        lowest = allowed
+    kept = min(KEPT_FREE, allowed // 4)
+    if lowest >= allowed - kept:
+        raise LimitReached(
+            f"the process may open {allowed} descriptors (RLIMIT_NOFILE), and fewer than {kept} are left: raise the "
+            "hard limit (ulimit -Hn, or LimitNOFILE of the container runtime)"
+        )
+
+
+class _Memory:
+    """What the container may use and uses, read now and then."""
+
+    def __init__(self) -> None:
+        self._read_at = -MEMORY_EVERY_S
+        self._problem: str | None = None
+
+    def problem(self, now: Callable[[], float] = time.monotonic) -> str | None:
+        if now() - self._read_at >= MEMORY_EVERY_S:
+            self._read_at = now()
+            self._problem = memory_problem(_CGROUP)
+        return self._problem
+
+
+_container = _Memory()
+
+
+def _memory() -> None:
+    problem = _container.problem()
+    if problem is not None:
+        raise LimitReached(problem)
+
+
+def memory_problem(cgroup: Path) -> str | None:
+    """Why the container of ``cgroup`` has no memory for another peer; None: it has."""
+    try:
+        most = (cgroup / "memory.max").read_text().strip()
+        if most == "max":
+            return None
+        used = int((cgroup / "memory.current").read_text())
+        cache = next(
+            (
+                int(line.split()[1])
+                for line in (cgroup / "memory.stat").read_text().splitlines()
+                if line.startswith("inactive_file ")
+            ),
+            0,
+        )
+        limit = int(most)
+    except (OSError, ValueError):
+        return None  # no cgroup v2 here
+    if limit - (used - cache) >= min(MEMORY_FREE, limit // 16):
+        return None
+    return (
+        f"the container may use {limit >> 20} MiB of memory, and {(used - cache) >> 20} MiB are in use: raise "
+        "resources.limits.memory"
+    )

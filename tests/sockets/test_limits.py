@@ -1,0 +1,104 @@
+"""At a limit the new peer is refused with the limit's name, and what runs goes on."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from stage_runtime.sockets import limits
+
+SCRIPT = """
+import asyncio, json, resource, sys
+from stage_runtime.errors import LimitReached
+from stage_runtime.sockets import limits
+from tests.sockets.peers import End, introduce
+
+async def main(folder):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    hub, leaf = End("hub", f"ipc://{folder}/hub"), End("leaf", f"ipc://{folder}/leaf")
+    introduce(hub, leaf)
+    others, problem = [], None
+    try:
+        for number in range(200):
+            others.append(End(f"p{number}", f"ipc://{folder}/{number}"))
+            hub.channels.connect(f"p{number}", others[-1].endpoint)
+            others[-1].channels.close()
+    except LimitReached as error:
+        problem = str(error)
+    except OSError as error:
+        problem = repr(error)
+    hub.send("leaf", "still here")
+    await leaf.listener.until(lambda: leaf.listener.received_words == ["still here"])
+    print(json.dumps(problem))
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_as_many_descriptors_are_allowed_as_may_be() -> None:
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import resource; from stage_runtime.sockets import limits; "
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400)); "
+            "print(limits.raise_limits(), resource.getrlimit(resource.RLIMIT_NOFILE))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split(maxsplit=1) == ["400", "(400, 400)\n"]
+
+
+def test_at_the_limit_of_descriptors_a_new_peer_is_refused_and_others_are_still_spoken_to() -> None:
+    folder = tempfile.mkdtemp(prefix="omni")
+    code = SCRIPT.replace(
+        "for number in range(200):\n", "for number in range(200):\n            FILES.append(open('/dev/null'))\n"
+    )
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", "FILES = []\n" + code, folder],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            timeout=60,
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert run.returncode == 0, run.stderr
+    problem = json.loads(run.stdout)
+    assert problem is not None
+    assert "RLIMIT_NOFILE" in problem and "raise the hard limit" in problem
+
+
+@pytest.mark.parametrize(
+    ("most", "current", "inactive", "refused"),
+    [
+        ("max", 10, 0, False),
+        (1 << 30, 1 << 29, 0, False),
+        (1 << 30, (1 << 30) - (1 << 20), 0, True),
+        (1 << 30, (1 << 30) - (1 << 20), 1 << 29, False),  # most of it is cache, which the kernel gives back
+    ],
+)
+def test_a_container_without_memory_refuses_with_what_to_raise(
+    tmp_path: Path, most: int | str, current: int, inactive: int, refused: bool
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{most}\n")
+    (tmp_path / "memory.current").write_text(f"{current}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+    problem = limits.memory_problem(tmp_path)
+    assert (problem is not None) == refused
+    assert problem is None or "resources.limits.memory" in problem
+
+
+def test_where_there_is_no_container_memory_is_not_looked_at(tmp_path: Path) -> None:
+    assert limits.memory_problem(tmp_path) is None
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
