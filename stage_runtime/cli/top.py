@@ -72,7 +72,7 @@ def parse(text: str) -> Series:
     from prometheus_client.parser import text_string_to_metric_families
 
     found: Series = {}
-    for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "le" in sample.labels or not sample.name.startswith(PREFIX):
                 continue

@@ -15,6 +15,8 @@ from stage_runtime.engines.backlog import Backlog
 from stage_runtime.engines.gates import Gate as Gate
 from stage_runtime.engines.gates import Parking
 from stage_runtime.errors import RequestError
+from stage_runtime.profiler import events as profile
+from stage_runtime.profiler.recorder import recorder
 
 
 class Work(Protocol):
@@ -22,6 +24,8 @@ class Work(Protocol):
 
     @property
     def request_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
     @property
     def cancelled(self) -> bool:
         """Nobody waits for it: stop if you can."""
@@ -195,7 +199,23 @@ class Inbox:
         except BaseException as error:
             self._fail(item.work, error)
             return None
+        if recorder.active:
+            _record(opened, len(self))
         return opened
+
+
+def _record(event: events.Incoming, depth: int) -> None:
+    """It leaves the queue, for the profiler. In the thread of the stage that takes it."""
+    match event:
+        case events.Start():
+            facts = {"kind": "payload"}
+        case events.ChunkIn():
+            facts = {"kind": "chunk", "from_stage": event.chunk.source, "chunk_id": event.chunk.index}
+        case _:
+            return
+    work = event.work
+    attempt = work.attempt
+    recorder.emit(profile.STAGE_QUEUE_LEAVE, work.request_id, None, {**facts, "depth": depth, "attempt": attempt})
 
 
 def _late(work: Work) -> bool:

@@ -38,10 +38,14 @@ STAGE_STREAM_CHUNK_RECEIVED: Final = "stage_stream_chunk_received"  #: metadata:
 # --- the relays and queues of this runtime ------------------------------------------------------------------------
 STAGE_RUN_START: Final = "stage_run_start"  #: The author's function is called.
 STAGE_RUN_END: Final = "stage_run_end"
-RELAY_PUT_START: Final = "relay_put_start"  #: metadata: to_stage, nbytes, relay
-RELAY_PUT_END: Final = "relay_put_end"
-RELAY_GET_START: Final = "relay_get_start"  #: metadata: from_stage, nbytes, relay
-RELAY_GET_END: Final = "relay_get_end"
+STAGE_QUEUE_ENTER: Final = "stage_queue_enter"  #: metadata: kind, depth before it; of a chunk from_stage, chunk_id
+STAGE_QUEUE_LEAVE: Final = "stage_queue_leave"  #: metadata: as of the entry; depth after it
+#: metadata of all relay events: transfer (the same at both ends), relay, nbytes; of a put to_stage, too.
+RELAY_PUT_START: Final = "relay_put_start"
+RELAY_PUT_END: Final = "relay_put_end"  #: Its receiver can be told.
+RELAY_GET_START: Final = "relay_get_start"
+RELAY_GET_END: Final = "relay_get_end"  #: All of it is here.
+RELAY_RELEASED: Final = "relay_released"  #: The receiver has let go: the sender's slot is free.
 
 # --- of a file, not of a request ----------------------------------------------------------------------------------
 RECORDER_STARTED: Final = "recorder_started"  #: metadata: host, incarnation, stages
@@ -79,9 +83,14 @@ INTERVALS: Final[tuple[tuple[str, str], ...]] = (
     (SCHEDULER_PREFILL_START, SCHEDULER_FIRST_EMIT),
     (SCHEDULER_PREFILL_START, STAGE_FIRST_STREAM_CHUNK_SENT),
     (SCHEDULER_PREFILL_START, CODE2WAV_FIRST_AUDIO),
+    (STAGE_QUEUE_ENTER, STAGE_QUEUE_LEAVE),
     (RELAY_PUT_START, RELAY_PUT_END),
+    (RELAY_PUT_START, RELAY_RELEASED),
     (RELAY_GET_START, RELAY_GET_END),
 )
+
+#: Pairs beside those of a start and an end whose two events carry the same of `DISTINCT_BY`.
+ALIKE: Final = frozenset(((STAGE_QUEUE_ENTER, STAGE_QUEUE_LEAVE), (RELAY_PUT_START, RELAY_RELEASED)))
 
 #: sending event -> (receiving event, kind of hop)
 HOPS: Final[dict[str, tuple[str, str]]] = {
@@ -90,4 +99,4 @@ HOPS: Final[dict[str, tuple[str, str]]] = {
 }
 
 #: Intervals that the same request can have several of at once in one stage are told apart by these metadata keys.
-DISTINCT_BY: Final = ("span_id", "modality", "from_stage", "to_stage", "chunk_id", "attempt")
+DISTINCT_BY: Final = ("span_id", "modality", "from_stage", "to_stage", "chunk_id", "transfer", "kind", "attempt")

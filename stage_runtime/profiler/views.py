@@ -108,6 +108,12 @@ def anchor_ns(moments: Sequence[Moment]) -> int:
     return next((each.time_ns for each in moments if each.name == events.REQUEST_ADMISSION), moments[0].time_ns)
 
 
+def end_ns(moments: Sequence[Moment]) -> int:
+    """When the request was over; of one that was not, its last event. Releases of its transfers may come later."""
+    over = (each.time_ns for each in moments if each.name == events.TERMINAL_RESPONSE)
+    return max(over, default=moments[-1].time_ns)
+
+
 def _intervals(moments: Sequence[Moment]) -> Iterator[Interval]:
     """Each pair of events has a stack of its own, per stage and per what tells concurrent ones apart."""
     pending: dict[tuple[Any, ...], list[Moment]] = {}
@@ -136,8 +142,9 @@ def _pairs_of(name: str) -> tuple[Sequence[tuple[str, str]], Sequence[tuple[str,
 
 
 def _distinction(pair: tuple[str, str], facts: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Only a ``start`` and an ``end`` carry the same facts; other pairs are told apart by the attempt alone."""
-    keys = events.DISTINCT_BY if pair[0].endswith("_start") and pair[1].endswith("_end") else ("attempt",)
+    """A ``start`` and an ``end`` carry the same facts; most other pairs are told apart by the attempt alone."""
+    alike = (pair[0].endswith("_start") and pair[1].endswith("_end")) or pair in events.ALIKE
+    keys = events.DISTINCT_BY if alike else ("attempt",)
     return tuple(str(facts[key]) for key in keys if key in facts)
 
 
@@ -177,7 +184,7 @@ def _request(request_id: str, moments: Sequence[Moment], *, timeline: bool) -> d
     found: dict[str, Any] = {
         "request_id": request_id,
         "start_ns": start,
-        "duration_ms": round((moments[-1].time_ns - start) / 1e6, 6),
+        "duration_ms": round((end_ns(moments) - start) / 1e6, 6),
     }
     if timeline:
         found["events"] = [

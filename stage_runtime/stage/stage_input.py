@@ -131,6 +131,8 @@ class StageInput:
             else:
                 failure = None
                 for arrival in ready:
+                    if recorder.active:
+                        self._record_chunk(work, arrival)
                     work.weigh(source, arrival.weight)
                     self._inbox.put(arrival)
                 if ready:
@@ -319,10 +321,15 @@ class StageInput:
             if isinstance(arrival, MergedArrival):
                 self._record(profile.STAGE_AGGREGATE_READY, work)
             self._record(profile.STAGE_DISPATCH, work)
+            self._record(profile.STAGE_QUEUE_ENTER, work, kind="payload", depth=len(self._inbox))
         with self._lock:
             work.expecting.payload()
             self._inbox.put(arrival)
             self._flush_ends(work)
+
+    def _record_chunk(self, work: RequestWork, arrival: ChunkArrival) -> None:
+        facts = {"from_stage": arrival.source, "chunk_id": arrival.index, "depth": len(self._inbox)}
+        self._record(profile.STAGE_QUEUE_ENTER, work, kind="chunk", **facts)
 
     def _record(self, event: str, work: RequestWork, **facts: Any) -> None:
         recorder.emit(event, work.request_id, self._plan.name, {**facts, "attempt": work.attempt})

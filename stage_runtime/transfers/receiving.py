@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from stage_runtime.errors import ProtocolError, TransferError
 from stage_runtime.payloads import encoding
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.transfers import recording
 from stage_runtime.wire.messages import Body
 
 STALLED_S: Final = 10.0  # without a byte of its sender's a transfer is lost; slow, or queued behind others, it is not
@@ -37,6 +40,11 @@ class Fetched:
             buffer = bytearray(body.inline)  # writable: torch knows no read-only tensors
         return encoding.restore(body.value, body.refs, buffer, torch=torch)
 
+    @property
+    def nbytes(self) -> int:
+        """Of its buffer, before it is opened."""
+        return 0 if self._buffer is None else len(self._buffer)
+
     def copy_out(self) -> None:
         """It will wait: leave the sender's slot, which it may need for what is waited for."""
         if self._body.transfer and isinstance(self._buffer, memoryview):
@@ -45,6 +53,17 @@ class Fetched:
     def discard(self) -> None:
         """Nobody wants it."""
         self._body, self._buffer = NOTHING, None
+
+
+def _recorded(then: Callable[[Fetched], None], body: Body, key: str, holder: str) -> Callable[[Fetched], None]:
+    """As ``then``, for a profile: notes when it was announced and when it is here."""
+    begun_ns = time.time_ns()
+
+    def landed(fetched: Fetched) -> None:
+        recording.received(key, holder, body.transfer, fetched.nbytes, begun_ns)
+        then(fetched)
+
+    return landed
 
 
 class Fetching:
@@ -74,6 +93,8 @@ class Fetching:
         if not body.transfer:
             then(Fetched(body, None))
             return
+        if recorder.active:
+            then = _recorded(then, body, request_id, holder)
         try:
             operation = self._relays.get(body.transfer, request_id=request_id, peer=peer, holder=holder)
             if operation.done():

@@ -8,7 +8,8 @@ Called by `stage` and `coordinator`; what is said around a payload is theirs.
 from __future__ import annotations
 
 import logging
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from threading import Lock
 from typing import Final, Protocol, TypeAlias
@@ -17,9 +18,11 @@ import msgspec
 
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads.pack import Extracted
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.credits import Grant, Window
+from stage_runtime.transfers import recording
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Body, Message
 
@@ -88,6 +91,7 @@ class Outstanding(msgspec.Struct, frozen=True):
     queue: SendQueue
     grant: Grant
     nbytes: int
+    recorded: recording.Transfer | None = None  #: For a profile.
 
 
 class SendQueues:
@@ -137,6 +141,7 @@ class SendQueues:
             if found is None:
                 continue  # repeated, or of a life that is over
             queue = found.queue
+            recording.released(found.recorded)
             self._relays.released(peer, transfer)
             with queue.lock:
                 queue.window.give(found.grant, found.nbytes)
@@ -208,10 +213,9 @@ class SendQueues:
 
     def edges(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(source, target) -> bytes sent by relay so far, transfers in flight now."""
-        in_flight: dict[tuple[str, str], int] = {}
-        for queue in list(self._queues.values()):
-            in_flight[queue.edge[:2]] = in_flight.get(queue.edge[:2], 0) + queue.window.taken
-        return {edge: (nbytes, in_flight.get(edge, 0)) for edge, nbytes in self._sent_bytes.copy().items()}
+        with self._lock:
+            in_flight = Counter(each.queue.edge[:2] for each in self._out.values())
+            return {edge: (nbytes, in_flight[edge]) for edge, nbytes in self._sent_bytes.items()}
 
     def _queue(self, edge: Edge, credits: int) -> SendQueue:
         queue = self._queues.get(edge)
@@ -248,6 +252,7 @@ class SendQueues:
         grant = queue.window.take(nbytes)
         if grant is None:
             return False
+        begun_ns = time.time_ns() if recorder.active else 0
         try:
             operation = self._put(queue, pending)
         except BaseException:
@@ -256,10 +261,12 @@ class SendQueues:
         if operation is None:
             queue.window.give(grant, nbytes)
             return False
-        key = (peer, int(operation.transfer))
+        key, named = (peer, int(operation.transfer)), queue.edge[:2]
+        recorded = None
+        if begun_ns:
+            recorded = recording.put(pending.work, named, operation.metadata, nbytes, begun_ns)
         with self._lock:
-            self._out[key] = Outstanding(operation, queue, grant, nbytes)
-            named = queue.edge[:2]
+            self._out[key] = Outstanding(operation, queue, grant, nbytes, recorded)
             self._sent_bytes[named] = self._sent_bytes.get(named, 0) + nbytes
         refs = tuple(extracted.refs)
         last = grant is Grant.LAST_CREDIT

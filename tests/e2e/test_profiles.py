@@ -67,8 +67,25 @@ async def test_every_hop_of_every_request_is_paired(base: Path, processes: dict[
     assert {each["stage"] for each in report["stage_breakdown"]} == STAGES
     assert {each["complete"] for each in report["processes"]} == {True}
     for each in report["timeline"]:
-        names = [event["event_name"] for event in each["events"]]
+        names = [event["event_name"] for event in each["events"] if event["event_name"] != "relay_released"]
         assert (names[0], names[-1]) == ("request_admission", "terminal_response")
+    entered, left = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    released, put, got = Counter[str](), Counter[str](), Counter[str]()
+    for each in report["timeline"]:
+        for event in each["events"]:
+            facts = event["metadata"]
+            kinds = {"stage_queue_enter": entered, "stage_queue_leave": left}
+            transfers = {"relay_put_end": put, "relay_get_end": got, "relay_released": released}
+            if event["event_name"] in kinds:
+                kinds[event["event_name"]][event["stage"], facts["kind"]] += 1
+                assert facts["depth"] >= 0
+            elif event["event_name"] in transfers:
+                transfers[event["event_name"]][facts["transfer"]] += 1
+                assert (facts["relay"], facts["nbytes"]) == ("shm", 1 << 20)
+    payloads = {(stage, "payload"): 20 for stage in APART}
+    assert entered == left == {**payloads, ("speak", "chunk"): 20 * count}
+    assert bool(put) == (len(set(processes.values())) > 1)
+    assert put == got == released
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as files:
         names = files.getnames()
     assert len(names) == 1 + len(set(processes.values()))

@@ -130,3 +130,45 @@ def test_the_slowest_requests_come_first(tmp_path: Path) -> None:
         *(line(f"r{n}", "a", name, n * at) for n in range(5) for name, at in (("x", 0), ("y", 1000))),
     )
     assert reading.slowest(reading.read(tmp_path), 2) == ["r4", "r3"]
+
+
+def test_chunks_in_a_queue_and_transfers_are_told_apart_whatever_their_order(tmp_path: Path) -> None:
+    def queued(name: str, at_ms: int, chunk_id: int) -> dict[str, object]:
+        return line("r", "s", name, at_ms * 1_000_000, kind="chunk", from_stage="a", chunk_id=chunk_id, depth=at_ms)
+
+    def relayed(name: str, at_ms: int, transfer: str) -> dict[str, object]:
+        return line("r", "s", name, at_ms * 1_000_000, transfer=transfer, to_stage="b", relay="shm", nbytes=7)
+
+    write(
+        tmp_path / "e.jsonl",
+        queued("stage_queue_enter", 0, 0),
+        queued("stage_queue_enter", 1, 1),
+        queued("stage_queue_leave", 2, 0),
+        queued("stage_queue_leave", 10, 1),
+        relayed("relay_put_start", 0, "x"),
+        relayed("relay_put_end", 1, "x"),
+        relayed("relay_put_start", 2, "y"),
+        relayed("relay_put_end", 3, "y"),
+        relayed("relay_released", 20, "x"),
+        relayed("relay_released", 21, "y"),
+    )
+    found = {
+        (each["open_event"], each["close_event"]): (each["count"], each["p50_ms"], each["max_ms"])
+        for each in build_report(tmp_path)["stage_breakdown"]
+    }
+    assert found == {
+        ("stage_queue_enter", "stage_queue_leave"): (2, 2.0, 9.0),
+        ("relay_put_start", "relay_put_end"): (2, 1.0, 1.0),
+        ("relay_put_start", "relay_released"): (2, 19.0, 20.0),
+    }
+
+
+def test_a_request_ends_with_its_terminal_response_though_a_transfer_is_released_later(tmp_path: Path) -> None:
+    write(
+        tmp_path / "e.jsonl",
+        line("r", "coordinator", "request_admission", 0),
+        line("r", "coordinator", "terminal_response", 5_000_000),
+        line("r", "s", "relay_released", 9_000_000),
+    )
+    [request] = build_report(tmp_path)["timeline"]
+    assert request["duration_ms"] == 5.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,7 @@ def test_a_client_that_plays_what_it_gets_runs_out_of_sound(
 
 def test_values_of_other_types_and_broken_sound_change_nothing() -> None:
     times = AnswerTimes(0.0, streamed=True)
-    for value in (None, "text", {"a": 1}, 7, Audio(None, 0), []):
+    values: list[Any] = [None, "text", {"a": 1}, 7, Audio(None, 0), []]
+    for value in values:
         times.note(value, 1.0)
     assert (times.first_token_s, times.audio_s, times.token_gaps_s) == (None, 0.0, [])

@@ -63,7 +63,7 @@ def coordinator(name: str, pods: Sequence[Manifest], wanted: str | None) -> str:
 
     Raises: KubectlError: none is ready, several are and none was named, or the named one is not ready.
     """
-    ready = sorted(pod["metadata"]["name"] for pod in pods if _is_ready(pod))
+    ready: list[str] = sorted(pod["metadata"]["name"] for pod in pods if _is_ready(pod))
     if wanted is not None:
         if wanted not in ready:
             raise KubectlError(f"{name} has no ready coordinator {wanted}; ready: {', '.join(ready) or 'none'}")

@@ -44,7 +44,7 @@ def _data(found: Events) -> dict[str, Any]:
 def _request(request_id: str, moments: Sequence[Moment]) -> dict[str, Any]:
     """Times are milliseconds since the admission."""
     pairs, start = views.paired(moments), views.anchor_ns(moments)
-    end = moments[-1].time_ns
+    end = views.end_ns(moments)
     return {
         "id": request_id,
         "start": start / 1e6,
