@@ -20,6 +20,8 @@ import traceback as tracebacks
 from collections.abc import Callable
 from typing import Final
 
+from omnipipeline_spec.types.errors import clipped
+
 #: code -> HTTP status: the closed list that clients may count on.
 CODES: Final[dict[str, int]] = {
     "invalid_request": 400,
@@ -111,6 +113,9 @@ class LimitReached(OmniError):
 
 class ConfigurationError(OmniError):
     """Plan, environment or a dotted name is wrong: the process must not start."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(clipped(message, most=2 * TEXT_LIMIT))
 
 
 class HookError(OmniError):

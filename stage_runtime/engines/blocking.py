@@ -1,11 +1,12 @@
-"""Names the call that blocks a stage's event loop: while it lasts, every other request of the stage stands still.
+"""Names the call that blocks a stage's event loop: while it lasts, no other request of the stage proceeds.
 
-Here: a thread beside the loop that looks at its stack when it has not turned for a second. Not here: the loop
-(`loops`), the watchdog that ends a process without progress (`processes.watchdog`). Called by `loops`.
+Here: a thread beside the loop that reads its stack when the loop has not run for a second; where a task waits. Not
+here: the loop (`loops`), the watchdog that ends a process without progress (`processes.watchdog`). Called by `loops`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ import traceback as tracebacks
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Any, Final, cast
 
 from stage_runtime.errors import is_ours
 
@@ -87,6 +88,20 @@ class LoopWatch:
             self._held_s,
             culprit.line,
         )
+
+
+def suspended_at(task: asyncio.Task[Any]) -> str:
+    """``function (file:line)`` where a task waits: the author's innermost one; empty when it waits in no author's."""
+    found, step = "", cast(Any, task.get_coro())
+    while step is not None:
+        kind = next((kind for kind in ("cr", "ag", "gi") if hasattr(step, f"{kind}_frame")), None)
+        if kind is None:
+            break
+        frame, step = getattr(step, f"{kind}_frame"), getattr(step, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+        file = "" if frame is None else frame.f_code.co_filename
+        if file and not is_ours(file) and not file.startswith(("<", *_INSTALLED, _STDLIB)):
+            found = f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+    return found
 
 
 def _culprit(frame: FrameType | None) -> tracebacks.FrameSummary | None:

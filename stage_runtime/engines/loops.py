@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from threading import Event
-from typing import Any
+from typing import Any, Final
 
 import uvloop
 
-from stage_runtime.engines import events
+from stage_runtime.engines import blocking, events
 from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
 from stage_runtime.engines.blocking import TURN_S, LoopWatch
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
+
+CANCEL_S: Final = 5.0  # a clean-up may await for a while; a coroutine that still runs then keeps its place
 
 
 class LoopEngine:
@@ -27,6 +30,7 @@ class LoopEngine:
     takes_chunks = False
     takes_admin = False
     outbox: Outbox
+    cancel_s = CANCEL_S  #: A coroutine that still runs so long after its cancellation is named in the log.
 
     def __init__(self, concurrency: int) -> None:
         self.concurrency = concurrency
@@ -34,6 +38,7 @@ class LoopEngine:
         self._running: dict[Work, asyncio.Task[None]] = {}
         #: Begun when there is a place. Entries of aborted requests are taken out in other threads.
         self._waiting: OrderedDict[Work, Callable[[], Coroutine[Any, Any, None]]] = OrderedDict()
+        self._cancelled: dict[Work, float] = {}  #: Running, and when they were cancelled; until they are named.
         self._arrived: asyncio.Event
         self._watch: LoopWatch
 
@@ -122,6 +127,22 @@ class LoopEngine:
             await asyncio.sleep(TURN_S)
             self.ticks += 1
             self._watch.turned()
+            self._name_uncancelled()
+
+    def _name_uncancelled(self) -> None:
+        """Log coroutines that have swallowed their cancellation: each holds one of the stage's places."""
+        now = time.monotonic()
+        for work in [work for work, since in self._cancelled.items() if now - since > self.cancel_s]:
+            del self._cancelled[work]
+            log.warning(
+                "stage %s: request %s was aborted %.0f s ago and its coroutine still runs, in %s: it has caught "
+                "asyncio.CancelledError without raising it again, and holds one of %d places",
+                threading.current_thread().name,
+                work.request_id,
+                self.cancel_s,
+                blocking.suspended_at(self._running[work]) or "code that is not the author's",
+                self.concurrency,
+            )
 
     def _begin(self, work: Work, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(self._bounded(work, make))
@@ -141,6 +162,7 @@ class LoopEngine:
 
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
         self._running.pop(work, None)
+        self._cancelled.pop(work, None)
         if task.cancelled() and not work.cancelled:  # by another request's code, before its first step
             self.outbox.fail(work, asyncio.CancelledError())
         self._arrived.set()  # it may have been the last that a closed inbox waited for
@@ -164,3 +186,4 @@ class LoopEngine:
         task = self._running.get(work)
         if task is not None:
             task.cancel()
+            self._cancelled[work] = time.monotonic()

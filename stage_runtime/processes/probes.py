@@ -1,7 +1,7 @@
 """HTTP for kubelets and Prometheus, in a few lines: PID 1 of a stage pod has to stay small.
 
-Here: GET and HEAD of fixed paths, one request per connection. Not here: what is answered (`pod`), anything that
-clients of the pipeline see (`web`). Called by `pod`.
+Here: GET and HEAD of fixed paths, one request per connection, `MAX_CONNECTIONS` at a time. Not here: what is answered
+(`pod`), anything that clients of the pipeline see (`web`). Called by `pod`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from types import TracebackType
 import msgspec
 
 MAX_HEAD = 8 << 10  # kubelets and scrapers send a few hundred bytes
-PATIENCE_S = 5.0
+MAX_CONNECTIONS = 64  # a kubelet and a few scrapers have one each; others could use up the pod's descriptors
+TIMEOUT_S = 5.0  # for one request and its answer
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,7 @@ class ProbeServer:
 
     def __init__(self, routes: Routes, *, host: str, port: int) -> None:
         self._routes, self._host, self._port = routes, host, port
+        self._open = 0  #: Connections that are being answered.
 
     async def __aenter__(self) -> ProbeServer:
         self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_HEAD)
@@ -50,14 +52,19 @@ class ProbeServer:
         return port
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._open >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._open += 1
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(self._answer(head))
                 await writer.drain()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # whoever asks like this needs no answer
+            pass  # the client sent no whole request in time, or has gone
         finally:
+            self._open -= 1
             writer.close()
 
     def _answer(self, head: bytes) -> bytes:

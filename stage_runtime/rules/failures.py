@@ -18,6 +18,7 @@ from stage_runtime.errors import (
     ValueRefused,
     describe,
     format_traceback,
+    raised_at,
     safe_str,
 )
 from stage_runtime.wire.messages import NAME_LIMIT, Failure
@@ -51,12 +52,14 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
 
 
 def log_failure(request_id: str, failure: Failure, error: BaseException) -> None:
-    """One line; with the traceback where the author did not mean to refuse the request."""
+    """One line; with the traceback where an author's code raised something else than a refusal."""
     template = "request %s failed in %s.%s: %s"
     facts = (request_id, failure.stage, failure.hook, failure.message)
     try:
         if isinstance(error, RequestError):
             log.info(template, *facts)
+        elif isinstance(error, ValueRefused) and not raised_at(error):
+            log.error(template, *facts)  # a traceback would show the runtime's code, and the value is at fault
         else:
             log.error(template + "\n%s", *facts, format_traceback(error).rstrip())
     except BaseException:  # a logging handler failed: the request fails all the same

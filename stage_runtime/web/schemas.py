@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from omnipipeline_spec.types.errors import clipped
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import strictjson
 
@@ -199,16 +200,13 @@ def convert(fields: dict[str, Any], body: type[Body]) -> Body:
 
 
 _NAME: int = 64  # characters of a key that may be a misspelt one; comparing takes time
-_SHOWN: int = 500  # characters of a complaint's head and tail: it may quote a key of megabytes
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$")
 
 
 def refusal(message: str, body: Any) -> InvalidRequest:
     """msgspec's complaint in a client's words, with the parameter's name."""
-    if len(message) > 2 * _SHOWN:
-        message = f"{message[:_SHOWN]}…{message[-_SHOWN:]}"
-    found = _AT.match(message)
+    found = _AT.match(clipped(message))
     what, path = (found["what"], found["path"] or "") if found else (message, "")
     if (field := _FIELD.match(what)) is not None:
         name = f"{path}.{field['name']}" if path else field["name"]

@@ -236,7 +236,7 @@ def test_a_class_inside_a_package_beside_the_file_is_found(tmp_path: Path) -> No
         ("family:", "write it as package.module:Class"),
         ("../family:Mine", "write it as package.module:Class"),
         (7, "configCls: 7 must be a string"),
-        (["a:B"], "configCls: a list must be a string"),
+        (["a:B"], "configCls: must be a string, not a list"),
     ],
 )
 def test_a_class_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path, name: object, said: str) -> None:

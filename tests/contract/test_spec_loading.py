@@ -10,7 +10,7 @@ import pytest
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.generating import writing
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, RelayConfig, StageConfig
-from omnipipeline_spec.types.errors import InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.types.errors import InvalidPipeline, SpecError, UnreadableSpec
 from omnipipeline_spec.types.resource import API_VERSION, KIND
 from tests.contract.rulecases import pair
 
@@ -179,6 +179,29 @@ def test_unknown_keys_are_refused_with_line_path_and_the_nearest_known_one() -> 
         "line 7: stages[0]: 'a' has neither next nor terminal: true; exactly one of the two must be set",
         "line 13: stages[1]: 'b' cannot be reached from the entry 'a'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("factory: a:b\n  tpSize: %s" % ("9x" * 50_000), "stages[0].tpSize: '9x9x"),
+        ("factory: a:b\n  next: [null]", "stages[0].next[0]: must be a string, not null"),
+        ("factory: [a]", "stages[0].factory: must be a string, not a list"),
+        ("factory: {a: b}", "stages[0].factory: must be a string, not a map"),
+    ],
+    ids=["long", "null", "list", "map"],
+)
+def test_a_wrong_value_is_named_in_plain_words_and_not_quoted_at_length(line: str, message: str) -> None:
+    with pytest.raises(InvalidPipeline) as caught:
+        loading.loads(f"name: p\nstages:\n- name: a\n  terminal: true\n  {line}\n")
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 2500
+
+
+def test_an_override_of_megabytes_is_not_quoted_at_length() -> None:
+    with pytest.raises(SpecError) as caught:
+        loading.loads("name: p\nstages: []\n", overrides=["x" * 1_000_000])
+    assert len(str(caught.value)) < 2500
 
 
 def test_one_key_in_two_spellings_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -15,6 +16,7 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines.blocking import LoopWatch
 from stage_runtime.engines.loading import as_engine
+from stage_runtime.engines.loops import LoopEngine
 from tests.engines.engine_kit import running
 
 PATIENCE_S = 20.0
@@ -39,7 +41,7 @@ class Warnings(logging.Handler):
 @pytest.fixture
 def warnings() -> Iterator[Warnings]:
     handler = Warnings()
-    logger = logging.getLogger("stage_runtime.engines.blocking")
+    logger = logging.getLogger("stage_runtime.engines")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
@@ -81,6 +83,33 @@ def test_one_in_a_streaming_stage_is_named_too_and_waiting_is_not(warnings: Warn
         said = {one[0]: one[2] for one in rig.outbox.several(2)}
     assert "blocks the event loop" in said["blocks"]
     assert said["waits"] == 1
+
+
+def test_a_coroutine_that_swallows_its_cancellation_is_named_with_its_line(warnings: Warnings) -> None:
+    gone_on, released = threading.Event(), threading.Event()
+
+    async def stubborn() -> None:
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.02)
+            gone_on.set()
+
+    async def run(payload: omni.StagePayload) -> str:
+        await stubborn()
+        return "late"
+
+    engine = as_engine(run)
+    assert isinstance(engine, LoopEngine)
+    engine.cancel_s = 0.0
+    with running(engine) as rig:
+        rig.start("r1", "a")
+        assert gone_on.wait(PATIENCE_S)
+        rig.abort("r1")
+        said = warnings.next()
+        released.set()
+    assert "request r1 was aborted" in said
+    assert f"stubborn ({__file__}:" in said
+    assert "caught asyncio.CancelledError" in said
 
 
 class Looked:

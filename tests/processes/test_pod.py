@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +28,9 @@ from omnipipeline_spec.cluster import ProcessGroup, Startup
 from omnipipeline_spec.pipeline import Code, PipelineConfig, StageConfig
 from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
+from stage_runtime.processes import probes
 from stage_runtime.processes.launching import free_port
+from stage_runtime.processes.probes import ProbeServer, Reply
 
 ECHO = """
     import subprocess
@@ -271,10 +275,6 @@ def test_a_coordinator_whose_port_is_taken_says_so_to_the_kubelet(tmp_path: Path
     ],
 )
 async def test_probes_answer_only_what_they_should(request_head: bytes, status: int) -> None:
-    import asyncio
-
-    from stage_runtime.processes.probes import ProbeServer, Reply
-
     async with ProbeServer({"/livez": lambda: Reply(body="alive\n")}, host="127.0.0.1", port=0) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(request_head)
@@ -283,3 +283,24 @@ async def test_probes_answer_only_what_they_should(request_head: bytes, status: 
         await writer.wait_closed()
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert answer.endswith(b"alive\n") == request_head.startswith(b"GET /livez")
+
+
+async def test_connections_beyond_the_limit_are_closed_at_once_and_a_place_is_given_back() -> None:
+    async with ProbeServer({"/livez": lambda: Reply(body="alive\n")}, host="127.0.0.1", port=0) as server:
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(probes.MAX_CONNECTIONS)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        with contextlib.suppress(ConnectionError):  # how a closed connection looks depends on the moment
+            assert await reader.read() == b""
+        writer.close()
+        head = b"GET /livez HTTP/1.1\r\n\r\n"
+        silent[0][1].write(head)
+        assert (await silent[0][0].read()).startswith(b"HTTP/1.1 200 ")
+        answer = b""
+        while not answer.startswith(b"HTTP/1.1 200 "):
+            reader, again = await asyncio.open_connection("127.0.0.1", server.port)
+            with contextlib.suppress(ConnectionError):
+                again.write(head)
+                answer = await reader.read()
+            again.close()
+        for _, one in silent:
+            one.close()

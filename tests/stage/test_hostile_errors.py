@@ -25,6 +25,7 @@ from stage_runtime.errors import (
     format_traceback,
     safe_str,
 )
+from stage_runtime.payloads import encoding
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.tensor_parallel import LeaderInbox
 from stage_runtime.wire import codec
@@ -207,6 +208,24 @@ def test_whatever_was_raised_becomes_a_failure_that_can_be_sent_and_a_line_in_th
     assert len(record.getMessage()) < 60_000
     for text in (safe_str(error), describe(error), format_traceback(error)):
         assert isinstance(text.encode(), bytes)
+
+
+def test_a_refused_value_is_logged_in_one_line_and_an_authors_exception_with_its_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    try:
+        encoding.extract({"x": {1}})
+    except ValueRefused as refusal:
+        assert refusal.__traceback__ is not None
+        refusal.__traceback__ = refusal.__traceback__.tb_next  # called by the runtime, not by this test
+        log_failure("r", failure_of(refusal, "a", "run"), refusal)
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        log_failure("r", failure_of(error, "a", "run"), error)
+    refused, failed = caplog.messages
+    assert refused == "request r failed in a.run: payload.data['x']: set: use a list"
+    assert failed.startswith("request r failed in a.run: KeyError: 'x'\nTraceback")
 
 
 def test_an_error_keeps_what_of_it_can_be_told() -> None:

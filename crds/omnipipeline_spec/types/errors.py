@@ -11,8 +11,16 @@ for form, `topology` for meaning). Every reader of a spec catches `SpecError`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
+
+SHOWN: Final = 1000  # characters of a message: it may quote a value of megabytes
+
+
+def clipped(text: str, *, most: int = SHOWN) -> str:
+    """``text`` without its middle if it is longer than ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -22,6 +30,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, order=True):
     message: str
     names: tuple[str, ...] = ()  #: The stages, groups or keys involved, for tools that point at them.
     line: int | None = None  #: In the file that was read, when there is one.
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "path", clipped(self.path))
+        msgspec.structs.force_setattr(self, "message", clipped(self.message))
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.message}" if self.path else self.message
@@ -34,6 +46,9 @@ class SpecError(Exception):
 
 class UnreadableSpec(SpecError):
     """The source contains no spec; the message names the file and, when known, the line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(clipped(message))
 
 
 class InvalidPipeline(SpecError):

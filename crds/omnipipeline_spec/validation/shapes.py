@@ -208,8 +208,9 @@ class _Walk:
 
     def string(self, given: Any, kind: inspect.StrType, path: str) -> Any:
         if not isinstance(given, str):
-            cure = f"a string; YAML reads this as {_spoken(given)}: put it in quotes"
-            return self.mistyped(given, cure if isinstance(given, bool | int | float) else "a string", path)
+            scalar = {bool: "boolean", int: "number", float: "number"}.get(type(given))
+            cure = f"a string; YAML reads this as a {scalar}: put it in quotes"
+            return self.mistyped(given, cure if scalar else "a string", path)
         if not _storable(given):
             self.refuse(
                 path, f"{given[:40]!a} contains NUL or half of a surrogate pair, which no file or process accepts"
@@ -276,13 +277,15 @@ class _Walk:
         return False
 
     def mistyped(self, given: Any, wanted: str, path: str) -> None:
-        shown = repr(given) if isinstance(given, str | int | float | bool) else f"a {_spoken(given)}"
-        self.refuse(path, f"{shown} must be {wanted}")
+        if isinstance(given, str | int | float | bool):
+            self.refuse(path, f"{given!r} must be {wanted}")
+        else:
+            self.refuse(path, f"must be {wanted}, not {_kind_of(given)}")
 
 
-def _spoken(given: Any) -> str:
-    names = {bool: "boolean", int: "number", float: "number", str: "string", dict: "map", list: "list", tuple: "list"}
-    return names.get(type(given), type(given).__name__)
+def _kind_of(given: Any) -> str:
+    names = {type(None): "null", dict: "a map", list: "a list", tuple: "a list"}
+    return names.get(type(given), f"a {type(given).__name__}")
 
 
 def _matches(pattern: str, text: str) -> bool:
