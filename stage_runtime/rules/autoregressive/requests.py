@@ -1,0 +1,130 @@
+"""A request in the engine core: a table (state, event) -> state, and when its tokens end it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final, TypeAlias
+
+import msgspec
+
+from stage_runtime.errors import IllegalEvent
+
+
+class State(Enum):
+    WAITING = "waiting"  #: In the queue, without blocks.
+    HELD = "held"  #: Waits for something outside (remote KV, upstream rows); not in the queue, never polled.
+    RUNNING = "running"  #: Scheduled in every step that has room for it.
+    PREEMPTED = "preempted"  #: Its blocks were taken away: in the queue again, to be computed from the start.
+    FINISHED = "finished"
+
+
+class Event(Enum):
+    SCHEDULED = "scheduled"
+    PREEMPTED = "preempted"
+    HELD = "held"
+    RELEASED = "released"
+    FINISHED = "finished"
+
+
+TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
+    (State.WAITING, Event.SCHEDULED): State.RUNNING,
+    (State.WAITING, Event.HELD): State.HELD,
+    (State.WAITING, Event.FINISHED): State.FINISHED,
+    (State.HELD, Event.RELEASED): State.WAITING,
+    (State.HELD, Event.FINISHED): State.FINISHED,
+    (State.RUNNING, Event.PREEMPTED): State.PREEMPTED,
+    (State.RUNNING, Event.FINISHED): State.FINISHED,
+    (State.PREEMPTED, Event.SCHEDULED): State.RUNNING,
+    (State.PREEMPTED, Event.FINISHED): State.FINISHED,
+}
+
+QUEUED: Final = frozenset({State.WAITING, State.PREEMPTED})
+
+
+class Finish(Enum):
+    STOP = "stop"  #: An end-of-sequence token, a stop token or a stop string.
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Hold(Enum):
+    """What a request waits for before it is queued."""
+
+    REMOTE_KV = "remote_kv"
+    UPSTREAM_ROWS = "upstream_rows"
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """When a request's tokens end it.
+
+    end_ids: the model's end-of-sequence tokens, empty if they are ignored. stop_ids: the client's. Neither ends a
+    request before ``min_tokens`` are generated.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    end_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+
+
+Reason: TypeAlias = int | str | None
+
+
+class Request:
+    """What the scheduler knows of one request. Changed by the scheduler alone."""
+
+    __slots__ = (
+        "arrival", "blocks", "computed", "hashes", "hit_tokens", "id", "in_flight", "limits", "preemptions",
+        "priority", "prompt_tokens", "salt", "state", "ticket", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        limits: Limits,
+        *,
+        priority: int = 0,
+        hashes: Sequence[bytes] = (),
+        salt: bytes = b"",
+    ) -> None:
+        """priority: lower ones first, where the policy looks at it. hashes: of the prompt's first full blocks, with
+        ``salt``."""
+        self.id = id
+        self.limits = limits
+        self.priority = priority
+        self.arrival = 0  #: Its place in the order in which requests came.
+        self.tokens = list(prompt)  #: The prompt, then what was generated.
+        self.prompt_tokens = len(self.tokens)
+        self.computed = 0  #: Tokens whose KV is, or is being, written.
+        self.blocks: list[int] = []  #: Block ids in order of positions; empty unless RUNNING.
+        self.hashes = list(hashes)  #: Of the first full blocks of ``tokens``; the rest are computed when needed.
+        self.salt = salt
+        self.state = State.WAITING
+        self.in_flight = 0  #: Batches under way that hold a row of it.
+        self.ticket = 0  #: Of its entry in the queue; entries with another one are stale.
+        self.preemptions = 0
+        self.hit_tokens = 0  #: Tokens that the prefix cache spared it, when it was first scheduled.
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    def happen(self, event: Event) -> None:
+        """Raises: IllegalEvent: the table does not list it; nothing is changed then."""
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise IllegalEvent(f"request {self.id}", f"{event.value} while it is {self.state.value}", ())
+        self.state = after
+
+    def ending(self) -> tuple[Finish, Reason] | None:
+        """Whether the token generated last ends it, and the stop token that did."""
+        last, limits = self.tokens[-1], self.limits
+        if self.generated >= limits.min_tokens:
+            if last in limits.end_ids:
+                return Finish.STOP, None
+            if last in limits.stop_ids:
+                return Finish.STOP, last
+        return (Finish.LENGTH, None) if self.generated >= limits.max_tokens else None

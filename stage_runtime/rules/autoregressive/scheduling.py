@@ -1,0 +1,346 @@
+"""Which tokens of which requests the next step computes, and what becomes of the requests after it. Pure.
+
+`schedule` fills a token budget: rows that decode first, then prompts in chunks, in the order of the policy. A request
+that finds no block takes those of the newest one, which is computed again later. `update_from_output` appends the
+sampled tokens and ends requests. Called by the engine core alone, in its thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, Literal
+
+import msgspec
+
+from stage_runtime.errors import IllegalEvent
+from stage_runtime.rules.autoregressive.blocks import BlockPool, hash_blocks
+from stage_runtime.rules.autoregressive.requests import QUEUED, Event, Finish, Hold, Reason, Request, State
+
+Policy = Literal["fcfs", "priority"]
+Key = tuple[int, int]
+
+_ORDER: Final[dict[Policy, Callable[[Request], Key]]] = {
+    "fcfs": lambda request: (0, request.arrival),
+    "priority": lambda request: (request.priority, request.arrival),
+}
+
+
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """max_requests: rows of one step. max_batched_tokens: tokens of one step. max_chunk: of one prompt in one step.
+    max_model_len: tokens of one request, prompt and answer together.
+    """
+
+    block_size: int = 16
+    max_requests: int = 32
+    max_batched_tokens: int = 512
+    max_chunk: int = 512
+    max_model_len: int = 2048
+    policy: Policy = "fcfs"
+    prefix_caching: bool = True
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Tokens ``start .. start + count`` of a request, in one step.
+
+    samples: it ends at the request's last token, so that the next token is sampled from it.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+def _row(request: Request, start: int, count: int) -> Row:
+    return Row(request, start, count, start + count == len(request.tokens))
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """One step. ``finished``: requests that have ended since the last one: the runner forgets them."""
+
+    rows: tuple[Row, ...]
+    finished: tuple[str, ...]
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Update(msgspec.Struct, frozen=True):
+    """What a step has done to one request."""
+
+    request: Request
+    token: int | None = None
+    finish: Finish | None = None
+    reason: Reason = None
+
+
+class Stats:
+    """Counters, since the scheduler was made."""
+
+    def __init__(self) -> None:
+        self.preemptions = 0
+        self.prompt_tokens = 0  #: Of requests that were scheduled.
+        self.hit_tokens = 0  #: Of those, found in the prefix cache.
+        self.computed_tokens = 0
+        self.generated_tokens = 0
+
+
+class Scheduler:
+    """Owns the requests, the queue and the block pool."""
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.stats = Stats()
+        self._key = _ORDER[limits.policy]
+        self._requests: dict[str, Request] = {}  #: Every request that has not finished.
+        self._queue: list[tuple[Key, int, Request]] = []  #: A heap; may hold stale entries.
+        self._queued = 0  #: Entries of the heap that are not stale.
+        self._running: list[Request] = []  #: In order of the policy.
+        self._holds: dict[str, Hold] = {}
+        self._finished: list[str] = []
+        self._arrivals = 0
+        self._tickets = 0
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return self._queued
+
+    @property
+    def held(self) -> int:
+        return len(self._holds)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that one request may have: what the pool can hold for it alone bounds the model's length."""
+        return min(self.limits.max_model_len, self.pool.capacity * self.limits.block_size)
+
+    def has_requests(self) -> bool:
+        """Whether a step could do something: requests that are held wait outside."""
+        return bool(self._queued or self._running or self._finished)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests.values()))
+
+    def add(self, request: Request, hold: Hold | None = None) -> None:
+        """Queue a request, or hold it until `release`.
+
+        Raises: IllegalEvent: the id is in use. ValueError: it can never be computed, or is empty.
+        """
+        if request.id in self._requests:
+            raise IllegalEvent(f"request {request.id}", "added twice", ())
+        if not request.tokens:
+            raise ValueError("the prompt is empty")
+        if len(request.tokens) >= self.longest:
+            raise ValueError(f"the prompt has {len(request.tokens)} tokens; with an answer it may have {self.longest}")
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self._requests[request.id] = request
+        if hold is not None:
+            request.happen(Event.HELD)
+            self._holds[request.id] = hold
+        else:
+            self._enqueue(request)
+
+    def release(self, request_id: str) -> None:
+        """What a held request waited for is there.
+
+        Raises: IllegalEvent: it is not held. A request that has finished meanwhile is no fault.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.happen(Event.RELEASED)
+            del self._holds[request_id]
+            self._enqueue(request)
+
+    def finish(self, request_ids: Iterable[str], finish: Finish = Finish.ABORT) -> list[Request]:
+        """End requests, in whatever state they are. Ids that are not known are ignored: aborts may come twice."""
+        ended = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request)
+                ended.append(request)
+        return ended
+
+    def _end(self, request: Request) -> None:
+        before = request.state
+        request.happen(Event.FINISHED)
+        if before in QUEUED:
+            self._queued -= 1
+        elif before is State.HELD:
+            del self._holds[request.id]
+        else:
+            self._running.remove(request)
+        self._free(request)
+        del self._requests[request.id]
+        self._finished.append(request.id)
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+
+    def _enqueue(self, request: Request) -> None:
+        self._tickets += 1
+        request.ticket = self._tickets
+        heapq.heappush(self._queue, (self._key(request), request.ticket, request))
+        self._queued += 1
+
+    def _next_waiting(self) -> Request | None:
+        while self._queue:
+            _key, ticket, request = self._queue[0]
+            if request.state in QUEUED and request.ticket == ticket:
+                return request
+            heapq.heappop(self._queue)
+        return None
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step's rows. Their requests' ``computed`` is advanced: a step may be under way when the next one
+        is scheduled; requests that wait for its result are left out.
+        """
+        rows: dict[str, Row] = {}
+        preempted = self.stats.preemptions
+        for request in sorted(self._running, key=lambda one: (len(one.tokens) - one.computed > 1, self._key(one))):
+            self._continue(request, rows)
+        if self.stats.preemptions == preempted:  # else there are no blocks for others
+            while self._begin(rows):
+                pass
+        for row in rows.values():
+            row.request.computed += row.count
+            row.request.in_flight += 1
+            self.stats.computed_tokens += row.count
+        finished, self._finished = tuple(self._finished), []
+        return SchedulerOutput(tuple(rows.values()), finished)
+
+    def _budget(self, rows: Mapping[str, Row]) -> int:
+        return self.limits.max_batched_tokens - sum(row.count for row in rows.values())
+
+    def _continue(self, request: Request, rows: dict[str, Row]) -> None:
+        """A row for a running request, unless it was preempted, waits for a result, or nothing is left for it."""
+        if request.state is not State.RUNNING:
+            return
+        count = min(len(request.tokens) - request.computed, self._budget(rows), self.limits.max_chunk)
+        if count <= 0:
+            return
+        fresh = self._blocks_for(request.computed + count) - len(request.blocks)
+        while fresh > self.pool.free:
+            victim = max((one for one in self._running if not one.in_flight), key=self._key, default=None)
+            if victim is None:
+                return
+            self._preempt(victim)
+            rows.pop(victim.id, None)
+            if victim is request:
+                return
+        request.blocks += self.pool.take(fresh)
+        rows[request.id] = _row(request, request.computed, count)
+
+    def _begin(self, rows: dict[str, Row]) -> bool:
+        """A row for the first request of the queue, if there is room for it."""
+        request = self._next_waiting()
+        budget = self._budget(rows)
+        if request is None or budget <= 0 or len(self._running) >= self.limits.max_requests:
+            return False
+        size = self.limits.block_size
+        # One token at least is computed: the next one is sampled from its logits.
+        usable = self._hashes(request, (len(request.tokens) - 1) // size) if self.limits.prefix_caching else []
+        found = self.pool.find(usable)
+        whole = self._blocks_for(len(request.tokens)) - len(found)
+        if self.pool.need(found, whole) > self.pool.free:  # begun with fewer, it would soon preempt or be preempted
+            return False
+        heapq.heappop(self._queue)
+        self._queued -= 1
+        first = request.state is State.WAITING
+        request.happen(Event.SCHEDULED)
+        self._running.append(request)
+        self._running.sort(key=self._key)
+        hits = len(found) * size
+        count = min(len(request.tokens) - hits, budget, self.limits.max_chunk)
+        self.pool.share(found)
+        request.blocks = [*found, *self.pool.take(self._blocks_for(hits + count) - len(found))]
+        request.computed = hits
+        if first:
+            request.hit_tokens = hits
+            self.stats.prompt_tokens += request.prompt_tokens
+            self.stats.hit_tokens += hits
+        rows[request.id] = _row(request, hits, count)
+        return True
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def _preempt(self, request: Request) -> None:
+        request.happen(Event.PREEMPTED)
+        self._running.remove(request)
+        self._free(request)
+        request.computed = 0
+        request.preemptions += 1
+        self.stats.preemptions += 1
+        self._enqueue(request)
+
+    # --- its result ---------------------------------------------------------------------------------------------
+
+    def update_from_output(
+        self, step: SchedulerOutput, sampled: Mapping[str, int], failed: Mapping[str, str]
+    ) -> list[Update]:
+        """Append what was sampled; end the requests that it ends, and those that failed.
+
+        sampled: request id -> token, of every row that `Row.samples`. failed: request id -> why.
+        Returns: one for each request of the step that goes on or ends here; nothing of those that ended meanwhile.
+        """
+        updates = []
+        for row in step.rows:
+            request = row.request
+            request.in_flight -= 1
+            if request.state is State.FINISHED:
+                continue
+            if request.id in failed:
+                self._end(request)
+                updates.append(Update(request, finish=Finish.ERROR, reason=failed[request.id]))
+                continue
+            self._cache(request, row)
+            token = sampled.get(request.id)
+            if token is not None:
+                updates.append(self._append(request, token))
+        return updates
+
+    def _append(self, request: Request, token: int) -> Update:
+        request.tokens.append(token)
+        self.stats.generated_tokens += 1
+        ending = request.ending()
+        if ending is None and len(request.tokens) >= self.longest:
+            ending = (Finish.LENGTH, None)
+        if ending is None:
+            return Update(request, token)
+        self._end(request)
+        return Update(request, token, *ending)
+
+    def _cache(self, request: Request, row: Row) -> None:
+        """Make the blocks that the row has filled known."""
+        size = self.limits.block_size
+        if not self.limits.prefix_caching:
+            return
+        first, last = row.start // size, (row.start + row.count) // size
+        for index, content in enumerate(self._hashes(request, last)[first:], first):
+            self.pool.cache(request.blocks[index], content)
+
+    def _hashes(self, request: Request, blocks: int) -> list[bytes]:
+        """Of the request's first ``blocks`` full blocks."""
+        if blocks > len(request.hashes):
+            request.hashes = hash_blocks(request.tokens, self.limits.block_size, request.hashes, request.salt)
+        return request.hashes[:blocks]

@@ -1,0 +1,283 @@
+"""The scheduler: order, budget, chunks, preemption, holds; and, in any order of events, the right tokens and no leak.
+
+`Paper` stands for the model: it writes tokens into paged memory, as attention writes KV, and samples the next one from
+what it reads there. So a row that reads a block of somebody else, or one that was never written, samples another token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stage_runtime.errors import IllegalEvent
+from stage_runtime.rules.autoregressive.blocks import BlockPool
+from stage_runtime.rules.autoregressive.requests import Finish, Hold, Limits, Request, State
+from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput, Update
+
+
+def successor(tokens: list[int]) -> int:
+    return (sum((index + 1) * token for index, token in enumerate(tokens)) * 31 + 7) % 50
+
+
+def expected(prompt: list[int], limits: Limits) -> list[int]:
+    request = Request("alone", prompt, limits)
+    while request.generated == 0 or request.ending() is None:
+        request.tokens.append(successor(request.tokens))
+    return request.tokens
+
+
+class Paper:
+    """A model whose KV is the tokens themselves."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.size = scheduler.limits.block_size
+        self.memory = [[-1] * self.size for _ in range(scheduler.pool.capacity + 1)]
+
+    def run(self, step: SchedulerOutput) -> dict[str, int]:
+        for row in step.rows:
+            for position in range(row.start, row.start + row.count):
+                block = row.request.blocks[position // self.size]
+                self.memory[block][position % self.size] = row.request.tokens[position]
+        return {row.request.id: self._read(row) for row in step.rows if row.samples}
+
+    def _read(self, row: Any) -> int:
+        length = row.start + row.count
+        return successor([self.memory[row.request.blocks[at // self.size]][at % self.size] for at in range(length)])
+
+    def step(self) -> list[Update]:
+        step = self.scheduler.schedule()
+        return self.scheduler.update_from_output(step, self.run(step), {})
+
+
+def make(blocks: int = 20, **limits: Any) -> Scheduler:
+    chosen = {"block_size": 2, "max_requests": 4, "max_batched_tokens": 8, "max_chunk": 8, "max_model_len": 30}
+    return Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
+
+
+def ask(
+    scheduler: Scheduler, name: str, prompt: list[int], *, priority: int = 0, hold: Hold | None = None, **limits: Any
+) -> Request:
+    request = Request(name, prompt, Limits(**{"max_tokens": 4, **limits}), priority=priority)
+    scheduler.add(request, hold)
+    return request
+
+
+def shape(step: SchedulerOutput) -> list[tuple[str, int, int]]:
+    return [(row.request.id, row.start, row.count) for row in step.rows]
+
+
+def test_rows_that_decode_come_first_and_prompts_fill_the_budget_in_chunks() -> None:
+    scheduler = make(max_chunk=5)
+    paper = Paper(scheduler)
+    ask(scheduler, "a", [1, 2, 3])
+    paper.step()
+    ask(scheduler, "b", list(range(12)))
+    ask(scheduler, "c", list(range(20, 24)))
+    step = scheduler.schedule()
+    assert shape(step) == [("a", 3, 1), ("b", 0, 5), ("c", 0, 2)]
+    scheduler.update_from_output(step, paper.run(step), {})
+    assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 5, 5), ("c", 2, 2)]
+
+
+def test_a_request_whose_result_is_under_way_is_left_out_of_the_next_step() -> None:
+    scheduler = make()
+    paper = Paper(scheduler)
+    ask(scheduler, "a", [1, 2, 3])
+    first = scheduler.schedule()
+    ask(scheduler, "b", [4])
+    second = scheduler.schedule()
+    assert (shape(first), shape(second)) == ([("a", 0, 3)], [("b", 0, 1)])
+    scheduler.update_from_output(first, paper.run(first), {})
+    assert shape(scheduler.schedule()) == [("a", 3, 1)]
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", ["a", "b", "c"]), ("priority", ["c", "a", "b"])])
+def test_requests_begin_in_the_order_of_the_policy(policy: str, order: list[str]) -> None:
+    scheduler = make(policy=policy)
+    for name, priority in (("a", 1), ("b", 1), ("c", 0)):
+        ask(scheduler, name, [1], priority=priority)
+    assert [name for name, _start, _count in shape(scheduler.schedule())] == order
+
+
+def test_out_of_blocks_the_newest_is_preempted_computed_again_and_ends_with_the_same_tokens() -> None:
+    scheduler = make(blocks=6, prefix_caching=False)
+    paper = Paper(scheduler)
+    old, new = ask(scheduler, "old", [1, 2, 3], max_tokens=6), ask(scheduler, "new", [4, 5, 6], max_tokens=6)
+    while scheduler.has_unfinished_requests():
+        paper.step()
+    assert (old.preemptions, scheduler.stats.preemptions) == (0, new.preemptions)
+    assert new.preemptions > 0
+    assert old.tokens == expected([1, 2, 3], Limits(max_tokens=6))
+    assert new.tokens == expected([4, 5, 6], Limits(max_tokens=6))
+    assert scheduler.pool.free == scheduler.pool.capacity
+
+
+def test_a_shared_prefix_is_computed_once_and_the_last_token_always() -> None:
+    scheduler = make()
+    paper = Paper(scheduler)
+    ask(scheduler, "a", [1, 2, 3, 4], max_tokens=1)
+    paper.step()
+    again = ask(scheduler, "b", [1, 2, 3, 4], max_tokens=1)
+    assert shape(scheduler.schedule()) == [("b", 2, 2)]
+    assert again.hit_tokens == 2
+    assert (scheduler.stats.prompt_tokens, scheduler.stats.hit_tokens) == (8, 2)
+
+
+def test_a_held_request_is_no_work_until_it_is_released() -> None:
+    scheduler = make()
+    ask(scheduler, "a", [1], hold=Hold.REMOTE_KV)
+    assert (scheduler.has_requests(), scheduler.has_unfinished_requests(), scheduler.held) == (False, True, 1)
+    assert shape(scheduler.schedule()) == []
+    scheduler.release("a")
+    assert (scheduler.has_requests(), scheduler.held) == (True, 0)
+    assert shape(scheduler.schedule()) == [("a", 0, 1)]
+    with pytest.raises(IllegalEvent):
+        scheduler.release("a")
+    scheduler.release("never heard of")
+
+
+def test_what_can_never_be_computed_is_refused_and_changes_nothing() -> None:
+    scheduler = make(blocks=6)
+    ask(scheduler, "a", [1])
+    for prompt, problem in (([], "empty"), ([1] * 10, "10 tokens")):
+        with pytest.raises(ValueError, match=problem):
+            ask(scheduler, "b", prompt)
+    with pytest.raises(IllegalEvent, match="added twice"):
+        ask(scheduler, "a", [2])
+    assert (scheduler.waiting, scheduler.running) == (1, 0)
+
+
+def test_a_request_ends_at_the_model_s_length_and_a_failed_row_ends_its_request_alone() -> None:
+    scheduler = make(max_model_len=4)
+    paper = Paper(scheduler)
+    ask(scheduler, "a", [1, 2], max_tokens=100)
+    ask(scheduler, "b", [3, 2], max_tokens=100)
+    step = scheduler.schedule()
+    updates = scheduler.update_from_output(step, {"a": 1}, {"b": "NaN"})
+    assert [(one.request.id, one.token, one.finish, one.reason) for one in updates] == [
+        ("a", 1, None, None),
+        ("b", None, Finish.ERROR, "NaN"),
+    ]
+    (last,) = paper.step()
+    assert (last.request.id, last.finish) == ("a", Finish.LENGTH)
+    assert scheduler.schedule().finished == ("a",)  # b was in the step of a's last token
+    assert scheduler.pool.free == scheduler.pool.capacity
+
+
+def test_a_failed_row_leaves_nothing_in_the_prefix_cache() -> None:
+    scheduler = make()
+    ask(scheduler, "a", [1, 2, 3, 4])
+    scheduler.update_from_output(scheduler.schedule(), {}, {"a": "NaN"})
+    assert scheduler.pool.cached == 0
+
+
+def test_an_abort_during_a_step_discards_its_result_and_may_come_twice() -> None:
+    scheduler = make()
+    paper = Paper(scheduler)
+    request = ask(scheduler, "a", [1, 2, 3])
+    step = scheduler.schedule()
+    sampled = paper.run(step)
+    assert scheduler.finish(["a", "a", "unknown"]) == [request]
+    assert scheduler.update_from_output(step, sampled, {}) == []
+    assert request.tokens == [1, 2, 3]
+    assert scheduler.pool.free == scheduler.pool.capacity
+
+
+class Schedulers(RuleBasedStateMachine):
+    """Requests come, are held, aborted and failed, and steps overlap, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make(blocks=9, max_chunk=5, max_requests=3)
+        self.paper = Paper(self.scheduler)
+        self.under_way: list[tuple[SchedulerOutput, dict[str, int]]] = []
+        self.requests: dict[str, tuple[list[int], Request]] = {}
+        self.ended: dict[str, Finish] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 8),
+        priority=st.integers(0, 2),
+        hold=st.sampled_from([None, None, Hold.UPSTREAM_ROWS]),
+    )
+    def add(self, prompt: list[int], max_tokens: int, priority: int, hold: Hold | None) -> None:
+        name = str(len(self.requests))
+        request = ask(self.scheduler, name, prompt, priority=priority, hold=hold, max_tokens=max_tokens)
+        self.requests[name] = (prompt, request)
+
+    @rule()
+    def begin_a_step(self) -> None:
+        if len(self.under_way) < 2:
+            step = self.scheduler.schedule()
+            self.under_way.append((step, self.paper.run(step)))
+
+    @precondition(lambda self: self.under_way)
+    @rule()
+    def end_a_step(self) -> None:
+        self._ended(*self.under_way.pop(0), {})
+
+    @precondition(lambda self: self.under_way and self.under_way[0][0].rows)
+    @rule(data=st.data())
+    def end_a_step_with_a_failure(self, data: st.DataObject) -> None:
+        step, sampled = self.under_way.pop(0)
+        self._ended(step, sampled, {data.draw(st.sampled_from(step.rows)).request.id: "NaN"})
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        for request in self.scheduler.finish([name]):
+            self.ended[request.id] = Finish.ABORT
+
+    @precondition(lambda self: any(one.state is State.HELD for _prompt, one in self.requests.values()))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = [name for name, (_prompt, one) in self.requests.items() if one.state is State.HELD]
+        self.scheduler.release(data.draw(st.sampled_from(held)))
+
+    def _ended(self, step: SchedulerOutput, sampled: dict[str, int], failed: dict[str, str]) -> None:
+        for update in self.scheduler.update_from_output(step, sampled, failed):
+            if update.finish is not None:
+                assert update.request.id not in self.ended
+                self.ended[update.request.id] = update.finish
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        pool = self.scheduler.pool
+        live = [request for _prompt, request in self.requests.values() if request.state is State.RUNNING]
+        used = [block for request in live for block in request.blocks]
+        assert pool.free == pool.capacity - len(set(used))
+        assert [pool.users(block) for block in range(pool.capacity + 1)] == [
+            used.count(block) for block in range(pool.capacity + 1)
+        ]
+        assert not [one for _prompt, one in self.requests.values() if one.state is not State.RUNNING and one.blocks]
+
+    @invariant()
+    def tokens_are_those_of_a_request_alone(self) -> None:
+        for prompt, request in self.requests.values():
+            whole = expected(prompt, request.limits)
+            assert request.tokens == whole[: len(request.tokens)]
+            if self.ended.get(request.id) is Finish.LENGTH:
+                assert request.tokens == whole
+
+    def teardown(self) -> None:
+        """Whatever happened, all that is not held comes to its end in a bounded number of steps."""
+        while self.under_way:
+            self._ended(*self.under_way.pop(0), {})
+        steps = 0
+        while self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            self._ended(step, self.paper.run(step), {})
+            steps += 1
+            assert steps < 2000
+        held = [name for name, (_prompt, one) in self.requests.items() if one.state is State.HELD]
+        assert set(self.ended) == set(self.requests) - set(held)
+        self.scheduler.finish(held)
+        assert self.scheduler.pool.free == self.scheduler.pool.capacity
+
+
+TestSchedulers = Schedulers.TestCase
