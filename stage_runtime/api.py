@@ -6,7 +6,7 @@ The kinds of stage function (`Simple`, `Batched`, `Streaming`) are declared here
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -29,13 +29,16 @@ from stage_runtime.wire.values import (
 
 __all__ = [
     "Audio",
+    "Autoregressive",
     "Batched",
     "Chunk",
     "Finish",
+    "Generation",
     "InvalidRequest",
     "Media",
     "Note",
     "OmniRequest",
+    "Prompt",
     "RequestError",
     "Result",
     "Routed",
@@ -76,6 +79,72 @@ class Streaming(msgspec.Struct, frozen=True):
 
     fn: Callable[[Session], AsyncIterator[Any]]
     concurrency: int = 64
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What an `Autoregressive` stage continues: one of messages (for the chat template), text, and tokens.
+
+    params: over the stage's defaults, named as OpenAI's: max_tokens, temperature, top_p, top_k, min_p, seed, stop, ….
+    priority: lower ones first, where the stage's policy is ``priority``. cache_salt: requests with another one share
+    no cached prefix. template: further arguments of the chat template.
+    """
+
+    messages: Sequence[dict[str, Any]] | None = None
+    text: str | None = None
+    tokens: Sequence[int] | None = None
+    params: dict[str, Any] = {}
+    priority: int = 0
+    cache_salt: str = ""
+    template: dict[str, Any] = {}
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What an `Autoregressive` stage has generated since the last call for the same request.
+
+    The first one comes before any token: ``begins``. finish: ``stop`` or ``length``, in the last one.
+    prompt_tokens, completion_tokens: so far, of the whole request. cached_tokens: of the prompt, found in the cache.
+    logprobs: for each token ``(logprob, [(token, logprob), …])``, if they were asked for.
+    """
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    begins: bool = False
+    finish: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+
+
+class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
+    """A language model that answers many requests at once. Needs the extra ``engine``.
+
+    model: a folder in transformers' form, a GGUF file, or a name at the model hub.
+    prompt: what to continue; by default the messages of a chat request, or the text of another one.
+    deliver: chunks, and at last a result, of what was generated; by default text for the client.
+    params: defaults of sampling; ``max_tokens`` is also the most that a request may ask for.
+    max_requests: computed at once. max_batched_tokens: of one step. max_chunk: of one prompt in one step; small ones
+    keep the gaps between tokens of the other requests small. kv_cache_bytes: None takes what the device offers, at
+    most what ``max_requests`` of full length need. policy: ``fcfs`` or ``priority``.
+    linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``.
+    """
+
+    model: str
+    prompt: Callable[[StagePayload], Prompt] | None = None
+    deliver: Callable[[StagePayload, Generation], Iterable[Chunk | Result]] | None = None
+    params: dict[str, Any] = {}
+    revision: str | None = None
+    dtype: str = "float32"
+    threads: int | None = None
+    max_requests: int = 32
+    max_batched_tokens: int = 512
+    max_chunk: int = 512
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    linears: str = "auto"
 
 
 class Session(Protocol):

@@ -112,6 +112,7 @@ class Inbox:
         self.parking = Parking()  #: The engine's workers, as far as they wait for others.
         self.taken = 0  #: Events handed to the engine: its sign of progress.
         self.asked = 0  #: How often the engine has asked for one: the sign of life of a loop that has nothing to do.
+        self.gauges: dict[str, float] = {}  #: What the engine reports of itself; replaced whole, in its thread.
         self.dropped = 0  #: Requests that ended while something of them waited.
 
     def put(self, arrival: Arrival | events.Incoming) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.validation import shapes
-from stage_runtime.api import Batched, Simple, StageContext, Streaming
+from stage_runtime.api import Autoregressive, Batched, Simple, StageContext, Streaming
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.batched import BatchedEngine
 from stage_runtime.engines.custom import CustomEngine
@@ -125,7 +125,8 @@ def call(
     }
     undecided = {name for name, value in offered.items() if value is None} - ({"gpu_id"} if on_cpu else set())
     made = factory(**_arguments(stage, factory, offered, undecided))
-    return as_engine(made, sources=stage.stream_from, blame=f"stages.{stage.name}.factory: {stage.factory}")
+    blame = f"stages.{stage.name}.factory: {stage.factory}"
+    return as_engine(made, sources=stage.stream_from, blame=blame, context=context)
 
 
 def check_arguments(stage: StagePlan, factory: Callable[..., Any]) -> None:
@@ -137,7 +138,9 @@ def check_arguments(stage: StagePlan, factory: Callable[..., Any]) -> None:
     _arguments(stage, factory, offered, frozenset())
 
 
-def as_engine(made: Any, *, sources: tuple[str, ...] = (), blame: str = "the factory") -> Engine:
+def as_engine(
+    made: Any, *, sources: tuple[str, ...] = (), blame: str = "the factory", context: StageContext | None = None
+) -> Engine:
     """Raises: ConfigurationError: ``made`` is nothing that contracts allow a factory to return."""
     match made:
         case Simple():
@@ -150,13 +153,15 @@ def as_engine(made: Any, *, sources: tuple[str, ...] = (), blame: str = "the fac
             _at_least_one(blame, "Streaming", "concurrency", made.concurrency)
             _takes_one(made.fn, "the session", blame)
             return StreamingEngine(made.fn, made.concurrency, sources)
+        case Autoregressive():
+            return _autoregressive(made, blame, context)
     if callable(getattr(made, "run", None)):
         return CustomEngine(made)
     if callable(made):
         return _simple(Simple(made), blame)
     raise ConfigurationError(
         f"{blame} returned {type(made).__name__}; wanted a function, omni.Simple, Batched, Streaming, "
-        f"or an object with run(inbox, outbox, stop){_likely(made)}"
+        f"Autoregressive, or an object with run(inbox, outbox, stop){_likely(made)}"
     )
 
 
@@ -193,6 +198,18 @@ def _takes_one(fn: Callable[..., Any], what: str, blame: str) -> None:
         raise ConfigurationError(
             f"{blame} returned a function that cannot be called with {what} alone: {error}"
         ) from error
+
+
+def _autoregressive(made: Autoregressive, blame: str, context: StageContext | None) -> Engine:
+    """Load its model. Imports torch and transformers, which other stages do not need."""
+    from stage_runtime.engines.autoregressive import loading as models
+    from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+
+    if context is not None and context.tp_size > 1:
+        raise ConfigurationError(f"{blame} returned omni.Autoregressive, which takes no tpSize above 1 yet")
+    device = "cpu" if context is None else context.device
+    loaded = models.load(made, device=device, say=(lambda text: None) if context is None else context.progress)
+    return AutoregressiveEngine(made, loaded.core, loaded.tokenizer, context)
 
 
 def _simple(made: Simple, blame: str) -> Engine:

@@ -253,7 +253,7 @@ def raised(factory: Callable[..., Any], payloads: int = 1) -> str:
         (
             returns_nothing,
             1,
-            "returned NoneType; wanted a function, omni.Simple, Batched, Streaming, or an object with"
+            "returned NoneType; wanted a function, omni.Simple, Batched, Streaming, Autoregressive, or an object with"
             " run(inbox, outbox, stop). Is its return missing?",
         ),
         (gives({"boxes": (1, 2)}), 1, "result['boxes']: tuple: use a list"),

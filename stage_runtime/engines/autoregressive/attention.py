@@ -1,0 +1,193 @@
+"""Attention over a paged KV cache, behind one interface; and the implementation that runs on any device of torch.
+
+A layer's K and V are ``[num_blocks, block_size, kv_heads, head_dim]``: the layout that flash-attn's block tables and
+flashinfer take too. A step's tokens lie flat, one request after the other; requests that decode (one token) come in
+groups of similar length, so that little is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+GROUPS: Final = 4  # of decode rows; measured on two cores with 16 rows: one padded group takes 1.3x as long
+
+
+class LayerShape(NamedTuple):
+    """What one layer caches for a token."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class BatchMeta(NamedTuple):
+    """One step, on the host. ``rows``: requests in the order of their tokens.
+
+    starts: first token of each row in the flat batch, and the end. computed: tokens of each row before this step.
+    block_tables: blocks of each row, as many as its tokens need.
+    """
+
+    starts: list[int]
+    computed: list[int]
+    block_tables: list[list[int]]
+    slot_mapping: Tensor
+
+
+class AttentionBackend(Protocol):
+    def alloc(
+        self, layers: Mapping[int, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: str
+    ) -> None:
+        """Allocate the cache of all layers."""
+
+    def plan(self, batch: BatchMeta) -> Any:
+        """What all layers of one step share."""
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Write the step's K and V, and attend. q ``[T, heads, D]``; k, v ``[T, kv_heads, D]``.
+
+        window: how many tokens back one sees, itself included. Returns: ``[T, heads, D]``.
+        """
+
+
+class _Group:
+    """Rows that are computed by one call: all decode, or one prompt's chunk."""
+
+    def __init__(self, tokens: Tensor | slice, blocks: Tensor, queries: int, lengths: list[int]) -> None:
+        self.tokens = tokens  #: Where its queries lie in the flat batch.
+        self.blocks = blocks  #: ``[rows, blocks]``
+        self.queries = queries  #: Of each row.
+        self.lengths = lengths  #: Tokens of each row, those of this step included.
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def mask(self, width: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores ``[rows, 1, queries, width]``; None: everything is seen."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(width, window, dtype)
+        return self._masks[window]
+
+    def _make_mask(self, width: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        if self.queries == 1 and all(one == width and (window is None or one <= window) for one in self.lengths):
+            return None
+        device = self.blocks.device
+        last = torch.tensor(self.lengths, device=device)[:, None, None] - 1
+        position = last - self.queries + 1 + torch.arange(self.queries, device=device)[None, :, None]
+        key = torch.arange(width, device=device)[None, None, :]
+        seen = key <= position
+        if window is not None:
+            seen &= key > position - window
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))[:, None]
+
+
+class GatherAttention:
+    """Gathers the pages of a group of rows, then one `scaled_dot_product_attention` for the group.
+
+    The query heads that share a KV head are its queries, so K and V are not repeated for them.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._block_size = 0
+        self._device = "cpu"
+
+    def alloc(
+        self, layers: Mapping[int, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: str
+    ) -> None:
+        self._block_size, self._device = block_size, device
+        for index, shape in layers.items():
+            place = (num_blocks, block_size, shape.kv_heads)
+            self._keys[index] = torch.zeros(*place, shape.key_dim, dtype=dtype, device=device)
+            self._values[index] = torch.zeros(*place, shape.value_dim, dtype=dtype, device=device)
+
+    def plan(self, batch: BatchMeta) -> tuple[list[_Group], Tensor]:
+        counts = [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]
+        lengths = [computed + count for computed, count in zip(batch.computed, counts, strict=True)]
+        decode = sorted((row for row, count in enumerate(counts) if count == 1), key=lambda row: lengths[row])
+        same = bool(decode) and lengths[decode[0]] == lengths[decode[-1]]
+        size = len(decode) if same else -(-len(decode) // GROUPS)
+        groups = []
+        for at in range(0, len(decode), size or 1):
+            rows = decode[at : at + size]
+            tokens = torch.tensor([batch.starts[row] for row in rows], device=self._device)
+            groups.append(_Group(tokens, self._tables(batch, rows), 1, [lengths[row] for row in rows]))
+        for row, count in enumerate(counts):
+            if count > 1:
+                tokens_of = slice(batch.starts[row], batch.starts[row + 1])
+                groups.append(_Group(tokens_of, self._tables(batch, [row]), count, [lengths[row]]))
+        return groups, batch.slot_mapping
+
+    def _tables(self, batch: BatchMeta, rows: Sequence[int]) -> Tensor:
+        widest = max(len(batch.block_tables[row]) for row in rows)
+        tables = [batch.block_tables[row] + [0] * (widest - len(batch.block_tables[row])) for row in rows]
+        return torch.tensor(tables, device=self._device)
+
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: tuple[list[_Group], Tensor],
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        groups, slots = plan
+        keys, values = self._keys[layer], self._values[layer]
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k)
+        values.view(-1, *values.shape[2:]).index_copy_(0, slots, v)
+        out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
+        for group in groups:
+            width = max(group.lengths)
+            if group.queries > 1 and group.lengths[0] == group.queries:
+                seen_k, seen_v = k[group.tokens][None], v[group.tokens][None]  # the prompt's first chunk
+            else:
+                seen_k = keys[group.blocks].flatten(1, 2)[:, :width]
+                seen_v = values[group.blocks].flatten(1, 2)[:, :width]
+            mask = group.mask(width, window, q.dtype)
+            attend = _attend_decode if group.queries == 1 else _attend_chunk
+            out[group.tokens] = attend(q[group.tokens], seen_k, seen_v, mask, scale, softcap)
+        return out
+
+
+def _attend_decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """q ``[rows, heads, D]``, k and v ``[rows, width, kv_heads, D]``."""
+    rows, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.view(rows, kv_heads, heads // kv_heads, -1)
+    return _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, scale, softcap).reshape(rows, heads, -1)
+
+
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """q ``[T, heads, D]``, k and v ``[1, width, kv_heads, D]``."""
+    count, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.view(count, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3)
+    k, v = (one[0].transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for one in (k, v))
+    return _attend(grouped, k, v, mask, scale, softcap).permute(2, 0, 1, 3).reshape(count, heads, -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    if softcap is None:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / softcap))
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v

@@ -1,0 +1,146 @@
+"""The loop around an engine core: take what has come, step, hand on. It blocks while there is nothing to do.
+
+Shutdown goes RUNNING → REQUESTED → COMPLETED: after a request for it, what is under way is finished (drained), or
+aborted; a WAKEUP lets a loop that is waiting notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.rules.autoregressive.requests import Request
+
+log = logging.getLogger(__name__)
+
+
+class RequestType(Enum):
+    ADD = "add"  #: (EngineCoreRequest, Request): checked already.
+    ABORT = "abort"  #: Ids.
+    RELEASE = "release"  #: An id that was held.
+    UTILITY = "utility"  #: A function, called with the core between two steps.
+    WAKEUP = "wakeup"
+
+
+class ShutdownState(Enum):
+    RUNNING = 0
+    REQUESTED = 1
+    COMPLETED = 2
+
+
+class InputQueue(Protocol):
+    """What comes for the loop, from any thread."""
+
+    def get(self, block: bool) -> tuple[RequestType, Any] | None:
+        """The next one; None: none now, or, of one that may block, to look again."""
+
+
+class BusyLoop:
+    """Runs one engine core. Everything here on the loop's thread, but for `request_shutdown`."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        inputs: InputQueue,
+        deliver: Callable[[Sequence[EngineCoreOutput]], Sequence[str]],
+        refuse: Callable[[str, Exception], None],
+        *,
+        wake: Callable[[], None] = lambda: None,
+        on_idle: Sequence[Callable[[], None]] = (),
+        undelivered: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """deliver: hands on a step's outputs; returns the ids that are to be aborted. Must not raise.
+        undelivered: whether outputs still wait for a reader: a drain waits for them.
+        refuse: a request could not be added. wake: lets a blocked ``inputs.get`` return; safe in a signal handler.
+        """
+        self._core = core
+        self._inputs = inputs
+        self._deliver = deliver
+        self._refuse = refuse
+        self._wake = wake
+        self._on_idle = tuple(on_idle)
+        self._undelivered = undelivered
+        self._drain = True
+        self.shutdown_state = ShutdownState.RUNNING
+
+    def run_busy_loop(self) -> None:
+        """Until shutdown is completed. Raises: what no single request is to blame for."""
+        try:
+            while self._handle_shutdown():
+                self._process_input_queue()
+                self._process_engine_step()
+        finally:
+            self._core.shutdown()
+
+    def request_shutdown(self, *, drain: bool = True) -> None:
+        """In any thread, or a signal handler. drain: finish what is under way, instead of aborting it."""
+        if self.shutdown_state is ShutdownState.RUNNING:
+            self._drain = drain
+            self.shutdown_state = ShutdownState.REQUESTED
+        elif not drain:
+            self._drain = False
+        self._wake()
+
+    def _handle_shutdown(self) -> bool:
+        """Whether the loop goes on."""
+        if self.shutdown_state is ShutdownState.RUNNING:
+            return True
+        if not self._drain:
+            self._core.abort_requests([request.id for request in self._core.scheduler])
+        if self._core.has_work() or self._unfinished():
+            return True
+        self.shutdown_state = ShutdownState.COMPLETED
+        return False
+
+    def _process_input_queue(self) -> None:
+        """Take all that has come; wait for something while there is no work."""
+        while not self._core.has_work() and self._waits():
+            for callback in self._on_idle:
+                callback()
+            if self._core.aborts_queue.qsize():
+                self._core.drain_aborts()  # each came by the input queue, too
+            self._handle(self._inputs.get(block=True))
+        while (item := self._inputs.get(block=False)) is not None:
+            self._handle(item)
+
+    def _waits(self) -> bool:
+        """Whether something may still come: after a request for shutdown, only what held requests wait for."""
+        if self.shutdown_state is ShutdownState.RUNNING:
+            return True
+        return self._unfinished()
+
+    def _unfinished(self) -> bool:
+        return self._core.scheduler.has_unfinished_requests() or (self._drain and self._undelivered())
+
+    def _handle(self, item: tuple[RequestType, Any] | None) -> None:
+        match item:
+            case (RequestType.ADD, (EngineCoreRequest() as request, prepared)):
+                self._add(request, prepared)
+            case (RequestType.ABORT, request_ids):
+                self._core.abort_requests(request_ids)
+            case (RequestType.RELEASE, request_id):
+                self._core.release(request_id)
+            case (RequestType.UTILITY, function):
+                function(self._core)
+
+    def _add(self, request: EngineCoreRequest, prepared: Request | None) -> None:
+        try:
+            self._core.add_request(request, prepared)
+        except Exception as error:  # it fails alone, whatever is wrong with it
+            self._refuse(request.request_id, error)
+
+    def _process_engine_step(self) -> None:
+        outputs, executed = self._core.step_fn()
+        if outputs:
+            self._core.abort_requests(self._deliver(outputs))
+        self.post_step(executed)
+        if not executed and self._core.has_work():
+            # Others hold what this step waits for: let them run. Held requests are no work, so this is rare.
+            threading.Event().wait(0.001)
+
+    def post_step(self, executed: bool) -> None:
+        """For subclasses: after each step."""

@@ -1,0 +1,177 @@
+"""The engine core: requests in, steps, outputs. Threads and text are the business of `busy_loop`, `output_processor`.
+
+Names follow vLLM's, whose design this is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.model_runner import ModelOutput
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampler import TokenLogprobs
+from stage_runtime.errors import describe
+from stage_runtime.rules.autoregressive.blocks import hash_blocks
+from stage_runtime.rules.autoregressive.requests import Finish, Hold, Limits, Reason, Request
+from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerOutput, Update
+
+log = logging.getLogger(__name__)
+
+
+class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """hold: what it waits for before it is scheduled. cache_salt: requests with another one share no prefix."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    hold: Hold | None = None
+    cache_salt: str = ""
+
+
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step gave one request. reason: the stop token, or what failed."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+    reason: Reason = None
+    cached_tokens: int = 0
+
+
+class Executor(Protocol):
+    """Where steps are computed, in the order in which they are given."""
+
+    @property
+    def max_concurrent_batches(self) -> int: ...
+    def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
+    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]: ...
+    def shutdown(self) -> None: ...
+
+
+class EngineCore:
+    """Scheduler and executor. Every call on one thread, but for `preprocess_add_request` and ``aborts_queue``."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, end_ids: frozenset[int] = frozenset(), vocab_size: int
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.aborts_queue: SimpleQueue[str] = SimpleQueue()  #: Ids, looked at between a pass and its update.
+        self.steps = 0
+        self.on_scheduled: Callable[[SchedulerOutput], None] = lambda step: None  #: Called before a step is executed.
+        self._end_ids = end_ids
+        self._vocab_size = vocab_size
+        self._batch_queue: deque[tuple[Future[ModelOutput], SchedulerOutput]] = deque()
+        self.step_fn: Callable[[], tuple[list[EngineCoreOutput], bool]] = (
+            self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
+        )
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
+        """Check a request and hash its blocks. In any thread.
+
+        Raises: ValueError: it can never be computed. It says what is wrong, for the client.
+        """
+        params, prompt = request.params, request.prompt_token_ids
+        wrong = [token for token in prompt if not 0 <= token < self._vocab_size]
+        if wrong:
+            raise ValueError(f"the vocabulary has {self._vocab_size} tokens, and no token {wrong[0]}")
+        if len(prompt) >= self.scheduler.longest:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; with an answer it may have {self.scheduler.longest}"
+            )
+        limits = Limits(
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            end_ids=frozenset() if params.ignore_eos else self._end_ids,
+            stop_ids=frozenset(params.stop_token_ids),
+        )
+        salt = request.cache_salt.encode()
+        hashes = hash_blocks(prompt, self.scheduler.limits.block_size, salt=salt)
+        return Request(request.request_id, prompt, limits, priority=request.priority, hashes=hashes, salt=salt)
+
+    def add_request(self, request: EngineCoreRequest, prepared: Request | None = None) -> None:
+        """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then."""
+        self.scheduler.add(prepared or self.preprocess_add_request(request), request.hold)
+        self.executor.add(request.request_id, request.params, request.prompt_token_ids)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Idempotent: an abort may come by two ways, and after the end."""
+        self.scheduler.finish(request_ids)
+
+    def release(self, request_id: str) -> None:
+        """What a held request waited for is there."""
+        self.scheduler.release(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._batch_queue) or self.scheduler.has_requests()
+
+    def step(self) -> tuple[list[EngineCoreOutput], bool]:
+        """Schedule, execute, update. Returns: outputs, and whether the model was executed."""
+        if not self.scheduler.has_requests():
+            return [], False
+        scheduled = self.scheduler.schedule()
+        self.on_scheduled(scheduled)
+        future = self.executor.execute_model(scheduled)
+        return self._update(scheduled, future), scheduled.total_num_scheduled_tokens > 0
+
+    def step_with_batch_queue(self) -> tuple[list[EngineCoreOutput], bool]:
+        """As `step`, with the next batch scheduled while the oldest one is computed."""
+        scheduled = self.scheduler.schedule()
+        self.on_scheduled(scheduled)
+        executed = scheduled.total_num_scheduled_tokens > 0
+        if executed or scheduled.finished:
+            self._batch_queue.appendleft((self.executor.execute_model(scheduled), scheduled))
+            if len(self._batch_queue) < self.executor.max_concurrent_batches and not self._batch_queue[-1][0].done():
+                return [], True
+        if not self._batch_queue:
+            return [], False
+        future, oldest = self._batch_queue.pop()
+        return self._update(oldest, future), executed or bool(oldest.rows)
+
+    def drain_aborts(self) -> None:
+        """End what was aborted meanwhile."""
+        found = []
+        while True:
+            try:
+                found.append(self.aborts_queue.get_nowait())
+            except Empty:
+                break
+        self.abort_requests(found)
+
+    def _update(self, scheduled: SchedulerOutput, future: Future[ModelOutput]) -> list[EngineCoreOutput]:
+        self.steps += bool(scheduled.rows)
+        try:
+            output = future.result()
+        except Exception as error:  # the executor's own: its rows fail, the engine goes on
+            log.exception("a step failed")
+            output = ModelOutput({}, {row.request.id: describe(error) for row in scheduled.rows}, {})
+        self.drain_aborts()
+        updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed)
+        return [_output(update, output) for update in updates]
+
+    def shutdown(self) -> None:
+        """End every request and the executor."""
+        self.scheduler.finish([request.id for request in self.scheduler])
+        self.executor.shutdown()
+
+
+def _output(update: Update, output: ModelOutput) -> EngineCoreOutput:
+    request = update.request
+    logprobs = output.logprobs.get(request.id)
+    return EngineCoreOutput(
+        request_id=request.id,
+        new_token_ids=() if update.token is None else (update.token,),
+        logprobs=() if logprobs is None else (logprobs,),
+        finish=update.finish,
+        reason=update.reason,
+        cached_tokens=request.hit_tokens,
+    )

@@ -1,0 +1,68 @@
+"""Tokens to text as they come: whole characters only, and nothing of a stop string. Pure, but for the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+_BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """One answer's text. Each token costs the decoding of a few, not of the whole answer."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._prefix = 0  #: Where decoding begins: before text that was given out, for tokenizers look at neighbours.
+        self._read = 0  #: Tokens whose text was given out.
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that ``tokens`` complete."""
+        self._tokens += tokens
+        return self._next(final=False)
+
+    def flush(self) -> str:
+        """What was held back, as well as it can be read."""
+        return self._next(final=True)
+
+    def _next(self, *, final: bool) -> str:
+        known = self._decode(self._tokens[self._prefix : self._read])
+        text = self._decode(self._tokens[self._prefix :])
+        if not final and (text.endswith(_BROKEN) or len(text) <= len(known)):
+            return ""
+        self._prefix, self._read = self._read, len(self._tokens)
+        return text[len(known) :]
+
+
+class StopStrings:
+    """Ends a text at the first stop string; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that is safe to give out, and the stop string that was reached."""
+        if not self._stops:
+            return text, None
+        self._held += text
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            given, self._held = self._held[:at], ""
+            return given, stop
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        given, self._held = self._held[:cut], self._held[cut:]
+        return given, None
+
+    def flush(self) -> str:
+        """What was held back: no stop string after all."""
+        given, self._held = self._held, ""
+        return given
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of ``text`` begin ``stop``."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,51 @@
+"""Where a step is computed: in the caller's thread, or in one thread of its own while the next step is scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from stage_runtime.engines.autoregressive.model_runner import ModelOutput, ModelRunner
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
+
+
+class InlineExecutor:
+    """On a CPU nothing is won by a second thread: the step's Python part takes 1 % of it."""
+
+    max_concurrent_batches = 1
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self._runner.add(request_id, params, prompt)
+
+    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
+        future: Future[ModelOutput] = Future()
+        try:
+            future.set_result(self._runner.execute_model(step))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self) -> None: ...
+
+
+class ThreadExecutor:
+    """One thread that computes steps in order, two at most under way."""
+
+    max_concurrent_batches = 2
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self._pool.submit(self._runner.add, request_id, params, prompt).result()
+
+    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
+        return self._pool.submit(self._runner.execute_model, step)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,121 @@
+"""From `omni.Autoregressive` to an engine core: model, tokenizer, KV cache, scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+
+from stage_runtime.api import Autoregressive
+from stage_runtime.engines.autoregressive import linears
+from stage_runtime.engines.autoregressive.attention import GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive.core import EngineCore
+from stage_runtime.engines.autoregressive.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.models import PagedModel, load_model, load_tokenizer
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.rules.autoregressive.blocks import BlockPool
+from stage_runtime.rules.autoregressive.scheduling import Policy, Scheduler, SchedulerLimits
+
+log = logging.getLogger(__name__)
+
+HOST_CACHE_BYTES: Final = 1 << 29  # of a CPU, where a stage has no budget of its own
+DEVICE_SHARE: Final = 0.9  # of what the stage's budget leaves: a step's activations need the rest
+DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+class Loaded(NamedTuple):
+    core: EngineCore
+    tokenizer: Any
+    num_blocks: int
+    linears: dict[linears.Backend, int]
+
+
+def load(spec: Autoregressive, *, device: str = "cpu", say: Callable[[str], None] = lambda text: None) -> Loaded:
+    """Raises: ConfigurationError: transformers is missing, or the values or the model do not fit."""
+    _check(spec)
+    if spec.threads is not None and device == "cpu":
+        torch.set_num_threads(spec.threads)
+    say(f"loading {spec.model}")
+    tokenizer = load_tokenizer(spec.model, revision=spec.revision)
+    model = load_model(spec.model, dtype=spec.dtype, revision=spec.revision, device=device)
+    return assemble(spec, model, tokenizer, say=say)
+
+
+def assemble(
+    spec: Autoregressive, model: Any, tokenizer: Any, *, say: Callable[[str], None] = lambda text: None
+) -> Loaded:
+    """As `load`, of a model at hand, whose linear layers are replaced."""
+    _check(spec)
+    paged = PagedModel(model)
+    used: dict[linears.Backend, int] = {}
+    if paged.device.type == "cpu":
+        say("choosing the fastest form of the weights")
+        with torch.inference_mode():
+            used = linears.pack(model, cast(Any, spec.linears))
+        log.info("linear layers: %s", ", ".join(f"{count} {backend}" for backend, count in used.items()))
+    length = min(paged.positions, spec.max_model_len or paged.positions)
+    num_blocks = _blocks(spec, paged, length)
+    pool = BlockPool(num_blocks)
+    limits = SchedulerLimits(
+        block_size=spec.block_size,
+        max_requests=spec.max_requests,
+        max_batched_tokens=max(spec.max_batched_tokens, spec.max_requests),
+        max_chunk=spec.max_chunk,
+        max_model_len=length,
+        policy=cast(Policy, spec.policy),
+        prefix_caching=spec.prefix_caching,
+    )
+    runner = ModelRunner(paged, GatherAttention(), num_blocks=num_blocks, block_size=spec.block_size)
+    scheduler = Scheduler(limits, pool)
+    log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
+    core = EngineCore(scheduler, InlineExecutor(runner), end_ids=paged.end_ids, vocab_size=paged.vocab_size)
+    return Loaded(core, tokenizer, num_blocks, used)
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _blocks(spec: Autoregressive, paged: PagedModel, length: int) -> int:
+    """How many blocks there are, the padding included."""
+    block_bytes = spec.block_size * token_bytes(paged.layers.values(), paged.dtype)
+    budget = spec.kv_cache_bytes
+    if budget is None:
+        budget = HOST_CACHE_BYTES if paged.device.type == "cpu" else _device_budget(paged.device)
+    enough = spec.max_requests * -(-length // spec.block_size)
+    found = min(budget // block_bytes, enough)
+    if found < 1:
+        raise ConfigurationError(f"a KV cache of {budget} bytes holds no block of {block_bytes}")
+    return found + 1
+
+
+def token_bytes(layers: Any, dtype: torch.dtype) -> int:
+    """Of K and V of one token, in all layers."""
+    values = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in cast(Sequence[LayerShape], layers))
+    return int(values * dtype.itemsize)
+
+
+def _device_budget(device: torch.device) -> int:
+    """What the stage's share of the device (``gpuMemory``) leaves beside the weights."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    left = min(free, int(share * total) - torch.cuda.memory_allocated(device))
+    return int(left * DEVICE_SHARE)
+
+
+def _check(spec: Autoregressive) -> None:
+    for name in ("max_requests", "max_batched_tokens", "max_chunk", "block_size"):
+        if getattr(spec, name) < 1:
+            raise ConfigurationError(f"omni.Autoregressive({name}={getattr(spec, name)}): at least 1")
+    for name, allowed in (
+        ("dtype", DTYPES),
+        ("policy", ("fcfs", "priority")),
+        ("linears", ("auto", "plain", "onednn", "mkl")),
+    ):
+        if getattr(spec, name) not in allowed:
+            raise ConfigurationError(
+                f"omni.Autoregressive({name}={getattr(spec, name)!r}): one of {', '.join(allowed)}"
+            )

@@ -1,0 +1,111 @@
+"""Carries out one step: the scheduler's rows as a flat batch through the model, then sampling.
+
+An error in a pass is met by one pass for each row, so that only the requests that cause it fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stage_runtime.engines.autoregressive.attention import AttentionBackend, BatchMeta
+from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.sampler import RowState, TokenLogprobs, sample
+from stage_runtime.errors import describe
+from stage_runtime.rules.autoregressive.scheduling import Row, SchedulerOutput
+
+log = logging.getLogger(__name__)
+
+NAN = "the model's logits are not finite"
+
+
+class ModelOutput(NamedTuple):
+    """By request id. ``failed``: why."""
+
+    sampled: dict[str, int]
+    failed: dict[str, str]
+    logprobs: dict[str, TokenLogprobs]
+
+
+class ModelRunner:
+    """One model on one device, with its KV cache. Every call on one thread at a time."""
+
+    def __init__(self, model: PagedModel, backend: AttentionBackend, *, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self._backend = backend
+        self._block_size = block_size
+        self._rows: dict[str, RowState] = {}
+        backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
+
+    def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
+        """A request whose rows will come."""
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
+        self._rows[request_id] = RowState(params, seed, self.model.end_ids, prompt)
+
+    def execute_model(self, step: SchedulerOutput) -> ModelOutput:
+        """Never raises for what a request does: that request is among ``failed``."""
+        for request_id in step.finished:
+            self._rows.pop(request_id, None)
+        output = ModelOutput({}, {}, {})
+        if step.rows:
+            self._execute(step.rows, output)
+        return output
+
+    def _execute(self, rows: Sequence[Row], output: ModelOutput) -> None:
+        try:
+            with torch.inference_mode():
+                logits = self._forward(rows)
+                self._sample([row for row in rows if row.samples], logits, output)
+        except Exception as error:
+            if len(rows) == 1:
+                log.warning("request %s failed in the model: %s", rows[0].request.id, describe(error))
+                output.failed[rows[0].request.id] = describe(error)
+                return
+            log.warning("a step of %d requests failed, each is computed alone: %s", len(rows), describe(error))
+            for row in rows:
+                self._execute([row], output)
+
+    def _forward(self, rows: Sequence[Row]) -> Tensor:
+        """Logits of the rows that sample, in their order."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, last, tables = [0], [], []
+        size = self._block_size
+        for row in rows:
+            request, end = row.request, row.start + row.count
+            ids += request.tokens[row.start : end]
+            positions += range(row.start, end)
+            blocks = request.blocks[: -(-end // size)]
+            slots += [blocks[at // size] * size + at % size for at in range(row.start, end)]
+            starts.append(len(ids))
+            tables.append(blocks)
+            if row.samples:
+                last.append(len(ids) - 1)
+        device = self.model.device
+        meta = BatchMeta(starts, [row.start for row in rows], tables, torch.tensor(slots, device=device))
+        return self.model.forward(
+            self._backend,
+            self._backend.plan(meta),
+            torch.tensor(ids, device=device),
+            torch.tensor(positions, device=device),
+            torch.tensor(last or [0], device=device),
+        )
+
+    def _sample(self, rows: Sequence[Row], logits: Tensor, output: ModelOutput) -> None:
+        if not rows:
+            return
+        states = [self._rows[row.request.id] for row in rows]
+        for row, one in zip(rows, sample(logits, states, [row.request.generated for row in rows]), strict=True):
+            if one.token is None:
+                output.failed[row.request.id] = NAN
+                continue
+            output.sampled[row.request.id] = one.token
+            if one.logprobs is not None:
+                output.logprobs[row.request.id] = one.logprobs

@@ -1,0 +1,202 @@
+"""A decoder of transformers whose attention reads and writes our paged cache. Loading, and one pass over a flat batch.
+
+transformers is an optional dependency (extra ``engine``): it is imported here, when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stage_runtime.engines.autoregressive.attention import AttentionBackend, LayerShape
+from stage_runtime.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+ATTENTION: Final = "omnipipeline_paged"  #: Our attention's name in transformers' registry.
+_IGNORED: Final = frozenset({"attention_mask", "dropout", "is_causal", "use_cache", "position_ids", "cache_position"})
+
+
+class UnsupportedModel(ConfigurationError):
+    """A model that the engine cannot run; the message says why."""
+
+
+class _Pass(threading.local):
+    """The pass that this thread is in. Not arguments of the model: each architecture passes on other ones."""
+
+    backend: AttentionBackend | None = None
+    plan: Any = None
+    probe: dict[int, LayerShape] | None = None
+
+
+_pass = _Pass()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' layers call. ``[1, heads, tokens, D]`` in, ``[1, tokens, heads, D]`` out."""
+    layer = int(module.layer_idx)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if _pass.probe is not None:
+        _refuse(module, others)
+        if layer in _pass.probe:
+            raise UnsupportedModel(f"layer {layer} attends twice in a pass")
+        _pass.probe[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    assert _pass.backend is not None, "the model was called outside of a pass"
+    out = _pass.backend.forward(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        _pass.plan,
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+def _refuse(module: Any, others: dict[str, Any]) -> None:
+    """Refuse what our attention does not compute, rather than compute something else."""
+    unknown = [name for name in ("s_aux", "position_bias", "head_mask", "sinks") if others.get(name) is not None]
+    if unknown:
+        raise UnsupportedModel(f"{type(module).__name__} uses {', '.join(unknown)}, which the engine does not compute")
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel(f"{type(module).__name__} looks at tokens that come later")
+
+
+def transformers() -> Any:
+    """The package, with our attention registered in it.
+
+    Raises: ConfigurationError: it is not installed.
+    """
+    try:
+        import transformers as package
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ConfigurationError(
+            f"omni.Autoregressive needs transformers, which cannot be imported ({error}): "
+            "pip install 'omnipipeline[engine]'"
+        ) from error
+    package.AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *_args, **_kwargs: None)
+    return package
+
+
+def load_model(model: str, *, dtype: str = "float32", revision: str | None = None, device: str = "cpu") -> Any:
+    """A causal language model of a folder, a GGUF file, or a name at the model hub; in evaluation mode.
+
+    Raises: UnsupportedModel: its attention cannot be replaced.
+    """
+    package = transformers()
+    where, options = _where(model, revision)
+    try:
+        loaded = package.AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, dtype), attn_implementation=ATTENTION, **options
+        )
+    except ValueError as error:
+        if "attention" in str(error).lower():
+            raise UnsupportedModel(f"{model}: {error}") from error
+        raise
+    return loaded.eval().to(device)
+
+
+def load_tokenizer(model: str, *, revision: str | None = None) -> Any:
+    where, options = _where(model, revision)
+    return transformers().AutoTokenizer.from_pretrained(where, **options)
+
+
+def _where(model: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name, "local_files_only": True}
+    if path.exists():
+        return str(path), {"local_files_only": True}
+    return model, {"revision": revision} if revision else {}
+
+
+class PagedModel:
+    """A causal language model of transformers, called with a flat batch."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises: UnsupportedModel: it does not attend once a layer through transformers' interface."""
+        if not hasattr(model.config, "_attn_implementation"):
+            raise UnsupportedModel(f"{type(model).__name__} is no model of transformers")
+        transformers()
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval()
+        text = model.config.get_text_config(decoder=True)
+        self.vocab_size = int(text.vocab_size)
+        self.positions = int(getattr(text, "max_position_embeddings", 1 << 20) or 1 << 20)
+        self.end_ids = _end_ids(model)
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.layers = self._probe(int(text.num_hidden_layers))
+
+    def _probe(self, expected: int) -> dict[int, LayerShape]:
+        """What each layer caches, found by one pass over one token."""
+        found: dict[int, LayerShape] = {}
+        _pass.probe = found
+        try:
+            ids = torch.zeros(1, dtype=torch.long, device=self.device)
+            self._call(ids, torch.zeros_like(ids), torch.zeros_like(ids))
+        finally:
+            _pass.probe = None
+        if len(found) != expected:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: {len(found)} of {expected} layers attend through transformers' interface"
+            )
+        return found
+
+    def forward(self, backend: AttentionBackend, plan: Any, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Logits ``[rows, vocabulary]`` f32 of the tokens at ``rows`` of the flat batch; the cache is written.
+
+        ids, positions: ``[T]``.
+        """
+        with _within(backend, plan):
+            return self._call(ids, positions, rows)
+
+    def _call(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
+            )
+            logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0, rows]
+            return logits.float()
+
+
+@contextlib.contextmanager
+def _within(backend: AttentionBackend, plan: Any) -> Iterator[None]:
+    _pass.backend, _pass.plan = backend, plan
+    try:
+        yield
+    finally:
+        _pass.backend, _pass.plan = None, None
+
+
+def _end_ids(model: Any) -> frozenset[int]:
+    """The tokens that end an answer, by the generation config."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config, "eos_token_id", None)
+    return frozenset([] if found is None else [int(found)] if isinstance(found, int) else map(int, found))

@@ -1,0 +1,177 @@
+"""What steps gave, as outputs for those who asked: one pass over all outputs of a step.
+
+Text, stop strings, log probabilities, delivery. A stop string is found here, so the core hears of it by
+``reqs_to_abort``. What a reader has not taken yet is joined in its `RequestOutputCollector`: memory is bounded by the
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.core import EngineCoreOutput
+from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, StopStrings
+from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
+from stage_runtime.engines.autoregressive.sampler import TokenLogprobs
+from stage_runtime.rules.autoregressive.requests import Finish, Reason
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of an answer, or all of it. ``generated``: tokens so far."""
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_tokens: int = 0
+    generated: int = 0
+    cached_tokens: int = 0
+    finish: Finish | None = None
+    reason: Reason = None
+
+    def joined(self, later: RequestOutput) -> RequestOutput:
+        """This and a later delta as one."""
+        return msgspec.structs.replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+        )
+
+
+class RequestOutputCollector:
+    """One request's outputs that nobody has taken yet: one at most. An error takes the place of everything."""
+
+    def __init__(self, kind: OutputKind) -> None:
+        self._joins = kind is OutputKind.DELTA
+        self._output: RequestOutput | Exception | None = None
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        pending = self._output
+        if isinstance(pending, Exception):
+            return
+        if self._joins and isinstance(pending, RequestOutput) and isinstance(output, RequestOutput):
+            output = pending.joined(output)
+        self._output = output
+
+    def get_nowait(self) -> RequestOutput | None:
+        """What came since it was last asked; None: nothing. Raises: the error that was put."""
+        output, self._output = self._output, None
+        if isinstance(output, Exception):
+            self._output = output
+            raise output
+        return output
+
+
+class Processed(NamedTuple):
+    """outputs: of requests without a collector. ready: those whose collectors have something new."""
+
+    outputs: list[RequestOutput]
+    ready: list[str]
+    reqs_to_abort: list[str]
+
+
+class _RequestState:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str] | None,
+        params: SamplingParams,
+        prompt_tokens: int,
+        collector: RequestOutputCollector | None,
+    ) -> None:
+        self.params = params
+        self.prompt_tokens = prompt_tokens
+        self.collector = collector
+        self.detokenizer = None if decode is None else Detokenizer(decode)
+        self.stops = StopStrings(params.stop)
+        self.text = ""
+        self.token_ids: tuple[int, ...] = ()
+        self.logprobs: tuple[TokenLogprobs, ...] = ()
+        self.generated = 0
+
+
+class OutputProcessor:
+    """Keeps the text of every request. ``decode``: tokens to text, special tokens left out; None: no text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str] | None) -> None:
+        self._decode = decode
+        self._states: dict[str, _RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add_request(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        prompt_tokens: int,
+        collector: RequestOutputCollector | None = None,
+    ) -> None:
+        self._states[request_id] = _RequestState(self._decode, params, prompt_tokens, collector)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+
+    def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> Processed:
+        """The only loop over a step's outputs. Those of requests that were aborted here are dropped."""
+        processed = Processed([], [], [])
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is None:
+                continue
+            made = self._process(state, output, processed)
+            if made.finish is not None:
+                del self._states[output.request_id]
+            if state.params.output_kind is OutputKind.FINAL_ONLY and made.finish is None:
+                continue
+            if state.collector is None:
+                processed.outputs.append(made)
+            else:
+                state.collector.put(made)
+                processed.ready.append(output.request_id)
+        return processed
+
+    def _process(self, state: _RequestState, output: EngineCoreOutput, processed: Processed) -> RequestOutput:
+        state.generated += len(output.new_token_ids)
+        finish, reason = output.finish, output.reason
+        text, stopped = self._text(state, output)
+        if stopped is not None:
+            if finish is None:
+                processed.reqs_to_abort.append(output.request_id)
+            finish, reason = Finish.STOP, stopped
+        token_ids, logprobs = output.new_token_ids, output.logprobs
+        if state.params.output_kind is not OutputKind.DELTA:
+            state.text += text
+            state.token_ids += token_ids
+            state.logprobs += logprobs
+            text, token_ids, logprobs = state.text, state.token_ids, state.logprobs
+        return RequestOutput(
+            request_id=output.request_id,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_tokens=state.prompt_tokens,
+            generated=state.generated,
+            cached_tokens=output.cached_tokens,
+            finish=finish,
+            reason=reason,
+        )
+
+    def _text(self, state: _RequestState, output: EngineCoreOutput) -> tuple[str, str | None]:
+        """New text, and the stop string that ends it."""
+        if state.detokenizer is None:
+            return "", None
+        # The token that ended the answer is not part of its text.
+        ended = output.finish is Finish.STOP
+        text = state.detokenizer.feed(output.new_token_ids[:-1] if ended else output.new_token_ids)
+        if output.finish is not None:
+            text += state.detokenizer.flush()
+        early = state.generated < state.params.min_tokens
+        given, stopped = (text, None) if early else state.stops.feed(text)
+        if stopped is None and output.finish is not None:
+            given += state.stops.flush()
+        return given, stopped

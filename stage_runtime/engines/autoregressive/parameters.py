@@ -1,0 +1,155 @@
+"""How tokens are chosen and when a request ends: one value for each request, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.errors import InvalidRequest
+
+MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs
+MAX_STOPS: Final = 16
+
+
+class OutputKind(Enum):
+    DELTA = "delta"  #: What is new since the last output; outputs that nobody has taken yet are joined.
+    CUMULATIVE = "cumulative"  #: Everything so far.
+    FINAL_ONLY = "final_only"  #: One output, at the end.
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """temperature: 0 is greedy. top_k: 0 is no bound. seed: None draws one. stop: strings, cut off the text.
+
+    min_tokens: no end before. logprobs: how many of the likeliest tokens to report beside the chosen one's; None: none.
+    logit_bias: token id -> what is added to its logit.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    output_kind: OutputKind = OutputKind.DELTA
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits must be changed before a token is chosen, even a greedy one."""
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    @property
+    def penalized(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+#: field -> (lowest, highest). Integers where both are.
+_BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "max_tokens": (1, 10**9),
+    "min_tokens": (0, 10**9),
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 10**9),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 10.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "logprobs": (0, MAX_LOGPROBS),
+}
+
+
+def from_params(params: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """A request's parameters, named as OpenAI's, over the stage's ``defaults``. ``max_tokens`` is never above these.
+
+    Names that are not known here are somebody else's. Raises: InvalidRequest: a value of the wrong type or range.
+    """
+    found: dict[str, Any] = {}
+    for name in _BOUNDS:
+        if params.get(name) is not None and not (name == "logprobs" and isinstance(params[name], bool)):
+            found[name] = _number(params[name], name)
+    if params.get("max_completion_tokens") is not None and "max_tokens" not in found:
+        found["max_tokens"] = _number(params["max_completion_tokens"], "max_tokens")
+    if params.get("logprobs") is True:
+        found["logprobs"] = int(_number(params.get("top_logprobs") or 0, "logprobs"))
+    if params.get("seed") is not None:
+        found["seed"] = _integer(params["seed"], "seed") % 2**63
+    if params.get("ignore_eos") is not None:
+        found["ignore_eos"] = params["ignore_eos"] is True
+    if params.get("stop") is not None:
+        found["stop"] = _stops(params["stop"])
+    if params.get("stop_token_ids") is not None:
+        found["stop_token_ids"] = _integers(params["stop_token_ids"], "stop_token_ids")
+    if params.get("logit_bias") is not None:
+        found["logit_bias"] = _biases(params["logit_bias"])
+    if "max_tokens" in found:
+        found["max_tokens"] = min(found["max_tokens"], defaults.max_tokens)
+    made = msgspec.structs.replace(defaults, **found)
+    if made.min_tokens > made.max_tokens:
+        raise InvalidRequest(f"min_tokens is {made.min_tokens} and max_tokens {made.max_tokens}", param="min_tokens")
+    return made
+
+
+def _number(value: Any, name: str) -> float | int:
+    low, high = _BOUNDS[name]
+    whole = isinstance(low, int)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be a number from {low:g} to {high:g}", param=name)
+    if whole and int(value) != value:
+        raise InvalidRequest(f"{name} must be a whole number", param=name)
+    return int(value) if whole else float(value)
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be a whole number", param=name)
+    return value
+
+
+def _integers(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidRequest(f"{name} must be a list of token ids", param=name)
+    return tuple(_integer(one, name) for one in value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(one, str) for one in stops):
+        raise InvalidRequest("stop must be a string or a list of strings", param="stop")
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS}", param="stop")
+    return tuple(one for one in stops if one)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
+    found = {}
+    for token, bias in value.items():
+        if not str(token).isdecimal() or isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
+        if not math.isfinite(bias) or abs(bias) > 100:
+            raise InvalidRequest("logit_bias must be from -100 to 100", param="logit_bias")
+        found[int(str(token))] = float(bias)
+    return found

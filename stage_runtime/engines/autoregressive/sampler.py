@@ -1,0 +1,156 @@
+"""From logits to tokens, for all rows of a step at once.
+
+A row's token depends on its own logits, parameters, seed and place alone, so a seed gives the same answer in any batch,
+after a preemption, and in another process: random numbers are hashes of (seed, place), not draws of a generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+
+FIRST_CANDIDATES: Final = 256  # of a nucleus; sorting a whole vocabulary costs more than the rest of sampling
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one generated token, before temperature and penalties."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  #: (token, logprob), likeliest first
+
+
+class RowState:
+    """What sampling keeps of one request: which tokens it has seen, where its penalties need that."""
+
+    def __init__(self, params: SamplingParams, seed: int, end_ids: frozenset[int], prompt: Sequence[int]) -> None:
+        self.params = params
+        self.seed = seed
+        self.held_back = sorted(end_ids | set(params.stop_token_ids)) if params.min_tokens else []
+        self._prompt = tuple(prompt) if params.penalized else ()
+        self._seen: Tensor | None = None  #: ``[vocabulary]`` bool: in the prompt or generated.
+        self._counts: Tensor | None = None  #: ``[vocabulary]``: how often it was generated.
+
+    def prepare(self, logits: Tensor, generated: int) -> None:
+        """Apply bias and penalties to one row ``[vocabulary]``, in place."""
+        params = self.params
+        for token, bias in params.logit_bias.items():
+            if token < logits.shape[0]:
+                logits[token] += bias
+        if self.held_back and generated < params.min_tokens - 1:
+            logits[self.held_back] = float("-inf")
+        if params.penalized:
+            seen, counts = self._history(logits)
+            if params.repetition_penalty != 1:
+                penalty = params.repetition_penalty
+                logits.copy_(torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
+            logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+    def chosen(self, token: int) -> None:
+        if self._seen is not None and self._counts is not None:
+            self._seen[token] = True
+            self._counts[token] += 1
+
+    def _history(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self._seen is None or self._counts is None:
+            self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            self._seen[list(self._prompt)] = True
+            self._counts = torch.zeros_like(logits)
+        return self._seen, self._counts
+
+
+class Sampled(NamedTuple):
+    """token: None when the row holds NaN, so that none can be chosen."""
+
+    token: int | None
+    logprobs: TokenLogprobs | None
+
+
+def uniform(seed: int, place: int) -> float:
+    """A number in [0, 1) for the token at ``place`` of an answer."""
+    digest = blake2b(seed.to_bytes(8, "little") + place.to_bytes(8, "little"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def sample(logits: Tensor, rows: Sequence[RowState], places: Sequence[int]) -> list[Sampled]:
+    """Choose a token for each row. ``logits [rows, vocabulary]`` f32 is written into.
+
+    places: how many tokens each row's request has generated.
+    """
+    raw = _logprobs(logits, rows)
+    for index, row in enumerate(rows):
+        if row.params.changes_logits:
+            row.prepare(logits[index], places[index])
+    best, tokens = logits.max(-1)
+    chosen: list[int] = tokens.tolist()
+    bad = [not good for good in torch.isfinite(best).tolist()]  # the maximum of a row with NaN is NaN
+    for index, row in enumerate(rows):
+        if not bad[index] and not row.params.greedy:
+            chosen[index] = _draw(logits[index], row.params, uniform(row.seed, places[index]))
+    found = []
+    for index, row in enumerate(rows):
+        if bad[index]:
+            found.append(Sampled(None, None))
+            continue
+        row.chosen(chosen[index])
+        wanted = row.params.logprobs
+        found.append(Sampled(chosen[index], _report(raw[index], chosen[index], wanted) if wanted is not None else None))
+    return found
+
+
+def _logprobs(logits: Tensor, rows: Sequence[RowState]) -> dict[int, Tensor]:
+    return {index: logits[index].log_softmax(-1) for index, row in enumerate(rows) if row.params.logprobs is not None}
+
+
+def _report(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
+    values, tokens = logprobs.topk(min(count, logprobs.shape[0]))
+    top = tuple(zip(map(int, tokens.tolist()), map(float, values.tolist()), strict=True))
+    return TokenLogprobs(float(logprobs[token]), top)
+
+
+def _draw(logits: Tensor, params: SamplingParams, u: float) -> int:
+    """A token of one row ``[vocabulary]``."""
+    scaled = logits / params.temperature
+    if not params.top_k and params.top_p >= 1:
+        probabilities = scaled.softmax(-1)
+        if params.min_p:
+            probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
+        return _pick(probabilities, u)
+    probabilities, tokens = _candidates(scaled, params)
+    if params.min_p:
+        probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0.0)
+    if params.top_p < 1:
+        # The nucleus: the fewest tokens whose probabilities reach top_p; the first is always in it.
+        before = probabilities.double().cumsum(-1) - probabilities
+        probabilities = torch.where(before < params.top_p, probabilities, 0.0)
+        probabilities[0] = torch.maximum(probabilities[0], probabilities.new_tensor(1e-30))
+    return int(tokens[_pick(probabilities, u)])
+
+
+def _candidates(scaled: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens with their probabilities, likeliest first: ``top_k``, or enough for the nucleus."""
+    size = scaled.shape[0]
+    if params.top_k:
+        values, tokens = scaled.topk(min(params.top_k, size))
+        return values.softmax(-1), tokens
+    total = scaled.logsumexp(-1)
+    values, tokens = scaled.topk(min(FIRST_CANDIDATES, size))
+    probabilities = (values - total).exp()
+    if probabilities.sum() < params.top_p and size > FIRST_CANDIDATES:
+        values, tokens = scaled.sort(descending=True)
+        probabilities = (values - total).exp()
+    return probabilities, tokens
+
+
+def _pick(weights: Tensor, u: float) -> int:
+    """The index in which ``u`` of the weights' sum lies."""
+    sums = weights.double().cumsum(-1)
+    index = int(torch.searchsorted(sums, sums[-1:] * u, right=True))
+    if index >= sums.shape[0]:  # u * sum was rounded up
+        index = int(weights.nonzero()[-1])
+    return index

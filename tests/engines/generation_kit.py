@@ -1,0 +1,171 @@
+"""Tiny language models and a tokenizer, made in code, for tests of the autoregressive engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from stage_runtime.engines.autoregressive.attention import GatherAttention
+from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
+from stage_runtime.engines.autoregressive.model_runner import ModelOutput, ModelRunner
+from stage_runtime.engines.autoregressive.models import PagedModel
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.rules.autoregressive.blocks import BlockPool
+from stage_runtime.rules.autoregressive.requests import Finish
+from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
+
+VOCABULARY = 259  # 256 bytes and three special tokens
+END = 256
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    # Larger than usual: with 0.02 all logits are nearly equal, and rounding would choose the token.
+    "initializer_range": 0.3,
+    "eos_token_id": None,  # `alone` is to generate as many tokens as it is asked for
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+_GROUPED: dict[str, Any] = {**_COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED),
+    "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, head_dim=16),
+    "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, head_dim=8, sliding_window=6),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, head_dim=8, sliding_window=6),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=256,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_COMMON, intermediate_size=48),
+    "phi": lambda: transformers.PhiConfig(**_COMMON, intermediate_size=48),
+}
+
+
+@functools.cache
+def tiny_model(kind: str) -> Any:
+    """A model with random weights, always the same ones."""
+    torch.set_num_threads(1)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(7)
+    try:
+        return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def tiny_tokenizer() -> Any:
+    """One token a byte, so that characters beyond ASCII are cut in the middle; with a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<end>", "<user>", "<assistant>"])
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    made.chat_template = (
+        "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return made
+
+
+def alone(kind: str, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own ``generate`` answers to one prompt, greedily, in f32."""
+    model = tiny_model(kind)
+    model.set_attn_implementation("eager")
+    wanted = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
+    with torch.inference_mode():
+        ids = torch.tensor([list(prompt)])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=wanted)
+    return [int(token) for token in whole[0, len(prompt) :]]
+
+
+def core(kind: str = "llama", *, blocks: int = 64, overlapping: bool = False, **limits: Any) -> EngineCore:
+    chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
+    scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
+    model = PagedModel(tiny_model(kind))
+    runner = ModelRunner(model, GatherAttention(), num_blocks=blocks, block_size=scheduler.limits.block_size)
+    executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
+    return EngineCore(scheduler, executor, end_ids=frozenset({END}), vocab_size=VOCABULARY)
+
+
+class Answers:
+    """Gathers what a core gives, by request."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, tuple[Finish, Any]] = {}
+
+    def ask(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **others: Any) -> None:
+        self.tokens[name] = []
+        self.engine.add_request(
+            EngineCoreRequest(request_id=name, prompt_token_ids=list(prompt), params=params, **others)
+        )
+
+    def step(self) -> list[EngineCoreOutput]:
+        outputs, _executed = self.engine.step_fn()
+        for one in outputs:
+            self.tokens[one.request_id] += one.new_token_ids
+            if one.finish is not None:
+                assert one.request_id not in self.finish
+                self.finish[one.request_id] = (one.finish, one.reason)
+        return outputs
+
+    def run(self) -> None:
+        while self.engine.has_work():
+            self.step()
+
+
+class ScriptedExecutor:
+    """`core.Executor`: the next token is a function of the tokens before. May fail steps, or rows."""
+
+    max_concurrent_batches = 1
+
+    def __init__(self, choose: Callable[[list[int]], int] = lambda tokens: (tokens[-1] + 1) % 256) -> None:
+        self._choose = choose
+        self.step_errors: list[Exception] = []
+        self.row_errors: dict[str, str] = {}
+        self.during: Callable[[SchedulerOutput], None] = lambda step: None  #: Called while a step is computed.
+        self.closed = False
+
+    def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
+
+    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
+        future: Future[ModelOutput] = Future()
+        self.during(step)
+        if self.step_errors:
+            future.set_exception(self.step_errors.pop(0))
+            return future
+        rows = [row for row in step.rows if row.samples]
+        failed = {row.request.id: self.row_errors[row.request.id] for row in rows if row.request.id in self.row_errors}
+        future.set_result(ModelOutput({row.request.id: self._choose(row.request.tokens) for row in rows}, failed, {}))
+        return future
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
+def scripted_core(executor: ScriptedExecutor, *, blocks: int = 64, **limits: Any) -> EngineCore:
+    chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
+    scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
+    return EngineCore(scheduler, executor, end_ids=frozenset({END}), vocab_size=VOCABULARY)

@@ -1,0 +1,252 @@
+"""`omni.Autoregressive` as a stage: its answers, and that what goes wrong ends the request concerned alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stage_runtime as omni
+from stage_runtime.engines import loading
+from stage_runtime.engines.autoregressive.core import EngineCore
+from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+from stage_runtime.errors import ConfigurationError
+from tests.engines.engine_kit import Rig, gate, running
+from tests.engines.generation_kit import ScriptedExecutor, alone, scripted_core, tiny_model, tiny_tokenizer
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers writes it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def collect(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
+    if generation.begins:
+        yield omni.Chunk({"prompt": generation.prompt_tokens})
+    elif generation.tokens:
+        yield omni.Chunk(list(generation.tokens))
+    if generation.finish is not None:
+        yield omni.Result({"finish": generation.finish, "tokens": generation.completion_tokens})
+
+
+def test_each_request_gets_the_tokens_that_transformers_gives_to_it_alone(checkpoint: Path) -> None:
+    def factory(**settings: Any) -> omni.Autoregressive:
+        return omni.Autoregressive(
+            model=str(checkpoint), deliver=collect, params=GREEDY, max_chunk=5, block_size=4, **settings
+        )
+
+    texts = ["a", "the quick brown fox", "the quick brown cat", "zzz" * 9]
+    found = omni.testing.run_stage(factory, texts, threads=1)
+    for text, one in zip(texts, found, strict=True):
+        begin, *pieces = one.data
+        assert begin == {"prompt": len(text)}
+        prompt = tiny_tokenizer()(text)["input_ids"]
+        assert [token for piece in pieces for token in piece] == alone("llama", prompt, 12)
+        assert one.result == {"finish": "length", "tokens": 12}
+
+
+def test_a_chat_is_answered_in_text_for_the_client_with_usage_and_finish(checkpoint: Path) -> None:
+    def factory() -> omni.Autoregressive:
+        return omni.Autoregressive(model=str(checkpoint), params={**GREEDY, "max_tokens": 6})
+
+    messages = [{"role": "user", "content": "hi"}]
+    request = omni.OmniRequest(id="one", kind="chat", inputs={"messages": messages}, params={"max_tokens": 99})
+    other = omni.OmniRequest(id="two", kind="chat", inputs={"messages": messages}, params={"top_p": 7})
+    one, two = omni.testing.run_stage(factory, [request, other])
+    prompt = tiny_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert all(isinstance(piece, omni.Text) for piece in one.data)
+    expected = tiny_tokenizer().decode(alone("llama", prompt, 6), skip_special_tokens=True)
+    assert "".join(piece.text for piece in one.data) == expected
+    assert one.result == [omni.Usage(len(prompt), 6), omni.Finish("length")]
+    assert isinstance(two.error, omni.InvalidRequest)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"policy": "random"}, "policy='random'"),
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"max_requests": 0}, "max_requests=0"),
+        ({"kv_cache_bytes": 10}, "holds no block"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_when_the_stage_is_loaded(
+    checkpoint: Path, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        loading.as_engine(omni.Autoregressive(model=str(checkpoint), **settings))
+
+
+def test_without_transformers_one_line_says_how_to_install_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'omnipipeline\[engine\]'"):
+        loading.as_engine(omni.Autoregressive(model=str(checkpoint)))
+
+
+class Stage:
+    """An engine whose model is a script: the answer to a text is the bytes that follow its last one."""
+
+    def __init__(self, deliver: Callable[..., Any] = collect, **limits: Any) -> None:
+        self.executor = ScriptedExecutor()
+        self.core: EngineCore = scripted_core(self.executor, **limits)
+        spec = omni.Autoregressive(model="", prompt=prompt, deliver=deliver, params={**GREEDY, "max_tokens": 50})
+        self.engine = AutoregressiveEngine(spec, self.core, tiny_tokenizer(), None)
+
+    def at_rest(self, rig: Rig) -> None:
+        """After the engine's end: nothing of any request is left."""
+        pool = self.core.scheduler.pool
+        assert pool.free == pool.capacity
+        assert rig.inbox.parking.all == 0
+
+
+def prompt(payload: omni.StagePayload) -> omni.Prompt:
+    data = payload.data
+    if isinstance(data, Exception):
+        raise data
+    return omni.Prompt(tokens=data["tokens"], params={"max_tokens": data.get("max_tokens", 3), "temperature": 0})
+
+
+def test_a_request_that_cannot_be_computed_fails_alone() -> None:
+    stage = Stage()
+    with running(stage.engine) as rig:
+        rig.start("a", {"tokens": []})
+        rig.start("b", {"tokens": [1] * 120})
+        rig.start("c", {"tokens": [9999]})
+        rig.start("d", KeyError("no such thing"))
+        rig.start("e", {"tokens": [1], "max_tokens": -1})
+        rig.start("f", {"tokens": [7]})
+        found = rig.outbox.several(10)
+    assert [one[0] for one in found if one[1] == "failed"] == list("abcde")
+    assert [one[2].partition(":")[0] for one in found if one[1] == "failed"] == [
+        *["InvalidRequest"] * 3,
+        "KeyError",
+        "InvalidRequest",
+    ]
+    assert [one[1:] for one in found if one[0] == "f"] == [
+        ("chunk", {"prompt": 1}),
+        ("chunk", [8]),
+        ("chunk", [9]),
+        ("chunk", [10]),
+        ("done", {"finish": "length", "tokens": 3}),
+    ]
+    stage.at_rest(rig)
+
+
+def test_a_deliver_that_raises_fails_its_request_alone() -> None:
+    def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
+        if payload.data.get("raises") == generation.completion_tokens:
+            raise ValueError("cannot say that")
+        yield from collect(payload, generation)
+
+    stage = Stage(deliver)
+    with running(stage.engine) as rig:
+        for name, raises in (("a", 0), ("b", 2), ("c", 3), ("d", None)):
+            rig.start(name, {"tokens": [7], "raises": raises})
+        ends = [one for one in rig.outbox.several(1 + 3 + 4 + 5) if one[1] != "chunk"]
+    assert sorted(one[:2] for one in ends) == [("a", "failed"), ("b", "failed"), ("c", "failed"), ("d", "done")]
+    stage.at_rest(rig)
+
+
+def test_a_failed_row_is_a_failed_request() -> None:
+    stage = Stage()
+    stage.executor.row_errors = {"a": "the model's logits are not finite"}
+    with running(stage.engine) as rig:
+        rig.start("a", {"tokens": [7]})
+        assert rig.outbox.several(2)[1] == ("a", "failed", "RequestError: the model's logits are not finite")
+    stage.at_rest(rig)
+
+
+def test_deltas_for_a_reader_that_lags_are_joined_until_its_gate_opens() -> None:
+    stage = Stage()
+    held = gate()
+    with running(stage.engine) as rig:
+        rig.outbox.gates = [held]
+        rig.start("a", {"tokens": [7], "max_tokens": 6})
+        assert rig.outbox.next() == ("a", "chunk", {"prompt": 1})
+        rig.start("b", {"tokens": [40]})
+        assert [one[0] for one in rig.outbox.several(5)] == ["b"] * 5  # nobody waits for the reader of a
+        held.set_result(None)
+        rest = rig.outbox.several(2)
+        while rest[-1][1] != "done":
+            rest.append(rig.outbox.next())
+    assert [token for one in rest[:-1] for token in one[2]] == [8, 9, 10, 11, 12, 13]
+    assert rest[-1] == ("a", "done", {"finish": "length", "tokens": 6})
+    assert len(rest[0][2]) > 1
+    stage.at_rest(rig)
+
+
+def test_an_engine_that_ends_waits_for_readers_that_lag() -> None:
+    stage = Stage()
+    held = gate()
+    with running(stage.engine) as rig:
+        rig.outbox.gates = [held]
+        rig.start("a", {"tokens": [7], "max_tokens": 2})
+        rig.outbox.next()
+        rig.inbox.close()
+        threading.Timer(0, held.set_result, [None]).start()
+        assert rig.outbox.several(2) == [("a", "chunk", [8, 9]), ("a", "done", {"finish": "length", "tokens": 2})]
+
+
+def test_an_aborted_request_is_computed_no_further_and_its_id_may_come_again() -> None:
+    stage = Stage(max_requests=2)
+    computed: list[tuple[str, int]] = []
+    with running(stage.engine) as rig:
+
+        def abort(step: Any) -> None:
+            computed.extend((row.request.id, row.start) for row in step.rows)
+            if any((row.request.id, row.start) == ("a", 3) for row in step.rows):
+                rig.abort("a")
+
+        stage.executor.during = abort
+        rig.start("a", {"tokens": [7], "max_tokens": 50})
+        rig.start("b", {"tokens": [40], "max_tokens": 8})
+        said = [rig.outbox.next()]
+        while said[-1][:2] != ("b", "done"):
+            said.append(rig.outbox.next())
+        del rig.works["a"]
+        rig.start("a", {"tokens": [90], "max_tokens": 1})
+        again = rig.outbox.several(3)
+    assert [one[2] for one in said if one[0] == "a"][1:] == [[8], [9], [10]]
+    assert max(start for name, start in computed if name == "a") == 3
+    assert [one[1:] for one in again] == [
+        ("chunk", {"prompt": 1}),
+        ("chunk", [91]),
+        ("done", {"finish": "length", "tokens": 1}),
+    ]
+    stage.at_rest(rig)
+
+
+def test_chunks_are_refused_and_the_engine_reports_what_it_does() -> None:
+    stage = Stage()
+    with running(stage.engine) as rig:
+        rig.chunk("a", {"tokens": [7]})
+        assert rig.outbox.next()[:2] == ("a", "failed")
+        rig.start("b", {"tokens": [1] * 9})
+        rig.outbox.several(5)
+        rig.start("c", {"tokens": [1] * 9})
+        rig.outbox.several(5)
+        assert rig.outbox.began_ids == ["b", "c"]
+    assert rig.inbox.gauges == {
+        "waiting": 0,
+        "running": 0,
+        "kv_blocks": 63,
+        "kv_blocks_used": 0,
+        "kv_blocks_cached": 2,
+        "steps_total": 6,
+        "preemptions_total": 0,
+        "prompt_tokens_total": 18,
+        "prefix_hit_tokens_total": 8,
+        "generated_tokens_total": 6,
+    }

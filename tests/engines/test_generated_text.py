@@ -1,0 +1,137 @@
+"""Tokens to text as they come: nothing is lost or doubled, no half character, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.engines.autoregressive.core import EngineCoreOutput
+from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, StopStrings
+from stage_runtime.engines.autoregressive.output_processor import (
+    OutputProcessor,
+    RequestOutput,
+    RequestOutputCollector,
+)
+from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
+from stage_runtime.rules.autoregressive.requests import Finish
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """A token is a byte."""
+    return bytes(tokens).decode(errors="replace")
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 5), max_size=80))
+def test_the_pieces_are_the_text_and_each_is_whole_characters(text: str, cuts: list[int]) -> None:
+    detokenizer, tokens, pieces = Detokenizer(decode), list(text.encode()), []
+    for cut in cuts:
+        pieces.append(detokenizer.feed(tokens[:cut]))
+        tokens = tokens[cut:]
+    pieces += [detokenizer.feed(tokens), detokenizer.flush()]
+    assert "".join(pieces) == text
+    assert not [piece for piece in pieces if "\ufffd" in piece] or "\ufffd" in text
+
+
+def test_what_is_left_of_a_character_is_given_out_at_the_end() -> None:
+    detokenizer = Detokenizer(decode)
+    assert detokenizer.feed([*b"a", 0xE2, 0x82]) == ""
+    assert detokenizer.flush() == "a\ufffd"
+
+
+@given(text=st.text("abc", max_size=30), stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(text: str, stops: list[str]) -> None:
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    stopper, given_out, reached = StopStrings(stops), "", None
+    for letter in text:
+        piece, reached = stopper.feed(letter)
+        given_out += piece
+        if reached is not None:
+            break
+    else:
+        given_out += stopper.flush()
+    if not found:
+        assert (given_out, reached) == (text, None)
+    else:
+        # Letter by letter the string that is complete first ends the text, which may begin after another one's start.
+        assert reached in stops
+        assert text.startswith(given_out + str(reached))
+        assert len(given_out) + len(str(reached)) == min(text.find(stop) + len(stop) for _at, stop in found)
+
+
+def outputs(name: str, *tokens: int, finish: Finish | None = None) -> list[EngineCoreOutput]:
+    last = len(tokens) - 1
+    return [
+        EngineCoreOutput(request_id=name, new_token_ids=(token,), finish=finish if index == last else None)
+        for index, token in enumerate(tokens)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (OutputKind.DELTA, [("h", 1), ("i", 2), ("!", 3)]),
+        (OutputKind.CUMULATIVE, [("h", 1), ("hi", 2), ("hi!", 3)]),
+        (OutputKind.FINAL_ONLY, [("hi!", 3)]),
+    ],
+)
+def test_outputs_are_deltas_or_all_so_far_or_the_end_alone(kind: OutputKind, expected: list[tuple[str, int]]) -> None:
+    processor = OutputProcessor(decode)
+    processor.add_request("a", SamplingParams(output_kind=kind), 5)
+    found = [
+        (made.text, made.generated, made.finish, made.prompt_tokens)
+        for one in outputs("a", *b"hi!", finish=Finish.LENGTH)
+        for made in processor.process_outputs([one]).outputs
+    ]
+    assert found == [
+        (text, count, Finish.LENGTH if index == len(expected) - 1 else None, 5)
+        for index, (text, count) in enumerate(expected)
+    ]
+    assert len(processor) == 0
+
+
+def test_a_stop_string_across_tokens_ends_the_text_and_the_core_is_told_once() -> None:
+    processor = OutputProcessor(decode)
+    processor.add_request("a", SamplingParams(stop=("END",)), 1)
+    processor.add_request("b", SamplingParams(), 1)
+    found, aborts = "", []
+    for one in outputs("a", *b"xEyEND z"):
+        processed = processor.process_outputs([one, *outputs("b", 65)])
+        found += "".join(made.text for made in processed.outputs if made.request_id == "a")
+        aborts += processed.reqs_to_abort
+    assert (found, aborts) == ("xEy", ["a"])
+
+
+def test_a_token_that_ends_the_answer_is_no_text_and_a_held_beginning_of_a_stop_is() -> None:
+    processor = OutputProcessor(decode)
+    processor.add_request("a", SamplingParams(stop=("END",)), 1)
+    *_, last = [processor.process_outputs([one]) for one in outputs("a", *b"xEN", 0, finish=Finish.STOP)]
+    assert [(made.text, made.finish, made.generated) for made in last.outputs] == [("EN", Finish.STOP, 4)]
+    assert last.reqs_to_abort == []
+
+
+def test_outputs_of_an_aborted_request_are_dropped() -> None:
+    processor = OutputProcessor(decode)
+    processor.add_request("a", SamplingParams(), 1)
+    processor.abort_requests(["a", "a"])
+    assert processor.process_outputs(outputs("a", 65)) == ([], [], [])
+
+
+def test_a_collector_joins_deltas_replaces_the_whole_and_an_error_wins() -> None:
+    deltas, whole = RequestOutputCollector(OutputKind.DELTA), RequestOutputCollector(OutputKind.CUMULATIVE)
+    for text in ("a", "ab"):
+        for collector in (deltas, whole):
+            collector.put(RequestOutput(request_id="r", text=text, token_ids=(1,), generated=len(text)))
+    assert deltas.get_nowait() == RequestOutput(request_id="r", text="aab", token_ids=(1, 1), generated=2)
+    assert whole.get_nowait() == RequestOutput(request_id="r", text="ab", token_ids=(1,), generated=2)
+    assert deltas.get_nowait() is None
+    deltas.put(ValueError("broken"))
+    deltas.put(RequestOutput(request_id="r"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            deltas.get_nowait()

@@ -1,0 +1,194 @@
+"""The busy loop and the core: what has come is taken together, failures end their requests alone, shutdown drains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+
+from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType, ShutdownState
+from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.rules.autoregressive.requests import Finish, Hold
+from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, scripted_core
+
+PATIENCE_S = 10.0
+
+
+class Queue:
+    """`busy_loop.InputQueue` of one queue."""
+
+    def __init__(self) -> None:
+        self.items: SimpleQueue[tuple[RequestType, Any]] = SimpleQueue()
+        self.waits = 0
+
+    def get(self, block: bool) -> tuple[RequestType, Any] | None:
+        self.waits += block
+        try:
+            return self.items.get(block, PATIENCE_S)
+        except Empty:
+            return None
+
+
+class Running:
+    """A loop on a thread of its own."""
+
+    def __init__(self, executor: ScriptedExecutor, **limits: Any) -> None:
+        self.core: EngineCore = scripted_core(executor, **limits)
+        self.queue = Queue()
+        self.given: SimpleQueue[EngineCoreOutput] = SimpleQueue()
+        self.refused: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self.idle = threading.Event()
+        self.loop = BusyLoop(
+            self.core,
+            self.queue,
+            self._deliver,
+            lambda name, error: self.refused.put((name, str(error))),
+            wake=lambda: self.queue.items.put((RequestType.WAKEUP, None)),
+            on_idle=(self.idle.set,),
+        )
+        self.thread = threading.Thread(target=self.loop.run_busy_loop, daemon=True)
+
+    def _deliver(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+        for one in outputs:
+            self.given.put(one)
+        return []
+
+    def ask(self, name: str, prompt: Sequence[int] = (1, 2), hold: Hold | None = None, **params: Any) -> None:
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            params=SamplingParams(**{"max_tokens": 3, **params}),
+            hold=hold,
+        )
+        self.queue.items.put((RequestType.ADD, (request, None)))
+
+    def ends(self, count: int) -> dict[str, tuple[Finish, Any]]:
+        found: dict[str, tuple[Finish, Any]] = {}
+        while len(found) < count:
+            one = self.given.get(timeout=PATIENCE_S)
+            if one.finish is not None:
+                found[one.request_id] = (one.finish, one.reason)
+        return found
+
+    def join(self) -> None:
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        assert self.loop.shutdown_state is ShutdownState.COMPLETED
+        assert self.core.scheduler.pool.free == self.core.scheduler.pool.capacity
+
+
+def test_all_that_has_come_is_in_the_first_step() -> None:
+    steps: list[list[str]] = []
+    executor = ScriptedExecutor()
+    executor.during = lambda step: steps.append([row.request.id for row in step.rows])
+    running = Running(executor)
+    for name in "abc":
+        running.ask(name)
+    running.thread.start()
+    assert running.ends(3) == dict.fromkeys("abc", (Finish.LENGTH, None))
+    running.loop.request_shutdown()
+    running.join()
+    assert steps[0] == ["a", "b", "c"]
+    assert executor.closed
+
+
+def test_an_idle_loop_waits_in_its_queue_and_a_wakeup_ends_it() -> None:
+    running = Running(ScriptedExecutor())
+    running.thread.start()
+    assert running.idle.wait(PATIENCE_S)
+    running.loop.request_shutdown()
+    running.join()
+    assert running.queue.waits <= 2
+
+
+def test_a_drain_finishes_what_is_under_way_and_an_abort_does_not() -> None:
+    for drain, finish in ((True, {"a": (Finish.LENGTH, None)}), (False, {})):
+        executor = ScriptedExecutor()
+        running = Running(executor)
+
+        def ask_to_stop(_step: Any, running: Running = running, drain: bool = drain) -> None:
+            running.loop.request_shutdown(drain=drain)
+
+        executor.during = ask_to_stop
+        running.ask("a", max_tokens=5)
+        running.thread.start()
+        running.join()
+        assert running.ends(len(finish)) == finish
+
+
+def test_a_held_request_is_waited_for_without_steps() -> None:
+    steps = []
+    executor = ScriptedExecutor()
+    executor.during = lambda step: steps.append(len(step.rows))
+    running = Running(executor)
+    running.ask("a", hold=Hold.UPSTREAM_ROWS)
+    running.thread.start()
+    assert running.idle.wait(PATIENCE_S)
+    running.queue.items.put((RequestType.RELEASE, "a"))
+    assert running.ends(1) == {"a": (Finish.LENGTH, None)}
+    running.loop.request_shutdown()
+    running.join()
+    assert [count for count in steps if count] == [1, 1, 1]
+
+
+def test_what_cannot_be_added_is_refused_alone() -> None:
+    running = Running(ScriptedExecutor())
+    running.ask("long", prompt=[1] * 120)
+    running.ask("unknown token", prompt=[VOCABULARY])
+    running.ask("empty", prompt=[])
+    running.ask("a", max_tokens=50)
+    running.ask("a")
+    running.thread.start()
+    assert running.ends(1) == {"a": (Finish.LENGTH, None)}
+    refused = [running.refused.get(timeout=PATIENCE_S) for _ in range(4)]
+    assert [name for name, _why in refused] == ["long", "unknown token", "empty", "a"]
+    assert "120 tokens" in refused[0][1]
+    running.loop.request_shutdown()
+    running.join()
+
+
+def test_a_failed_step_fails_its_rows_and_the_next_one_is_computed() -> None:
+    executor = ScriptedExecutor()
+    executor.step_errors = [MemoryError("no room")]
+    answers = Answers(scripted_core(executor))
+    answers.ask("a", [1])
+    answers.run()
+    answers.ask("b", [1])
+    answers.run()
+    assert answers.finish["a"][0] is Finish.ERROR
+    assert "no room" in answers.finish["a"][1]
+    assert answers.tokens["b"] == list(range(2, 14))
+
+
+def test_a_failed_row_ends_its_request_alone_and_gives_its_blocks_back() -> None:
+    executor = ScriptedExecutor()
+    executor.row_errors = {"bad": "NaN"}
+    answers = Answers(scripted_core(executor))
+    answers.ask("good", [1])
+    answers.ask("bad", [2])
+    answers.run()
+    assert answers.finish == {"good": (Finish.LENGTH, None), "bad": (Finish.ERROR, "NaN")}
+    assert answers.engine.scheduler.pool.free == answers.engine.scheduler.pool.capacity
+
+
+def test_an_abort_during_a_step_is_seen_before_its_result() -> None:
+    executor = ScriptedExecutor()
+    answers = Answers(scripted_core(executor))
+    executor.during = lambda step: answers.engine.aborts_queue.put("a")
+    answers.ask("a", [1])
+    answers.ask("b", [5])
+    assert [one.request_id for one in answers.step()] == ["b"]
+    answers.run()
+    assert answers.tokens["a"] == []
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_token_ends_an_answer_unless_it_is_ignored(ignored: bool) -> None:
+    answers = Answers(scripted_core(ScriptedExecutor(lambda tokens: END)))
+    answers.ask("a", [1], SamplingParams(max_tokens=3, ignore_eos=ignored))
+    answers.run()
+    assert answers.finish["a"] == ((Finish.LENGTH, None) if ignored else (Finish.STOP, None))

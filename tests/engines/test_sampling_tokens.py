@@ -1,0 +1,163 @@
+"""Choosing tokens: each parameter does what it says, and a row depends on nothing of its neighbours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams, from_params
+from stage_runtime.engines.autoregressive.sampler import RowState, sample, uniform
+from stage_runtime.errors import InvalidRequest
+
+LOGITS = [2.0, 1.0, 0.0, -1.0]
+
+
+def row(prompt: tuple[int, ...] = (), seed: int = 1, **params: Any) -> RowState:
+    return RowState(SamplingParams(**params), seed, frozenset({3}), prompt)
+
+
+def tokens(state: RowState, count: int = 300, logits: list[float] = LOGITS) -> Counter[int | None]:
+    found: Counter[int | None] = Counter()
+    for place in range(count):
+        found[sample(torch.tensor([logits]), [state], [place])[0].token] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("params", "possible"),
+    [
+        ({"temperature": 0.0}, {0}),
+        ({}, {0, 1, 2, 3}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.6}, {0}),  # 0.64, 0.24, 0.09, 0.03
+        ({"top_p": 0.8}, {0, 1}),
+        ({"top_p": 0.0}, {0}),
+        ({"min_p": 0.2}, {0, 1}),
+        ({"min_p": 0.2, "top_k": 3}, {0, 1}),
+        ({"top_k": 3, "top_p": 0.7}, {0, 1}),
+        ({"temperature": 0.1}, {0}),
+        ({"logit_bias": {0: -100.0}}, {1, 2, 3}),
+        ({"temperature": 0.0, "logit_bias": {2: 5.0}}, {2}),
+        ({"temperature": 0.0, "logit_bias": {99: 5.0}}, {0}),  # no such token: nothing to add to
+    ],
+)
+def test_only_what_the_parameters_allow_is_chosen(params: dict[str, Any], possible: set[int]) -> None:
+    assert set(tokens(row(**params))) == possible
+
+
+def test_tokens_come_as_often_as_their_probabilities_say() -> None:
+    found = tokens(row(), count=4000)
+    expected = torch.tensor(LOGITS).softmax(-1).tolist()
+    assert [found[token] / 4000 for token in range(4)] == pytest.approx(expected, abs=0.03)
+
+
+def test_a_nucleus_wider_than_the_first_candidates_is_searched_in_the_whole_vocabulary() -> None:
+    flat = [0.0] * 2000
+    found = tokens(row(top_p=0.9), count=300, logits=flat)
+    assert len(found) > 200  # 256 candidates alone hold 0.13
+    narrow = tokens(row(top_p=0.05), count=300, logits=flat)
+    assert len(narrow) <= 101
+
+
+@given(seed=st.integers(0, 2**63 - 1), place=st.integers(0, 10**6), others=st.integers(0, 4), at=st.integers(0, 4))
+def test_a_row_is_the_same_in_any_batch(seed: int, place: int, others: int, at: int) -> None:
+    own = torch.randn(40, generator=torch.Generator().manual_seed(seed % 1000))
+    alone = sample(own[None].clone(), [row(seed=seed, top_p=0.9)], [place])[0].token
+    states = [row(seed=index, temperature=index / 2) for index in range(others)]
+    states.insert(min(at, others), row(seed=seed, top_p=0.9))
+    logits = torch.randn(others + 1, 40)
+    logits[min(at, others)] = own
+    assert sample(logits, states, [place] * (others + 1))[min(at, others)].token == alone
+
+
+def test_random_numbers_are_a_function_of_seed_and_place() -> None:
+    drawn = {(seed, place): uniform(seed, place) for seed in range(30) for place in range(30)}
+    assert len(set(drawn.values())) == 900
+    assert all(0 <= one < 1 for one in drawn.values())
+    assert uniform(4, 7) == drawn[4, 7]
+
+
+def test_penalties_count_the_prompt_or_the_answer() -> None:
+    def greedy(**params: Any) -> list[int | None]:
+        state = row(prompt=(0,), temperature=0.0, **params)
+        return [sample(torch.tensor([[2.0, 1.9, 1.5, -9.0]]), [state], [place])[0].token for place in range(4)]
+
+    assert greedy() == [0, 0, 0, 0]
+    assert greedy(repetition_penalty=1.2) == [1, 0, 0, 0]  # 0 is in the prompt; then both are penalized alike
+    assert greedy(presence_penalty=0.3) == [0, 1, 0, 0]
+    assert greedy(frequency_penalty=0.3) == [0, 1, 0, 1]
+
+
+def test_min_tokens_holds_back_what_would_end_the_answer() -> None:
+    state = row(temperature=0.0, min_tokens=2, stop_token_ids=(2,))
+    logits = [0.0, 1.0, 2.0, 3.0]
+    assert [sample(torch.tensor([logits]), [state], [place])[0].token for place in (0, 1)] == [1, 3]
+
+
+def test_a_row_with_nan_fails_alone_and_infinities_of_masked_tokens_do_not() -> None:
+    logits = torch.tensor([[1.0, float("nan"), 0.0], [1.0, 2.0, float("-inf")], [float("-inf")] * 3])
+    found = sample(logits, [row(temperature=0.0), row(), row(temperature=0.0)], [0, 0, 0])
+    assert [one.token is None for one in found] == [True, False, True]
+
+
+def test_logprobs_are_those_before_bias_and_temperature() -> None:
+    state = row(temperature=0.5, top_k=1, logprobs=2, logit_bias={1: 50.0})
+    (found,) = sample(torch.tensor([LOGITS]), [state], [0])
+    expected = torch.tensor(LOGITS).log_softmax(-1)
+    assert found.token == 1
+    assert found.logprobs is not None
+    assert found.logprobs.logprob == pytest.approx(float(expected[1]))
+    assert [token for token, _value in found.logprobs.top] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "value"),
+    [
+        ({"temperature": 1}, "temperature", 1.0),
+        ({"max_tokens": 500}, "max_tokens", 64),
+        ({"max_completion_tokens": 7}, "max_tokens", 7),
+        ({"stop": "a"}, "stop", ("a",)),
+        ({"stop": ["a", "", "b"]}, "stop", ("a", "b")),
+        ({"logprobs": True, "top_logprobs": 3}, "logprobs", 3),
+        ({"logprobs": True}, "logprobs", 0),
+        ({"logprobs": False}, "logprobs", None),
+        ({"seed": -1}, "seed", 2**63 - 1),
+        ({"logit_bias": {"5": -1}}, "logit_bias", {5: -1.0}),
+        ({"top_k": None, "voice": "joe"}, "top_k", 0),
+    ],
+)
+def test_a_client_s_words_become_parameters(params: dict[str, Any], field: str, value: Any) -> None:
+    defaults = SamplingParams(max_tokens=64, output_kind=OutputKind.DELTA)
+    assert getattr(from_params(params, defaults), field) == value
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": "1"}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": 4}, "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": float("inf")}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"seed": 1.0}, "seed"),
+        ({"top_logprobs": 21, "logprobs": True}, "logprobs"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(params: dict[str, Any], names: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        from_params(params, SamplingParams())
+    assert caught.value.param == names
