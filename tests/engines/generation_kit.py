@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-import transformers
+import transformers as untyped
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stage_runtime.engines.autoregressive.attention import GatherAttention
@@ -20,6 +20,8 @@ from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import Finish
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
+
+transformers: Any = untyped
 
 VOCABULARY = 259  # 256 bytes and three special tokens
 END = 256
