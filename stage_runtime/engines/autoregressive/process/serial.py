@@ -1,0 +1,150 @@
+"""Values with tensors and arrays as frames of one message, and back. MessagePack alone: nothing is pickled.
+
+Three ways for the bytes of a tensor: below `INLINE_BELOW` in the first frame; else by a relay, if one takes it; else
+as a frame of its own, which is sent from the tensor's memory. Numpy arrays are read in place by the receiver, torch
+tensors copied: torch takes no read-only memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from stage_runtime.errors import ProtocolError, ValueRefused
+from stage_runtime.payloads import tensors
+from stage_runtime.wire import tensorrefs
+from stage_runtime.wire.tensorrefs import TensorRef
+
+T = TypeVar("T")
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+INLINE_BELOW: Final = 256  # bytes; a frame of its own costs about as much as copying some hundred bytes
+TENSOR: Final = 1  # code of the MessagePack extension
+FRAMES_MOST: Final = 4096  # of one message
+MISREAD: Final = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError, ProtocolError)
+
+
+class Relay(Protocol):
+    """Moves tensors to the other process beside the message, such as through shared memory."""
+
+    def put(self, data: memoryview, device: str) -> Mapping[str, Any] | None:
+        """Take ``data``. Returns: plain facts by which the receiver finds it; None: send it as a frame."""
+
+    def get(self, facts: Mapping[str, Any]) -> memoryview:
+        """The bytes behind ``facts``, which come from a socket. Raises: TransferError, ProtocolError."""
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    """place: the bytes, the number of a frame, or a relay's facts."""
+
+    kind: tensorrefs.Kind
+    dtype: str
+    shape: tuple[int, ...]
+    place: bytes | int | dict[str, Any]
+
+
+class MsgpackEncoder:
+    """Not for several threads at once."""
+
+    def __init__(self, *, inline_below: int = INLINE_BELOW, relay: Relay | None = None) -> None:
+        self._inline_below = inline_below
+        self._relay = relay
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
+        self._parts = msgspec.msgpack.Encoder()
+        self._aux: list[Buffer] = []
+
+    def encode(self, value: Any) -> list[Buffer]:
+        """The frames of ``value``. Frames after the first are its tensors' memory: not to be written until sent.
+
+        Raises: ValueRefused: it cannot travel.
+        """
+        return self.encode_into(value, bytearray())
+
+    def encode_into(self, value: Any, buffer: bytearray) -> list[Buffer]:
+        """As `encode`; the first frame is ``buffer``, written from its start and cut to the message."""
+        self._aux = aux = [buffer]
+        try:
+            self._encoder.encode_into(value, buffer)
+        except (TypeError, ValueError, OverflowError, RecursionError, UnicodeEncodeError) as error:
+            raise ValueRefused(type(value).__name__, str(error)) from error
+        finally:
+            self._aux = []
+        return aux
+
+    def _hook(self, value: Any) -> msgspec.msgpack.Ext:
+        if tensors.is_tensor(value):
+            problem = tensors.tensor_problem(value)
+            dtype, shape, device = tensors.tensor_dtype(value), tuple(value.shape), value.device.type
+            kind: tensorrefs.Kind = "torch"
+        elif isinstance(value, np.ndarray):
+            problem = tensors.array_problem(value)
+            dtype, shape, device, kind = value.dtype.name, value.shape, "cpu", "numpy"
+        else:
+            raise TypeError(f"a {type(value).__name__} cannot be sent")
+        if problem is not None:
+            raise TypeError(problem)
+        data, _copied = tensors.tensor_bytes(value) if kind == "torch" else tensors.array_bytes(value)
+        part = _Part(kind, dtype, shape, self._place(data, device))
+        return msgspec.msgpack.Ext(TENSOR, self._parts.encode(part))
+
+    def _place(self, data: memoryview, device: str) -> bytes | int | dict[str, Any]:
+        if len(data) < self._inline_below:
+            return bytes(data)
+        if self._relay is not None and (facts := self._relay.put(data, device)) is not None:
+            return dict(facts)
+        if len(self._aux) >= FRAMES_MOST:
+            raise ValueError(f"more than {FRAMES_MOST} tensors in one message")
+        self._aux.append(data)
+        return len(self._aux) - 1
+
+
+class MsgpackDecoder(Generic[T]):
+    """Decodes values of one type. Not for several threads at once."""
+
+    def __init__(self, kind: type[T], *, relay: Relay | None = None) -> None:
+        self._relay = relay
+        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._hook)
+        self._part = msgspec.msgpack.Decoder(_Part)
+        self._frames: Sequence[Buffer] = ()
+
+    def decode(self, frames: Sequence[Buffer]) -> T:
+        """Raises: ProtocolError: the frames are no such value. A relay's own errors pass through."""
+        if not 0 < len(frames) <= FRAMES_MOST:
+            raise ProtocolError(f"a message of {len(frames)} frames")
+        self._frames = frames
+        try:
+            return self._decoder.decode(frames[0])
+        except ProtocolError:
+            raise
+        except MISREAD as error:
+            raise ProtocolError(f"no message: {error}") from error
+        finally:
+            self._frames = ()
+
+    def _hook(self, code: int, data: memoryview) -> Any:
+        if code != TENSOR:
+            raise ProtocolError(f"unknown extension {code}")
+        part = self._part.decode(data)
+        if part.kind not in ("torch", "numpy"):
+            raise ProtocolError(f"a tensor of kind {part.kind!r}")
+        buffer, own = self._buffer(part.place)
+        (ref,) = tensorrefs.validated([TensorRef("", part.shape, part.dtype, 0, len(buffer), part.kind)], len(buffer))
+        if part.kind == "torch" and not own:
+            buffer = memoryview(bytearray(buffer))
+        return tensors.restored(ref, buffer, torch=True)
+
+    def _buffer(self, place: bytes | int | dict[str, Any]) -> tuple[memoryview, bool]:
+        """The bytes, and whether they may be written."""
+        if isinstance(place, bytes):
+            return memoryview(bytearray(place)), True
+        if isinstance(place, int):
+            if not 0 < place < len(self._frames):
+                raise ProtocolError(f"a tensor in frame {place} of {len(self._frames)}")
+            return memoryview(self._frames[place]).cast("B"), False
+        if self._relay is None:
+            raise ProtocolError("a tensor by a relay, and there is none")
+        found = self._relay.get(place)
+        return found, not found.readonly
