@@ -1,0 +1,165 @@
+"""What the coordinator of an instance's engines knows: counts of each, and the wave. Events in, instructions out. Pure.
+
+A wave is the time in which engines that step in lockstep all run: it begins with the first request and ends when none
+of them has an unfinished one. Engines without lockstep have no waves; of them only counts are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+PUBLISH_EVERY_S: Final = 0.1  # counts; a balancer expects by itself what it sends in between
+
+
+class FirstRequest(msgspec.Struct, frozen=True):
+    """A client has sent a request while it believed the engines paused. engine: has the request, and starts by it."""
+
+    wave: int
+    engine: int
+
+
+class StartWave(msgspec.Struct, frozen=True):
+    """An engine got a request of a wave that is over."""
+
+    wave: int
+    engine: int
+
+
+class WaveComplete(msgspec.Struct, frozen=True):
+    """Rank 0: no engine has an unfinished request."""
+
+    wave: int
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """An engine's requests after a step."""
+
+    engine: int
+    wave: int
+    step: int
+    waiting: int
+    running: int
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    engines: int
+
+
+class Subscribed(msgspec.Struct, frozen=True):
+    """A client has come that knows nothing yet."""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+Event: TypeAlias = FirstRequest | StartWave | WaveComplete | Counts | Scaled | Subscribed | Tick
+
+
+class PublishState(msgspec.Struct, frozen=True):
+    """To all clients. counts: waiting and running by rank; None: as before."""
+
+    counts: tuple[tuple[int, int], ...] | None
+    wave: int
+    running: bool
+
+
+class SendStartWave(msgspec.Struct, frozen=True):
+    """To all engines. exclude: one that starts by its own request."""
+
+    wave: int
+    exclude: int | None
+
+
+Instruction: TypeAlias = PublishState | SendStartWave
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.counts = (0, 0)
+        self.newest = (-1, -1)  #: (wave, step) of its newest counts; older ones are stale.
+
+
+class Waves:
+    """The coordinator's state. It changes in `on` alone."""
+
+    def __init__(self, engines: int) -> None:
+        self._engines = [_Engine() for _ in range(engines)]
+        self.wave = 0  #: Never falls.
+        self.running = False  #: Whether a wave is under way.
+        self.stale = 0  #: Counts that were refused.
+        self._changed = False  #: Counts that are not published.
+        self._published_at = float("-inf")
+
+    @property
+    def counts(self) -> tuple[tuple[int, int], ...]:
+        return tuple(engine.counts for engine in self._engines)
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until a `Tick` is wanted; None: not before the next event."""
+        return max(self._published_at + PUBLISH_EVERY_S - now, 0.0) if self._changed else None
+
+    def on(self, event: Event, now: float) -> list[Instruction]:
+        """Take an event. Those of engines that do not exist, or of the past, change nothing."""
+        match event:
+            case FirstRequest(wave, engine):
+                if self.running:
+                    return []
+                # It was sent in a wave that is over: its engine reports no unfinished request by it.
+                return self._start(None if wave < self.wave else engine)
+            case StartWave(wave, engine):
+                if not 0 <= engine < len(self._engines) or wave > self.wave:
+                    return []
+                return [] if self.running else self._start(engine if wave == self.wave else None)
+            case WaveComplete(wave):
+                if wave < self.wave:
+                    return []
+                self.wave, self.running = wave + 1, False
+                return [PublishState(None, self.wave, False)]
+            case Counts():
+                return self._count(event, now)
+            case Scaled(engines):
+                return self._scale(engines, now)
+            case Subscribed():
+                return [self._publish(now)]
+            case Tick():
+                return self._publish_due(now)
+
+    def _start(self, exclude: int | None) -> list[Instruction]:
+        self.running = True
+        return [SendStartWave(self.wave, exclude), PublishState(None, self.wave, True)]
+
+    def _count(self, event: Counts, now: float) -> list[Instruction]:
+        if not 0 <= event.engine < len(self._engines):
+            return []
+        engine = self._engines[event.engine]
+        if (event.wave, event.step) <= engine.newest:
+            self.stale += 1
+            return []
+        engine.newest = (event.wave, event.step)
+        counts = (event.waiting, event.running)
+        if counts == engine.counts:
+            return []
+        engine.counts = counts
+        self._changed = True
+        return self._publish_due(now)
+
+    def _scale(self, engines: int, now: float) -> list[Instruction]:
+        if engines < 1:
+            return []
+        if engines > len(self._engines):
+            # New engines are paused and know no wave: the next request starts all of them together.
+            self.running = False
+        self._engines = (self._engines + [_Engine() for _ in range(engines - len(self._engines))])[:engines]
+        return [self._publish(now)]
+
+    def _publish_due(self, now: float) -> list[Instruction]:
+        if not self._changed or now < self._published_at + PUBLISH_EVERY_S:
+            return []
+        return [self._publish(now)]
+
+    def _publish(self, now: float) -> PublishState:
+        self._changed, self._published_at = False, now
+        return PublishState(self.counts, self.wave, self.running)
