@@ -1,8 +1,7 @@
 """Values with tensors and arrays as frames of one message, and back. MessagePack alone: nothing is pickled.
 
 Three ways for the bytes of a tensor: below `INLINE_BELOW` in the first frame; else by a relay, if one takes it; else
-as a frame of its own, which is sent from the tensor's memory. Numpy arrays are read in place by the receiver, torch
-tensors copied: torch takes no read-only memory.
+as a frame of its own, which is sent from the tensor's memory and read in place by the receiver.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class MsgpackDecoder(Generic[T]):
             raise ProtocolError(f"a tensor of kind {part.kind!r}")
         buffer, own = self._buffer(part.place)
         (ref,) = tensorrefs.validated([TensorRef("", part.shape, part.dtype, 0, len(buffer), part.kind)], len(buffer))
-        if part.kind == "torch" and not own:
+        if part.kind == "torch" and not own:  # torch takes no read-only memory
             buffer = memoryview(bytearray(buffer))
         return tensors.restored(ref, buffer, torch=True)
 
@@ -143,7 +142,8 @@ class MsgpackDecoder(Generic[T]):
         if isinstance(place, int):
             if not 0 < place < len(self._frames):
                 raise ProtocolError(f"a tensor in frame {place} of {len(self._frames)}")
-            return memoryview(self._frames[place]).cast("B"), False
+            found = memoryview(self._frames[place]).cast("B")
+            return found, not found.readonly
         if self._relay is None:
             raise ProtocolError("a tensor by a relay, and there is none")
         found = self._relay.get(place)
