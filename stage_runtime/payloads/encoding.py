@@ -25,8 +25,8 @@ PART: Final = 1  # data: the index of a TensorRef
 STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
 
 # A request goes along on every hop as the client sent it, while each stage gets containers of its own around it. What
-# is sent on is kept beside them: its encoding, of one that came without parts; else a copy that nobody is given.
-_ENCODED: Final = "_encoded"
+# is sent on is kept beside them: the bytes that it came as; else a copy that nobody is given.
+_ENCODED: Final = "_encoded"  #: `_Encoded`
 _ORIGINAL: Final = "_original"
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -74,15 +74,53 @@ def received(request: values.OmniRequest) -> None:
 
 def reissued(request: values.OmniRequest, where: str = "payload.request") -> values.OmniRequest:
     """The request for another stage of this process, as it would arrive from afar: `received`, containers fresh."""
-    encoded = request.__dict__.get(_ENCODED)
+    encoded: _Encoded | None = request.__dict__.get(_ENCODED)
     if encoded is not None:
-        again: values.OmniRequest = _hook(STRUCT, memoryview(encoded.data))
-        return again
+        return encoded.request()
     original = request.__dict__.get(_ORIGINAL)
     fresh: values.OmniRequest = isolating.isolate(original if original is not None else request, where=where)
     if original is not None:
         fresh.__dict__[_ORIGINAL] = original
     return fresh
+
+
+class _Encoded:
+    """A request as it came: its bytes, and its parts if it has some, which are the first of the payload's."""
+
+    __slots__ = ("_parts", "_torch", "extension")
+
+    def __init__(
+        self,
+        data: memoryview,
+        refs: Sequence[TensorRef] = (),
+        restored: Sequence[Any] = (),
+        view: memoryview = tensors.EMPTY,
+        torch: bool = True,
+    ) -> None:
+        """view: what the parts lie in. It is kept for tensors and arrays alone, which keep it anyway."""
+        self.extension = msgspec.msgpack.Ext(STRUCT, bytes(data))
+        self._torch = torch
+        self._parts = [
+            (ref, memoryview(found) if ref.kind == "bytes" else view[ref.offset : ref.offset + ref.nbytes])
+            for ref, found in zip(refs, restored, strict=True)
+        ]
+
+    def request(self) -> values.OmniRequest:
+        """The same again, with containers and tensors of its own."""
+        refs = [msgspec.structs.replace(ref, offset=0) for ref, _ in self._parts]
+        restored = [
+            data.obj if ref.kind == "bytes" else tensors.restored(ref, data, torch=self._torch)
+            for ref, (_, data) in zip(refs, self._parts, strict=True)
+        ]
+        again: values.OmniRequest = _structure(STRUCT, memoryview(self.extension.data), _Placeholders(restored))
+        again.__dict__[_ENCODED] = self
+        return again
+
+    def parts(self) -> list[FlatPart]:
+        return [
+            FlatPart(ref.path, ref.shape, ref.dtype, ref.kind, data, self, private=ref.kind == "bytes")
+            for ref, data in self._parts
+        ]
 
 
 class _Extraction(checking.Walk):
@@ -110,8 +148,15 @@ class _Extraction(checking.Walk):
 
     def walk_request(self, value: values.OmniRequest) -> Any:
         """As it came, whatever was written into its containers since; an author's own, as it is."""
-        known = value.__dict__.get(_ENCODED)
-        return known if known is not None else self.walk_struct(value.__dict__.get(_ORIGINAL, value))
+        known: _Encoded | None = value.__dict__.get(_ENCODED)
+        if known is None:
+            return self.walk_struct(value.__dict__.get(_ORIGINAL, value))
+        parts = known.parts()
+        if parts:
+            if self.parts:  # its bytes count its own parts from the first on
+                return self.walk_struct(known.request())
+            self.parts = parts
+        return known.extension
 
     def tensor(self, value: Any) -> Any:
         known = self.seen.get(id(value))
@@ -151,8 +196,7 @@ def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], b
         encoded = view[refs[-1].offset : refs[-1].offset + refs[-1].nbytes]
         refs = refs[:-1]
     restored = [tensors.restored(ref, view, torch=torch) for ref in refs]
-
-    return msgspec.msgpack.decode(encoded, ext_hook=_Placeholders(restored))
+    return msgspec.msgpack.decode(encoded, ext_hook=_Arrival(restored, refs, view, torch))
 
 
 class _Placeholders:
@@ -164,15 +208,41 @@ class _Placeholders:
         self._restored = restored
 
     def __call__(self, code: int, data: memoryview) -> Any:
+        return self._restored[int.from_bytes(data, "big")] if code == PART else _structure(code, data, self)
+
+
+class _Arrival(_Placeholders):
+    """As a payload comes in: its request is kept as it came."""
+
+    __slots__ = ("_met", "_refs", "_torch", "_view")
+
+    def __init__(self, restored: list[Any], refs: Sequence[TensorRef], view: memoryview, torch: bool) -> None:
+        super().__init__(restored)
+        self._refs = refs
+        self._view = view
+        self._torch = torch
+        self._met: set[int] = set()  #: Parts that stood for something so far.
+
+    def __call__(self, code: int, data: memoryview) -> Any:
         if code == PART:
-            return self._restored[int.from_bytes(data, "big")]
-        return _structure(code, data, self)
+            index = int.from_bytes(data, "big")
+            self._met.add(index)
+            return self._restored[index]
+        first = not self._met
+        found = _structure(code, data, self)
+        # The parts of a request that comes first are the first ones; else its bytes cannot be sent on as they are.
+        count = len(self._met)
+        if first and type(found) is values.OmniRequest and self._met == set(range(count)):
+            found.__dict__[_ENCODED] = _Encoded(
+                data, self._refs[:count], self._restored[:count], self._view, self._torch
+            )
+        return found
 
 
 def _hook(code: int, data: memoryview) -> Any:
     found = _structure(code, data, _hook)
     if type(found) is values.OmniRequest:  # it came without parts, and goes on as it came
-        found.__dict__[_ENCODED] = msgspec.msgpack.Ext(STRUCT, bytes(data))
+        found.__dict__[_ENCODED] = _Encoded(data)
     return found
 
 

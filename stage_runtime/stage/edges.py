@@ -155,9 +155,9 @@ class RemoteEdge(_SendingEdge):
 
     def chunk(self, work: RequestWork, chunk: Chunk) -> None:
         target = self._neighbour
-        fields: dict[str, Any] = {"data": chunk.data, "metadata": chunk.metadata}
-        if work.sent(target) == 0:
-            fields["request"] = work.request
+        fields: dict[str, Any] = {"request": work.request} if work.sent(target) == 0 else {}
+        fields["data"] = chunk.data
+        fields["metadata"] = chunk.metadata
         extracted = encoding.extract(fields, where="chunk", as_fields=True)
         weight = streams.weight(extracted.nbytes)
         index = work.number(target, weight)
