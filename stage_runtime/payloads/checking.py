@@ -180,6 +180,8 @@ class Walk:
 
 def path_of(where: str, trail: list[Step]) -> str:
     """``payload.data`` and its trail as Python would say it: ``payload.data.cache['x'][0]``."""
+    if len(trail) == 1 and isinstance(trail[0], tuple):  # a field's own value
+        return f"{where}.{trail[0][0]}"
     return where + "".join(f".{step[0]}" if isinstance(step, tuple) else f"[{_shown(step)}]" for step in trail)
 
 

@@ -158,10 +158,17 @@ class _Extraction(checking.Walk):
             self.parts = parts
         return known.extension
 
-    def tensor(self, value: Any) -> Any:
+    def walk_tensor(self, value: Any) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
             return known
+        flat = tensors.flat(value)
+        if flat is None:
+            return super().walk_tensor(value)
+        shape, dtype, data = flat
+        return self._part(value, shape, dtype, "torch", data, False)
+
+    def tensor(self, value: Any) -> Any:
         return self._part(value, tuple(value.shape), tensors.tensor_dtype(value), "torch", *tensors.tensor_bytes(value))
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:

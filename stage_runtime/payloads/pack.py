@@ -32,6 +32,10 @@ class Pack(msgspec.Struct, frozen=True):
 INLINE_NBYTES: Final = 16 * 1024
 
 
+_FIRST: Final = frozenset([0])
+_NONE: Final[frozenset[int]] = frozenset()
+
+
 class Extracted(msgspec.Struct):
     """A value ready to travel.
 
@@ -85,7 +89,12 @@ def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
     if len(encoded) > INLINE_NBYTES:
         found.append(FlatPart(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))
         encoded = b""
-    order = sorted(range(len(found)), key=lambda index: -len(found[index].data)) if len(found) > 1 else [0]
+    if len(found) == 1:
+        part = found[0]
+        nbytes = len(part.data)
+        ref = TensorRef(part.path, part.shape, part.dtype, 0, nbytes, part.kind)
+        return Extracted(encoded, [ref], Pack((part.data,), (0,), nbytes, _FIRST if part.private else _NONE))
+    order = sorted(range(len(found)), key=lambda index: -len(found[index].data))
     refs: list[Any] = [None] * len(found)
     parts: list[memoryview] = []
     offsets: list[int] = []
@@ -95,7 +104,7 @@ def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
     for index in order:
         part = found[index]
         nbytes = len(part.data)
-        memory_of = (buffers.address(part.data), nbytes) if len(found) > 1 and nbytes else (0, 0)
+        memory_of = (buffers.address(part.data), nbytes) if nbytes else (0, 0)
         start = placed.get(memory_of, -1)
         if start < 0:
             start = end + -end % ALIGNMENT

@@ -52,6 +52,23 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def flat(tensor: Any) -> tuple[tuple[int, ...], str, memoryview] | None:
+    """Shape, dtype and bytes of the usual tensor, one that lies flat in main memory, at as few calls into torch as
+    possible: each costs most when a stage has just been woken. None: `tensor_problem` and `tensor_bytes` look closer.
+    """
+    torch = sys.modules["torch"]
+    if type(tensor) is not torch.Tensor:
+        return None
+    dtype = tensor.dtype
+    try:
+        array = (tensor.view(torch.int16) if dtype is torch.bfloat16 else tensor).numpy()
+    except (RuntimeError, TypeError, ValueError):  # elsewhere, sparse, quantised, lazy, with gradient; numpy lacks it
+        return None
+    if not array.nbytes or not array.flags.c_contiguous or tensor.untyped_storage().nbytes() < array.nbytes:
+        return None
+    return array.shape, _dtype_name(dtype), buffers.view(array.reshape(-1).view(np.uint8))
+
+
 def tensor_problem(tensor: Any) -> str | None:
     """Why a torch tensor cannot travel, with the cure; None when it can."""
     torch = sys.modules["torch"]
@@ -195,7 +212,8 @@ def _restored_tensor(ref: TensorRef, buffer: memoryview) -> Any:
         return torch.empty(ref.shape, dtype=dtype)
     if ref.dtype in tensorrefs.NUMPY_DTYPES or ref.dtype == "bfloat16":
         count = ref.nbytes // tensorrefs.ITEMSIZES[ref.dtype]
-        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=ref.offset).view(ref.shape)
+        tensor = torch.frombuffer(buffer, dtype=dtype, count=count, offset=ref.offset)
+        return tensor if len(ref.shape) == 1 else tensor.view(ref.shape)
     raw = torch.frombuffer(buffer, dtype=torch.uint8, count=ref.nbytes, offset=ref.offset)
     return raw.view(dtype).view(ref.shape)
 
