@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.errors import ProtocolError
 from stage_runtime.payloads import encoding
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
+
+SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
 
 
 class Sealed(Protocol):
@@ -45,8 +47,11 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
         raise ProtocolError("a payload without its request")
     request = fields["request"]
     work.know(request)
+    if "data" in fields:
+        return StagePayload(request=request, data=fields["data"])
     # What is left out is the request's inputs: the stage's own, which it may write into without changing the request.
-    return StagePayload(request=request, data=fields["data"] if "data" in fields else encoding.reissued(request).inputs)
+    inputs = request.inputs
+    return StagePayload(request=request, data=inputs if type(inputs) in SCALARS else encoding.reissued(request).inputs)
 
 
 class PayloadArrival:

@@ -16,7 +16,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules import streams
-from stage_runtime.stage.arrivals import Passed
+from stage_runtime.stage.arrivals import SCALARS, Passed
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.stage_input import StageInput
 from stage_runtime.stage.work import RequestWork
@@ -36,7 +36,6 @@ from stage_runtime.wire.messages import (
 from stage_runtime.wire.values import Chunk, StagePayload
 
 EDGES_KEPT: Final = 64  # instances of one neighbour; they come and go, and a binding is made again at no cost
-SCALARS: Final = frozenset([type(None), bool, int, float, str, bytes])  # nobody can write into them
 
 Packed: TypeAlias = dict[int, tuple[StagePayload, Extracted]]  #: By id, with the payload itself: ids come again.
 Lost: TypeAlias = Callable[[RequestWork, BaseException], None]  #: What had waited in a send queue cannot be sent.

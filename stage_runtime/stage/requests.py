@@ -111,16 +111,21 @@ class Requests:
     def _submit(self, sender: str, message: Submit) -> None:
         stage_input = self._target(message.target)
         if stage_input is not None and not self._orphan(message.header, sender, message.body):
+            if not message.body.transfer:
+                self._submitted(stage_input, message, Fetched(message.body, None))
+                return
             self._fetching.fetch(
                 sender,
                 message.body,
                 attempt_key(message.header.owner, message.header.request_id, message.header.attempt),
-                lambda fetched: stage_input.payload(
-                    message.header, "", self._checked(message.header, message.target, "the client", "payload", fetched)
-                ),
+                lambda fetched: self._submitted(stage_input, message, fetched),
                 lambda error: stage_input.lost(message.header, error),
                 holder=message.target,
             )
+
+    def _submitted(self, stage_input: StageInput, message: Submit, received: Fetched) -> None:
+        fetched = self._checked(message.header, message.target, "the client", "payload", received)
+        stage_input.payload(message.header, "", fetched)
 
     def _data_ready(self, sender: str, message: DataReady) -> None:
         stage_input = self._target(message.target)
@@ -132,6 +137,9 @@ class Requests:
         elif message.is_done and body is None:
             stage_input.end(header, source, message.chunk_id or 0, timings=message.timings)
         elif body is not None:
+            if not body.transfer:
+                self._arrived(stage_input, message, Fetched(body, None))
+                return
             self._fetching.fetch(
                 sender,
                 body,
