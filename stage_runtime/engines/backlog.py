@@ -44,11 +44,14 @@ class Backlog(Generic[Item]):
     def put(self, item: Item, of: object = None) -> None:
         """Add an entry, of a request if it is to be dropped with that."""
         entry = _Entry(item, of)
-        fresh: deque[_Entry[Item]] = deque()
         with self._lock:
             self._entries.append(entry)
             if of is not None:
-                self._of.setdefault(of, fresh).append(entry)
+                own = self._of.get(of)
+                if own is None:
+                    self._of[of] = deque((entry,))
+                else:
+                    own.append(entry)
         self._tokens.put(None)
 
     def take(self, timeout: float | None = None) -> Item | None:

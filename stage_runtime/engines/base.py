@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from threading import Event
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.engines.backlog import Backlog
@@ -17,6 +17,10 @@ from stage_runtime.engines.gates import Parking
 from stage_runtime.errors import RequestError
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
+
+# Tuples, made once: ``A | B`` in a call makes a union each time.
+_UNBOUND: Final = (events.Abort, events.Admin, events.Stalled)  # not dropped with a request
+_OPEN: Final = (events.StreamDone, events.StreamFailed, events.NoPayload)  # nothing is encoded
 
 
 class Work(Protocol):
@@ -116,7 +120,7 @@ class Inbox:
         self.dropped = 0  #: Requests that ended while something of them waited.
 
     def put(self, arrival: Arrival | events.Incoming) -> None:
-        work = None if isinstance(arrival, events.Abort | events.Admin | events.Stalled) else arrival.work
+        work = None if isinstance(arrival, _UNBOUND) else arrival.work
         self._backlog.put(arrival, work)
         if work is not None and _late(work):  # it ended in the meantime, perhaps before this was there to be dropped
             self.drop(work)
@@ -128,7 +132,7 @@ class Inbox:
         dropped = self._backlog.drop(work)
         self.dropped += bool(dropped)
         for item in dropped:
-            if not isinstance(item, events.StreamDone | events.StreamFailed | events.NoPayload):
+            if not isinstance(item, _OPEN):
                 item.discard()
 
     def abort(self, work: Work) -> None:
@@ -176,8 +180,11 @@ class Inbox:
             if timeout == 0.0:
                 item = self._backlog.take_nowait()
             else:
-                with self.parking.without_work():
+                self.parking.rest()
+                try:
                     item = self._backlog.take(timeout)
+                finally:
+                    self.parking.resume()
             if item is None:
                 return None
             event = self._open(item)
@@ -186,11 +193,11 @@ class Inbox:
 
     def _open(self, item: Any) -> events.Incoming | None:
         self.taken += 1
-        if isinstance(item, events.Abort | events.Admin | events.Stalled):
+        if isinstance(item, _UNBOUND):
             return item
         item.work.at_engine = True  # before the look: who aborts it looks at this after saying so
         late = _late(item.work)  # chunks of a function that has returned already, say
-        if isinstance(item, events.StreamDone | events.StreamFailed | events.NoPayload):
+        if isinstance(item, _OPEN):
             return None if late else item
         if late:
             item.discard()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
 from typing import Any
 
 from stage_runtime.engines.base import Gate, Outbox, Work
@@ -60,6 +61,12 @@ def never_awaited(made: Any) -> None:
     """Close a coroutine that nobody will await: Python would warn of it, beside the error that is told."""
     if inspect.iscoroutine(made):
         made.close()
+
+
+@functools.lru_cache(maxsize=256)  # types that authors make are few, but they may make them as they go
+def may_be_lazy(kind: type) -> bool:
+    """Whether a value of this type may be a generator or something to await; `inspect` then says which."""
+    return issubclass(kind, (Generator, Awaitable, AsyncIterator))
 
 
 def finish(work: Work, outbox: Outbox, returned: Any) -> None:

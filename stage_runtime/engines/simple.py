@@ -57,7 +57,9 @@ class SyncEngine:
         try:
             outbox.began(work)
             returned = self._fn(event.payload)
-            if inspect.isgenerator(returned):
+            if not running.may_be_lazy(type(returned)):
+                running.finish(work, outbox, returned)
+            elif inspect.isgenerator(returned):
                 running.drain(work, outbox, returned)
             elif inspect.isawaitable(returned) or inspect.isasyncgen(returned):
                 running.never_awaited(returned)
