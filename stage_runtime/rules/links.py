@@ -27,10 +27,10 @@ class Outgoing:
         """The next frame's sequence number. Spent by `keep` alone: a frame that cannot be written leaves no hole."""
         return self._last + 1
 
-    def keep(self, seq: int, frame: bytes) -> None:
-        """Keep a frame until it is acknowledged; it waits to be sent."""
+    def keep(self, seq: int, frame: bytes, *, sent: bool = False) -> None:
+        """Keep a frame until it is acknowledged. It waits to be sent; or the socket has taken it, with no backlog."""
         self._last = seq
-        self._waiting.append((seq, frame))
+        (self._unacked if sent else self._waiting).append((seq, frame))
 
     def next(self) -> bytes | None:
         """The frame to send now, if any; `sent` says that the socket took it."""

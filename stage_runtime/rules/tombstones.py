@@ -6,6 +6,7 @@ later request with the same id has a higher attempt than the tombstone. Tombston
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 
@@ -18,19 +19,17 @@ class Tombstones:
     def __init__(self, *, keep_s: float = 120.0, limit: int = 100_000) -> None:
         self._keep_s = keep_s
         self._limit = limit
+        self._due = -math.inf  #: Before it, none is old enough.
         #: (owner, request id) -> (attempt, when); oldest first.
         self._dead: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
 
     def add(self, owner: str, request_id: str, attempt: int, now: float) -> None:
         """``attempt`` and every one before it are over."""
         key = (owner, request_id)
-        known = self._dead.pop(key, (attempt, now))[0]
-        self._dead[key] = (max(known, attempt), now)
-        while self._dead:
-            oldest = next(iter(self._dead))
-            if len(self._dead) <= self._limit and now - self._dead[oldest][1] < self._keep_s:
-                break
-            del self._dead[oldest]
+        known = self._dead.pop(key, None)
+        self._dead[key] = (attempt if known is None else max(known[0], attempt), now)
+        if now >= self._due or len(self._dead) > self._limit:
+            self._prune(now)
 
     def has(self, owner: str, request_id: str, attempt: int) -> bool:
         found = self._dead.get((owner, request_id))
@@ -40,6 +39,15 @@ class Tombstones:
         """The highest attempt that is over; None when none is remembered."""
         found = self._dead.get((owner, request_id))
         return found[0] if found is not None else None
+
+    def _prune(self, now: float) -> None:
+        while self._dead:
+            oldest = next(iter(self._dead))
+            since = self._dead[oldest][1]
+            if len(self._dead) <= self._limit and now - since < self._keep_s:
+                self._due = since + self._keep_s
+                return
+            del self._dead[oldest]
 
     def __len__(self) -> int:
         return len(self._dead)

@@ -60,15 +60,28 @@ class Link:
         with self._lock:
             if self.closed:
                 return
-            seq = self._outgoing.number()
-            self._outgoing.keep(seq, self._frame(seq, message))
             self.used = True
-            stalled = self._flush()
+            stalled = self._give(message)
             watched, self._watched = self._watched, True
         if stalled:
             self._stalled(self)
         if not watched:
             self._watch(self)
+
+    def _give(self, message: Message) -> bool:
+        """Number ``message``, keep it, and give it to the socket. True when it waits."""
+        outgoing = self._outgoing
+        seq = outgoing.number()
+        frame = self._frame(seq, message)
+        if not outgoing.backlog and self.connection is not None:
+            try:
+                self.connection.send(frame)
+                outgoing.keep(seq, frame, sent=True)
+                return False
+            except zmq.Again:
+                pass
+        outgoing.keep(seq, frame)
+        return self._flush()
 
     def send_unordered(self, message: Message) -> None:
         """Send ``message`` outside the order and unacknowledged; it may be lost (Hello, Ack, Beat)."""
