@@ -42,7 +42,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         self._context = context
         self._loop = context.loop
         self._ledger = Ledger(context.loop)
-        self._pins = Pins(context.loop, context.on_release)
+        self._pins = Pins(context.loop, context.on_release, context.thread)
         self._connections: dict[Peer, Connection] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(metadata).decode
@@ -127,11 +127,9 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     def pins(self) -> Pins:
         return self._pins
 
-    def letting_go(self) -> None:
-        self._pins.letting_go()
-
     def let_go(self) -> None:
-        self._pins.let_go()
+        if self._pins.dead:
+            self._pins.let_go()
 
     def release_now(self) -> None:
         self._pins.flush()

@@ -107,9 +107,6 @@ class Relay(Protocol):
     def forget(self, peer: Peer) -> None:
         """``peer``'s incarnation is proven gone: free all that it held of ours, fail what we await from it."""
 
-    def letting_go(self) -> None:
-        """This thread drops received buffers now, and calls `let_go` next: the loop need not be woken for them."""
-
     def let_go(self) -> None:
         """Report the received buffers that this thread has dropped, as far as the loop will not do so soon anyway."""
 

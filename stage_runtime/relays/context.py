@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from threading import local
 from typing import Any, Protocol
 
 import msgspec
@@ -47,6 +48,7 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     loop: asyncio.AbstractEventLoop
     incarnation: Peer
     on_release: Release  #: Called in any thread.
+    thread: local  #: ``lets_go``: this thread drops received buffers now, and reports them next (`base.Relay.let_go`).
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena
     security: Security | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -45,11 +46,13 @@ class Relays:
         Raises: ConfigurationError: one that is asked for, or needs no extra, cannot be opened.
         """
         settings = settings or RelaySettings()
+        self._thread = threading.local()  #: `RelayContext.thread`
         self.arena = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         context = RelayContext(
             loop=loop,
             incarnation=Peer(incarnation),
             on_release=on_release,
+            thread=self._thread,
             ids=itertools.count(1),
             arena=self.arena,
             security=security,
@@ -187,12 +190,12 @@ class Relays:
 
     def letting_go(self) -> None:
         """This thread drops what it has received now, and calls `settle` next. From any thread."""
-        for relay in self._relays.values():
-            relay.letting_go()
+        self._thread.lets_go = True
 
     def settle(self) -> None:
         """As `arena.Arena.settle`; in the thread that has put or received something, before its author goes on."""
         self.arena.settle()
+        self._thread.lets_go = False
         for relay in self._relays.values():
             relay.let_go()
 

@@ -2,7 +2,7 @@
 
 To wake the loop costs as much as to send a message, and so does the release that follows. So a small buffer's end is
 noticed when the loop wakes anyway: at a later arrival, or by a timer that an arrival has set. A large one's is noticed
-at once, by the thread that lets go of it if that thread has said that it will look (`Pins.letting_go`).
+at once, by the thread that lets go of it if that thread has said that it will look (`Relays.letting_go`).
 """
 
 from __future__ import annotations
@@ -65,15 +65,18 @@ class Pins:
     chooses). So what they call takes no lock: it notes the death, and wakes the loop once for all where it must.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_release: Release) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_release: Release, thread: local) -> None:
+        """thread: of all pins of the process. Its ``lets_go`` says that a thread drops buffers now and calls `let_go`
+        next, so that it need not wake the loop.
+        """
+        self.dead: collections.deque[tuple[Peer, TransferId]] = collections.deque()  #: Not reported yet.
         self._loop = loop
         self._on_release = on_release
         self._pins: dict[tuple[Peer, TransferId], tuple[_Watch, Pin]] = {}
-        self._dead: collections.deque[tuple[Peer, TransferId]] = collections.deque()
         self._urgent = False  #: One of the dead is large.
         self._timed = False  #: A timer will look. Set and reset on the loop.
         self._woken = False
-        self._thread = local()  #: ``lets_go``: between `letting_go` and `let_go`.
+        self._thread = thread
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -101,7 +104,7 @@ class Pins:
             since=time.monotonic(),
         )
         self._pins[key] = (_Watch(region, self._died, key, nbytes < SMALL_NBYTES), pin)
-        if len(self._dead) >= MANY // 2:
+        if len(self.dead) >= MANY // 2:
             self.flush()
         if not self._timed:
             self._timed = True
@@ -112,22 +115,17 @@ class Pins:
         for key in [key for key in list(self._pins) if key[0] == peer]:
             self._pins.pop(key, None)
 
-    def letting_go(self) -> None:
-        """This thread drops what it has received now, and calls `let_go` next: it need not wake the loop."""
-        self._thread.lets_go = True
-
     def let_go(self) -> None:
         """Release what has died, as far as it is not to wait for the loop. In any thread."""
-        self._thread.lets_go = False
-        if self._dead and not self._may_wait():
+        if self.dead and not self._may_wait():
             self.flush()
 
     def flush(self) -> None:
         """Release what has died. In any thread."""
         self._urgent = False  # before the look at what is dead: what dies meanwhile sets it again
-        while self._dead:
+        while self.dead:
             try:
-                key = self._dead.popleft()
+                key = self.dead.popleft()
             except IndexError:  # another thread was faster
                 return
             if self._pins.pop(key, None) is not None:
@@ -138,7 +136,7 @@ class Pins:
         return {"pinned_transfers": len(pins), "pinned_bytes": sum(pin.nbytes for pin in pins)}
 
     def _died(self, watch: Any) -> None:
-        self._dead.append(watch.key)
+        self.dead.append(watch.key)
         if not watch.small:
             self._urgent = True
         if self._woken or getattr(self._thread, "lets_go", False) or self._may_wait():
@@ -151,7 +149,7 @@ class Pins:
 
     def _may_wait(self) -> bool:
         """Whether the timer, or an arrival before it, is soon enough for all that is dead."""
-        return self._timed and not self._urgent and len(self._dead) < MANY
+        return self._timed and not self._urgent and len(self.dead) < MANY
 
     def _wake(self) -> None:
         self._woken = False
@@ -159,5 +157,5 @@ class Pins:
 
     def _look(self) -> None:
         self._timed = False  # before the look: what dies meanwhile wakes the loop
-        if self._dead:
+        if self.dead:
             self.flush()

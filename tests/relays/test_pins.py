@@ -33,9 +33,10 @@ class Made:
 
     def __init__(self) -> None:
         self.loop = Loop()
+        self.thread = threading.local()
         self.released: list[int] = []
         self.held: dict[int, np.ndarray[Any, Any]] = {}
-        self.pins = Pins(self.loop, lambda peer, transfer: self.released.append(transfer))  # type: ignore[arg-type]
+        self.pins = Pins(self.loop, lambda peer, transfer: self.released.append(transfer), self.thread)  # type: ignore[arg-type]
 
     def receive(self, *transfers: int, nbytes: int = 100) -> None:
         for transfer in transfers:
@@ -99,7 +100,7 @@ def test_a_thread_that_lets_go_reports_large_buffers_itself_and_wakes_nobody(nby
     made.receive(1, nbytes=nbytes)
 
     def work() -> None:
-        made.pins.letting_go()
+        made.thread.lets_go = True
         del made.held[1]
         assert made.released == []
         made.pins.let_go()
@@ -114,7 +115,7 @@ def test_a_thread_that_lets_go_of_a_small_buffer_without_a_timer_reports_it() ->
     made = Made()
     made.receive(1)
     made.loop.timers.pop()[1]()
-    made.pins.letting_go()
+    made.thread.lets_go = True
     del made.held[1]
     made.pins.let_go()
     assert (made.released, made.loop.woken) == ([1], [])
@@ -123,7 +124,7 @@ def test_a_thread_that_lets_go_of_a_small_buffer_without_a_timer_reports_it() ->
 def test_only_the_thread_that_lets_go_defers_the_wake_up() -> None:
     made = Made()
     made.receive(1, nbytes=SMALL_NBYTES)
-    thread = threading.Thread(target=made.pins.letting_go)
+    thread = threading.Thread(target=setattr, args=(made.thread, "lets_go", True))
     thread.start()
     thread.join()
     del made.held[1]

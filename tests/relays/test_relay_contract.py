@@ -314,6 +314,7 @@ async def test_a_put_during_which_its_peer_is_forgotten_leaves_nothing(name: str
         context = RelayContext(
             loop=asyncio.get_running_loop(),
             incarnation=Peer("a"),
+            thread=threading.local(),
             on_release=lambda peer, transfer: None,
             ids=Interrupted(lambda: relay.forget(Peer("b"))),
             arena=memory,
