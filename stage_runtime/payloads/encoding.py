@@ -100,10 +100,14 @@ class _Encoded:
         """view: what the parts lie in. It is kept for tensors and arrays alone, which keep it anyway."""
         self.extension = msgspec.msgpack.Ext(STRUCT, bytes(data))
         self._torch = torch
-        self._parts = [
-            (ref, memoryview(found) if ref.kind == "bytes" else view[ref.offset : ref.offset + ref.nbytes])
-            for ref, found in zip(refs, restored, strict=True)
-        ]
+        self._parts: list[tuple[TensorRef, memoryview]] = []
+        for ref, found in zip(refs, restored, strict=True):
+            part = memoryview(found) if ref.kind == "bytes" else view[ref.offset : ref.offset + ref.nbytes]
+            self._parts.append((ref, part))
+
+    @property
+    def has_parts(self) -> bool:
+        return bool(self._parts)
 
     def request(self) -> values.OmniRequest:
         """The same again, with containers and tensors of its own."""
@@ -151,11 +155,10 @@ class _Extraction(checking.Walk):
         known: _Encoded | None = value.__dict__.get(_ENCODED)
         if known is None:
             return self.walk_struct(value.__dict__.get(_ORIGINAL, value))
-        parts = known.parts()
-        if parts:
+        if known.has_parts:
             if self.parts:  # its bytes count its own parts from the first on
                 return self.walk_struct(known.request())
-            self.parts = parts
+            self.parts = known.parts()
         return known.extension
 
     def walk_tensor(self, value: Any) -> Any:
