@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stage_runtime.payloads import encoding, pack
+from stage_runtime.payloads import buffers, encoding, pack
 from stage_runtime.relays import pages
 from stage_runtime.wire.values import OmniRequest
 
@@ -107,7 +107,7 @@ def test_a_request_holds_its_slot_for_tensors_alone(inputs: Any, held: bool) -> 
     region = pages.fresh(extracted.nbytes)
     region[:] = np.frombuffer(extracted.flat(), np.uint8)
     watched = weakref.ref(region)
-    arrived = encoding.restore(extracted.value_bytes, extracted.refs, memoryview(region))
+    arrived = encoding.restore(extracted.value_bytes, extracted.refs, buffers.view(region))
     encoding.received(arrived["request"])
     del region, arrived["data"]
     assert (watched() is not None) is held

@@ -107,6 +107,7 @@ def test_small_payloads_take_no_credit_while_their_bytes_fit() -> None:
     made.send_queues.released("peer", (2, 3, 4, 5))
     made.ship("larger than all that is shared", np.zeros(3 * len(LARGE), np.uint8))
     assert made.copied == ["3"], "one credit of two"
+    assert made.send_queues.edges() == {("coordinator", "entry"): (5 * len(LARGE) + 3 * len(LARGE), 1)}
     made.ship("as large", np.zeros(3 * len(LARGE), np.uint8))
     assert made.copied == ["3", "as large"]
     assert (made.send_queues.queued, made.send_queues.outstanding) == (0, 2)
