@@ -1,7 +1,7 @@
 """Orders to a running `omni up`: a Unix socket in its run folder, one JSON line each way.
 
 Here: both ends. Not here: carrying them out (`local`), finding runs (`rundir`). The server is opened by `cli.up`, the
-client is called by `cli.scale` and `cli.restart`. The folder is 0700: whoever can reach the socket is the user.
+client is called by `cli.scale` and `cli.restart`. The folder is 0700: only the user can reach the socket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class AdminCommand(msgspec.Struct, frozen=True, kw_only=True, tag_field="order", tag=str.lower):
-    """Base of what can be asked for."""
+    """Base of the requests."""
 
 
 class Scale(AdminCommand, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Server:
                     await self._pipeline.restart(group)
         except (msgspec.MsgspecError, ConfigurationError, StartupFailed) as error:
             return Answer(error=str(error)[:MAX_ERROR])
-        except Exception as error:  # the outermost: whoever gave the order is told, and the next one is served
+        except Exception as error:  # the outermost: the error is sent to the command, and the next one is served
             log.exception("an order failed: %s", line.decode(errors="replace").rstrip())
             return Answer(error=f"{type(error).__name__}: {error}"[:MAX_ERROR])
         return Answer()
@@ -97,7 +97,7 @@ class Server:
 async def send(folder: Path, order: Scale | Restart) -> None:
     """Give an order to the run whose folder this is, and wait until it is carried out.
 
-    Raises: ConfigurationError: it was refused, or nobody listens.
+    Raises: ConfigurationError: it was refused, or no process listens.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(folder / SOCKET)

@@ -24,14 +24,14 @@ from stage_runtime.processes import parent_death, reaper, statuspipe
 
 TAIL_LINES = 60  # of output, kept to explain a death: a traceback with some context
 FATAL_LINES = 1000  # of a crash's stacks, until that of the thread which crashed
-LINES_BEFORE = 4  # of the output, which may say why a program aborts itself
+LINES_BEFORE = 4  # of the output, which may contain why a program aborts itself
 MAX_LINE = 1 << 18
 LAST_LOOKS_S = 0.5  # for what a dead process has left in sessions of their own; the event loop waits meanwhile
-MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: somebody may have inherited them and write on
+MAX_LAST_WORDS = 16 << 20  # read from a dead child's pipes at most: another process may still write into them
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start, and what it must say before it counts as ready."""
+    """What to start, and the events that it must send before it counts as ready."""
 
     name: str  #: Of the process, for people: ``voice``, ``voice.1`` (a replica), ``talker_tp1``.
     argv: tuple[str, ...]
@@ -51,7 +51,7 @@ class Child:
         self.events: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
         self.failure: statuspipe.Failed | None = None
         self.gauges: dict[str, float] = {}  #: Of its last `statuspipe.Stats`.
-        self.last_sign = time.monotonic()  #: When it last said or printed something.
+        self.last_sign = time.monotonic()  #: When it last sent an event or printed a line.
         self._on_event, self._on_line = on_event, on_line
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()  #: Exit code; -n when killed by signal n.
@@ -91,7 +91,7 @@ class Child:
 
     @property
     def ready(self) -> bool:
-        """It has said all that its command awaits."""
+        """It has sent all events that its command awaits."""
         return self.command.awaits <= {type(event) for event in self.events}
 
     @property

@@ -21,8 +21,8 @@ def resolve(
     """
     if no_auth or (file is None and not found):
         why = "--no-auth" if no_auth else f"there is no Secret {reference.name!r} here" if reference else ""
-        cure = "" if no_auth else ": put it into the pipeline's file, or say --api-key-file"
-        line = f"coordinator.http.apiKeySecretRef: no key is asked for, {why}{cure}"
+        cure = "" if no_auth else ": put it into the pipeline's file, or use --api-key-file"
+        line = f"coordinator.http.apiKeySecretRef: no key is required, {why}{cure}"
         return (), (line,) if reference is not None else ()
     if file is None:
         return found, ()

@@ -1,6 +1,6 @@
 """``spec.code.inline`` as files that Python can import.
 
-Here: writing them where nobody else can write, and putting that folder on the path. Not here: checking their names
+Here: writing them where no other user can write, and putting that folder on the path. Not here: checking their names
 (the contract does). Called by `children`, which does it once for all processes, and by `__main__` in a process that
 was started without a supervisor.
 """
@@ -25,7 +25,7 @@ def write(code: Mapping[str, str], folder: Path) -> None:
 
 
 def put_on_path(code: Mapping[str, str], written: Path | None) -> None:
-    """Make ``code`` importable in this process; a no-op when ``written`` says that a supervisor did it."""
+    """Make ``code`` importable in this process; a no-op when ``written``: a supervisor did it."""
     if written is not None or not code:
         return
     folder = tempfile.mkdtemp(prefix="omni-code-")

@@ -126,7 +126,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
 
 
 def drain_seconds(timeout_s: float) -> float:
-    """How long open answers may go on once we are told to stop, of the time that is given until SIGKILL."""
+    """How long open answers may go on after SIGTERM, of the time until SIGKILL."""
     return max(timeout_s - LAST_WORDS_S, timeout_s / 2)
 
 

@@ -19,17 +19,17 @@ class Drain:
         self._unbound: set[str] = set()  #: Coordinators that have nothing bound to this incarnation.
 
     def unbound(self, coordinator: str) -> None:
-        """A coordinator says that nothing of its requests is bound here any more."""
+        """A coordinator has reported that none of its requests is bound here any more."""
         self._unbound.add(coordinator)
 
     def reset(self) -> None:
-        """The process takes another incarnation: what coordinators said was of the one before."""
+        """The process takes another incarnation: reports of coordinators were about the one before."""
         self._unbound.clear()
 
     async def run(
         self, *, coordinators: Callable[[], Collection[str]], idle: Callable[[], bool], most_s: float
     ) -> None:
-        """Until every coordinator says that nothing is bound here and nothing is left to send, or for ``most_s``."""
+        """Wait until every coordinator has reported and nothing is left to send, for ``most_s`` at most."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + most_s
         while loop.time() < deadline:

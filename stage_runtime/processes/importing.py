@@ -1,7 +1,7 @@
-"""Whether the functions that a pipeline names can be imported, asked in a process of its own.
+"""Whether the functions that a pipeline names can be imported, tried in a process of its own.
 
-Here: both ends. The child imports the author's modules and calls nothing of them; it says one line before and one after
-each name, so that a module that ends the process is known by name. Not here: what a dotted name means
+Here: both ends. The child imports the author's modules and calls nothing of them; it writes one line before and one
+after each name, so that a module that ends the process is known by name. Not here: what a dotted name means
 (`engines.loading`). The parent's end is called by `cli.validate`, the child's by `__main__`.
 """
 
@@ -66,11 +66,11 @@ def faults(pipeline: LocalPipeline) -> tuple[Fault, ...]:
     with tempfile.TemporaryDirectory(prefix="omni-imports-") as folder:
         environment = {**pipeline.plan.coordinator.env_defaults, **pipeline.environment(Path(folder) / "code")}
         while wanted:
-            results, code = _run(wanted, environment, Path(folder) / "said")
+            results, code = _run(wanted, environment, Path(folder) / "lines")
             found += [Fault(path=one.path, message=one.problem) for one in results if one.problem]
             if code == 0:
                 break
-            # It ended while it imported this one: the rest is asked of the next child.
+            # It ended while it imported this one: the next child tries the rest.
             last = wanted[results[-1].at if results else 0]
             message = f"importing {last.name!r} ends the process ({describe_exit(code)})"
             found.append(Fault(path=last.path, message=message))
@@ -92,7 +92,7 @@ def _run(wanted: Sequence[Named], environment: Mapping[str, str], answers: Path)
 
 def answer(answers: str) -> int:
     """The child's end: reads what is wanted from standard input, appends what it finds to the file ``answers``."""
-    faulthandler.disable()  # whoever asked says which import it was
+    faulthandler.disable()  # the parent reports which import it was
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Named, ...])
     for at, one in enumerate(wanted):
         _report(answers, _Result(at=at))

@@ -1,7 +1,7 @@
 """A stage process's incarnations, one after the other. The stages and their engines outlive them.
 
-A coordinator that has declared the process dead tells it so: then it drops all requests, takes a new incarnation and
-opens both planes anew. Called by `processes.stage`.
+A coordinator that has declared the process dead notifies it: then the process drops all requests, takes a new
+incarnation and opens both planes anew. Called by `processes.stage`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def fresh() -> Incarnation:
-    """An incarnation that nobody has had."""
+    """An incarnation that was never used."""
     return Incarnation(secrets.token_hex(8))
 
 
@@ -39,7 +39,7 @@ class Incarnations:
         self, begin: Callable[[contextlib.AsyncExitStack], None], renew: Callable[[Incarnation], None]
     ) -> None:
         """begin: opens the planes of the current incarnation; the stack closes them. renew: drops what the one before
-        was asked for, and takes the new one.
+        was requested, and takes the new one.
         """
         await self._live(begin)
         while not self._over.done():

@@ -79,9 +79,9 @@ class StartupFailed(Exception):
         self.process = process
         self.problem = problem
         self.stage = stage
-        self.traceback = traceback  #: As the child reported it; none when the problem says it all.
-        self.reported = reported  #: Whether the child said itself what was wrong.
-        self.tail = tuple(tail)  #: The end of what it printed; whoever watches has seen it.
+        self.traceback = traceback  #: As the child reported it; empty when the problem is enough.
+        self.reported = reported  #: Whether the child reported its failure.
+        self.tail = tuple(tail)  #: The end of its output, which was shown already.
         self.hung = hung  #: It did nothing until its time was up.
 
     @property
@@ -257,7 +257,7 @@ class SupervisedInstance:
         self._on_change(self)
 
     async def _without_progress(self, watch: _ProgressWatch) -> StartupFailed | None:
-        """What to say of a process that has done nothing for too long while it loads; it is ended."""
+        """The failure of a process that has done nothing for too long while it loads; it is ended."""
         idle = watch.idlest()
         if idle is None or idle[1] < self.policy.startup_s:
             return None
@@ -345,7 +345,7 @@ class _ProgressWatch:
 
 
 def _to_blame(dead: Sequence[Child]) -> Child:
-    """Of processes that ended at once: the one that can say why."""
+    """Of processes that ended together: the one that reported a failure."""
     return next((child for child in dead if child.failure is not None), dead[0])
 
 

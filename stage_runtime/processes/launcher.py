@@ -43,7 +43,7 @@ class Launcher:
             directory.write(f"{unit.name}.unit.json", msgspec.json.encode(unit))
 
     def add_coordinator(self, *, host: str, port: Callable[[], int], api_keys: Sequence[str]) -> None:
-        """Start the coordinator. port: asked at each start; one that is started again stays where it was."""
+        """Start the coordinator. port: called at each start; a restarted one keeps its port."""
         plan = self._plan.coordinator
         variables = {
             "OMNI_PLAN": str(self._dir.write("coordinator.json", msgspec.json.encode(plan))),

@@ -55,7 +55,7 @@ class StageLaunch(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     coordinators: str
     environment: Mapping[str, str]  #: As `environment` made it.
-    addresses: Callable[[], Addresses]  #: Asked for each life.
+    addresses: Callable[[], Addresses]  #: Called for each life.
     gpus: tuple[str, ...] | None = None
 
 
@@ -136,7 +136,7 @@ def _argv(role: str, name: str) -> tuple[str, ...]:
 
 
 def socket_name(process: str, life: int) -> str:
-    """File of a process's control socket. Each life has its own: nobody talks to the next one by mistake."""
+    """File of a process's control socket. Each life has its own, so that messages to one never reach the next."""
     return f"{process}-{life}.sock"
 
 

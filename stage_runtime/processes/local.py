@@ -1,7 +1,7 @@
 """A whole pipeline on this machine: coordinator, every process group, every replica, as processes of their own.
 
-Here: what `omni up` does when nobody looks; tests use it as ``async with LocalPipeline(...)``. Not here: the table on
-the terminal and ^C (`cli`), the life of a process (`instances`). Called by `cli.up` and by tests.
+Here: what `omni up` does without its terminal; tests use it as ``async with LocalPipeline(...)``. Not here: the table
+on the terminal and ^C (`cli`), the life of a process (`instances`). Called by `cli.up` and by tests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from stage_runtime.processes.launcher import KEY_FILE, Launcher
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
 
 ADMISSION_POLL_S = 0.02
-STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` says otherwise
+STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` changes it
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float = STARTUP_S
     debug_values: bool = False
     api_key_file: Path | None = None  #: Bearer token that clients must send; None: the Secret's of the spec, if any.
-    no_auth: bool = False  #: Ask for no key, whoever can reach ``host``.
+    no_auth: bool = False  #: Require no key, even if others can reach ``host``.
 
 
 class LocalPipeline:
@@ -97,7 +97,7 @@ class LocalPipeline:
             no_auth=self.options.no_auth,
             found=found.api_keys,
         )
-        #: What the spec says in vain, one line each.
+        #: Fields of the spec without effect, one line each.
         self.notices = (*unsupported.notices(self.spec, local=True), *found.notices, *vain, *unkeyed)
         self._path = () if folder is None else (folder,)
         self._supervisor = Supervisor(on_change=self._changed, on_line=on_line or _drop)
@@ -146,21 +146,21 @@ class LocalPipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.ask_to_stop()  # nobody waits for answers any more
+            self.ask_to_stop()  # no request may go on
             self.ask_to_stop()
         await self.stop()
 
     def check(self) -> None:
         """Refuse what cannot run here, before a minute is spent on loading models.
 
-        Raises: ConfigurationError: says what to change.
+        Raises: ConfigurationError: names what to change.
         """
         rundir.check_access(self.spec.endpoints.base_path)
         rundir.check_budget(self.spec.endpoints.base_path, preflight.socket_names(self.plan))
         if not self._api_keys and not self.options.no_auth and not preflight.is_loopback(self.options.host):
             raise ConfigurationError(
                 f"--host {self.options.host} is reached from other machines, and no API key is set: name a file that "
-                "holds one with --api-key-file, or say that everybody may use it with --no-auth"
+                "holds one with --api-key-file, or allow everybody to use it with --no-auth"
             )
         preflight.check_gpus(self.plan, self._shown_gpus)
         preflight.check_port(self.options.host, self._port())
@@ -369,8 +369,8 @@ def _status(url: str, key: str | None) -> dict[str, Any]:
 
 
 def _ignore(_view: ProcessView) -> None:
-    """Nobody watches."""
+    """Ignores changes."""
 
 
 def _drop(_process: str, _line: str) -> None:
-    """Nobody reads."""
+    """Ignores lines."""

@@ -56,7 +56,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say of a value, else its text; a log line never fails for what stands in it."""
+    """A value as JSON has it, else its text; no value makes a log line fail."""
     if type(value) is str:
         return safe_str(value, limit=TRACEBACK_LIMIT)
     try:

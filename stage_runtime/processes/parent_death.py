@@ -1,6 +1,7 @@
-"""Who ends with whom: ``python -I -S parent_death.py PARENT COMMAND…`` runs a command that dies with its starter.
+"""Ends a process with its parent: ``python -I -S parent_death.py PARENT COMMAND…`` runs a command that dies with its
+starter.
 
-Here: the two requests to Linux about it. What lies between fork and the real program stands in a program of its own,
+Here: the two requests to Linux about it. What happens between fork and the real program is in a program of its own,
 not in a `preexec_fn`: after a fork of a process with threads only exec is safe. Not here: anything that needs an import
 beyond the standard library (this file is run without site-packages, in about 10 ms). Called by `children` and `pod`.
 """

@@ -29,7 +29,7 @@ from stage_runtime.processes.supervisor import Supervisor
 from stage_runtime.settings import SupervisorSettings
 
 EXIT_FAILED = 1
-#: Deaths before ready, in a row, after which the pod ends: CrashLoopBackOff then says why, where people look.
+#: Deaths before ready, in a row, after which the pod ends: CrashLoopBackOff then has the reason, where people look.
 GIVE_UP_AFTER = 5
 
 

@@ -13,7 +13,7 @@ from stage_runtime.processes import launching
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it, whatever the name stands for."""
+    """Whether only this machine reaches it, whatever the name resolves to."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -47,7 +47,7 @@ class ProbeServer:
 
     @property
     def port(self) -> int:
-        """The one that is bound; of interest when 0 was asked for."""
+        """The bound port; of interest when it was to be any free one."""
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 

@@ -51,7 +51,7 @@ def security(key: bytes | None) -> Security | None:
 
 
 def advertised(wanted: str, bound: str) -> str:
-    """The endpoint that peers are told: as wanted, with the port that was really bound."""
+    """The endpoint to advertise: as configured, with the port that was bound."""
     if not wanted.startswith("tcp://"):
         return bound if bound.startswith("ipc://") else wanted
     host, _, port = wanted.rpartition(":")
@@ -59,7 +59,7 @@ def advertised(wanted: str, bound: str) -> str:
 
 
 def rank_addresses(settings: StageSettings) -> tuple[str, str, RelaySettings]:
-    """Where rank 0 of a TP stage listens for its followers, what they are told, and the relays beside it."""
+    """Where rank 0 of a TP stage listens for its followers, what is advertised to them, and the relays beside it."""
     relays = relay_settings(settings)
     followers = settings.tp_endpoints[0]
     if followers.startswith("ipc://"):

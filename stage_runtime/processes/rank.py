@@ -82,7 +82,7 @@ class RankProcess:
         return channels
 
     async def _settle(self, channels: Channels) -> None:
-        """What was said is heard before the sockets close; of a life that nobody listens to any more, nothing is."""
+        """Wait until sent messages are acknowledged before the sockets close; not after a life that was fenced."""
         if self._over.done():
             await channels.settled(SETTLE_S)
 
@@ -129,7 +129,7 @@ class RankProcess:
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._finish, code)
 
     def _task_ended(self, name: str, error: BaseException) -> None:
-        """Without it this process would go on half: ready for others, and without beats, say."""
+        """Without the task the process would continue in part: ready, but without heartbeats, for example."""
         log.error("the task %r has ended: %s\n%s", name, describe(error), format_traceback(error).rstrip())
         statuspipe.report(self._settings.status_fd, statuspipe.failed(error))
         self._finish(EXIT_CRASHED)

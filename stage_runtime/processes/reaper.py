@@ -3,7 +3,7 @@
 A process dies with its parent if it asked the kernel for that (`parent_death`), and then its own children go on: a
 loader's workers, ffmpeg, whatever an author has started, perhaps in a session of its own. What all of them have is the
 environment that they began with. So each process of ours is given ``OMNI_RUN`` (the run's folder) and ``OMNI_LIFE``
-(new for every process), and whoever has one of these is ended with the run, or with that process.
+(new for every process), and a process that has one of these is ended with the run, or with that process.
 
 Here: finding and ending them, and the program that does it when `omni up` is gone. Not here: anything that needs an
 import beyond the standard library (it is run without site-packages). Called by `local`, `children` and `rundir`. Linux.
@@ -24,7 +24,7 @@ AGAIN_S = 0.02
 def end(name: str, value: str, *, looks: int = 2, within_s: float = 10.0) -> None:
     """Kill every process of this user whose environment began with ``name=value``, but this one.
 
-    Until nobody was found so many times: what is killed may have started another one just before.
+    Until none was found so many times: a killed process may have started another one just before.
     """
     marker = f"{name}={value}".encode()
     until, quiet = time.monotonic() + within_s, 0
@@ -56,13 +56,13 @@ def main() -> None:
     descriptor, run = int(sys.argv[1]), sys.argv[2]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    while os.read(descriptor, 1):  # nobody writes: it returns when the last holder of the other end is gone
+    while os.read(descriptor, 1):  # nothing is written: it returns when the last holder of the other end is gone
         pass
     end(RUN, run)
 
 
 def _kill(marker: bytes) -> bool:
-    """One look. True when somebody was killed."""
+    """Look once. True if a process was killed."""
     found = False
     for pid in _pids():
         with contextlib.suppress(OSError):  # it is gone, or not ours

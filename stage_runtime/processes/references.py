@@ -137,7 +137,7 @@ def _whole(source: EnvFrom, index: int, objects: _Objects, notices: list[str]) -
 
 
 def _value(variable: EnvVar, objects: _Objects, environ: Mapping[str, str], notices: list[str]) -> str | None:
-    """A variable's own; None: the environment of `omni up` has it, or nobody."""
+    """A variable's own; None: only the environment of `omni up` may have it."""
     source = variable.value_from
     if source is None:
         return variable.value or ""

@@ -3,10 +3,10 @@
 Here: where it may lie, what its paths may cost, and sweeping up after runs that were killed. Not here: what is written
 into it (`launching`, `local`). Called by `local` and `pod`.
 
-A run holds an exclusive flock of the file ``lock`` in its folder. Whoever makes or deletes a folder takes that lock
-first, and then looks whether the file still is the one at that path. So a maker whose folder was swept before it had
-the lock makes another one, and no sweeper deletes a folder that a maker has claimed. Sweepers delete the file last: if
-one is killed, the next one goes on.
+A run holds an exclusive flock of the file ``lock`` in its folder. A process that makes or deletes a folder takes that
+lock first, and then looks whether the file still is the one at that path. So a maker whose folder was swept before it
+had the lock makes another one, and no sweeper deletes a folder that a maker has claimed. Sweepers delete the file last:
+if one is killed, the next one goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class RunDir:
-    """Holds its lock as long as it is open: a folder whose lock nobody holds belongs to nobody."""
+    """Holds its lock as long as it is open: a folder whose lock is free is left over."""
 
     def __init__(self, base: str | None) -> None:
         """Make one under ``base``, or under the system's temporary folder.
@@ -95,9 +95,9 @@ def check_budget(base: str | None, sockets: dict[str, str]) -> None:
 
 
 def check_access(base: str | None) -> None:
-    """Refuse a place where somebody else could put another folder in the place of ours, as sshd does with StrictModes.
+    """Refuse a place where another user could replace our folder, as sshd does with StrictModes.
 
-    Every folder on the way must belong to us or root, and nobody else may write into it, unless its sticky bit keeps
+    Every folder on the way must belong to us or root, and no other user may write into it, unless its sticky bit keeps
     others from renaming what is not theirs (``/tmp``).
     Raises: ConfigurationError: names the folder, and what is wrong with it.
     """
@@ -118,7 +118,7 @@ def objection(owner: int, mode: int) -> str | None:
     """What is wrong with a folder above the run's, and the cure. None: nothing."""
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # in a user namespace root may have another number
     if owner not in trusted:
-        return f"belongs to {_user(owner)}, who could replace what lies in it: choose another folder"
+        return f"belongs to {_user(owner)}, who could replace its content: choose another folder"
     if mode & OTHERS_WRITE and not mode & stat.S_ISVTX:
         who = "everybody" if mode & stat.S_IWOTH else "its group"
         return f"may be written by {who} (mode {stat.S_IMODE(mode):04o}): chmod go-w it, or choose another folder"
@@ -136,7 +136,7 @@ def running(base: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
 def sweep(base: str | None = None) -> None:
     """Delete what runs left behind that were killed before they could."""
     for folder in _folders(base):
-        with contextlib.suppress(OSError):  # it lives, or somebody else is sweeping it
+        with contextlib.suppress(OSError):  # it is in use, or another process is deleting it
             _sweep(folder)
 
 
@@ -215,7 +215,7 @@ def _sweep(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is_at(lock, folder / _LOCK):
-            return  # swept by somebody else meanwhile
+            return  # deleted by another process meanwhile
         reaper.end(reaper.RUN, str(folder))  # its program was killed, and its reaper with it
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():

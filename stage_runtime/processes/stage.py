@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: StageSettings) -> int:
-    """Serve this process's stages until told to stop. Returns the exit code."""
+    """Serve this process's stages until SIGTERM or Shutdown. Returns the exit code."""
     logs.configure(settings.log_format, name=settings.process)
     limits.raise_limits()
     _meet_ranks(settings)

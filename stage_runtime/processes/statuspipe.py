@@ -1,8 +1,8 @@
-"""What a child process tells its supervisor, one JSON line per event over an inherited pipe.
+"""Events of a child process to its supervisor, one JSON line each over an inherited pipe.
 
 Here: the events, and both ends' encoding. Not here: what a supervisor does about them (`supervisor`). Called by
 `stage` and `coordinator` with ``settings.status_fd``; read by `children`. A process started by hand has no pipe
-(``fd`` None) and says the same things in its log.
+(``fd`` None); its log has the same events.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import msgspec
 from omnipipeline_spec import crashes
 from stage_runtime.errors import ConfigurationError, format_traceback, safe_str
 
-MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always say why, even when nobody reads
+MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always report why, even if it is not read
 # Several loader threads report, and a line longer than PIPE_BUF is not atomic by itself. Reentrant, because a signal's
 # handler may report while the thread it interrupts does.
 _lock = threading.RLock()
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower, omit_defaults=True):
-    """Base of what is said."""
+    """Base of the events."""
 
 
 class Loading(Event, frozen=True, kw_only=True):
-    """A stage is being made; ``message`` is what it says of its progress. Each one is proof of progress."""
+    """A stage is being made; ``message`` is its progress. Each one is proof of progress."""
 
     stage: str
     message: str = ""
@@ -40,7 +40,7 @@ class Ready(Event, frozen=True, kw_only=True):
 
 
 class Registered(Event, frozen=True, kw_only=True):
-    """A coordinator has said Welcome to this incarnation for the first time."""
+    """A coordinator has registered this incarnation for the first time."""
 
 
 class Serving(Event, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 def failed(error: BaseException, *, stage: str = "") -> Failed:
     """The event for an exception, with its traceback (the end of it when it is very long).
 
-    What is wrong with a configuration says so in one line, and how we came to see it helps nobody.
+    An error of the configuration is one line: a traceback of the runtime would not help.
     """
     if isinstance(error, ConfigurationError):
         return Failed(stage=stage, error=_line(safe_str(error)))
@@ -86,7 +86,7 @@ def _line(text: str) -> str:
 
 
 def report(fd: int | None, event: Status) -> None:
-    """Say ``event``; from any thread. Nothing happens without a pipe, or when nobody holds its other end."""
+    """Send ``event``; from any thread. Nothing happens without a pipe, or when its other end is closed."""
     if fd is None:
         return
     line = memoryview(msgspec.json.encode(event) + b"\n")

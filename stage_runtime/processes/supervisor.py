@@ -35,7 +35,7 @@ class Supervisor:
 
     @property
     def failure(self) -> StartupFailed | None:
-        """The first failure among the instances that are there; whoever runs us decides what follows."""
+        """The first failure among the instances; the caller decides what follows."""
         return next(iter(self._failures.values()), None)
 
     def add(self, spec: InstanceSpec, policy: RestartPolicy) -> SupervisedInstance:
@@ -65,7 +65,7 @@ class Supervisor:
     async def ready(self, names: Collection[str]) -> None:
         """Wait until these instances are ready, whatever becomes of others.
 
-        Raises: StartupFailed: one of these never will be; it failed, or was told to stop.
+        Raises: StartupFailed: one of these never will be; it failed, or was stopped.
         """
         while True:
             instances = []

@@ -1,4 +1,4 @@
-"""Asyncio tasks of a process's own: one that ends before it is told to ends the process, with its reason.
+"""Asyncio tasks of a process's own: one that ends before it is cancelled ends the process, with its reason.
 
 Not here: tasks of one request, whose error boundary is the request (`transfers.receiving`, `engines.loops`, `web`). The
 same rule for threads is in `engines.threads`. Used by `stage` and `coordinator`.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class TaskEnded(Exception):
-    """A task that was to run on has returned, or was cancelled by somebody else."""
+    """A task that was to run on has returned, or was cancelled from outside."""
 
 
 class Tasks:
@@ -55,7 +55,7 @@ class Tasks:
         task.add_done_callback(lambda done: self._ended(done, finite))
 
     def _ended(self, task: asyncio.Task[Any], finite: bool) -> None:
-        error = None if task.cancelled() else task.exception()  # asked for, or asyncio would log it as never retrieved
+        error = None if task.cancelled() else task.exception()  # retrieved, or asyncio would log that it never was
         if task not in self._tasks:  # cancelled here
             return
         self._tasks.discard(task)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class ApiKeys:
-    """Any of the keys is enough; without keys none is asked for, and that stays so."""
+    """A request needs one of the keys. Without keys none is required, and that does not change later."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._keys = tuple(key.encode() for key in keys)
@@ -24,6 +24,6 @@ class ApiKeys:
         self._keys = tuple(key.encode() for key in keys)
 
     def allow(self, token: bytes) -> bool:
-        """Every key is compared, in constant time: how long it takes says nothing of which was near."""
+        """Every key is compared, in constant time: the time taken reveals nothing of how near a guess was."""
         matches = [hmac.compare_digest(token, key) for key in self._keys]
         return any(matches)

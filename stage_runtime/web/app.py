@@ -38,7 +38,7 @@ def make_app(
 
     codecs: the caller's, who closes it.
     metrics: given when another port shows them too (`make_probes`): both then count into the same.
-    admin: the profiler's routes, where no port of their own is asked for; they are behind the API keys.
+    admin: the profiler's routes, where they have no port of their own; they are behind the API keys.
     """
     metrics = metrics or Metrics(manager, of_members=settings.probes)
     app = bare_app(title=settings.model)

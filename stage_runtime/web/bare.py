@@ -22,7 +22,7 @@ def bare_app(*, title: str) -> FastAPI:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """No route (404), not with this method (405), or what an admin router says."""
+    """No route (404), not with this method (405), or an error of an admin router."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]  # not ``request.url``, which believes the Host header
     if error.status_code == 404:

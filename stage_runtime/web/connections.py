@@ -63,9 +63,9 @@ class Phase(enum.Enum):
 
     HEAD = enum.auto()  #: The rest of a head; of a new connection the first one.
     ANSWER = enum.auto()  #: Us. `exchange` limits the time for the body.
-    DISCARD = enum.auto()  #: The rest of a body that nobody wants.
+    DISCARD = enum.auto()  #: The rest of a body that is not read.
     IDLE = enum.auto()  #: The next request.
-    REFUSED = enum.auto()  #: The client's end: closed at once, it might lose what it was told.
+    REFUSED = enum.auto()  #: Wait for the client to close: closing at once could lose the answer.
 
 
 class Connection(HttpToolsProtocol):
@@ -169,7 +169,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(RequestError("invalid_request", "no HTTP request that can be read"), 400)
 
     def _refuse(self, error: RequestError, status: int) -> None:
-        """Say it and close; where an answer is under way, nothing can be said."""
+        """Send the error and close; an answer that has begun is only cut off."""
         if self._phase is Phase.ANSWER and self.cycle is not None and self.cycle.response_started:
             self.transport.abort()
             return
@@ -199,7 +199,7 @@ class Connection(HttpToolsProtocol):
                 if self._wire_nbytes:
                     self._refuse(RequestError("deadline", f"no whole head within {self.limits.head_s:g} s"), 408)
                 else:
-                    self.transport.close()  # a connection opened in advance: nobody reads a complaint
+                    self.transport.close()  # a connection opened in advance: no request waits for an answer
             case Phase.IDLE if waited > self.limits.idle_s:
                 self.transport.close()
             case Phase.DISCARD | Phase.REFUSED if waited > self.limits.discard_s:

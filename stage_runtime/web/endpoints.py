@@ -40,7 +40,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     async def read_json(self, exchange: Exchange, decode: Callable[[bytes], Read]) -> Read:
         """As `read`.
 
-        Raises: RequestError: invalid_request (415): it does not say that it is JSON. What else browsers send, they
+        Raises: RequestError: invalid_request (415): its content type is not JSON's. What else browsers send, they
                 send across sites without asking.
         """
         given = (exchange.only_header(b"content-type") or "").partition(";")[0].strip().lower()

@@ -29,7 +29,7 @@ RETRY_AFTER_S: Final = 1.0
 
 
 class RequestRefused(RequestError):
-    """An error of the closed list whose status says more than its code's: 403, 408, 415."""
+    """An error of the closed list with another status than its code's: 403, 408, 415."""
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(code, message, param=param)
@@ -67,7 +67,7 @@ def encoded(error: RequestError, request_id: str | None) -> bytes:
 
 
 def headers(error: RequestError) -> Headers:
-    """What the status alone does not say: when to come again, or not at all."""
+    """Headers beside the status: when to retry, or that the connection ends."""
     if error.code in ("rate_limited", "unavailable"):
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         return [(b"retry-after", str(max(1, math.ceil(seconds))).encode())]
@@ -77,5 +77,5 @@ def headers(error: RequestError) -> Headers:
 
 
 def internal(request_id: str | None) -> RequestError:
-    """What a client is told of a fault of this program; the log has the rest."""
+    """The answer to a client for a fault of this program; the log has the cause."""
     return RequestError("stage_failed", "internal error; the server's log has it", request_id=request_id)

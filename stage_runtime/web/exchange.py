@@ -1,6 +1,6 @@
 """One HTTP request and its answer, as routes see them. Raw ASGI: no framework between a stage's word and the socket.
 
-Counts what the log line says. Knows no request manager and no OpenAI. Made by `middleware.Middleware`, used by the
+Counts what the log line contains. Knows no request manager and no OpenAI. Made by `middleware.Middleware`, used by the
 routes.
 """
 
@@ -22,7 +22,7 @@ from stage_runtime.web.memory_budget import Reservation
 KEY: Final = "omni.exchange"  #: Where `Middleware` puts it into the ASGI scope.
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _TRACE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?")
-#: Where a client says how it has coded a body, and what means "not at all"; `chunked` the server has undone.
+#: Headers with the coding of a body, and their values for none; the server has decoded `chunked`.
 _CODINGS: Final = {
     b"content-encoding": frozenset({"", "identity"}),
     b"transfer-encoding": frozenset({"", "identity", "chunked"}),
@@ -73,7 +73,7 @@ class Exchange:
     def only_header(self, name: bytes) -> str | None:
         """As `header`.
 
-        Raises: InvalidRequest: it is there twice, and which one another reader believes nobody knows.
+        Raises: InvalidRequest: it is there twice, and another reader may take the other one.
         """
         found = self._headers.get(name, ())
         if len(found) > 1:

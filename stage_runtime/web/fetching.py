@@ -2,7 +2,7 @@
 
 Against server-side request forgery: the host must be one of ``media_hosts``; a name must resolve to public addresses
 only, and the connection goes to an address that was checked (a second look-up could answer otherwise); redirects
-stay on the host. A ``media_hosts`` entry that is itself an address says that this very address is meant.
+stay on the host. A ``media_hosts`` entry that is itself an address allows exactly that address.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Fetcher:
     async def fetch(self, places: Iterable[Place], hold: Callable[[int], None]) -> dict[str, Media]:
         """URL -> what it holds, all fetched at once; when one fails the others end.
 
-        hold: told of bytes as they come; may raise.
-        Raises: RequestError: a URL is not allowed, too slow, or not what its part says; there are too many, or all
+        hold: called with the number of bytes as they arrive; may raise. Raises: RequestError: a URL is not allowed, too
+        slow, or of another type than its part; there are too many, or all
                 together are too large; what ``hold`` raises.
         """
         wanted = {place.url: place for place in places}

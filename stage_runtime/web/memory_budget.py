@@ -1,8 +1,8 @@
 """How much of what clients send is held at once: bodies on their way in, and the media that they name.
 
-Bytes count from the moment they are read until their request is over. Whoever would bring too many is told to come
-again (429) before his body is read, where he says its length. Made by `app`, one for all routes; called by
-`exchange` and `fetching`.
+Bytes count from the moment they are read until their request is over. A request that would exceed the limit is refused
+with 429, before its body is read if its length is known. Made by `app`, one for all routes; called by `exchange` and
+`fetching`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from stage_runtime.web.origins import Origins
 _log = logging.getLogger("stage_runtime.web.requests")
 _faults = logging.getLogger(__name__)
 
-#: Never asked for a key, never logged: kubelets and load balancers call them every second.
+#: No key is required, nothing is logged: kubelets and load balancers call them every second.
 OPEN: Final = frozenset({"/livez", "/readyz"})
 _QUIET: Final = OPEN | {"/metrics", "/status"}
 

@@ -116,7 +116,7 @@ class _Collector:
         self.ended = True
 
     def _text(self, raw: bytes, what: str, most: int) -> str:
-        """What a part says of itself: it goes into values, messages and logs."""
+        """A part's name or file name: it goes into values, messages and logs."""
         place = f"part {len(self.parts)}"
         try:
             text = raw.decode()

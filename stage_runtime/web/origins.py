@@ -1,8 +1,9 @@
 """Whether a browser asks on behalf of a page that it should not: cross-site requests and DNS rebinding.
 
-Where no key is asked for, whoever reaches the port may ask, and a browser on this machine reaches it for every page
-that it shows. Pages of other origins are refused by what browsers always say: Origin or Sec-Fetch-Site. A page whose
-own name was made to point here afterwards is of our origin to its browser; its name is in Host. Called by `middleware`.
+Where no key is required, everybody who reaches the port may use it, and a browser on this machine reaches it for every
+page that it shows. Pages of other origins are refused by headers that browsers always send: Origin or Sec-Fetch-Site. A
+page whose own name was made to point here afterwards is of our origin to its browser; its name is in Host. Called by
+`middleware`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Origins:
             name, port = _origin(origin)
             foreign = name not in self._hosts and (host is None or (name, port) != (_name(host), _port(host, origin)))
         if foreign:
-            problem = "a page of another site asks, and no key is asked for; others are allowed by OMNI_HTTP_HOSTS"
+            problem = "a page of another site made the request, and no key is required; OMNI_HTTP_HOSTS allows sites"
             raise RequestRefused(403, "unauthorized", f"origin: {problem}", param="origin")
 
     def _is_ours(self, name: str) -> bool:

@@ -47,7 +47,7 @@ class Pipeline:
         await exchange.reply(msgspec.json.encode(record))
 
     async def cancel(self, exchange: Exchange) -> None:
-        """DELETE /v1/requests/{id}: 200 whether it was still in flight or not, 404 when nobody knows it."""
+        """DELETE /v1/requests/{id}: 200 whether it was still in flight or not, 404 when it is unknown."""
         manager, reason = self._service.manager, "cancelled by DELETE /v1/requests"
         request_id = _asked_for(exchange)
         cancelled = manager.abort(request_id, reason) or await manager.forward_abort(request_id, reason)

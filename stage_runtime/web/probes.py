@@ -18,7 +18,7 @@ class Probes:
         self._metrics = metrics
 
     async def live(self, exchange: Exchange) -> None:
-        """This process answers. Never says anything of a model: restarting us would not cure one."""
+        """This process answers. The state of models does not count: a restart of this process would not cure one."""
         await exchange.reply(b"ok\n", content_type=b"text/plain")
 
     async def ready(self, exchange: Exchange) -> None:

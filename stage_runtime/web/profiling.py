@@ -1,6 +1,6 @@
 """The profiler's routes: start, stop, list, fetch, report. On the admin port; behind the API keys.
 
-Bodies are JSON whatever their content type says: ``curl -d`` names none. Bodies, defaults and wildcards are those of
+Bodies are JSON whatever their content type: ``curl -d`` sends another one. Bodies, defaults and wildcards are those of
 seed 001, "HTTP surface".
 """
 
@@ -175,9 +175,9 @@ async def _as_request(work: Callable[[], Awaitable[ProfileAnswer]]) -> ProfileAn
 
 
 async def _reply(exchange: Exchange, answer: ProfileAnswer) -> None:
-    """200 with every stage's answer; 503 when not even the coordinator does as it was asked."""
-    nobody = all(each.state == "failed" for each in answer.stages)
-    await exchange.reply(msgspec.json.encode(answer), status=503 if nobody else 200)
+    """200 with every stage's answer; 503 when all of them failed."""
+    failed = all(each.state == "failed" for each in answer.stages)
+    await exchange.reply(msgspec.json.encode(answer), status=503 if failed else 200)
 
 
 def _check_seconds(seconds: int | None) -> None:
@@ -194,7 +194,7 @@ def _format(exchange: Exchange) -> str:
     given = dict(part.partition("=")[::2] for part in query.split("&") if part)
     form: str = given.pop("format", "json")
     if given or form not in FORMATS:
-        raise InvalidRequest(f"format: one of {', '.join(FORMATS)}; nothing else can be asked for", param="format")
+        raise InvalidRequest(f"format: one of {', '.join(FORMATS)}; there is no other parameter", param="format")
     return form
 
 
@@ -206,7 +206,7 @@ async def _make_report(events: Path, form: str, out: Path) -> None:
     )
     try:
         async with asyncio.timeout(REPORT_S):
-            _, told = await process.communicate()
+            _, errors = await process.communicate()
     except TimeoutError:
         raise RequestError("unavailable", f"the report takes longer than {REPORT_S:g} s: fetch the files") from None
     finally:
@@ -215,7 +215,7 @@ async def _make_report(events: Path, form: str, out: Path) -> None:
                 process.kill()
             await process.wait()
     if process.returncode:
-        raise RequestError("not_found", told.decode(errors="replace").strip()[-500:].replace(str(events), "the run"))
+        raise RequestError("not_found", errors.decode(errors="replace").strip()[-500:].replace(str(events), "the run"))
 
 
 async def _write_member(exchange: Exchange, path: Path, name: str) -> None:

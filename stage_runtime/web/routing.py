@@ -47,7 +47,7 @@ def mounted(routes: Iterable[Route], *, serves: Sequence[str] = ()) -> list[rout
 class Direct:
     """Calls the endpoint of a request for one of ``routes`` at once, and gives what is left to FastAPI.
 
-    A POST without parameters in its path needs nothing of what lies between: matching, exit stacks, error handlers.
+    A POST without parameters in its path needs no matching, no exit stack and no error handler.
     """
 
     def __init__(self, app: ASGIApp, *, routes: Sequence[routing.Route]) -> None:

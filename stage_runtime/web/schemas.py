@@ -1,6 +1,6 @@
 """The bodies that clients send, as msgspec types: what is read, what is refused, by which name.
 
-Types and the words of their errors only; what they mean is said in `translating`. Unknown parameters are refused
+Types and the texts of their errors only; their meaning is in `translating`. Unknown parameters are refused
 (a typo must not be a silent default); inside of messages unknown keys are skipped, since clients send back what
 other servers gave them.
 """
@@ -117,7 +117,7 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
-    # accepted only as what says nothing: see `translating.chat.REFUSED`
+    # accepted only with their default value: see `translating.chat.REFUSED`
     n: int | None = None
     store: bool | None = None
     logprobs: bool | None = None
@@ -189,7 +189,7 @@ def decode(raw: bytes, body: type[Body], decoder: msgspec.json.Decoder[Body]) ->
 
 
 def convert(fields: dict[str, Any], body: type[Body]) -> Body:
-    """Form fields as their type; strings become numbers and booleans where the type says so.
+    """Form fields as their type; strings become numbers and booleans where the type is one.
 
     Raises: InvalidRequest: as `decode`.
     """

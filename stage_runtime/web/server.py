@@ -22,7 +22,7 @@ LAST_WORDS_S = 0.2  # even a stop without a drain lets errors out that were rais
 class Server:
     """Serves ``app`` from `__aenter__` to `stop`.
 
-    port: 0 takes a free one; `port` and `url` say which.
+    port: 0 takes a free one; `port` and `url` have it.
     limits: of each connection.
     drain_s: how long open answers may go on once it stops; what is left then is cut off (and so aborted).
     """
@@ -58,7 +58,7 @@ class Server:
     async def __aenter__(self) -> Server:
         """Listen and serve.
 
-        Raises: ConfigurationError: the address cannot be had; says which.
+        Raises: ConfigurationError: the address cannot be bound; names it.
         """
         listener = _listen(self._host, self._wanted_port)
         self.port = listener.getsockname()[1]

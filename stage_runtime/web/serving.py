@@ -24,7 +24,7 @@ from stage_runtime.wire.values import OmniRequest
 Event = ChunkEvent | ResultEvent
 _log = logging.getLogger(__name__)
 
-#: ``X-Accel-Buffering``: nginx holds an answer back until 4 to 8 KiB are there unless it is told not to.
+#: ``X-Accel-Buffering``: nginx holds an answer back until 4 to 8 KiB are there unless this header forbids it.
 UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -41,7 +41,7 @@ def named_frame(name: str, value: Any) -> bytes:
 
 
 class StreamEncoder(Protocol):
-    """How one route says events."""
+    """How one route encodes events."""
 
     def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
         """Whole events of the stream, several at once where they are ready together."""
@@ -66,7 +66,7 @@ async def admitted(
     finally:
         watch.cancel()
         await timed.aclose()
-        handle.abort("nobody reads the answer")  # changes nothing when it is over
+        handle.abort("the answer is not read")  # changes nothing when it is over
         if isinstance(events, AsyncGenerator):
             await events.aclose()
 
@@ -161,7 +161,7 @@ class EventStream:
     def _tick(self) -> None:
         silent_s = self._loop.time() - self._spoke_at
         if silent_s >= self._heartbeat_s and (self._beat is None or self._beat.done()):
-            # a piece of its own, so it never stands inside of an event
+            # a piece of its own, so it is never inside an event
             self._beat = self._loop.create_task(self.send(b": waiting\n\n"))
             silent_s = 0.0
         self._timer = self._loop.call_later(max(0.01, self._heartbeat_s - silent_s), self._tick)

@@ -1,4 +1,4 @@
-"""What the web room is told when it starts. Filled by `processes` from the coordinator's plan and the environment."""
+"""Settings of the HTTP side. Filled by `processes` from the coordinator's plan and the environment."""
 
 from __future__ import annotations
 

@@ -54,16 +54,16 @@ async def _pieces(
 
     Raises: RequestError: the request failed, or no terminal gave any sound.
     """
-    heard = False
+    has_sound = False
     with codecs.encoder(format) as made:
         async for event in events:
             for shown in outputs.take(event):
                 if isinstance(shown, Audio):
-                    heard = True
+                    has_sound = True
                     if piece := await made.write(shown, stage=event.stage):
                         yield piece
         outputs.check("speech")
-        if not heard:
+        if not has_sound:
             raise RequestError("stage_failed", "no terminal stage gave an omni.Audio")
         if piece := await made.finish():
             yield piece

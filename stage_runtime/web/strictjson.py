@@ -1,6 +1,6 @@
-"""What msgspec does not refuse in a client's JSON: keys said twice, too many values, too many levels. Pure.
+"""What msgspec does not refuse in a client's JSON: duplicate keys, too many values, too many levels. Pure.
 
-A key said twice means one thing to a proxy that checks and another one to us. Millions of empty lists in a few
+A duplicate key means one thing to a proxy that checks and another one here. Millions of empty lists in a few
 mebibytes cost the loop a second for everybody. Numbers, text and syntax are msgspec's; called by `schemas`.
 """
 
@@ -27,7 +27,7 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 def decode(raw: bytes, decoder: msgspec.json.Decoder[Decoded], *, where: str = "the body") -> Decoded:
     """JSON as ``decoder`` reads it, and nothing that others would read otherwise.
 
-    Raises: InvalidRequest: no JSON, or one of the above. msgspec.ValidationError: not what the decoder's type says.
+    Raises: InvalidRequest: no JSON, or one of the above. msgspec.ValidationError: not of the decoder's type.
     """
     small = len(raw) <= SMALL
     if not small and raw.count(b'"') > _QUOTES:

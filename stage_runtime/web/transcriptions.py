@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions: a form in, text out, all at once or as it is heard."""
+"""POST /v1/audio/transcriptions: a form in, text out, all at once or in deltas."""
 
 from __future__ import annotations
 

@@ -90,14 +90,14 @@ def test_of_speech_at_an_ipv6_address_with_a_key_s_file(base: Path) -> None:
 def test_of_transcription_with_a_sound_that_is_there(base: Path) -> None:
     _, done, printed = pasted(base, "transcription", "--host", "0.0.0.0", "--no-auth")
     assert json.loads(done.stdout)["text"] == "hi"
-    assert "note: coordinator.http.apiKeySecretRef: no key is asked for, --no-auth\n" in printed
+    assert "note: coordinator.http.apiKeySecretRef: no key is required, --no-auth\n" in printed
 
 
 def test_of_a_pipeline_without_openai_routes(base: Path) -> None:
     _, done, printed = pasted(base, "")
     assert "hello there" in done.stdout
     assert '"error"' not in done.stdout
-    assert "note: coordinator.http.apiKeySecretRef: no key is asked for, there is no Secret 'door' here" in printed
+    assert "note: coordinator.http.apiKeySecretRef: no key is required, there is no Secret 'door' here" in printed
 
 
 def test_a_key_is_asked_for_by_every_route_that_is_not_a_probe(base: Path) -> None:

@@ -163,11 +163,11 @@ def test_without_a_key_nobody_but_this_machine_may_reach_the_pipeline_unless_it_
 def test_a_key_that_the_spec_asks_for_and_nobody_need_send_is_named(tmp_path: Path) -> None:
     assert keyed(tmp_path, KEYED + SECRET).notices == ()
     assert keyed(tmp_path, KEYED).notices == (
-        "coordinator.http.apiKeySecretRef: no key is asked for, there is no Secret 'k' here: "
+        "coordinator.http.apiKeySecretRef: no key is required, there is no Secret 'k' here: "
         "put it into the pipeline's file, or say --api-key-file",
     )
     told = keyed(tmp_path, KEYED + SECRET, no_auth=True).notices
-    assert told == ("coordinator.http.apiKeySecretRef: no key is asked for, --no-auth",)
+    assert told == ("coordinator.http.apiKeySecretRef: no key is required, --no-auth",)
 
 
 @pytest.mark.parametrize(

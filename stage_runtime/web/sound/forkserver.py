@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _serve(serve: Callable[[socket.socket], None], fd: int) -> NoReturn:
-    """Never returns: what stands above on the stack is the fork server's."""
+    """Never returns: the frames above it on the stack belong to the fork server."""
     code = 1
     try:
         with contextlib.suppress(ConnectionError):
@@ -65,7 +65,7 @@ def _serve(serve: Callable[[socket.socket], None], fd: int) -> NoReturn:
 
 
 def _reap() -> None:
-    """Say how sessions ended that did not end well."""
+    """Report sessions that ended with an error."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

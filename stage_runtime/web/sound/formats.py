@@ -36,7 +36,7 @@ FORMATS: Final[dict[str, Format]] = {
 def check(name: str, *, param: str) -> str:
     """A format's name as `FORMATS` has it (``pcm16`` is ``pcm``).
 
-    Raises: InvalidRequest: there is no such format here; says which there are.
+    Raises: InvalidRequest: there is no such format; names those that there are.
     """
     name = "pcm" if name == "pcm16" else name
     if name not in FORMATS:

@@ -1,4 +1,4 @@
-"""What the coordinator and a codec process say to each other, and how it is framed. Pure.
+"""The messages between the coordinator and a codec process, and their framing. Pure.
 
 One connection is one session: an encoder from its first sample to its end, or one look at a file. A frame is its
 length (4 bytes, little-endian) and a MessagePack value; nothing is unpickled. The coordinator believes no reply

@@ -1,4 +1,4 @@
-"""Codec processes, as the coordinator sees them: one for each sound that is encoded, ready before it is asked for.
+"""Codec processes, as the coordinator sees them: one for each sound that is encoded, ready in advance.
 
 Here: the fork server's life, sessions and their time limits. Not here: what runs in those processes (`session`,
 `forkserver`), what the bytes mean (`formats`). Made by `processes.coordinator`, used by the routes.
@@ -88,7 +88,7 @@ class CodecPool:
             made.close()
 
     async def duration_s(self, data: bytes) -> float | None:
-        """How long an uploaded file is; None when nobody can say: libsndfile does not know it, or died of it."""
+        """The duration of an uploaded file; None if libsndfile does not know the format or crashed on it."""
         with self.encoder("") as session:
             try:
                 return (await session.ask(Measured, Measure(memoryview(data)))).seconds
@@ -221,7 +221,7 @@ class Encoder:
                 self.close()
             else:
                 return self._connection
-        raise RequestError("unavailable", "no codec process can be had; the coordinator's log says why")
+        raise RequestError("unavailable", "no codec process can be started; the coordinator's log has the reason")
 
     def _died(self, how: str) -> RequestError:
         self.close()

@@ -1,4 +1,4 @@
-"""What a file that a client sent says of itself. Runs in the codec process only (`session`)."""
+"""Reads the header of a file that a client sent. Runs in the codec process only (`session`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ BLOCK = 1 << 15  # output samples at once: bounds the gathered windows to 4 MiB 
 class Resampler:
     """A windowed-sinc polyphase filter with rational steps; keeps its place between pieces.
 
-    What it gives is not delayed: sample k of the output stands at time ``k / target``. `flush` gives the end,
+    What it gives is not delayed: sample k of the output is at time ``k / target``. `flush` gives the end,
     so that all pieces together are ``ceil(n * target / source)`` samples.
     """
 
@@ -36,7 +36,7 @@ class Resampler:
         self._given = 0  #: Output samples made.
 
     def take(self, samples: Samples) -> Samples:
-        """What can be said once ``samples`` ([n, channels]) are known too."""
+        """The output that follows from ``samples`` ([n, channels]) and those before."""
         self._held = np.concatenate([self._held, samples])
         self._taken += len(samples)
         known = self._taken - self._half  # a window needs `_half` samples behind its centre
@@ -69,7 +69,7 @@ class Resampler:
 
 
 def _phases(up: int, half: int, cutoff: float) -> Samples:
-    """``[up, 2 * half]``: phase p's taps for an output that stands p/up behind its centre sample."""
+    """``[up, 2 * half]``: phase p's taps for an output p/up after its centre sample."""
     offsets = np.arange(-half + 1, half + 1)[None, :] - np.arange(up)[:, None] / up
     window = np.i0(BETA * np.sqrt(np.clip(1 - (offsets / half) ** 2, 0, 1))) / np.i0(BETA)
     taps = cutoff * np.sinc(cutoff * offsets) * window

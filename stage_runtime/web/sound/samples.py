@@ -78,7 +78,7 @@ def sane(samples: Samples) -> Samples:
 
 
 def to_channels(samples: Samples, channels: int) -> Samples:
-    """Mixed down to one channel, or one channel said to all."""
+    """Mixed down to one channel, or one channel copied to all."""
     if samples.shape[1] == channels:
         return samples
     mono = samples.mean(axis=1, dtype=np.float32, keepdims=True)

@@ -55,7 +55,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     text: bool  #: Text is shown as ``content``; else only as the audio's transcript.
-    audio: str | None  #: The format of the audio that was asked for; None: none was.
+    audio: str | None  #: The format of the requested audio; None: none was requested.
 
 
 def decode(raw: bytes) -> schemas.ChatBody:

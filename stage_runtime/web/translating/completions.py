@@ -1,7 +1,7 @@
 """Events as OpenAI's `chat.completion` and `chat.completion.chunk` objects. Pure; called by the chat route.
 
-Text is ``content``, whichever terminal says it, and once more the audio's transcript when audio was asked for (in a
-stream: with the last audio piece, so that a client which shows both shows nothing twice). Sound is encoded elsewhere:
+Text is ``content``, whichever terminal it comes from, and once more the audio's transcript when audio was asked for (in
+a stream: with the last audio piece, so that a client which shows both shows nothing twice). Sound is encoded elsewhere:
 what `Completion.audio` holds, and what `CompletionChunks.add` yields as `Audio`, comes back as bytes of a file.
 """
 
@@ -27,7 +27,7 @@ class Completion:
         self._base = {"id": request_id, "created": created, "model": model}
         self._outputs = Outputs()
         self._text: dict[str, list[str]] = {}  #: By stage: two terminals' words are not mixed.
-        self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if sound was asked for.
+        self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if the client requested sound.
         self._notes: list[dict[str, Any]] = []
 
     def add(self, event: Event) -> None:
@@ -78,7 +78,7 @@ class CompletionChunks:
         self._started = False
 
     def add(self, event: Event) -> Iterator[dict[str, Any] | Audio]:
-        """The event's chunks. An `Audio` among them stands for those of `sound`, once it is encoded."""
+        """The event's chunks. An `Audio` among them is replaced by those of `sound`, once it is encoded."""
         for shown in self._outputs.take(event):
             match shown:
                 case Text():
@@ -103,7 +103,7 @@ class CompletionChunks:
         return self._started
 
     def finish(self) -> Iterator[dict[str, Any]]:
-        """The last chunks: the audio's end, the reason, the usage if it was asked for."""
+        """The last chunks: the audio's end, the reason, the usage if the client requested it."""
         if self._started:
             end = {"id": self._audio_id, "transcript": "".join(self._transcript)}
             yield from self._delta({"audio": {**end, "expires_at": self._created + AUDIO_LIFE_S}})

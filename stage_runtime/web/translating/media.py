@@ -24,7 +24,7 @@ _URL_PARTS = schemas.ImageUrlPart | schemas.AudioUrlPart | schemas.VideoUrlPart
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A URL to fetch, for which kind of part, and the parameter it stands in."""
+    """A URL to fetch, the kind of its part, and the parameter that has it."""
 
     url: str
     type: str

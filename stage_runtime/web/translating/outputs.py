@@ -1,6 +1,6 @@
 """What terminal stages give a client, sorted: the common half of chat, speech and transcription.
 
-A result's `Text` or `Audio` is "all of it": a stage that has streamed any of that kind has said it already.
+A result's `Text` or `Audio` is the whole: it is dropped if its stage has streamed any of that kind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Outputs:
         return {"input_tokens": self.prompt_tokens, "output_tokens": self.completion_tokens, "total_tokens": total}
 
     def check(self, route: str) -> None:
-        """At the end: a pipeline whose terminals say nothing that this route can show is at fault.
+        """At the end: it is the pipeline's fault if its terminals gave nothing that this route can show.
 
         Raises: RequestError: stage_failed, naming the stage and what it gave.
         """

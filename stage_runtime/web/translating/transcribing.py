@@ -1,7 +1,7 @@
 """POST /v1/audio/transcriptions: the form as an `OmniRequest`, events as OpenAI's answers and deltas. Pure.
 
 What only stages know reaches ``verbose_json`` as an `omni.Note` of that name: ``language``, ``duration``,
-``segments``, ``words``. Nothing is made up: what no stage said is left out, or null where OpenAI's type has it.
+``segments``, ``words``. What no stage reported is left out, or null where OpenAI's type has it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def request(call: TranscriptionCall, request_id: str) -> OmniRequest:
 
 
 class Transcript:
-    """Collects the text and the notes; says deltas on the way."""
+    """Collects the text and the notes; yields deltas."""
 
     def __init__(self) -> None:
         self._outputs = Outputs()
@@ -103,7 +103,7 @@ class Transcript:
         return {**answer, "usage": {"type": "tokens", **self._outputs.tokens()}} if self._counted() else answer
 
     def answer(self, call: TranscriptionCall, file_s: float | None) -> dict[str, Any]:
-        """``json`` or ``verbose_json``. ``file_s``: the file's length as it says itself."""
+        """``json`` or ``verbose_json``. ``file_s``: the file's duration by its header."""
         duration = self._notes.get("duration", file_s)
         answer: dict[str, Any] = {"text": self.text}
         if self._counted():
