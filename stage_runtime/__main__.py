@@ -56,7 +56,7 @@ def _guarded(role: Callable[[], int]) -> int:
 
 
 def _explained(role: Callable[[], int]) -> int:
-    """As PID 1 of a container: nobody but the kubelet is told."""
+    """As PID 1 of a container: only the kubelet is notified."""
     return termination.explained(role, settings.termination_log(os.environ))
 
 
@@ -64,7 +64,7 @@ def _stage() -> int:
     loaded = settings.stage(os.environ)
     settings.prepare(os.environ, loaded)
     codefiles.put_on_path(loaded.plan.code, loaded.code_dir)
-    from stage_runtime.processes import stage  # after the environment stands: it may import torch
+    from stage_runtime.processes import stage  # after the environment is set: it may import torch
 
     return stage.run(loaded)
 

@@ -157,7 +157,7 @@ class Session(Protocol):
         """The request's payload, waiting for it."""
 
     def chunks(self, source: str | None = None) -> AsyncIterator[Chunk]:
-        """Chunks in order, of one source or of all; ends when every source has said done."""
+        """Chunks in order, of one source or of all; ends when every source has ended."""
 
 
 class StageContext(Protocol):
@@ -185,4 +185,4 @@ class StageContext(Protocol):
         """Record a profiler event; a no-op while no profile is being taken."""
 
     def progress(self, message: str) -> None:
-        """Say how loading goes: shown by `omni up`, and proof to its start-up timeout that something happens."""
+        """Report progress of loading: shown by `omni up`, and proof to its start-up timeout that something happens."""

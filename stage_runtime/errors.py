@@ -1,7 +1,7 @@
 """The error tree of the runtime. A class exists when some caller acts differently on it.
 
 OmniError
-├── RequestError            one request fails; carries a code of the closed list and what the client is told
+├── RequestError            one request fails; carries a code of the closed list and the client's message
 │   └── InvalidRequest      the user's fault (400); stages may raise it
 ├── ValueRefused            LOCAL: a value that cannot travel, refused at the sender, names the path
 ├── PeerError               the other end's fault
@@ -39,7 +39,7 @@ CODES: Final[dict[str, int]] = {
 }
 
 
-TEXT_LIMIT: Final = 2000  # characters of what is told of an error: a novel helps nobody and fits into no message
+TEXT_LIMIT: Final = 2000  # characters of an error's text: a longer one helps no reader and fits into no message
 TRACEBACK_LIMIT: Final = 48_000
 
 
@@ -83,7 +83,7 @@ class InvalidRequest(RequestError):
 
 
 class ValueRefused(OmniError):
-    """A value that cannot be said in MessagePack; ``path`` is where it stands."""
+    """A value that cannot be encoded in MessagePack; ``path`` is its place."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -149,7 +149,7 @@ def safe_str(value: object, *, limit: int = TEXT_LIMIT, how: Callable[[object], 
 
 
 def describe(error: BaseException) -> str:
-    """``ValueError: no``: what logs and clients are told of a foreign exception. Never raises."""
+    """``ValueError: no``: the text of a foreign exception for logs and clients. Never raises."""
     return f"{_type_name(error)}: {safe_str(error)}"[:TEXT_LIMIT]
 
 

@@ -1,7 +1,7 @@
-"""What a process is told by its environment: read once, checked, frozen.
+"""A process's settings, from its environment: read once, checked, frozen.
 
 Here: every ``OMNI_…`` variable there is, and the plan and key files they name. Not here: reading anything later
-(nobody else looks at the environment), writing these variables for a child (`processes.children`). Called by
+(no other module reads the environment), writing these variables for a child (`processes.children`). Called by
 `__main__` alone; the result is passed on.
 """
 
@@ -27,7 +27,7 @@ Plan = TypeVar("Plan", UnitPlan, CoordinatorPlan)
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process of a pipeline is told."""
+    """Settings of every process of a pipeline."""
 
     control_key: bytes | None = None  #: 32 bytes; None: no CURVE.
     profile_root: Path
@@ -44,7 +44,7 @@ class StageSettings(ProcessSettings, frozen=True, kw_only=True):
     group: GroupPlan
     coordinators: tuple[str, ...]  #: Control endpoints; a host name may stand for several addresses.
     listen: str  #: Control endpoint to bind.
-    advertise: str  #: The one that peers are told.
+    advertise: str  #: The one that is advertised to peers.
     tp_rank: int = 0
     tp_endpoints: tuple[str, ...] = ()  #: Control endpoints of ranks 1..n-1.
     rendezvous: str | None = None  #: ``tcp://host:port`` of this TP instance's ranks.
@@ -75,14 +75,14 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     listen: str
     advertise: str
     publish: str  #: Endpoint of the PUB socket.
-    publish_advertise: str  #: The one that stages are told.
+    publish_advertise: str  #: The one that is advertised to stages.
     http_host: str = "127.0.0.1"
     http_port: int = 8000  #: 0: any free one.
     admin_port: int = 0  #: 0: the admin routes are served on the HTTP port.
     probe_port: int = 0  #: 0: probes, metrics and status are served on the HTTP port.
     api_key_file: Path | None = None  #: Read again when it changes.
-    api_keys: tuple[str, ...] = ()  #: Bearer tokens of which clients must send one; empty: none is asked for.
-    http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, that the Host and Origin headers may say.
+    api_keys: tuple[str, ...] = ()  #: Bearer tokens of which clients must send one; empty: none is required.
+    http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, allowed in Host and Origin headers.
     bodies_nbytes: int | None = None  #: Of bodies and media of all requests in flight; None: derived from the memory.
 
 
@@ -92,7 +92,7 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
     plan: UnitPlan
     plan_file: Path
     coordinators: str  #: Passed on as it is.
-    address: str  #: The pod's IP address, that peers are told.
+    address: str  #: The pod's IP address, which is advertised to peers.
     control_port: int = CONTROL_PORT  #: Of the first group.
     probe_host: str = "0.0.0.0"
     probe_port: int = PROBE_PORT
@@ -303,7 +303,7 @@ def _common(read: _Reader) -> dict[str, Any]:
 
 
 def default_profile_root() -> str:
-    """Where profiles are written when nobody says where."""
+    """Where profiles are written by default."""
     return str(Path(tempfile.gettempdir()) / "profiles")
 
 

@@ -77,7 +77,7 @@ def run_stage(
         if its signature has them.
     payloads: each a `StagePayload`, an `OmniRequest`, or data, for which a request is made (``request-0``, …).
     chunks:   what streams in before the payload, as is usual: of the one request, or by request id; each a `Chunk` or
-        its data. Its ``source`` is its own, or ``"source"``; all sources have said done when the payload comes.
+        its data. Its ``source`` is its own, or ``"source"``; all sources have ended when the payload comes.
     Returns:  one `Emitted` per payload. Its ``error`` is `WroteShared` where the stage wrote into what it shares.
     Raises:   ConfigurationError: the arguments do not fit, or the factory returned nothing runnable. ValueRefused:
         a payload or chunk could not travel. TimeoutError: a request was not through after ``patience_s``. What the

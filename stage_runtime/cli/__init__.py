@@ -1,6 +1,6 @@
 """The command ``omni``: what people type.
 
-Here: the list of commands. Not here: what they do; each stands in a module of its own and is imported when it is
+Here: the list of commands. Not here: what they do; each has a module of its own and is imported when it is
 called, so that ``omni --help`` loads nothing. Called by the script ``omni`` and by ``python -m stage_runtime``.
 """
 
@@ -24,8 +24,8 @@ COMMANDS = {
     "profile": ("stage_runtime.cli.profile", "Record where requests spend their time, and show it."),
     "trace": ("stage_runtime.cli.trace", "Draw where the time of one request went."),
     "top": ("stage_runtime.cli.top", "Show the graph of a running pipeline with its queues and rates."),
-    "stage": ("stage_runtime.cli.stage", "Run one process group's process, as its environment says."),
-    "coordinator": ("stage_runtime.cli.coordinator", "Run the coordinator's process, as its environment says."),
+    "stage": ("stage_runtime.cli.stage", "Run one process of a process group, with its environment's settings."),
+    "coordinator": ("stage_runtime.cli.coordinator", "Run the coordinator's process, with its environment's settings."),
 }
 
 

@@ -10,7 +10,7 @@ import click
 
 @click.command("coordinator")
 def command() -> None:
-    """Run the coordinator in the foreground, as its environment says.
+    """Run the coordinator in the foreground, with the settings of its environment.
 
     This process becomes `python -m stage_runtime coordinator`, the way supervisors start it.
     """

@@ -1,4 +1,4 @@
-"""What several commands share: the options that name a pipeline, and errors told without a traceback.
+"""What several commands share: the options that name a pipeline, and errors printed without a traceback.
 
 Called by the commands beside it.
 """

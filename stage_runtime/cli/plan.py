@@ -33,7 +33,8 @@ WIDTH_WITHOUT_TERMINAL = 160  # a file has no edge; 80 columns would cut names
     help="svg is a picture for a file; json is the whole plan.",
 )
 def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str) -> None:
-    """Show process groups, pods, GPUs and the transport of each edge. Nothing is started and no cluster is asked."""
+    """Show process groups, pods, GPUs and the transport of each edge. Nothing is started and no cluster is
+    contacted."""
     with options.told_plainly():
         loaded = loading.load(file, overrides=overrides)
         plan = planning.plan(loaded.spec, name=loaded.name)

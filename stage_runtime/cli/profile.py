@@ -24,7 +24,7 @@ def command() -> None:
 @command.command("start")
 @click.option("--run", "run_id", metavar="NAME", help="Of the run; without it: made of the time.")
 @click.option("--torch", is_flag=True, help="A trace of torch's operations, too.")
-@click.option("--max-seconds", type=click.IntRange(1), help="End the run then, if nobody has.")
+@click.option("--max-seconds", type=click.IntRange(1), help="End the run after so many seconds, if it was not stopped.")
 @server_options
 def start(run_id: str | None, torch: bool, max_seconds: int | None, **which: Any) -> None:
     """Begin to record events on every process of the pipeline."""
@@ -89,7 +89,7 @@ def _start_body(run_id: str | None, torch: bool, max_seconds: int | None) -> dic
 
 
 def _show_states(answer: dict[str, Any]) -> None:
-    """Name the stages that do not do as they were asked."""
+    """Name the stages that failed."""
     for each in answer["stages"]:
         if each["error"] is not None:
             click.echo(f"{each['stage']} ({each['instance']}): {each['state']}: {each['error']}", err=True)

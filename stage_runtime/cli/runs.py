@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def run_options(function: Function) -> Function:
-    """Options that say which run is meant, when there are several."""
+    """Options that select a run, when there are several."""
     function = click.option("--base-path", metavar="FOLDER", help="The spec's endpoints.basePath, if it has one.")(
         function
     )
@@ -61,5 +61,5 @@ def find(*, pipeline: str | None, pid: int | None, base_path: str | None) -> Pat
         f"--{name} {value}: " for name, value in (("pipeline", pipeline), ("pid", pid)) if value is not None
     )
     same_name = len({facts.get("pipeline") for _, facts in meant}) == 1
-    problem = f"several `omni up` run here, say which with {'--pid' if same_name else '--pipeline'}"
+    problem = f"several `omni up` run here, select one with {'--pid' if same_name else '--pipeline'}"
     raise ConfigurationError(f"{asked}{problem if meant else 'no such `omni up` runs here'}; running: {there}")

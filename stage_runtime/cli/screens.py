@@ -32,14 +32,14 @@ STYLES = {
 }
 REFRESH_PER_S = 8
 WIDEST_NAME = 22  # columns of a process's name, so that 80 are enough for all the rest
-NAME_END = 8  # of them for its end, which tells ranks and replicas apart: ``_tp3.12``
+NAME_END = 8  # of them for its end, which distinguishes ranks and replicas: ``_tp3.12``
 WIDEST_STAGES = 28
 MARGIN_ROWS = 4  # of a terminal, for what is not a process: the headings, the spinner, the lines around them
 Views = Callable[[], Sequence[ProcessView]]
 
 
 class Screen(Protocol):
-    """Told of everything that a person may want to see."""
+    """Receives everything that a person may want to see."""
 
     def starting(self, plan: PipelinePlan, views: Views) -> None: ...
 
@@ -58,7 +58,7 @@ class Screen(Protocol):
     def over(self) -> None: ...
 
     broken: OSError | None  #: Why nothing can be shown any more.
-    on_broken: Callable[[], None] | None  #: Called when that happens; it raises when there is nobody to call.
+    on_broken: Callable[[], None] | None  #: Called when that happens; it raises when there is no callback.
 
 
 class _Console(Console):
@@ -106,7 +106,7 @@ class Lines:
         self._say(Text(f"{failure.process}{where} did not start: {failure.problem}", style="bold red"))
 
     def _explain(self, failure: StartupFailed) -> None:
-        """The traceback, unless the process has logged it as well: then it stands above."""
+        """The traceback, unless the process has logged it as well: then it was printed above."""
         lines = failure.traceback.splitlines()
         if not lines or lines[-1] not in failure.tail:
             self._quote(failure.process, lines)
@@ -126,7 +126,7 @@ class Lines:
             return
         try:
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-        except OSError as error:  # a full disk, or a pipe that nobody reads
+        except OSError as error:  # a full disk, or a pipe that is not read
             self.broken = error
             if self.on_broken is None:
                 raise

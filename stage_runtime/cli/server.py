@@ -1,4 +1,4 @@
-"""The coordinator's HTTP routes, asked by a command. Called by the commands that look at a running pipeline."""
+"""A client of the coordinator's HTTP routes. Called by the commands that look at a running pipeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Server:
         self._http.close()
 
     def _ask(self, method: str, path: str, **body: Any) -> bytes:
-        """Raises: ConfigurationError: nobody answers there, or what was asked for is refused."""
+        """Raises: ConfigurationError: there is no answer, or the request is refused."""
         try:
             answer = self._http.request(method, path, **body)
         except self._errors as error:
@@ -55,7 +55,7 @@ def _reason(content: bytes, status: int) -> str:
 
 
 def server_options(function: Any) -> Any:
-    """Which pipeline is meant: a running `omni up`, or a URL (of a port-forward, say)."""
+    """Which pipeline is meant: a running `omni up`, or a URL (of a port-forward, for example)."""
     function = click.option("--api-key", envvar="OMNI_API_KEY", help="Where the pipeline asks for one.")(function)
     function = click.option("--url", help="Of the coordinator; without it: of the `omni up` that runs here.")(function)
     return runs.run_options(function)

@@ -10,7 +10,7 @@ import click
 
 @click.command("stage")
 def command() -> None:
-    """Run one process of a process group in the foreground, as its environment says.
+    """Run one process of a process group in the foreground, with the settings of its environment.
 
     This process becomes `python -m stage_runtime stage`, the way supervisors start it.
     """

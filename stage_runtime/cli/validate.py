@@ -21,7 +21,8 @@ from stage_runtime.processes import unsupported
     "--imports", is_flag=True, help="Import factories and hooks too, in a process of its own. Runs their modules."
 )
 def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
-    """Name every fault of a pipeline. Nothing is started and no cluster is asked; exit code 1 when there is a fault."""
+    """Name every fault of a pipeline. Nothing is started and no cluster is contacted; exit code 1 when there is a
+    fault."""
     with options.told_plainly():
         try:
             loaded = loading.load(file, overrides=overrides)

@@ -27,7 +27,7 @@ class AbortForwarding:
         self._open: dict[str, tuple[Inquiry, asyncio.Event]] = {}  #: By request id.
 
     async def abort(self, request_id: str, reason: str, instances: Iterable[str]) -> bool:
-        """Have another coordinator abort it. False: none has it in flight, or none says so in time."""
+        """Have another coordinator abort it. False: none has it in flight, or none answers in time."""
         if request_id not in self._open:
             if len(self._open) >= OPEN_MOST:
                 return False

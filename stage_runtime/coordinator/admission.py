@@ -43,7 +43,7 @@ class Admission:
     def admit(
         self, request: OmniRequest, revision: PipelineRevision, wanted: Collection[str] | None, timeout_s: float
     ) -> Admitted:
-        """wanted: as `wanted_terminals` said. timeout_s: what is left of the request's time.
+        """wanted: of `wanted_terminals`. timeout_s: what is left of the request's time.
 
         Raises: RequestError: a value that cannot travel (400).
         """
@@ -73,7 +73,7 @@ class Admission:
         """The terminals that the request waits for; None: all of them.
 
         revisions: that are served, newest last: one must have these terminals.
-        asked:     what terminalStagesFn said; None: it is called here.
+        asked:     the result of terminalStagesFn; None: it is called here.
         Raises: RequestError: terminalStagesFn is wrong (500).
         """
         if self._terminal_stages is None or not revisions:

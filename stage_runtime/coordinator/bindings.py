@@ -27,7 +27,7 @@ class Bindings:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        #: incarnation -> requests bound to it. A request stands under exactly the values of its ``bindings`` from
+        #: incarnation -> requests bound to it. A request is listed under exactly the values of its ``bindings`` from
         #: `attach` until `release`; no entry is empty.
         self._by_instance: dict[str, set[RequestHandle]] = {}
 
@@ -73,7 +73,7 @@ class Bindings:
                     self._membership.unbound(incarnation)
 
     def drop(self, incarnation: str) -> None:
-        """The instance is gone, and nobody is bound to it any more."""
+        """The instance is gone, and no request is bound to it any more."""
         self._by_instance.pop(incarnation, None)
 
     def on(self, incarnation: str) -> list[RequestHandle]:
@@ -100,7 +100,8 @@ class Rebinding:
         submit: Callable[[RequestHandle, PipelineRevision, dict[str, str]], None],
         gave_up: Callable[[RequestHandle, str], None],
     ) -> None:
-        """submit: sends a request under new bindings. gave_up: told why nothing could be bound in time."""
+        """submit: sends a request under new bindings. gave_up: called with the reason if nothing could be bound in
+        time."""
         self._bindings = bindings
         self._membership = membership
         self._loop = loop

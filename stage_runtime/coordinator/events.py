@@ -69,7 +69,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestHandleApi(Protocol):
-    """One admitted request. Whoever holds it must read it to its end, or `abort` it."""
+    """One admitted request. Its holder must read it to its end, or `abort` it."""
 
     @property
     def id(self) -> str: ...
@@ -91,7 +91,7 @@ class RequestManagerApi(Protocol):
     async def call_terminal_stages(
         self, request: OmniRequest, *, timeout_s: float | None = None
     ) -> TerminalStagesResult | None:
-        """What the author's terminalStagesFn says of a request; goes to `admit`.
+        """The result of the author's terminalStagesFn for a request; goes to `admit`.
 
         Raises: RequestError: deadline: it has not answered in the request's time; rate_limited, unavailable.
         """
@@ -111,7 +111,7 @@ class RequestManagerApi(Protocol):
         """
 
     def check_room(self) -> None:
-        """Whether `admit` would take another request now: asked before its body is read.
+        """Whether `admit` would take another request now: checked before its body is read.
 
         Raises: RequestError: rate_limited, unavailable.
         """

@@ -29,7 +29,7 @@ from stage_runtime.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-READY_AFTER_S: Final = 30.0  # a coordinator without a complete set is ready then: a 503 that names a stage says more
+READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready then: its 503 names a stage
 FENCED_KEPT: Final = 1000
 FENCED: Final = "this incarnation was declared dead"
 
@@ -63,7 +63,7 @@ class Membership:
         self._was_complete = False
         self._rests = _rests(revisions)
 
-    # --- what processes say -------------------------------------------------------------------------------------
+    # --- events from processes----------------------------------------------------------------------------------
 
     def hello(self, sender: str, message: Hello) -> bool:
         """A process introduces itself. True when it has a link now."""
@@ -80,7 +80,7 @@ class Membership:
         for gone in self.state.join(member, message.edges):
             self.fence(gone)
         me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
-        # A member that says Hello again has found us at a second address, or has given up its link to us.
+        # A member that sends Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._others(sender)))
         if not known:
             self._tell_all(Members(joined=(member,)), but=sender)
@@ -91,7 +91,7 @@ class Membership:
         return True
 
     def unknown_peer(self, sender: str) -> None:
-        """A message came from a process without a link. A fenced one is told that it was fenced."""
+        """A message came from a process without a link. A fenced one is notified that it was fenced."""
         endpoint = self._fenced.get(sender)
         if endpoint is not None:
             self._channels.dismiss(sender, endpoint, Rejected(sender, FENCED, fenced=True))
@@ -116,7 +116,7 @@ class Membership:
             self.unbound(sender)
 
     def unbound(self, incarnation: str) -> None:
-        """One request fewer is bound to it. A draining instance is told when no request is left."""
+        """One request fewer is bound to it. A draining instance is notified when no request is left."""
         instance = self.state.instances.get(incarnation)
         if instance is not None and instance.draining and not self._bound_to(incarnation):
             self._channels.send(incarnation, Unbound())
@@ -226,7 +226,7 @@ class Membership:
     def _refusal(self, sender: str, message: Hello) -> str | None:
         member = message.member
         if sender != member.incarnation:
-            return f"says it is {member.incarnation}"
+            return f"its Hello is of {member.incarnation}"
         if sender in self._fenced:
             return FENCED
         if message.pipeline != self._pipeline:

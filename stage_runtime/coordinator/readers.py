@@ -12,7 +12,7 @@ from stage_runtime.rules.readers import Reader, TakeEarly, decide
 from stage_runtime.rules.streams import STREAM_WINDOW
 
 LOOK_EVERY_S: Final = 0.05
-FULL: Final = STREAM_WINDOW * 3 // 4  # unread beyond this, a window may be full: producers are told by the quarter
+FULL: Final = STREAM_WINDOW * 3 // 4  # unread beyond this, a window may be full: producers are notified by the quarter
 
 
 class Readers:

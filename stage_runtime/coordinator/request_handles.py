@@ -1,4 +1,4 @@
-"""One admitted request at the request manager: its events on the way to whoever reads them.
+"""One admitted request at the request manager: its events on the way to their reader.
 
 `events.RequestHandleApi`.
 """
@@ -33,7 +33,7 @@ class Streamed(msgspec.Struct):
     modality: str | None
     fetched: Fetched
     weight: int
-    taken: bool = False  #: Its producer counts it as taken, though nobody has read it.
+    taken: bool = False  #: Its producer counts it as taken, though it was not read.
 
 
 class Resulted(msgspec.Struct):
@@ -121,7 +121,7 @@ class RequestHandle:
         finally:
             if not self._finished and self._failure is None:
                 self._cancel(self, "the client went away")
-            self._events.clear()  # nobody reads them now, and the handle stays known for a while
+            self._events.clear()  # they are not read any more, and the handle stays known for a while
 
     def abort(self, reason: str) -> bool:
         self._events.clear()
@@ -135,7 +135,7 @@ class RequestHandle:
             self.timings[timing.stage] = timing
 
     def begin_attempt(self, entry: str, edges: tuple[tuple[str, str, str], ...]) -> None:
-        """A new attempt begins: what an earlier one said partly is dropped. entry, edges: of its revision."""
+        """A new attempt begins: partial results of an earlier one are dropped. entry, edges: of its revision."""
         self.timings = {}
         self.observed.begin(entry, edges, time.time_ns() // 1000)
         self.sending = Sending(self.owner, self.id, self.tracked.attempt)
@@ -155,7 +155,7 @@ class RequestHandle:
             self._wake()
         elif isinstance(event, Streamed):
             event.taken = True
-            self._consumed(self, event.stage, event.weight)  # nobody reads yet, and its producer must not wait for that
+            self._consumed(self, event.stage, event.weight)  # it has no reader yet: its producer must not wait
 
     @property
     def early(self) -> int:
@@ -183,7 +183,7 @@ class RequestHandle:
         self._retry_after_s = retry_after_s
         self._let_go()
         if failure.code != "stage_failed" or not self.tracked.streamed:
-            self._events.clear()  # partial results are dropped; what was streamed already stays said
+            self._events.clear()  # partial results are dropped; what was streamed already cannot be taken back
         self._wake()
 
     def record(self) -> RequestRecord:

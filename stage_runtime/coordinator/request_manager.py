@@ -147,7 +147,7 @@ class RequestManager:
         except BaseException:
             self._bindings.give_back(bindings)
             raise
-        whole = not request.stream  # the client hears nothing before the end
+        whole = not request.stream  # the client gets nothing before the end
         tracked = Tracked(request.id, admitted.terminals, retries=admitted.retries, whole=whole)
         handle = RequestHandle(
             request,
@@ -241,7 +241,7 @@ class RequestManager:
         self.readers.close()
         self._rebinding.close()
 
-    # --- what processes say -------------------------------------------------------------------------------------
+    # --- events from processes----------------------------------------------------------------------------------
 
     def unreadable(self, sender: str, request: RequestRef, problem: str) -> None:
         """A message about a request cannot be decoded. A retry would produce the same message, so the request fails."""
@@ -279,7 +279,7 @@ class RequestManager:
     def peer_unreachable(self, sender: str, peer: str) -> None:
         """The connection between two instances broke; messages in transit between them may be lost.
 
-        If one of them is dead, that is known soon and `instance_lost` says more. Else their requests would wait for
+        If one of them is dead, that is known soon and `instance_lost` follows. Else their requests would wait for
         each other until their deadlines.
         """
         attempts = [(handle, handle.tracked.attempt) for handle in self._bindings.between(sender, peer)]

@@ -28,7 +28,7 @@ class RequestStats:
         self._records: dict[str, Recorded] = {}  #: Oldest first.
 
     def ended(self, request_id: str, kind: str, outcome: str, recorded: Recorded) -> None:
-        """A request is over. ``recorded`` makes its record when somebody asks: few ever do."""
+        """A request is over. ``recorded`` makes its record on demand: few are ever read."""
         self.outcomes[kind, outcome] += 1
         self._records.pop(request_id, None)
         self._records[request_id] = recorded

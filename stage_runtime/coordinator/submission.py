@@ -31,7 +31,7 @@ class Submission:
         backend: str,
         failed: Callable[[RequestHandle, int, Failure], None],
     ) -> None:
-        """owner: this coordinator. failed: told of an attempt whose body cannot be sent, now or after it waited."""
+        """owner: this coordinator. failed: called with an attempt whose body cannot be sent, now or after it waited."""
         self._send_queues = send_queues
         self._loop = loop
         self._owner = owner

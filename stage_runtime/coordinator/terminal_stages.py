@@ -65,7 +65,7 @@ class TerminalStagesCaller:
                 returned = self._function(own)
             except BaseException as error:  # SystemExit too: it is one request
                 raised = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the coordinator
                 loop.call_soon_threadsafe(settle, TerminalStagesResult(returned, raised, time.monotonic() - began))
 
         try:

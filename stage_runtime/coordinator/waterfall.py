@@ -1,6 +1,6 @@
 """When each stage and each hop of one request began and ended, from what stages and the coordinator measured.
 
-Pure. Always on, so the hot path only keeps stamps: this is computed when somebody asks for the request's record. Times
+Pure. Always on, so the hot path only keeps stamps: this is computed when the request's record is read. Times
 of a process are on its own clock; the coordinator adds the distance that it has measured.
 """
 

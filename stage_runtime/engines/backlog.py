@@ -1,6 +1,6 @@
 """A queue between threads whose entries can be dropped with the request that they are of.
 
-What waits for a busy reader holds memory and slots of its senders. When nobody waits for its request any more, that
+What waits for a busy reader holds memory and slots of its senders. When its request has ended, that
 must not stay until the reader comes to it. Used by inboxes and by the queue before a fan-in's hooks.
 """
 

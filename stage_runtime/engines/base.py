@@ -32,7 +32,7 @@ class Work(Protocol):
     def attempt(self) -> int: ...
     @property
     def cancelled(self) -> bool:
-        """Nobody waits for it: stop if you can."""
+        """Its request has ended: stop if you can."""
 
     @property
     def over(self) -> bool:
@@ -55,7 +55,7 @@ class Arrival(Protocol):
         """Decode it. Whatever it raises fails the request."""
 
     def discard(self) -> None:
-        """Nobody wants it: free what it holds."""
+        """It is not needed: free what it holds."""
 
 
 class Outbox(Protocol):
@@ -85,12 +85,12 @@ class Outbox(Protocol):
         """The engine drops what it has received, in this thread, and calls `settle` next."""
 
     def settle(self) -> None:
-        """User code goes on in this thread. What was sent from where it lies, and is still held there, must not change
+        """User code goes on in this thread. What was sent without a copy, and is still in use, must not change
         for its receivers when it is written into. The engine itself holds nothing of it any more.
         """
 
     def crashed(self, error: BaseException) -> None:
-        """A thread of the engine's ends with this: the process ends, for nobody computes what it would have."""
+        """A thread of the engine's ends with this: the process ends, because the thread's work would never be done."""
 
 
 class Engine(Protocol):
@@ -115,7 +115,7 @@ class Inbox:
         self._forget: Callable[[Work], None] | None = None
         self.parking = Parking()  #: The engine's workers, as far as they wait for others.
         self.taken = 0  #: Events handed to the engine: its sign of progress.
-        self.asked = 0  #: How often the engine has asked for one: the sign of life of a loop that has nothing to do.
+        self.asked = 0  #: How often the engine has polled: the sign of life of a loop that has nothing to do.
         self.gauges: dict[str, float] = {}  #: What the engine reports of itself; replaced whole, in its thread.
         self.dropped = 0  #: Requests that ended while something of them waited.
 
@@ -136,7 +136,7 @@ class Inbox:
                 item.discard()
 
     def abort(self, work: Work) -> None:
-        """As `drop`, of a request that the engine may be at: it is told."""
+        """As `drop`, of a request that the engine may be at: the engine gets an `Abort`."""
         self.drop(work)
         if self._forget is not None:
             self._forget(work)
@@ -196,7 +196,7 @@ class Inbox:
         if isinstance(item, _UNBOUND):
             return item
         item.work.at_engine = True  # before the look: who aborts it looks at this after saying so
-        late = _late(item.work)  # chunks of a function that has returned already, say
+        late = _late(item.work)  # for example chunks of a function that has returned
         if isinstance(item, _OPEN):
             return None if late else item
         if late:

@@ -62,7 +62,7 @@ class BatchedEngine:
             for event in batch:
                 outbox.began(event.work)
             returned = self._fn([event.payload for event in batch])
-            # Our own copy: a subclass may say anything of itself, and another thread may still write into the list.
+            # Our own copy: a subclass may report any length, and another thread may still write into the list.
             results = list(returned) if isinstance(returned, list) else None
             if results is None or len(results) != len(batch):
                 got = type(returned).__name__ if results is None else len(results)

@@ -22,7 +22,7 @@ from stage_runtime.errors import is_ours
 
 log = logging.getLogger(__name__)
 
-TURN_S: Final = 0.25  # the loop says so often that it turns, and is looked at so often: 10 microseconds each
+TURN_S: Final = 0.25  # between two steps of the loop, and between two checks of them: 10 microseconds each
 HELD_S: Final = 1.0  # a call that lasts longer is named
 COMPUTES: Final = 0.1  # of a processor: far more than a frozen thread has, and what is left to one of many
 _MOST: Final = 32  # functions that are named; who has more has read the first ones
@@ -105,7 +105,7 @@ def suspended_at(task: asyncio.Task[Any]) -> str:
 
 
 def _culprit(frame: FrameType | None) -> tracebacks.FrameSummary | None:
-    """The author's innermost frame; of code that is installed, its first. None: the loop runs nobody's code."""
+    """The author's innermost frame; of code that is installed, its first. None: the loop runs no author's code."""
     foreign = [one for one in tracebacks.extract_stack(frame) if not is_ours(one.filename)] if frame else []
     authors = [one for one in foreign if not one.filename.startswith(("<", *_INSTALLED, _STDLIB))]
     installed = [one for one in foreign if one.filename.startswith(_INSTALLED)]

@@ -53,12 +53,12 @@ class RequestIds:
     """
 
     def __init__(self) -> None:
-        self._works: dict[str, Work] = {}  #: id -> the request that the engine was told of and has not ended.
+        self._works: dict[str, Work] = {}  #: id -> the request that the engine has received and not ended.
         self._ids: dict[Work, str] = {}  #: The same, the other way round.
         self._aborted: OrderedDict[str, None] = OrderedDict()  #: Oldest first. Disjoint from ``_works``.
 
     def of(self, work: Work) -> str:
-        """The id of a request, chosen when the engine is first told of it."""
+        """The id of a request, chosen when the engine first receives it."""
         known = self._ids.get(work)
         if known is not None:
             return known
@@ -74,13 +74,13 @@ class RequestIds:
         return self._works.get(chosen)
 
     def end(self, chosen: str) -> None:
-        """The engine says nothing more of it: the id may be used again."""
+        """The engine has ended it: the id may be used again."""
         work = self._works.pop(chosen, None)
         if work is not None:
             del self._ids[work]
 
     def abort(self, work: Work) -> None:
-        """It is over. What the engine still says of that id before it notices must reach no other request."""
+        """It is over. Output of the engine for that id before it notices must reach no other request."""
         chosen = self._ids.get(work)
         if chosen is not None:
             self.end(chosen)
@@ -132,7 +132,7 @@ class NamedInbox:
 
 
 class NamedOutbox:
-    """``put(Emit | Done | Failed)``. What is said of a request that is over, or never was, is discarded.
+    """``put(Emit | Done | Failed)``. Output for a request that is over, or unknown, is discarded.
 
     ``put`` of an `Emit` may give a gate, a ``concurrent.futures.Future``: that request's consumer lags a whole window
     behind, and the engine does well to compute nothing more for it until the gate is done. What cannot be sent fails

@@ -31,7 +31,7 @@ class ChunkIn(msgspec.Struct, frozen=True):
 
 
 class StreamDone(msgspec.Struct, frozen=True):
-    """``source`` streams nothing more to this request. An empty stream may be the first that is heard of it."""
+    """``source`` streams nothing more to this request. Of an empty stream it is the first event."""
 
     request_id: str
     source: str
@@ -57,7 +57,7 @@ class StreamFailed(msgspec.Struct, frozen=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Nobody waits for the request any more: drop it. What is still said of it goes nowhere."""
+    """The request has ended: drop it. Output for it is discarded."""
 
     request_id: str
     work: Any = None

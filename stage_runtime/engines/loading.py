@@ -54,7 +54,7 @@ def resolve(name: str, *, field: str) -> Callable[..., Any]:
 
 
 def _no_module(missing: str, name: str) -> str:
-    """What to say of a module that is not there: the nearest one that is, or where it lies instead."""
+    """The message for a missing module: the nearest name that exists, or where the module is instead."""
     package, _, last = missing.rpartition(".")
     problem = f"no module named {missing!r} (in {name!r})"
     path = getattr(sys.modules.get(package), "__path__", ()) if package else None
@@ -64,7 +64,7 @@ def _no_module(missing: str, name: str) -> str:
         return f"{problem}; did you mean {package}{'.' if package else ''}{near[0]}?"
     here = os.path.join(os.getcwd(), last)
     if not package and (os.path.isfile(f"{here}.py") or os.path.isdir(here)):
-        return f"{problem}; it lies in the working directory, and stages import from the pipeline file's folder"
+        return f"{problem}; it is in the working directory, and stages import from the pipeline file's folder"
     return problem
 
 
@@ -87,9 +87,9 @@ def create(
 ) -> Engine:
     """Call the stage's factory and make an engine of what it returns.
 
-    model_path, model_revision, gpu_id: None where the pipeline says nothing; the factory's own default stands then.
-    on_cpu: this run has no GPUs, so ``gpu_id`` is None whatever the factory's default.
-    Raises: ConfigurationError: the factory's arguments do not fit, or it returned nothing runnable. What the
+    model_path, model_revision, gpu_id: None where the pipeline does not set them; then the factory's own default
+    applies. on_cpu: this run has no GPUs, so ``gpu_id`` is None whatever the factory's default. Raises:
+    ConfigurationError: the factory's arguments do not fit, or it returned nothing runnable. What the
         factory itself raises passes through.
     """
     factory = resolve(stage.factory, field=f"stages.{stage.name}.factory")
@@ -168,7 +168,7 @@ def as_engine(
 def _likely(made: Any) -> str:
     """What the author has probably done."""
     if inspect.iscoroutine(made):
-        made.close()  # or Python would warn that nobody awaits it
+        made.close()  # or Python would warn that it is never awaited
         return ". A factory is a plain function; what it returns may be async"
     if made is None:
         return f". Is its return missing? {RETURNS_IT}"
@@ -190,7 +190,7 @@ def _takes_one(fn: Callable[..., Any], what: str, blame: str) -> None:
     """Refuse what would fail at every request."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin: it will say itself
+    except (TypeError, ValueError):  # a builtin: its call raises the error
         return
     try:
         signature.bind(None)

@@ -104,7 +104,7 @@ class LoopEngine:
             nonlocal signalled
             if not signalled:  # one wake-up for any number of arrivals; a lost race costs a second one
                 signalled = True
-                with contextlib.suppress(RuntimeError):  # the loop has ended: nobody reads any more
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and its inbox is not read any more
                     loop.call_soon_threadsafe(pump)
 
         ticking = asyncio.create_task(self._tick())
@@ -176,7 +176,7 @@ class LoopEngine:
         self.on_ended(work)
 
     def _forget(self, work: Work) -> None:
-        """Nobody waits for a request that has not begun: let go of what has come for it. In any thread."""
+        """A request was aborted before it began: release what has arrived for it. In any thread."""
         if work.cancelled and self._waiting.pop(work, None) is not None:
             self.on_forget(work)
 

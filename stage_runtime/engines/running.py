@@ -53,12 +53,12 @@ class Yields:
 
 
 def no_payload() -> RequestError:
-    """What a function is told that waits for the request's payload in vain. A new one each time: it is raised."""
+    """The error of a function that waits for the request's payload in vain. A new one each time: it is raised."""
     return RequestError("stage_failed", "no payload comes: every stage before this one sent it elsewhere")
 
 
 def never_awaited(made: Any) -> None:
-    """Close a coroutine that nobody will await: Python would warn of it, beside the error that is told."""
+    """Close a coroutine that will not be awaited: Python would warn of it, beside the reported error."""
     if inspect.iscoroutine(made):
         made.close()
 

@@ -119,7 +119,7 @@ class RequestSession:
     ) -> None:
         """waits: called when the function begins to wait for input."""
         self.work = work
-        self.early = 0  #: Weight of chunks that are counted as taken and that nobody has read.
+        self.early = 0  #: Weight of chunks that are counted as taken and not read.
         self._on_wait = waits
         self._waits = False
         self._opened = asyncio.Event()  #: The request itself is known, or never will be.
@@ -166,7 +166,7 @@ class RequestSession:
     # --- the engine's side --------------------------------------------------------------------------------------
 
     def turn(self, *, begun: bool) -> Turn[RequestSession]:
-        """How it stands with this request."""
+        """The state of this request."""
         held = {source for source, chunks in self._fresh.items() if chunks}
         return Turn(self, begun, self._waits, self._instances(self._open), self._instances(held))
 
@@ -259,7 +259,7 @@ class RequestSession:
 
 
 def _cause(event: events.StreamFailed) -> RequestError:
-    """As the source itself told the coordinator: whoever of the two is heard first, the client is told the same."""
+    """As the source reported it to the coordinator: whichever arrives first, the client gets the same error."""
     failure = event.failure
     if failure is None:
         return RequestError("stage_failed", event.error, stage=event.source)

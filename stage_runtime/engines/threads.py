@@ -1,4 +1,4 @@
-"""Threads of a stage: one that ends by an exception is told, for what it would have computed nobody computes."""
+"""Threads of a stage: one that ends by an exception is reported, because its work would never be done."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every metric that the runtime serves: the one list, from which `/metrics` and the tables of the docs are made.
 
-Here: descriptions. Not here: counting (`counting`), where the numbers of a process come from (`processes`),
-Prometheus' text (`exposition`). Called by whoever counts; tests compare `/metrics`, the chart and docs/operations.md
-with the list.
+Here: descriptions. Not here: counting (`counting`), where the numbers of a process come from (`processes`), Prometheus'
+text (`exposition`). Called by all rooms that count; tests compare `/metrics`, the chart and docs/operations.md with the
+list.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prometheus' text of samples, version 0.0.4. Called by `web` and by the probes of a stage's pod.
 
-prometheus_client is not used: PID 1 of a stage's pod stays small, and most values are read when asked for.
+prometheus_client is not used: PID 1 of a stage's pod stays small, and most values are read at each scrape.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ STAGE_QUEUE_ENTER: Final = "stage_queue_enter"  #: metadata: kind, depth before 
 STAGE_QUEUE_LEAVE: Final = "stage_queue_leave"  #: metadata: as of the entry; depth after it
 #: metadata of all relay events: transfer (the same at both ends), relay, nbytes; of a put to_stage, too.
 RELAY_PUT_START: Final = "relay_put_start"
-RELAY_PUT_END: Final = "relay_put_end"  #: Its receiver can be told.
+RELAY_PUT_END: Final = "relay_put_end"  #: It can be announced to its receiver.
 RELAY_GET_START: Final = "relay_get_start"
 RELAY_GET_END: Final = "relay_get_end"  #: All of it is here.
 RELAY_RELEASED: Final = "relay_released"  #: The receiver has let go: the sender's slot is free.
@@ -98,5 +98,5 @@ HOPS: Final[dict[str, tuple[str, str]]] = {
     STAGE_STREAM_CHUNK_SENT: (STAGE_STREAM_CHUNK_RECEIVED, "stream"),
 }
 
-#: Intervals that the same request can have several of at once in one stage are told apart by these metadata keys.
+#: Intervals that the same request can have several of at once in one stage are distinguished by these metadata keys.
 DISTINCT_BY: Final = ("span_id", "modality", "from_stage", "to_stage", "chunk_id", "transfer", "kind", "attempt")

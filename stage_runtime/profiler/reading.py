@@ -43,7 +43,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class Process(msgspec.Struct, kw_only=True):
-    """What one event file says of the process that wrote it."""
+    """What one event file contains about the process that wrote it."""
 
     path: Path
     pid: int = 0

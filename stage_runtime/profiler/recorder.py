@@ -2,7 +2,8 @@
 
 Here: `emit`, `span`, the active stage, the writer thread. Not here: when a profile starts and stops (`sessions`), what
 is made of the files (`views`). Callers of `emit` are hot paths: inactive it costs one test of an attribute; active it
-appends to a bounded queue and wakes nobody: the writer looks every `FLUSH_EVERY_S`. No failure here reaches a caller.
+appends to a bounded queue and wakes no thread: the writer looks every `FLUSH_EVERY_S`. No failure here reaches a
+caller.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_EVERY_S: Final = 0.05
 MAX_QUEUED: Final = 200_000  # events between two looks of the writer: four million a second
-MAX_BYTES: Final = 1 << 30  # of one process's file; a run that nobody stops must not fill the disk
+MAX_BYTES: Final = 1 << 30  # of one process's file; a run that is never stopped must not fill the disk
 MAX_LINE: Final = 16 << 10  # of one event; metadata is for small scalars
 MAX_TEXT: Final = 2_000  # characters of one string in the metadata
 MAX_ITEMS: Final = 100  # of one list or mapping in the metadata

@@ -74,7 +74,7 @@ class Session:
         return self._recorder.run_id
 
     def start(self, order: Order) -> dict[str, str]:
-        """stage -> ``started`` or ``failed: why``. A run that records already is joined by nobody."""
+        """stage -> ``started`` or ``failed: why``. A run that records already is refused."""
         try:
             if self._recorder.run_id is not None:
                 raise ConfigurationError(f"run {self._recorder.run_id!r} is recorded already: stop it first")
@@ -114,7 +114,7 @@ class Session:
         return self._each(STOPPED)
 
     def expire(self) -> None:
-        """Stop a run that nobody has stopped in time; called every now and then."""
+        """Stop a run that was not stopped in time; called with each heartbeat."""
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
             log.warning("profile %s has lasted as long as it may: stopping it", self._recorder.run_id)
             for problem in {each for each in self.stop(why="its time is over").values() if each != STOPPED}:
@@ -126,7 +126,7 @@ class Session:
         for path in self._files.get(run_id, ()):
             try:
                 found.append((str(path), path.stat().st_size))
-            except OSError:  # somebody has deleted it
+            except OSError:  # it was deleted meanwhile
                 continue
         return tuple(found)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from stage_runtime.errors import ConfigurationError
 
-#: Switch -> what it records. All are off unless asked for: with them a trace is many times larger.
+#: Switch -> what it records. All are off by default: with them a trace is many times larger.
 SWITCHES: Final = {
     "record_shapes": "input shapes of each operation",
     "profile_memory": "each allocation",
@@ -25,7 +25,7 @@ _PREFIXES: Final = ("OMNI_TORCH_PROFILER_", "SGLANG_TORCH_PROFILER_")
 
 
 def switches(asked: Mapping[str, bool], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """The switches of a run: as asked, else as the environment says (``OMNI_TORCH_PROFILER_WITH_STACK=1``)."""
+    """The switches of a run: as requested, else as in the environment (``OMNI_TORCH_PROFILER_WITH_STACK=1``)."""
     return {
         name: asked.get(name, any(environ.get(prefix + name.upper()) == "1" for prefix in _PREFIXES))
         for name in SWITCHES

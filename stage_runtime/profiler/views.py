@@ -36,7 +36,8 @@ class Interval(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message from stage to stage. ``end_ns`` < ``start_ns`` says that the clocks are further apart than known."""
+    """One message from stage to stage. ``end_ns`` < ``start_ns`` means that the clocks are further apart than
+    measured."""
 
     source: str
     destination: str
@@ -47,7 +48,7 @@ class Hop(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What the events of one request say. ``unpaired``: hop events without their other half, by name."""
+    """What the events of one request show. ``unpaired``: hop events without their other half, by name."""
 
     intervals: list[Interval]
     hops: list[Hop]
@@ -115,7 +116,7 @@ def end_ns(moments: Sequence[Moment]) -> int:
 
 
 def _intervals(moments: Sequence[Moment]) -> Iterator[Interval]:
-    """Each pair of events has a stack of its own, per stage and per what tells concurrent ones apart."""
+    """Each pair of events has a stack of its own, per stage and per key that distinguishes concurrent ones."""
     pending: dict[tuple[Any, ...], list[Moment]] = {}
     for moment in moments:
         opens, closes = _pairs_of(moment.name)
@@ -142,7 +143,7 @@ def _pairs_of(name: str) -> tuple[Sequence[tuple[str, str]], Sequence[tuple[str,
 
 
 def _distinction(pair: tuple[str, str], facts: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A ``start`` and an ``end`` carry the same facts; most other pairs are told apart by the attempt alone."""
+    """A ``start`` and an ``end`` carry the same facts; most other pairs differ by the attempt alone."""
     alike = (pair[0].endswith("_start") and pair[1].endswith("_end")) or pair in events.ALIKE
     keys = events.DISTINCT_BY if alike else ("attempt",)
     return tuple(str(facts[key]) for key in keys if key in facts)

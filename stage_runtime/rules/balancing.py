@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-WAITING_WEIGHT: Final = 1.0  # what waits counts so much more than what runs: it says that the instance is full
+WAITING_WEIGHT: Final = 1.0  # what waits counts so much more than what runs: it means that the instance is full
 SMOOTHING: Final = 0.3  # of a beat in the average: long enough that a correction is seen before it is repeated
 PARTS_MOST: Final = 16.0  # a coordinator with hardly a request of its own still sees who is overloaded
 SPILL_FACTOR: Final = 1.25  # how much more loaded a partner may be than another instance of its group ...
@@ -31,7 +31,7 @@ class Load(msgspec.Struct, kw_only=True):
     """Of one instance."""
 
     incarnation: str
-    waiting: int = 0  #: As its last beat said.
+    waiting: int = 0  #: By its last heartbeat.
     running: int = 0
     bound: int = 0  #: Requests of this coordinator that are bound to it now.
     bound_total: int = 0  #: Bound to it in all.
@@ -44,7 +44,7 @@ class Load(msgspec.Struct, kw_only=True):
 class GroupLoad(msgspec.Struct):
     """Sums over the instances of one group."""
 
-    reported: int = 0  #: Requests of all coordinators, as the last beats say.
+    reported: int = 0  #: Requests of all coordinators, by the last heartbeats.
     bound_at_beat: int = 0  #: Of this coordinator, when these beats came.
     turn: int = 0  #: Bindings so far.
 
@@ -98,5 +98,5 @@ def with_link(chosen: L, among: Sequence[L], linked: Collection[str]) -> L:
 
 
 def overloaded(partner: Load, other: Load) -> bool:
-    """Whether load says that a request goes to ``other``, which is no partner."""
+    """Whether load requires that a request goes to ``other``, which is no partner."""
     return partner.score > SPILL_FACTOR * other.score + SPILL_REQUESTS

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
-    """What the client is told of ``error``. ``stage``, ``hook``: where it was raised; an error may name its own."""
+    """The failure that a client gets for ``error``. ``stage``, ``hook``: where it was raised; an error may name its
+    own."""
     match error:
         case RequestError():
             code = _attribute(error, "code")

@@ -35,7 +35,7 @@ class Gathering:
     def skip(self, source: str) -> None:
         """``source`` sends no payload of this request.
 
-        Raises: HookError: nobody else does, and ``wait_for_fn`` has not said whom it waits for.
+        Raises: HookError: no other source does, and ``wait_for_fn`` has not returned the sources.
         """
         self._skipped.add(source)
         if self._arrived:
@@ -43,18 +43,19 @@ class Gathering:
 
     @property
     def possible(self) -> bool:
-        """Whether it can still be complete: no source that it waits for was skipped; or some may still say which."""
+        """Whether it can still be complete: no source that it waits for was skipped; or ``wait_for_fn`` may still name
+        the sources."""
         missing = self._skipped - self._arrived.keys()
         if self._active is not None:
             return not self._active & missing
         return not set(self._wait_for) <= self._arrived.keys() | missing or not missing
 
     def waits_after(self, source: str) -> bool:
-        """Whether more must come once ``source`` has: it cannot be said of a set that is not resolved."""
+        """Whether more must come once ``source`` has: unknown of a set that is not resolved."""
         return self._active is None or not self._active <= self._arrived.keys() | {source}
 
     def resolve(self, returned: object) -> None:
-        """Take what ``wait_for_fn`` said of the last arrival. None: not known yet.
+        """Take the result of ``wait_for_fn`` for the last arrival. None: not known yet.
 
         Raises: HookError: no list of names, empty, or not contained in ``wait_for``; or a source arrived that the
             resolved set leaves out; or still None when all of ``wait_for`` have come: nothing would ask it again.
@@ -100,7 +101,7 @@ class Gathering:
 
     def _check_known(self) -> None:
         if self._active is None and self._arrived.keys() | self._skipped >= set(self._wait_for):
-            problem = f"gave None to the end: {sorted(self._arrived)} have come, and nobody else sends"
+            problem = f"gave None to the end: {sorted(self._arrived)} have come, and no other source sends"
             raise HookError(self._stage, "wait_for_fn", problem)
 
     def _outside(self, sources: Sequence[str]) -> HookError:

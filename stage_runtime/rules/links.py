@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Final
 
-ACK_EVERY: Final = 32  # frames heard before an ack goes out on its own; at rest a timer sends it earlier
+ACK_EVERY: Final = 32  # frames received before an ack is sent on its own; when idle a timer sends it earlier
 
 
 class Outgoing:
@@ -33,7 +33,7 @@ class Outgoing:
         (self._unacked if sent else self._waiting).append((seq, frame))
 
     def next(self) -> bytes | None:
-        """The frame to send now, if any; `sent` says that the socket took it."""
+        """The frame to send now, if any; `sent` confirms that the socket took it."""
         return self._waiting[0][1] if self._waiting else None
 
     def sent(self) -> None:
@@ -79,7 +79,7 @@ class Verdict(Enum):
     DELIVER = "deliver"  #: The next in order, or outside the order.
     DUPLICATE = "duplicate"  #: Received before: acknowledge again, do not deliver.
     GAP = "gap"  #: Frames before it are missing: request them, do not deliver.
-    ASKED = "asked"  #: As GAP; they were asked for already. Asking once per frame would have all sent again each time.
+    ASKED = "asked"  #: As GAP; a resend was requested already. Requesting one per frame would resend all each time.
 
 
 class Standing(Enum):

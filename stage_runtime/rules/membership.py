@@ -33,7 +33,7 @@ class Instance(Load, kw_only=True):
     edges: str = ""  #: The schema of the edges that it declares (`rules.edges`).
     ready: bool = False
     draining: bool = False
-    aside: bool = False  #: Somebody took its pod out of the unit, to look at it: it gets nothing new.
+    aside: bool = False  #: Its pod was taken out of the unit, to be examined: it gets no new request.
     linked: set[str] = msgspec.field(default_factory=set)  #: Instances of large groups that got requests from it.
 
     @property
@@ -126,7 +126,7 @@ class MembershipState:
         member = instance.member
         its_own = [one for one in self.revisions if one.units.get(member.unit) == member.revision]
         if not its_own:
-            return f"unit revision {member.revision} of {member.unit!r} stands in no pipeline revision that is served"
+            return f"unit revision {member.revision} of {member.unit!r} is in no pipeline revision that is served"
         if any(self._schemas[one.revision].get(member.group) == instance.edges for one in its_own):
             return None
         names = ", ".join(one.revision for one in its_own)
@@ -141,7 +141,7 @@ class MembershipState:
         return instance
 
     def mark(self, incarnation: str, *, ready: bool | None = None, draining: bool | None = None) -> bool:
-        """Note what an instance says of itself. False when it is not a member."""
+        """Note what an instance reports of itself. False when it is not a member."""
         instance = self.instances.get(incarnation)
         if instance is None:
             return False
@@ -250,7 +250,7 @@ class MembershipState:
     def _choose(
         self, pool: Pool[Instance], sources: Sequence[tuple[Instance, Pool[Instance]]], shunned: Collection[str]
     ) -> Instance:
-        """One of a large group: of the partners of ``sources``, unless load says otherwise."""
+        """One of a large group: of the partners of ``sources``, unless load requires another."""
         everyone = pool.items
         targets = len(everyone)
         anywhere = int(self._chance() * targets)

@@ -1,6 +1,6 @@
 """Eligible instances in pools that change one at a time: a join, a departure or a mark costs the same at any size.
 
-Here: which instance stands in which pool and where, and which incarnations share an endpoint. Not here: which one is
+Here: which instance is in which pool and where, and which incarnations share an endpoint. Not here: which one is
 chosen (`membership`).
 """
 
@@ -35,7 +35,7 @@ class Pool(Generic[Item]):
             del self.names[place], self.items[place]
 
     def position(self, name: str) -> int:
-        """Where it stands, or would stand."""
+        """Its position, or where it would be inserted."""
         return bisect_left(self.names, name)
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Pool(Generic[Item]):
 
 
 class Pools(Generic[Kind, Item]):
-    """Each item stands in one pool at most. A pool object stays the same while it is not empty."""
+    """Each item is in one pool at most. A pool object stays the same while it is not empty."""
 
     def __init__(self) -> None:
         self._pools: dict[Kind, Pool[Item]] = {}

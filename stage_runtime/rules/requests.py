@@ -82,7 +82,7 @@ class NoInstanceCame(Event, frozen=True):
 
 
 class Cancelled(Event, frozen=True):
-    """The client went away, or asked for it."""
+    """The client disconnected, or cancelled the request."""
 
     reason: str
 
@@ -129,7 +129,7 @@ class Tracked:
     """
 
     def __init__(self, request_id: str, terminals: tuple[str, ...], *, retries: int, whole: bool = False) -> None:
-        """whole: the client is told nothing before the end, so that what came of a lost attempt can be thrown away."""
+        """whole: the client gets nothing before the end, so that output of a lost attempt can be discarded."""
         self.id = request_id
         self.terminals = terminals
         self.attempt = 0  #: The number of the latest attempt, which UNBOUND has given up; 0: there was none.
@@ -153,7 +153,7 @@ class Tracked:
         return "running" if self.live else self.state.value
 
     def hears(self, attempt: int) -> bool:
-        """Whether what is said of that attempt counts now."""
+        """Whether output of that attempt is accepted now."""
         return attempt == self.attempt and (self.state is State.BOUND or self.state is State.ANSWERING)
 
     def handle(self, event: Event) -> Instructions:
@@ -260,7 +260,7 @@ COMPLETED, FAILED, CANCELLED = State.COMPLETED, State.FAILED, State.CANCELLED
 
 Rows: TypeAlias = Mapping[type[Event], tuple[Row, ...]]
 
-#: What comes of the latest attempt when nobody waits for that attempt any more.
+#: Events of the latest attempt when it has ended.
 LATE: Final = (ChunkCame, TerminalDone, StageFailed, InstanceLost, HandedBack)
 
 

@@ -39,7 +39,7 @@ def stream_targets(stage: str, declared: Sequence[str], to: str | list[str] | No
 
 
 def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple[str, ...]:
-    """The stream targets that get the final done signal. None: nobody.
+    """The stream targets that get the final done signal. None: no target.
 
     Raises: HookError: no list of names, or a name outside ``stream_to``.
     """

@@ -1,7 +1,7 @@
 """The order of a stream edge at its consumer, and its flow-control window at its producer.
 
 Chunks are numbered 0.. per request and edge. Transfers may end out of order, so the consumer puts them back in
-order; ``done`` says how many there were and never overtakes a chunk.
+order; ``done`` has their number and never overtakes a chunk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Inbound(Generic[Item]):
     def end(self, total: int) -> None:
         """The producer has sent ``total`` chunks in all.
 
-        Raises: ProtocolError: it said otherwise before, or more have come.
+        Raises: ProtocolError: it reported another number before, or more have come.
         """
         least = max(self._early, default=self._next - 1) + 1  # with chunk 5 received there are at least six
         if (self._total is not None and self._total != total) or total < least:

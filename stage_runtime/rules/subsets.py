@@ -8,7 +8,7 @@ The instances of each group stand on a circle, in the order of their incarnation
 - a process that joins or leaves moves each arc by few places;
 - coordinators with the same members compute the same arcs, and share the links between instances.
 
-Called by `rules.membership`, which takes another instance when load says so.
+Called by `rules.membership`, which takes another instance under load.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def common(arcs: Iterable[Arc], targets: int) -> Arc:
 
 
 def places(circle: Sequence[T], of: Arc) -> Sequence[T]:
-    """What stands on an arc."""
+    """The items on an arc."""
     start, length = of
     found = circle[start : start + length]
     missing = length - len(found)

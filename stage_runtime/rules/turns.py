@@ -35,7 +35,7 @@ class Turn(msgspec.Struct, Generic[Request], frozen=True):
 
 
 class TakeEarly(msgspec.Struct, Generic[Request], frozen=True):
-    """Count this source's chunks as taken, though nobody has read them."""
+    """Count this source's chunks as taken, though they were not read."""
 
     request: Request
     source: Source
@@ -50,7 +50,7 @@ class TurnAway(msgspec.Struct, Generic[Request], frozen=True):
 def decide(
     turns: Sequence[Turn[Request]], stalled: AbstractSet[Source], *, places: int, room: int
 ) -> list[TakeEarly[Request] | TurnAway[Request]]:
-    """The next steps. Empty: nobody is locked out, or nothing that is here would help.
+    """The next steps. Empty: no request is locked out, or nothing that is here would help.
 
     turns:   all requests, the oldest first.
     stalled: sources all of whose workers wait for a window, one of this stage's among them.

@@ -54,7 +54,7 @@ class Security:
         socket.curve_secretkey = self._client_secret
 
     def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-        """Start admitting members to ``context``'s server sockets, and nobody else. Stop it before the context ends."""
+        """Start admitting members to ``context``'s server sockets, and no others. Stop it before the context ends."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve_callback(domain=_DOMAIN.decode(), credentials_provider=self)

@@ -50,7 +50,7 @@ DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop g
 DRAIN_S: Final = 0.01  # as well: a Hello takes longer than an ack
 CLOCK_EVERY: Final = 16  # frames
 RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer: kill is seen in < 1 s
-DISMISS_S: Final = 5.0  # to connect and be heard
+DISMISS_S: Final = 5.0  # to connect and be acknowledged
 DISMISSING_MOST: Final = 16  # of them at once
 GIVEN_UP_KEPT: Final = 1000  # peers
 
@@ -91,7 +91,7 @@ class Channels:
         idle_after_s: float | None = None,
     ) -> None:
         """idle_after_s: the connection of a link that was not used for so long is closed, and made again when it is;
-        None: never. A peer that dies meanwhile must be told by others.
+        None: never. Then others must report a peer that dies.
         """
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
@@ -322,7 +322,7 @@ class Channels:
             self.counters["unreadable"] += 1
             if not link.unreadable_logged:
                 link.unreadable_logged = True
-                log.error("a message of %s cannot be read (told once per peer): %s", frame.sender, error)
+                log.error("a message of %s cannot be read (logged once per peer): %s", frame.sender, error)
             self._handler.unreadable(frame.sender, frame.request, str(error))
             return
         if type(message) is Ack:
@@ -362,7 +362,7 @@ class Channels:
             return None
         if self._handler.introduced(frame.sender, message):
             return self._links.get(frame.sender)
-        self._refuse("unknown_peers", f"{type(message).__name__} from {frame.sender!r}, whom nobody introduced")
+        self._refuse("unknown_peers", f"{type(message).__name__} from {frame.sender!r}, which is not registered")
         return None
 
     def _take_broadcast(self, data: bytes) -> None:

@@ -49,7 +49,7 @@ class Connection:
         self.endpoint = endpoint
         self.connected = False
         self.breaks = 0  #: How often it has broken.
-        self.watchers: list[Callable[[bool], None]] = []  #: Told when it is connected (True) or broken. One per link.
+        self.watchers: list[Callable[[bool], None]] = []  #: Called when it is connected (True) or broken. One per link.
         self.routing_id = b""
         self.descriptor = -1  #: Of the connection that the latest events are of.
         self.reached = False  #: The other end accepted it; its handshake may still be under way.
@@ -63,7 +63,7 @@ class Connection:
         self._dialer.send(self.routing_id, frame)
 
     def look(self) -> None:
-        """Handle the events that have come: after a stall of the loop they may say more than we know."""
+        """Handle the events that have come: after a stall of the loop there may be several."""
         self._dialer.watch()
 
     def leave(self, watcher: Callable[[bool], None]) -> None:
@@ -83,7 +83,7 @@ class Dialers:
         self._named: dict[str, _Dialer] = {}  #: By endpoint: what libzmq calls a name in its events is not known.
 
     def dial(self, endpoint: str, watcher: Callable[[bool], None]) -> Connection:
-        """The connection to ``endpoint``, made if need be. watcher: told when it is connected or broken.
+        """The connection to ``endpoint``, made if need be. watcher: called when it is connected or broken.
 
         Raises: ZMQError: no socket can be opened. ConfigurationError: that is no endpoint.
         """

@@ -110,7 +110,7 @@ class Link:
             return not self.closed and self._flush()
 
     def at_rest(self) -> bool:
-        """Whether nothing waits; the next frame is told to ``waiting`` again then."""
+        """Whether nothing waits; then the next frame calls ``waiting`` again."""
         with self._lock:
             self._watched = bool(self.undelivered)
             return not self._watched

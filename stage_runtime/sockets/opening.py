@@ -23,16 +23,16 @@ BUFFERED: Final = 2000  # frames on either side of a socket
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or said nothing in time",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or sent nothing in time",
 }
-#: Whoever connects and is away again so soon has refused our type of socket: a program of another protocol does so,
+#: A peer that disconnects so soon has refused our type of socket: a program of another protocol does so,
 #: and libzmq gives no reason under CURVE.
 SHORT_S: Final = 0.3
 EVENT: Final = struct.Struct("=hi")  # of a monitor: the kind and the value
 
 
 class Event(NamedTuple):
-    """What libzmq says of a connection. value: a descriptor or an error number, by kind."""
+    """What libzmq reports of a connection. value: a descriptor or an error number, by kind."""
 
     kind: int
     value: int
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 def heartbeats(dead_after_s: float) -> tuple[int, int]:
-    """libzmq's interval and timeout in ms, for any time that a spec can say.
+    """libzmq's interval and timeout in ms, for any time that a spec can set.
 
     A frozen peer is seen one timeout after a beat, so at most an interval later: within ``dead_after_s`` in all, which
     leaves the grace for reconnecting to the promised 4 s.
@@ -61,7 +61,7 @@ class Sockets:
         handshake_failed: Callable[[str], None],
         short_connection: Callable[[], None],
     ) -> None:
-        """handshake_failed: called with the reason. short_connection: somebody connected and left within `SHORT_S`."""
+        """handshake_failed: called with the reason. short_connection: a peer connected and left within `SHORT_S`."""
         self._loop = loop
         self._security = security
         self._dead_after_s = dead_after_s

@@ -18,7 +18,7 @@ from stage_runtime.sockets.links import Link
 #: long against a hop: an ack of its own wakes two threads at either end.
 ACK_DELAY_S: Final = 0.04
 STALL_RETRY_S: Final = 0.002
-RESEND_AFTER_S: Final = 0.25  # without a word heard; doubles up to RESEND_MOST_S, a busy receiver is no loss
+RESEND_AFTER_S: Final = 0.25  # without an acknowledgement; doubles up to RESEND_MOST_S, a busy receiver is no loss
 RESEND_MOST_S: Final = 4.0
 
 
@@ -85,7 +85,7 @@ class Resending:
         self._closed = False
 
     def watch(self, link: Link) -> None:
-        """It has frames that are not acknowledged, and was at rest before. Any thread; wakes nobody."""
+        """It has frames that are not acknowledged, and was at rest before. Any thread; wakes no other."""
         self._fresh.append(link)
 
     def heard(self, link: Link) -> None:

@@ -1,8 +1,8 @@
 """A stage's edges to its neighbours: how what it gives reaches one instance of a neighbour. Any thread.
 
-Whether an instance is in this process is asked once, when `Edges` binds it: `LocalEdge` calls the neighbour's input and
-shares tensors, `RemoteEdge` encodes and sends. `ClientEdge` is a terminal stage's, by way of the request's coordinator.
-What is sent to whom is decided by `stage_output`.
+Whether an instance is in this process is decided once, when `Edges` binds it: `LocalEdge` calls the neighbour's input
+and shares tensors, `RemoteEdge` encodes and sends. `ClientEdge` is a terminal stage's, by way of the request's
+coordinator. What is sent to whom is decided by `stage_output`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LocalEdge:
         self._input.chunk(work.header(), self._stage, work.number(target), chunk.modality, Passed(fields))
 
     def end(self, work: RequestWork) -> None:
-        """The stream is complete. Of an empty one it is the first that the target hears, and brings the request."""
+        """The stream is complete. Of an empty one it is the first message to the target, and brings the request."""
         total = work.sent(self._neighbour)
         timings = work.timing(self._stage)
         sealed = None
@@ -86,7 +86,7 @@ class LocalEdge:
         self._input.broken(work.header(), self._stage, failure)
 
     def consumed(self, work: RequestWork, weight: int) -> None:
-        """The stage has taken so much of the neighbour's stream: the producer is told at once."""
+        """The stage has taken so much of the neighbour's stream: the producer is notified at once."""
         if weight:
             self._input.consumed(
                 Consumed(work.request_id, work.attempt, work.owner, self._neighbour, self._stage, weight)
@@ -184,13 +184,13 @@ class RemoteEdge(_SendingEdge):
         self._send(Skip(work.header(), self._stage, self._neighbour, chunks))
 
     def failed(self, work: RequestWork, failure: Failure) -> None:
-        """As `LocalEdge.failed`; a target that cannot be reached is told by the coordinator."""
+        """As `LocalEdge.failed`; a target that cannot be reached is notified by the coordinator."""
         self._process.send(
             self._peer, DataReady(work.header(), self._stage, self._neighbour, None, None, False, failure)
         )
 
     def consumed(self, work: RequestWork, weight: int) -> None:
-        """As `LocalEdge.consumed`; the producer is told a quarter of a window at a time."""
+        """As `LocalEdge.consumed`; the producer is notified a quarter of a window at a time."""
         due = 0 if work.dead else work.note_consumed(self._neighbour, weight)
         if due:
             self._process.send(
@@ -270,7 +270,7 @@ class Edges:
         self._clients.clear()
 
     def _bind(self, neighbour: str, instance: str) -> Edge:
-        """Here, and nowhere else, it is asked whether an instance is this process."""
+        """The only place that decides whether an instance is this process."""
         edge: Edge
         sibling = self._process.sibling(neighbour) if instance == self._process.incarnation else None
         if sibling is not None:

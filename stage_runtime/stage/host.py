@@ -114,7 +114,7 @@ class Host:
         }
 
     def wire(self, channels: Channels, registration: Registration, relays: Relays) -> None:
-        """Take the process's ends of the planes; before anything is said."""
+        """Take the process's ends of the planes; before anything is sent."""
         self.process.wire(channels, relays)
         self.requests.wire()
         self.membership.wire(registration)
@@ -140,7 +140,7 @@ class Host:
 
     def introduced(self, sender: str, message: Message) -> bool:
         if isinstance(message, Welcome):
-            self.requests.owner_back(sender)  # its frames before this one may be heard again first
+            self.requests.owner_back(sender)  # its frames before this one may be received again first
             return self.membership.registration.welcomed(sender, message)
         if isinstance(message, Rejected):
             self._rejected(sender, message)

@@ -1,4 +1,4 @@
-"""A process's standing with coordinators and neighbours: what it announces to them, whom it meets and loses.
+"""A process's registration at coordinators and its connections to neighbours.
 
 On the I/O thread. Called by `host`, which looks a message's handler up in `StageMembership.handlers`. Finding the
 coordinators is `registration`'s.
@@ -76,7 +76,7 @@ class StageMembership:
     def deregister(self, reason: str) -> None:
         """Bind nothing new to us.
 
-        Coordinators that come later, or know us by a later incarnation only, are told when they say Welcome.
+        Coordinators that come later, or know only a later incarnation of ours, are notified when they send Welcome.
         """
         self._leaving = reason
         self.broadcast(Deregister(reason))
@@ -95,7 +95,7 @@ class StageMembership:
 
     def lost(self, peer: str) -> bool:
         """A peer cannot be reached any more. True when it was a coordinator."""
-        if peer in self.members:  # only our connection to it broke: the coordinator says when it is gone
+        if peer in self.members:  # only our connection to it broke: the coordinator reports when it is gone
             self.broadcast(PeerUnreachable(peer))
             # Until then it may still look at what we sent: its slots must not be written again.
             self._process.send_queues.cut(peer)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 #: Of what a stage gave, and of what it received of one request: a buffer is used again soon, or never.
 REMEMBERED: Final = 16
-REQUESTS: Final = 1024  # an aborted one is never said to have ended
+REQUESTS: Final = 1024  # the end of an aborted one is not reported
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class MutationCheck:
         return copy
 
     def took(self, stage: str, source: str, request: str, value: Any, where: str) -> None:
-        """``stage`` gets ``value``, in memory that nobody else has."""
+        """``stage`` gets ``value``, in memory of its own."""
         fingerprint = fingerprints.fingerprint(value, where=where)
         if not fingerprint.parts:
             return

@@ -22,7 +22,7 @@ class Profiling:
         loop: asyncio.AbstractEventLoop,
         notify: Callable[[ProfilerStart | ProfilerStop], None],
     ) -> None:
-        """notify: tells the engines."""
+        """notify: passes the change to the engines."""
         self._session = session
         self._send = send
         self._loop = loop

@@ -88,7 +88,7 @@ class RankPlane:
                 self._send_queues.released(sender, message.transfers)
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
-        self._on_lost(ProtocolError(f"what a follower rank ({sender}) says could not be read: {problem}"))
+        self._on_lost(ProtocolError(f"a message of a follower rank ({sender}) could not be read: {problem}"))
 
     def lost(self, peer: str) -> None:
         self._send_queues.forget(peer)

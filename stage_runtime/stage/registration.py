@@ -13,7 +13,7 @@ from stage_runtime.wire.messages import Hello, Member, Welcome
 log = logging.getLogger(__name__)
 
 HELLO_EVERY_S: Final = 0.1
-RESOLVE_EVERY_S: Final = 2.0  # how often a name is asked for more coordinators: a roll brings a second one
+RESOLVE_EVERY_S: Final = 2.0  # how often a name is resolved for more coordinators: a roll brings a second one
 
 Resolve = Callable[[str], Awaitable[list[str]]]
 
@@ -30,7 +30,7 @@ class Registration:
         hello: Callable[[str], Hello],
         welcomed: Callable[[], None],
     ) -> None:
-        self.coordinators: dict[str, Member] = {}  #: Those that said Welcome, by incarnation.
+        self.coordinators: dict[str, Member] = {}  #: Those that sent Welcome, by incarnation.
         self._channels = channels
         self._endpoints = endpoints
         self._resolve = resolve
@@ -57,7 +57,7 @@ class Registration:
             await asyncio.sleep(HELLO_EVERY_S if len(self._known) < len(targets) else RESOLVE_EVERY_S / 4)
 
     def welcomed(self, sender: str, message: Welcome) -> bool:
-        """A coordinator has answered. True when it is one that we asked."""
+        """A coordinator has answered. True when it is one to which Hello was sent."""
         if self._channels.name(message.via, sender) is None:
             return False
         self.coordinators[sender] = message.coordinator
@@ -75,7 +75,7 @@ class Registration:
             self._channels.drop_unnamed(message.via)
 
     def lost(self, coordinator: str) -> bool:
-        """True when it was a coordinator; it is asked again from now on."""
+        """True when it was a coordinator; Hello is sent to it again from now on."""
         if self.coordinators.pop(coordinator, None) is None:
             return False
         self._known = {endpoint: known for endpoint, known in self._known.items() if known != coordinator}

@@ -50,7 +50,7 @@ class Requests:
         self._process = process
         self._loop = loop
         #: Coordinators that are gone and have not come back, the oldest first. What is received of their requests is
-        #: dropped: nobody would ever end it.
+        #: dropped: it would never be ended.
         self._lost_owners: OrderedDict[str, None] = OrderedDict()
         self.handlers: Mapping[type, Callable[[str, Any], None]] = {
             Submit: self._submit,

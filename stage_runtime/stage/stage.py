@@ -65,7 +65,7 @@ class Stage:
         self._thread: Thread | None = None
 
     def start(self, load: Callable[[StagePlan], Engine], loaded: Callable[[str, BaseException | None], None]) -> None:
-        """Load the engine and run it. ``loaded`` is told, on the scheduler thread, how loading went."""
+        """Load the engine and run it. ``loaded`` is called, on the scheduler thread, with the result."""
         self._thread = threads.start(self.plan.name, self._run, load, loaded, crashed=self._crash)
 
     def close(self, timeout_s: float) -> bool:
@@ -91,7 +91,7 @@ class Stage:
 
     @property
     def computing(self) -> bool:
-        """It has work that waits for nobody else: neither for a reader of its streams nor for something to come."""
+        """It has work that can proceed: it waits neither for a reader of its streams nor for an input."""
         engine, parking = self.input.engine, self.inbox.parking
         if engine is None or parking.all >= engine.concurrency:
             return False

@@ -227,7 +227,7 @@ class StageOutput:
     def _skip(self, work: RequestWork, target: str, *, chunks: int | None = None) -> None:
         """Tell ``target`` that nothing more comes on this edge: it stops waiting and begins nothing."""
         peer = work.bindings.get(target)
-        if peer is not None:  # or the request has no instance of it: nobody waits there
+        if peer is not None:  # or the request has no instance of it
             self._edges.to(target, peer).skip(work, chunks)
 
     # --- events of a profile ------------------------------------------------------------------------------------

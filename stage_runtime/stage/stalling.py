@@ -71,7 +71,7 @@ class Stalling:
                 self._loop.call_later(OTHERS_EVERY_S, self._look, left)
 
     def _notify_stalled(self) -> bool:
-        """Returns whether a coordinator is among the consumers: what it is told depends on what else waits here."""
+        """Returns whether a coordinator is among the consumers: its notification depends on what else waits here."""
         clients, others = False, self._others()
         for target, peer in set(self._consumers()):
             notified = (target, peer) in self._notified

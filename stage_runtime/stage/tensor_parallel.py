@@ -1,6 +1,6 @@
 """The ranks of a TP stage in lockstep: rank 0 alone talks to the outside; what its engine takes, all take, in order.
 
-`LeaderInbox` tells the followers every event at the moment when rank 0's engine takes it; `FollowerInbox` gives
+`LeaderInbox` sends the followers every event at the moment when rank 0's engine takes it; `FollowerInbox` gives
 exactly that sequence, timeouts included, so that all ranks make the same decisions and their collectives meet.
 Results of followers go nowhere (`FollowerOutput`). `Leader` and `Follower` are the two ends over the control plane.
 """
@@ -75,7 +75,7 @@ class LeaderInbox(Inbox):
     def _told(self, event: events.Incoming | None) -> bool:
         """Send the event to the followers.
 
-        False: it cannot be encoded (a merged value, say): its request fails on all ranks.
+        False: it cannot be encoded (for example a merged value): its request fails on all ranks.
         """
         try:
             self._send(event)
@@ -167,7 +167,7 @@ NO_WORK: Final = WorkKey("", "", 0)  # for a step without a request
 
 
 class FollowedWork:
-    """`engines.base.Work` of a follower: never cancelled, rank 0 says what happens."""
+    """`engines.base.Work` of a follower: never cancelled, rank 0 decides what happens."""
 
     cancelled = False
 
@@ -297,7 +297,7 @@ class StepSend:
 
 
 class Follower:
-    """The side of ranks 1..: puts what rank 0 tells into its engine's inbox, in order."""
+    """The side of ranks 1..: puts what rank 0 sends into its engine's inbox, in order."""
 
     def __init__(self, inbox: FollowerInbox) -> None:
         self._inbox = inbox

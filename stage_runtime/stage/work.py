@@ -60,22 +60,22 @@ class RequestWork:
         self.gathering = gathering
         self.merge = Merge(sources)
         self.expecting = Expecting(inputs, sources)
-        self.ended_sources: set[str] = set()  #: Streams that have ended, whether the engine was told or not.
+        self.ended_sources: set[str] = set()  #: Streams that have ended, whether the engine has been notified or not.
         self.untold_ends: list[str] = []  #: Those of them to tell the engine when something begins the request.
         self.told_no_payload = False
         self.timings: dict[str, Timing] = {}  #: Of the stages before this one.
         self._fate = Fate(lockstep)
         self.over = False  #: Done, failed or aborted here.
         self.served = False  #: Its payload was complete, and its result was given here.
-        self.at_engine = False  #: As `engines.base.Work` says.
+        self.at_engine = False  #: See `engines.base.Work`.
         self.queued_at: float | None = None
         self.began_at: float | None = None
-        #: (source, by stream) -> when its first input arrived. None: there is one input, and ``queued_at`` says it.
+        #: (source, by stream) -> when its first input arrived. None: there is one input, and ``queued_at`` is its time.
         self._received_at: dict[tuple[str, bool], float] | None = {} if len(inputs) + len(sources) > 1 else None
         self._streamed_at: dict[str, float] = {}  #: target -> when its first chunk was sent.
         self._payload_claimed = False
         self._outbound: dict[str, Outbound] = {}
-        self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that nobody has taken, in order
+        self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that were not taken, in order
         self._unreported: dict[str, int] = {}  #: source -> weight of chunks taken and not reported to the producer yet
         self._gate: Gate | None = None
         self._shows = False  #: Something was given that the client's route can show.

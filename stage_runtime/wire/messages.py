@@ -73,7 +73,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     stage: str
     queue_us: int
     run_us: int
-    ended_us: int = 0  #: Since the epoch, by the process's own clock; 0: of a process that does not say.
+    ended_us: int = 0  #: Since the epoch, by the process's own clock; 0: of a process that does not report it.
     #: (source, by stream, µs after the first input). Empty where the stage has one input.
     received: tuple[tuple[str, bool, int], ...] = ()
     streamed: tuple[tuple[str, int], ...] = ()  #: (target, µs from the first chunk sent to ``ended_us``).
@@ -192,7 +192,7 @@ class ForwardAbort(BaseMessage, frozen=True, tag=10):
     """Coordinator → instances → every other coordinator: abort this request if you own it. ``asker`` does not."""
 
     request_id: RequestId
-    asker: Name  #: The incarnation of the coordinator that was asked for it.
+    asker: Name  #: The incarnation of the coordinator that got the client's abort.
     reason: str
 
 
@@ -219,7 +219,7 @@ class Skip(BaseMessage, frozen=True, tag=12):
 
 class Stalled(BaseMessage, frozen=True, tag=13):
     """Stage → stage: all workers of ``source`` in this process wait for a full stream window, one of them for
-    ``target``'s. Until it is said that they do not, ``source`` begins no other request.
+    ``target``'s. Until they do not any more, ``source`` begins no other request.
 
     Terminal stage → coordinator, its ``target``: they do, for clients, and other requests wait for ``source``.
     """
@@ -238,7 +238,7 @@ class Hello(BaseMessage, frozen=True, tag=20):
     member: Member
     edges: str  #: Hash of the protocol and the declared edges at this member: what could not talk is refused.
     pipeline: Name
-    via: str  #: The endpoint that this was said to; Welcome repeats it.
+    via: str  #: The endpoint that this was sent to; Welcome repeats it.
 
 
 class Welcome(BaseMessage, frozen=True, tag=21):
@@ -357,7 +357,7 @@ class ProfilerRead(BaseMessage, frozen=True, tag=45):
 
     call_id: Name
     run_id: Name
-    path: FilePath = ""  #: As the list says; empty: the list.
+    path: FilePath = ""  #: As in the list; empty: the list itself.
     offset: Count = 0  #: In bytes.
 
 
@@ -386,7 +386,7 @@ class RankHello(BaseMessage, frozen=True, tag=70):
     rank: Count
     endpoint: str
     relays: dict[str, Any]
-    via: str  #: The endpoint that rank 0 said it to.
+    via: str  #: The endpoint that rank 0 sent it to.
     ready: bool = False
 
 
@@ -449,7 +449,7 @@ Message: TypeAlias = (
 
 
 class RequestRef(msgspec.Struct, frozen=True, array_like=True):
-    """Which request a message belongs to; bounded by its message, which is checked before it is said."""
+    """Which request a message belongs to; bounded by its message, which is checked before it is sent."""
 
     request_id: str
     attempt: int

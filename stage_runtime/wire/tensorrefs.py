@@ -54,7 +54,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 def validated(refs: Sequence[TensorRef], nbytes: int) -> Sequence[TensorRef]:
-    """``refs``, if every one lies inside a buffer of ``nbytes`` and says what it holds. They may overlap.
+    """``refs``, if every one is inside a buffer of ``nbytes`` and complete. They may overlap.
 
     Raises: ProtocolError: names the ref and what is wrong with it.
     """
@@ -63,7 +63,7 @@ def validated(refs: Sequence[TensorRef], nbytes: int) -> Sequence[TensorRef]:
         if problem is not None:
             raise ProtocolError(f"tensor ref {index} ({ref.path[:200]}): {problem}")
         if ref.kind == "value" and index != len(refs) - 1:
-            raise ProtocolError(f"tensor ref {index}: a value stands last")
+            raise ProtocolError(f"tensor ref {index}: a value must be last")
     return refs
 
 

@@ -1,4 +1,5 @@
-"""What stages say to each other and to clients: requests, payloads, chunks, results, client outputs.
+"""The values that stages exchange with each other and with clients: requests, payloads, chunks, results, client
+outputs.
 
 Values are plain data. How they become bytes is `codec`'s business, how tensors travel is `payloads.encoding`'.
 Authors meet these names through `stage_runtime` itself. No torch and no numpy here: a tensor is whatever carries
@@ -102,7 +103,7 @@ class Media(msgspec.Struct, frozen=True):
 
 @message
 class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What the client asked. Part of every payload and of a stream's first chunk; read-only."""
+    """The client's request. Part of every payload and of a stream's first chunk; read-only."""
 
     id: str
     kind: RequestKind = "pipeline"
@@ -134,7 +135,7 @@ class OmniRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return [part for part in self._all_media() if type is None or part.type == type]
 
     def cancelled(self) -> bool:
-        """True once nobody waits for the answer: aborted, timed out, or its coordinator gone."""
+        """True once the answer is not needed any more: aborted, timed out, or its coordinator gone."""
         probe: Callable[[], bool] | None = self.__dict__.get("_cancelled")
         return probe() if probe is not None else False
 

@@ -137,7 +137,7 @@ def test_a_module_of_the_working_directory_is_said_to_lie_there(
 ) -> None:
     (tmp_path / "lies_here.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="it lies in the working directory, and stages import from the pipe"):
+    with pytest.raises(ConfigurationError, match="it is in the working directory, and stages import from the pipe"):
         resolve("lies_here:fn", field="x")
 
 

@@ -164,7 +164,7 @@ def test_a_key_that_the_spec_asks_for_and_nobody_need_send_is_named(tmp_path: Pa
     assert keyed(tmp_path, KEYED + SECRET).notices == ()
     assert keyed(tmp_path, KEYED).notices == (
         "coordinator.http.apiKeySecretRef: no key is required, there is no Secret 'k' here: "
-        "put it into the pipeline's file, or say --api-key-file",
+        "put it into the pipeline's file, or use --api-key-file",
     )
     told = keyed(tmp_path, KEYED + SECRET, no_auth=True).notices
     assert told == ("coordinator.http.apiKeySecretRef: no key is required, --no-auth",)

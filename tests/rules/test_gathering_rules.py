@@ -93,7 +93,7 @@ def test_a_wait_for_fn_that_says_none_to_the_last_is_told_so(order: list[str]) -
         gathering.arrive(source, 1)
         gathering.resolve(None)
     gathering.arrive(order[-1], 1)
-    with pytest.raises(HookError, match="nobody else sends") as caught:
+    with pytest.raises(HookError, match="no other source sends") as caught:
         gathering.resolve(None)
     assert (caught.value.stage, caught.value.hook) == ("join", "wait_for_fn")
 

@@ -198,7 +198,7 @@ def test_one_whose_revision_is_not_listed_yet_is_bound_once_it_is() -> None:
     """A new pod may be there before the list of revisions is read again."""
     made = membership(member("f1", "front", "a1"), member("v2", "voice", "b2"))
     assert made.ineligible_reason(made.instances["v2"]) == (
-        "unit revision b2 of 'u2' stands in no pipeline revision that is served"
+        "unit revision b2 of 'u2' is in no pipeline revision that is served"
     )
     made.update((OLD, NEW))
     assert made.ineligible_reason(made.instances["v2"]) is None

@@ -194,7 +194,7 @@ async def test_a_wait_for_fn_that_never_knows_fails_its_request_at_once_and_by_n
         await made.until(lambda: "r1" in made.failed() and "r2" in made.results())
         failure = made.failed()["r1"]
         assert (failure.code, failure.stage, failure.hook) == ("stage_failed", "join", "wait_for_fn")
-        assert "nobody else sends" in failure.message
+        assert "no other source sends" in failure.message
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -70,7 +70,7 @@ def test_refs_may_overlap() -> None:
 
 def test_a_value_part_stands_last_or_is_refused() -> None:
     value = ref(kind="value", dtype="uint8", shape=(24,))
-    with pytest.raises(ProtocolError, match="a value stands last"):
+    with pytest.raises(ProtocolError, match="a value must be last"):
         tensorrefs.validated([value, ref()], 100)
 
 

@@ -1,1 +1,1 @@
-"""Pictures of a plan: `arranging` finds places, `picture` says what is drawn, `svg` and `mermaid` write it."""
+"""Pictures of a plan: `arranging` finds places, `picture` chooses what is drawn, `svg` and `mermaid` write it."""

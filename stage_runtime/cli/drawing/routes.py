@@ -58,7 +58,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A line and its way: SVG path data, and where its label stands."""
+    """A line and its way: SVG path data, and the place of its label."""
 
     wish: Wish
     path: str

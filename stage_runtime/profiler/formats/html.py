@@ -87,6 +87,6 @@ _BUSY: Final = {("stage_run_start", "stage_run_end"), ("scheduler_prefill_start"
 
 
 def _add(bins: list[float], start: float, end: float) -> None:
-    """Add the share of each bin that lies between ``start`` and ``end``, in bins."""
+    """Add the share of each bin between ``start`` and ``end``, in bins."""
     for index in range(max(int(start), 0), min(int(end) + 1, BINS)):
         bins[index] += max(min(end, index + 1) - max(start, index), 0.0)
