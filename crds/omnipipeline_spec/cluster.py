@@ -1,4 +1,4 @@
-"""The fields of the spec that say where a pipeline runs on a cluster, and how.
+"""The fields of the spec that define where and how a pipeline runs on a cluster.
 
 Here: value types with their descriptions, defaults and bounds, from which the CRD and the config reference are
 generated. Not here: stages and the graph (`pipeline`), rules that span fields (`topology`, `celrules`). Called by

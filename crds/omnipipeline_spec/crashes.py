@@ -37,7 +37,7 @@ def message(cause: str, details: str = "") -> bytes:
 
 
 def cause(text: str) -> str:
-    """The line of a termination message or log that says why the program ended.
+    """The line of a termination message or log with the cause of the program's end.
 
     With several crashes in a log it is the last one: the program survived the others. Empty for an empty text.
     """

@@ -1,4 +1,4 @@
-"""The operator: makes a pipeline's Kubernetes objects be what its OmniPipeline says, and reports what is.
+"""The operator: makes a pipeline's Kubernetes objects match its OmniPipeline, and reports what is.
 
 Floors, bottom to top: errors, settings, kinds → desired (pure: plan → objects) → changes (pure: what differs, in which
 order, what to report) → cluster (the only talker to the API server) → controller (one reconcile: read, decide, write,

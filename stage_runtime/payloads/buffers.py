@@ -1,4 +1,4 @@
-"""Where a buffer lies in memory, and a copy of it. Used by `payloads` and by every relay."""
+"""The address of a buffer, and a copy of it. Used by `payloads` and by every relay."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final
 import numpy as np
 
 NOGIL_NBYTES: Final = 64 << 10  # below, a copy is over before another thread could have used the GIL
-LARGE_NBYTES: Final = 16 << 20  # from about half the last-level cache on, it matters how a copy lies to its source
+LARGE_NBYTES: Final = 16 << 20  # from half the last-level cache on, the offset between a copy and its source matters
 PAGE: Final = 4096
 
 
 def view(array: np.ndarray[Any, Any]) -> memoryview:
     """The bytes of a flat array of bytes."""
-    return memoryview(array)  # type: ignore[arg-type]  # numpy says that it is a Buffer from Python 3.12 on
+    return memoryview(array)  # type: ignore[arg-type]  # numpy's annotations make it a Buffer from Python 3.12 on
 
 
 def copied(part: memoryview) -> memoryview:

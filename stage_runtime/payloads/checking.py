@@ -19,7 +19,7 @@ from stage_runtime.wire import outputs, values
 
 MAX_DEPTH: Final = 64
 KEY_SHOWN: Final = 80  # characters of a key in a path: a message about a long one need not be as long
-INT_RANGE: Final = (-(2**63), 2**64 - 1)  # what MessagePack can say
+INT_RANGE: Final = (-(2**63), 2**64 - 1)  # what MessagePack can encode
 
 #: A step of a trail: a dict's key, a list's index, or ``(name,)``, a field.
 Step: TypeAlias = str | int | tuple[str]
@@ -41,7 +41,7 @@ class CheckFailed(Exception):
 
 
 class Walk:
-    """One pass over a value. Subclasses say what becomes of leaves.
+    """One pass over a value. Subclasses handle the leaves.
 
     An untouched container is passed on as it is, unless ``rebuild`` wants a fresh one of each.
     """
@@ -179,7 +179,7 @@ class Walk:
 
 
 def path_of(where: str, trail: list[Step]) -> str:
-    """``payload.data`` and its trail as Python would say it: ``payload.data.cache['x'][0]``."""
+    """``payload.data`` and its trail as Python writes it: ``payload.data.cache['x'][0]``."""
     if len(trail) == 1 and isinstance(trail[0], tuple):  # a field's own value
         return f"{where}.{trail[0][0]}"
     return where + "".join(f".{step[0]}" if isinstance(step, tuple) else f"[{_shown(step)}]" for step in trail)

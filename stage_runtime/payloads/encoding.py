@@ -1,7 +1,7 @@
 """Values on their way: `extract` at the sender, `restore` at the receiver.
 
 A value becomes MessagePack with placeholders, and flat parts (`pack`): its tensors, arrays and long bytes. Which
-control message carries the rest is the stage layer's business. `checking` says what may travel, here and between
+control message carries the rest is the stage layer's business. `checking` defines what may travel, here and between
 stages of one process (`isolating`) alike, so a pipeline behaves the same wherever its stages stand.
 """
 
@@ -25,7 +25,7 @@ PART: Final = 1  # data: the index of a TensorRef
 STRUCT: Final = 2  # data: MessagePack of [registered name, {field: value}]
 
 # A request goes along on every hop as the client sent it, while each stage gets containers of its own around it. What
-# is sent on is kept beside them: the bytes that it came as; else a copy that nobody is given.
+# is sent on is kept beside them: the bytes that it came as; else a copy that is never passed on.
 _ENCODED: Final = "_encoded"  #: `_Encoded`
 _ORIGINAL: Final = "_original"
 
@@ -36,13 +36,13 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
     """Check ``value`` and take it apart. Nothing is copied that is contiguous and in main memory.
 
     as_fields: ``value`` is a dict whose items are called ``where.name``; it is restored as a dict.
-    Raises:    ValueRefused: something in it cannot travel; says where, and what to use instead.
+    Raises:    ValueRefused: something in it cannot travel; names its place and what to use instead.
     """
     walk = _Extraction(where)
     try:
         encoded = _encoder.encode(walk.run(value, where, as_fields=as_fields))
     except (OverflowError, UnicodeEncodeError) as error:
-        isolating.isolate(value, where=where, as_fields=as_fields)  # looks at every int and str, and says where
+        isolating.isolate(value, where=where, as_fields=as_fields)  # checks every int and str, and names the place
         raise ValueRefused(where, str(error)) from error
     if not walk.parts and len(encoded) <= INLINE_NBYTES:
         return Extracted(encoded, [], None)
@@ -62,7 +62,7 @@ def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: 
         return _restore_parts(value_bytes, refs, buffer, torch)
     except ProtocolError:
         raise
-    except Exception as error:  # whatever garbage makes msgspec, numpy, torch or a Struct's own checks say
+    except Exception as error:  # whatever msgspec, numpy, torch or a Struct's own checks raise for garbage
         raise ProtocolError(f"payload cannot be restored: {type(error).__name__}: {str(error)[:200]}") from error
 
 
@@ -210,7 +210,7 @@ def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], b
 
 
 class _Placeholders:
-    """What stands for a placeholder. No closure: one that calls itself is a cycle, and would keep the views alive."""
+    """The value of a placeholder. No closure: one that calls itself is a cycle, and would keep the views alive."""
 
     __slots__ = ("_restored",)
 

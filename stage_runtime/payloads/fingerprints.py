@@ -1,4 +1,4 @@
-"""What the tensors of a value hold, to see later whether somebody wrote into them. For ``--debug-values``."""
+"""Fingerprints of a value's tensors, to detect later writes into them. For ``--debug-values``."""
 
 from __future__ import annotations
 

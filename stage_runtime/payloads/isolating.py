@@ -37,7 +37,7 @@ class Isolation(checking.Walk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, Any] = {}  #: What stands twice arrives as one object, as from afar.
+        self.seen: dict[int, Any] = {}  #: An object that is there twice arrives as one, as from another process.
 
     def walk_struct(self, value: msgspec.Struct) -> Any:
         return type(value)(**self.struct_fields(value))

@@ -1,4 +1,4 @@
-"""The parts of a payload as one flat buffer: where each lies in it. Made by `encoding`, moved by relays."""
+"""The parts of a payload as one flat buffer, with the offset of each. Made by `encoding`, moved by relays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ALIGNMENT = 64  # a cache line: what torch's vectorised kernels and every backen
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """Buffers that travel as one flat buffer: part k lies at ``offsets[k]`` (aligned), ``nbytes`` in all.
+    """Buffers that travel as one flat buffer: part k is at ``offsets[k]`` (aligned), ``nbytes`` in all.
 
     parts: C-contiguous byte buffers (``memoryview`` with format B). Their owner may write into them as soon as `put`
         has returned: a relay that reads them later copies them first, all but those of ``private``.
-    private: indices of the parts that nobody writes any more: immutable bytes, and copies made on the way here.
+    private: indices of the parts that are not written any more: immutable bytes, and copies made on the way here.
     """
 
     parts: Sequence[memoryview]

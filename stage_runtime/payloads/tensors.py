@@ -43,7 +43,7 @@ class FlatPart:
         self.dtype = dtype
         self.kind = kind
         self.data = data
-        self.private = private  # nobody writes into `data` any more
+        self.private = private  # `data` is not written any more
         self.owner = owner  # the object itself: while it lives, its id is not given to another
 
 
@@ -53,7 +53,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def flat(tensor: Any) -> tuple[tuple[int, ...], str, memoryview] | None:
-    """Shape, dtype and bytes of the usual tensor, one that lies flat in main memory, at as few calls into torch as
+    """Shape, dtype and bytes of the usual tensor, one that is contiguous in main memory, at as few calls into torch as
     possible: each costs most when a stage has just been woken. None: `tensor_problem` and `tensor_bytes` look closer.
     """
     torch = sys.modules["torch"]
@@ -83,7 +83,7 @@ def tensor_problem(tensor: Any) -> str | None:
     if tensor.dim() > tensorrefs.MAX_DIMENSIONS:
         return f"tensor of {tensor.dim()} dimensions: use at most {tensorrefs.MAX_DIMENSIONS}"
     held, nbytes = tensor.untyped_storage().nbytes(), tensor.nbytes
-    if held < nbytes:  # it repeats elements, or has none: torch gives what lies in memory for the second
+    if held < nbytes:  # it repeats elements, or has none: torch returns arbitrary memory for the second
         if not held:
             return "tensor whose storage was freed: it has no data"
         if nbytes > REPEATED_MOST:

@@ -1,7 +1,7 @@
 """What every relay does alike: account of its peers, its puts and the buffers that it has received.
 
-A relay is a subclass in a folder of its own. It says how a peer is connected, how bytes get there and come from there,
-and what a put holds; when that is given back is decided here. `base.Relay` is what callers see.
+A relay is a subclass in a folder of its own. It defines how a peer is connected, how bytes get there and come from
+there, and what a put holds; when that is given back is decided here. `base.Relay` is what callers see.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(metadata).decode
 
-    # --- what each relay says -----------------------------------------------------------------------------------
+    # --- what each relay defines--------------------------------------------------------------------------------
 
     @abstractmethod
     def facts(self) -> dict[str, Any]: ...
@@ -69,7 +69,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation: ...
 
     def _free(self, put: PutOperation) -> None:
-        """Give back what a put holds: nobody reads it any more."""
+        """Free what a put holds: it is not read any more."""
 
     def _quarantine(self, put: PutOperation) -> None:
         """Its request was aborted, and its receiver may still read."""

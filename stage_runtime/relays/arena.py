@@ -3,7 +3,7 @@
 An anonymous file (memfd): nothing is left behind when the process is killed, and no ``/dev/shm`` limits it. It is
 sparse and much larger than what is used: pages come with use, lowest address first, so the same ones stay warm; what
 lies far above recent use is given back (`trim`). Sealed against shrinking, or a peer that reads could be killed by it.
-Who holds which slot is `slots`' table; what is sent to whom is the relay's business.
+The states of slots are `slots`' table; what is sent to whom is the relay's business.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ class Arena:
             slot.receivers += 1
 
     def lend(self, slot: Slot) -> None:
-        """The slot is sent from where its author's tensor lies, by this thread: `settle` follows."""
+        """The slot is sent without a copy of its author's tensor, by this thread: `settle` follows."""
         pending: list[Slot] | None = getattr(self._lent, "slots", None)
         if pending is None:
             pending = self._lent.slots = []
         pending.append(slot)
 
     def settle(self) -> None:
-        """The authors of this thread go on. A tensor that was sent from where it lies, and that somebody here still
+        """The authors of this thread go on. A tensor that was sent without a copy, and that code here still
         holds, gets pages of its own for what is written from now on, as after a fork: its receivers keep reading what
         it held when it was given. That costs more than a copy, so such an author's next tensors are copied.
         """
@@ -155,7 +155,7 @@ class Arena:
             return self._free_unless_held(slot)
 
     def aborted(self, slot: Slot) -> None:
-        """The request is over and nobody can say whether the receivers still read."""
+        """The request is over, and it is unknown whether the receivers still read."""
         with self._lock:
             slot.take(Event.ABORTED)
 
@@ -262,7 +262,7 @@ class Arena:
             try:
                 pages.remap(self._address, slot.start, slot.size, self.fd, private=False)
             except OSError:
-                return False  # nobody else could see what is written there: it is not used again
+                return False  # other processes could not see what is written there: it is not used again
         slot.take(Event.DROPPED)
         self._extents.free(slot.start, slot.size)
         del self._slots[slot.start]

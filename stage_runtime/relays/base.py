@@ -26,8 +26,8 @@ class RelayOperation(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What the other end's `Relay.get` needs, opaque to everybody else. Whoever reads it is taken to announce it:
-        until then nobody can know of the transfer.
+        """What the other end's `Relay.get` needs, opaque to all others. Reading it counts as announcing it:
+        until then no peer can know of the transfer.
         """
 
     @property
@@ -40,7 +40,7 @@ class RelayOperation(Protocol):
         """A put: until the receiver has released it (gives an empty view). A get: until the bytes are here.
 
         Returns: of a get, the flat buffer; the slot behind it is released when its last view dies.
-        Raises:  TransferError: the peer is gone, the metadata lies, or nothing came for ``timeout`` seconds.
+        Raises:  TransferError: the peer is gone, the metadata is false, or nothing came for ``timeout`` seconds.
         """
 
     def take(self) -> memoryview:
@@ -101,7 +101,7 @@ class Relay(Protocol):
     def cleanup(self, request_id: str) -> None:
         """A request was aborted: drop what was put for it and never announced, and what arrived unasked for.
 
-        What was announced stays until its receiver releases it or is forgotten: somebody may be reading it.
+        What was announced stays until its receiver releases it or is forgotten: it may be in use.
         """
 
     def forget(self, peer: Peer) -> None:
@@ -111,11 +111,11 @@ class Relay(Protocol):
         """Report the received buffers that this thread has dropped, as far as the loop will not do so soon anyway."""
 
     def release_now(self) -> None:
-        """Report all received buffers that nobody looks at any more: their sender waits for them. In any thread."""
+        """Report all received buffers that are not referenced any more: their sender waits for them. In any thread."""
 
     @property
     def pins(self) -> Iterable[Any]:
-        """Received buffers that somebody still looks at (`operations.Pin`)."""
+        """Received buffers that are still referenced (`operations.Pin`)."""
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges for /metrics: bytes and transfers sent and received, slots and bytes in use."""

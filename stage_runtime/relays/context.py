@@ -29,17 +29,17 @@ class Security(Protocol):
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and addresses of this process's relays."""
 
-    asked: frozenset[str] = frozenset()  #: Relays that the pipeline asks for by name; opened beside those of `auto`.
+    asked: frozenset[str] = frozenset()  #: Relays that the pipeline names; opened beside those of `auto`.
     arena_bytes: int = 4 << 30  #: Most that may be in flight by shm; taken from the machine only as it is used.
     prefault_bytes: int = 32 << 20  #: Arena pages taken at the start and kept.
     bind: str = "tcp://127.0.0.1:*"  #: Of the tcp relay: ``tcp://host:port`` (``*``: any) or ``ipc:///path``.
-    advertise_host: str | None = None  #: The host that peers are told, when ``bind`` says 0.0.0.0.
+    advertise_host: str | None = None  #: The host that is advertised to peers, when ``bind`` has 0.0.0.0.
     piece_bytes: int = 4 << 20  #: The tcp relay cuts transfers over ``whole_bytes`` into pieces of this size.
     whole_bytes: int = 32 << 20  #: Up to here a tcp transfer is one frame, which the receiver need not copy.
     unreleased_bytes: int = 2 << 30  #: By tcp: put to all peers and not released; more has to wait.
     unclaimed_bytes: int = 1 << 30  #: By tcp: arrived and not fetched; more is dropped and its request fails.
-    unclaimed_s: float = 10.0  #: By tcp: what nobody has asked for by then comes of a connection that broke.
-    transfer_bytes: int = 8 << 30  #: A single transfer that says it is larger is garbage.
+    unclaimed_s: float = 10.0  #: By tcp: what was not claimed by then is of a connection that broke.
+    transfer_bytes: int = 8 << 30  #: A header with a larger transfer is garbage.
 
 
 class RelayContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """All relays of a process as one: which of them serves a peer, and the names that go with a transfer.
 
 `Relays` is what the stage layer and the coordinator hold. Metadata begins with the backend's name, so a receiver
-needs to be told nothing else. Which relays there are is `registry`'s table.
+needs nothing else. Which relays there are is `registry`'s table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRIM_S: Final = 5.0  # long against the gaps in a stage's load, short against an
 
 
 class Relays:
-    """Every relay of this process. On ``loop``, except where a method says otherwise."""
+    """Every relay of this process. On ``loop``, except where a method names another thread."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Relays:
         """on_release: called, in any thread, when the last view of a received transfer has died: send a Release.
 
         Opened are the relays of ``table`` that `auto` may choose, and those that ``settings.asked`` names.
-        Raises: ConfigurationError: one that is asked for, or needs no extra, cannot be opened.
+        Raises: ConfigurationError: one that is required, or needs no extra, cannot be opened.
         """
         settings = settings or RelaySettings()
         self._thread = threading.local()  #: `RelayContext.thread`
@@ -164,7 +164,7 @@ class Relays:
         self._relays[operation.backend].released(operation.peer, operation.transfer)
 
     def cleanup(self, request_id: str) -> None:
-        """A request was aborted: what nobody was told of is freed; the rest is quarantined until its receivers
+        """A request was aborted: what was not announced is freed; the rest is quarantined until its receivers
         release it or are gone; what arrived and was not fetched is dropped.
         """
         for relay in self._relays.values():
@@ -200,12 +200,12 @@ class Relays:
             relay.let_go()
 
     def release_now(self) -> None:
-        """Report what nobody looks at any more: its sender waits for it. From any thread."""
+        """Report what is not referenced any more: its sender waits for it. From any thread."""
         for relay in self._relays.values():
             relay.release_now()
 
     def pins(self) -> list[Pin]:
-        """Received buffers that somebody still looks at, of all backends."""
+        """Received buffers that are still referenced, of all backends."""
         return [pin for relay in self._relays.values() for pin in relay.pins]
 
     def stats(self) -> dict[str, int]:
@@ -245,7 +245,7 @@ class Relays:
 
 
 class _Named:
-    """A put whose metadata says which relay it went by."""
+    """A put whose metadata names its relay."""
 
     __slots__ = ("_operation", "backend")
 

@@ -46,7 +46,7 @@ class Ledger:
             return self._pop(put)
 
     def aborted(self, request_id: str) -> tuple[list[PutOperation], list[PutOperation]]:
-        """Of a request: the puts that nobody was told of, now forgotten here, and those that a receiver may know."""
+        """Of a request: the puts that were not announced, now forgotten here, and those that a receiver may know."""
         with self._lock:
             puts = [self._puts[transfer] for transfer in self._by_request.get(request_id, ())]
             return [self._pop(put) for put in puts if not put.announced], [put for put in puts if put.announced]
@@ -72,7 +72,7 @@ class Ledger:
                 self._discard(future)
 
     def wake(self) -> None:
-        """Something was released: whoever waits for room tries again."""
+        """Something was released: those that wait for room try again."""
         if self._waiting:
             try:
                 self._loop.call_soon_threadsafe(self._wake)

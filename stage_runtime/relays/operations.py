@@ -39,7 +39,7 @@ class Completion:
         if self._future is not None:
             try:
                 self._loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, and with it all waiters
                 pass
 
     async def wait(self, timeout: float | None, what: str, moved: Callable[[], float] = lambda: 0.0) -> None:
@@ -92,7 +92,7 @@ class PutOperation:
         self.request_id = request_id
         self.nbytes = nbytes
         self.resource = resource  #: What the backend frees when it is over: a slot, or buffers.
-        self.announced = False  #: Somebody has read `metadata`, so the receiver may know of it.
+        self.announced = False  #: `metadata` was read, so the receiver may know of it.
 
     @property
     def metadata(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Received buffers that somebody still looks at, and how their ends are noticed. Shared by the relays.
+"""Received buffers that are still referenced, and how their ends are noticed. Shared by the relays.
 
 To wake the loop costs as much as to send a message, and so does the release that follows. So a small buffer's end is
 noticed when the loop wakes anyway: at a later arrival, or by a timer that an arrival has set. A large one's is noticed
@@ -26,7 +26,7 @@ MANY: Final = 16  # small ones, 4 MiB at most: half of what small transfers of a
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """A received buffer that somebody still looks at."""
+    """A received buffer that is still referenced."""
 
     peer: Peer
     transfer: TransferId
@@ -111,7 +111,7 @@ class Pins:
             self._loop.call_later(DELAY_S, self._look)
 
     def forget(self, peer: Peer) -> None:
-        """Nobody waits for releases by that peer any more."""
+        """Releases by that peer are not needed any more."""
         for key in [key for key in list(self._pins) if key[0] == peer]:
             self._pins.pop(key, None)
 

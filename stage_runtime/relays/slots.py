@@ -12,9 +12,9 @@ from typing import Final
 
 class State(Enum):
     FREE = "free"
-    FILLING = "filling"  #: Bytes are being written; nobody else knows of it.
+    FILLING = "filling"  #: Bytes are being written; no other process knows of it.
     IN_FLIGHT = "in_flight"  #: Some receiver may read it.
-    ACKED = "acked"  #: No receiver has it; its author may still hold the tensor that lies in it.
+    ACKED = "acked"  #: No receiver has it; its author may still hold the tensor that is in it.
     QUARANTINED = "quarantined"  #: Its request is gone, but a receiver may still read: not to be reused.
 
 
@@ -44,7 +44,7 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
 
 
 class IllegalTransition(Exception):
-    """A slot was told what cannot happen in its state: a fault of this program."""
+    """An event that cannot happen in the slot's state: a fault of this program."""
 
 
 class Slot:
@@ -63,7 +63,7 @@ class Slot:
         self.generation = generation
         self.state = State.FREE
         self.receivers = 0  #: Transfers that are not released.
-        self.owned = True  #: The sender still holds it: it is filling it, or an author's tensor lies in it.
+        self.owned = True  #: The sender still holds it: it is filling it, or an author's tensor is in it.
         self.given = (
             False  #: Sent from where its author's tensor lies; what the author writes since stays in this process.
         )

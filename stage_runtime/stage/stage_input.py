@@ -1,7 +1,7 @@
 """The input of a stage: payloads, chunks, ends and aborts are checked, ordered, joined, and put into the inbox.
 
 Called by the I/O thread for what comes over the wire and by worker threads of sibling stages for what is passed
-inside the process, so its state stands behind one lock. No user code runs here: fan-in hooks have a thread.
+inside the process, so its state is behind one lock. No user code runs here: fan-in hooks have a thread.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class StageInput:
         unwanted: Callable[[Header, str], None],
         reject: Callable[[Header, HookError], None],
     ) -> None:
-        """crashed: told, on that thread, when the stage's hook thread ends by an exception.
+        """crashed: called, on that thread, when the stage's hook thread ends by an exception.
 
-        skipped: told of a request that nothing can begin here any more. unwanted: of a source that begins to stream
-        to a request that is over here. reject: fails a request that is over here, wherever it still runs.
+        skipped: called with a request that nothing can begin here any more. unwanted: with a source that begins to
+        stream to a request that is over here. reject: fails a request that is over here, wherever it still runs.
         """
         self.engine: Engine | None = None  #: Set when it is loaded.
         self._plan = plan
@@ -112,7 +112,7 @@ class StageInput:
         work = self._work(header)
         if work is None:
             sealed.discard()
-            if index == 0:  # a source that had begun before was told when the request ended here
+            if index == 0:  # a source that had begun before was notified when the request ended here
                 self._unwanted(header, source)
             return
         if self.engine is not None and not self.engine.takes_chunks:
@@ -233,7 +233,7 @@ class StageInput:
         return len(orphans)
 
     def abort_all(self) -> None:
-        """This process lives on under another incarnation: whoever waited for the old one does no more."""
+        """This process continues under another incarnation: all waits for the old one end."""
         for work in self.works():
             self.abort(work.owner, work.request_id, work.attempt)
 
@@ -335,7 +335,8 @@ class StageInput:
         recorder.emit(event, work.request_id, self._plan.name, {**facts, "attempt": work.attempt})
 
     def _tell_end(self, work: RequestWork, source: str, sealed: Sealed | None = None) -> None:
-        """Note the end of a stream if all of it is here. The engine is told once something has begun the request."""
+        """Note the end of a stream if all of it is here. The engine is notified once something has begun the
+        request."""
         if not work.merge.of(source).closed or source in work.ended_sources:
             return
         work.ended_sources.add(source)

@@ -51,7 +51,7 @@ class Fetched:
             self._buffer = bytearray(self._buffer)
 
     def discard(self) -> None:
-        """Nobody wants it."""
+        """It is not needed."""
         self._body, self._buffer = NOTHING, None
 
 
@@ -73,7 +73,7 @@ class Fetching:
         self._relays = relays
         self._stalled_s = stalled_s
         self._loop = loop
-        self._tasks: dict[asyncio.Task[None], str] = {}  #: The request for which each waits, as `put` was told it.
+        self._tasks: dict[asyncio.Task[None], str] = {}  #: The request for which each waits, as `put` got it.
 
     def fetch(
         self,
@@ -101,7 +101,7 @@ class Fetching:
                 self._landed(body, operation.take(), then)
                 return
         except (TransferError, ProtocolError) as error:
-            # Its slot may have another use since an abort; the sender's credit is free only when we say so.
+            # Its slot may have another use since an abort; the sender's credit is free only after our Release.
             with contextlib.suppress(TransferError):
                 self._relays.decline(body.transfer, peer=peer)
             self._relays.cleanup(request_id)
@@ -112,7 +112,7 @@ class Fetching:
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     def drop(self, prefix: str) -> None:
-        """Nobody waits for requests whose names begin so: what comes of them is let go."""
+        """Requests whose keys begin so have ended: what arrives for them is released."""
         for task, request_id in list(self._tasks.items()):
             if request_id.startswith(prefix):
                 task.cancel()
@@ -138,7 +138,7 @@ class Fetching:
             return
         try:
             self._landed(body, buffer, then)
-        except Exception as error:  # nobody awaits this task: unheard, the request would wait for its deadline
+        except Exception as error:  # this task is not awaited: unreported, the request would wait for its deadline
             log.exception("what came for request %s could not be dealt with", request_id)
             failed(error)
 

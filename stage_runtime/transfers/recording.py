@@ -1,6 +1,6 @@
 """Events of transfers, for a profile. Called by `sending` and `receiving`, and only while one is recorded.
 
-Both ends name a transfer alike, by what the sender says of it, so that a report can follow it.
+Both ends name a transfer alike, by the sender's metadata, so that a report can follow it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 def put(work: Owner, edge: tuple[str, str], metadata: bytes, nbytes: int, begun_ns: int) -> Transfer:
-    """The relay has taken it. edge: source, target. begun_ns: when it was asked to."""
+    """The relay has taken it. edge: source, target. begun_ns: when the put began."""
     source, target = edge
     facts = {**_named(metadata), "to_stage": target, "nbytes": nbytes, "attempt": work.attempt}
     recorder.emit(events.RELAY_PUT_START, work.request_id, source, facts, timestamp_ns=begun_ns)

@@ -1,4 +1,4 @@
-"""Releases to be sent: the received transfers that nobody looks at any more.
+"""Releases to be sent: the received transfers that are not referenced any more.
 
 A view's death is reported by `relays` (``on_release``). Used by every process that fetches: stages, follower ranks, the
 coordinator.

@@ -1,8 +1,8 @@
 """Sending payloads: inline when small, else by relay, within each edge's credits. Any thread.
 
 One queue per (source, target, peer). A payload that finds no credit or no slot waits in its own queue, so a stopped
-receiver holds up nobody else. It waits as a copy: its giver may write into its buffers again once `ship` has returned.
-Called by `stage` and `coordinator`; what is said around a payload is theirs.
+receiver delays no other. It waits as a copy: its giver may write into its buffers again once `ship` has returned.
+Called by `stage` and `coordinator`; the messages around a payload are theirs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SendOwner(Protocol):
     def attempt(self) -> int: ...
     @property
     def aborted(self) -> bool:
-        """Nobody waits for it any more. What is done here and still waits to be sent is wanted."""
+        """Its request was aborted. What a stage has finished and still waits to be sent is sent."""
 
 
 class PendingSend(msgspec.Struct):
@@ -111,7 +111,8 @@ class SendQueues:
         """Send it now, or as soon as a credit and a slot are free. False or TransferError: nothing reaches the peer.
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
-        Raises: ValueRefused: its message is over the limit. Known before it waits: nobody would be told later.
+        Raises: ValueRefused: its message is over the limit. Known before it waits: later there is no caller to raise
+        to.
         """
         extracted = pending.extracted
         refs = tuple(extracted.refs)
@@ -234,7 +235,10 @@ class SendQueues:
                     if not pending.work.aborted and not self._start(queue, pending):
                         break
                 except TransferError:
-                    log.info("a payload to %s stays: nothing reaches it; who says so ends its request", queue.edge[2])
+                    log.info(
+                        "a payload to %s is kept: no relay reaches it; its request ends when it is lost",
+                        queue.edge[2],
+                    )
                 except BaseException as error:
                     lost.append((pending, error))
                 queue.waiting.popleft()

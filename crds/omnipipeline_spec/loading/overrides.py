@@ -69,7 +69,7 @@ def apply(document: dict[str, Any], given: Sequence[str], sources: layering.Sour
 
 
 class _NowhereError(Exception):
-    """A path that selects nothing; the message says why."""
+    """A path that selects nothing; the message has the reason."""
 
 
 def _parsed(text: str) -> _Override:

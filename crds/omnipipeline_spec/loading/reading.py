@@ -213,7 +213,7 @@ def _finish(read: _Read, given: Sequence[str], *, fallback: str) -> LoadedPipeli
 
 
 def _noted_class(metadata: Mapping[str, Any]) -> str | None:
-    """The class that a resource says it was made from. It is never imported."""
+    """The class that a resource was made from, by its annotation. It is never imported."""
     annotations = metadata.get("annotations")
     noted = annotations.get(CLASS_ANNOTATION) if isinstance(annotations, Mapping) else None
     return noted if isinstance(noted, str) and re.fullmatch(pythonfiles.CLASS_NAME, noted) else None

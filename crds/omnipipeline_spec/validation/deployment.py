@@ -1,6 +1,6 @@
 """Faults of the cluster's fields: environment, code, ports, caches, transports.
 
-Here: the faults of fields that only say how pods are made. Not here: the graph (`graph`), processes and GPUs
+Here: the faults of fields that only define how pods are made. Not here: the graph (`graph`), processes and GPUs
 (`placement`). Called by `topology` on a spec of valid form.
 """
 

@@ -1,4 +1,4 @@
-"""Compares live children with desired ones, and tells ours from those of others. Plain dicts.
+"""Compares live children with desired ones, and distinguishes ours from those of others. Plain dicts.
 
 Here: hashes of what was applied, differences, ownership. Not here: writing anything (`cluster.applying`). Pure.
 """

@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_operator.changes.workloads import Pod, Workload
 
-#: Worst first: what a person must fix stands before what may pass by itself.
+#: Worst first: what a person must fix is before what may pass by itself.
 _SEVERITY: Final = (
     "QuotaExceeded",
     "PodSecurity",

@@ -96,7 +96,7 @@ class Lease:
             log.warning("lease not released: %s", error)
 
     async def _renew(self) -> bool:
-        """Write without reading first: succeeds if nobody else has written since."""
+        """Write without reading first: succeeds if no other client has written since."""
         if self._held is None:
             return await self._try()
         try:

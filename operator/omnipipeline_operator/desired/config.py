@@ -100,7 +100,7 @@ def has_aside(manifest: Mapping[str, Any] | None) -> bool:
 
 
 def has_profiling(manifest: Mapping[str, Any] | None) -> bool:
-    """Whether coordinators have been told of other limits than the defaults: then they must be told of any."""
+    """Whether coordinators have got other limits than the defaults: then every change must be written."""
     return PROFILING_FILE in (manifest or {}).get("data", {})
 
 

@@ -157,7 +157,7 @@ class Operator:
             log.exception("%s: unexpected error; retry in %.1f s", name, wait)
         else:
             # Our own writes, and edits that arrived with their answers, cause no watch event with a newer version: the
-            # change count tells whether to reconcile again.
+            # change count shows whether to reconcile again.
             self._queue.done(key, again_s=again_s, changed=self._store.changes(key) != changes)
 
     # --- health -------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def profile(
 def history(kubectl: Kubectl, name: str, number: int | None) -> None:
     """The revisions of a pipeline that have served, oldest first, and what changed in each.
 
-    As many as rollout.revisionHistoryLimit says, and the newest.
+    The newest ones, up to rollout.revisionHistoryLimit.
     """
     with errors_as_messages():
         found = past.entries(kubectl, name)

@@ -41,7 +41,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """Where a transfer lies in the sender's arena; the slot at ``start`` must still be of that generation."""
+    """The place of a transfer in the sender's arena; the slot at ``start`` must still be of that generation."""
 
     transfer: int
     start: int

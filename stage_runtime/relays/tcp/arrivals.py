@@ -1,4 +1,4 @@
-"""What the tcp relay has received and nobody has fetched, and who waits for what: assembly, bounds, refusals.
+"""What the tcp relay has received and has not been fetched, and its waiters: assembly, bounds, refusals.
 
 Nothing from the socket is trusted: a message without our token, from a peer that was not opened, or that does not
 fit its transfer is counted and dropped. Used by `tcp`, whose thread brings the messages; all else is on the loop.
@@ -31,13 +31,13 @@ from stage_runtime.relays.tcp.movement import Movement
 log = logging.getLogger(__name__)
 
 REMEMBERED: Final = 10_000  # dropped transfers whose late pieces are known as such
-WORD: Final = 8  # alignment of a frame that may be used where it lies
+WORD: Final = 8  # alignment of a frame that may be used without a copy
 
 Key = tuple[Peer, TransferId]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What stands before every frame. offset: of the frame, in the transfer of ``nbytes``."""
+    """The header of every frame. offset: of the frame, in the transfer of ``nbytes``."""
 
     token: bytes
     sender: str
@@ -70,7 +70,7 @@ class _Transfer:
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """Somebody who waits."""
+    """A waiter."""
 
     operation: GetOperation
     nbytes: int
@@ -111,7 +111,9 @@ class Arrivals:
         if header is None:
             self._counts["malformed_messages"] += 1
             if self._counts["malformed_messages"] == 1:
-                log.warning("tcp relay: dropped a message of nobody known, or without sense; more will only be counted")
+                log.warning(
+                    "tcp relay: dropped a malformed message, or one of an unknown sender; more are only counted"
+                )
             return
         key = (Peer(header.sender), TransferId(header.transfer))
         self._movement.message(key[0], int(frames[0].get(zmq.SRCFD)))
@@ -128,7 +130,7 @@ class Arrivals:
             self._complete(key, transfer)
 
     def claim(self, operation: GetOperation, nbytes: int, *, request_id: str, holder: str) -> None:
-        """Somebody wants a transfer: now, or when it is here.
+        """Claim a transfer: now, or when it is here.
 
         Raises: TransferError: it cannot come any more, or is claimed already.
         """
@@ -153,7 +155,7 @@ class Arrivals:
             self._deliver(key, claim, here)
 
     def decline(self, peer: Peer, transfer: TransferId) -> None:
-        """Nobody wants that transfer: release it, whatever has arrived of it."""
+        """That transfer is not needed: release it, whatever has arrived of it."""
         with self._lock:
             self._drop((peer, transfer), "declined")
         self._context.on_release(peer, transfer)
@@ -169,14 +171,14 @@ class Arrivals:
             self._context.on_release(*key)
 
     def expire(self, now: float) -> None:
-        """Drop what nobody has asked for in time: its announcement was lost, or its request is long over.
+        """Drop what was not claimed in time: its announcement was lost, or its request is long over.
 
-        now: as `time.monotonic` says it.
+        now: of `time.monotonic`.
         """
         oldest = now - self._settings.unclaimed_s
         with self._lock:
             for key in self._of(lambda key, transfer: key not in self._claims and transfer.since < oldest):
-                self._drop(key, "nobody asked for it in time")
+                self._drop(key, "it was not claimed in time")
                 self._counts["dropped_transfers"] += 1
 
     def forget(self, peer: Peer) -> None:
@@ -196,7 +198,7 @@ class Arrivals:
             return {**self._counts, "unclaimed_bytes": self._unclaimed_bytes, "awaited_transfers": len(self._claims)}
 
     def _header(self, frames: Sequence[zmq.Frame]) -> Header | None:
-        """What the message says it is; None when it is not to be believed."""
+        """The message's header; None when it is not valid."""
         if len(frames) != 2:
             return None
         try:
@@ -287,5 +289,5 @@ class Arrivals:
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         try:
             self._context.loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, and with it all waiters
             pass

@@ -1,8 +1,8 @@
 """Whether bytes still come from a peer, as the kernel counts them: slow is not dead, and what is queued is not late.
 
-libzmq hands a frame over when all of it is here; a frame of 32 MiB over a slow link says nothing for a long time. So
+libzmq hands a frame over when all of it is here; a frame of 32 MiB over a slow link causes no event for a long time. So
 the bytes are counted per connection by the kernel (TCP_INFO). Of Unix sockets it counts none: there, messages count.
-Used by `tcp`; its thread says what comes, the loop asks.
+Used by `tcp`; its thread reports what comes, the loop reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Movement:
         self._messages[peer] = self._messages.get(peer, 0) + 1
 
     def last(self, peer: Peer) -> float:
-        """When something last came from ``peer``, on `time.monotonic`, as far as it was asked for before."""
+        """When something last came from ``peer``, on `time.monotonic`, as far as it was read before."""
         count, now = self._count(peer), time.monotonic()
         seen = self._seen.get(peer)
         if seen is None or seen[0] != count:
@@ -53,7 +53,7 @@ class Movement:
 
     def _count(self, peer: Peer) -> int:
         known = self._of.get(peer)
-        # Before its first message is complete, nobody knows which connection is a peer's: any may be.
+        # Before its first message is complete, it is unknown which connection is a peer's: any may be.
         descriptors = list(self._connections) if known is None else [known] if known in self._connections else []
         return self._messages.get(peer, 0) + sum(_received(descriptor) for descriptor in descriptors)
 

@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 RECEIVE_HWM: Final = 16  # messages; the receiving thread empties the queue at once, `Arrivals` bounds what it keeps
 JOINED_NBYTES: Final = 256 << 10  # smaller packs are joined into one frame: a copy is cheaper than frames
 HEADER_NBYTES: Final = 64 << 10  # more than any header takes
-#: What libzmq says of those who came without the pipeline's key, or with something else than ZeroMQ.
+#: libzmq's events for peers without the pipeline's key, or with another protocol than ZeroMQ.
 TURNED_AWAY: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a peer must know to send to us. token: nobody who was not told it is listened to."""
+    """What a peer must know to send to us. token: messages without it are dropped."""
 
     endpoint: str
     token: str
@@ -76,7 +76,7 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
         self._movement = Movement()
         self._arrivals = Arrivals(context, self._pins, self._token, self._movement)
         self._handshake_failures = 0
-        self._told: set[zmq.Event] = set()  #: Why somebody was turned away, as far as it is in the log.
+        self._told: set[zmq.Event] = set()  #: Reasons for refused connections that are in the log already.
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
         self._socket, self._endpoint = self._bound()
@@ -172,7 +172,7 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
     def _bound(self) -> tuple[zmq.Socket[bytes], str]:
         socket = self._zmq.socket(zmq.PULL)
         self._tune(socket)
-        socket.ipv6 = "[" in self._settings.bind  # else libzmq would say an IPv4 address in IPv6's words
+        socket.ipv6 = "[" in self._settings.bind  # else libzmq would write an IPv4 address in IPv6's form
         socket.rcvhwm = RECEIVE_HWM
         socket.maxmsgsize = max(self._settings.whole_bytes, self._settings.piece_bytes) + HEADER_NBYTES
         if self._context.security is not None and self._is_tcp:
@@ -194,7 +194,7 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
 
     def _tune(self, socket: zmq.Socket[bytes]) -> None:
         socket.linger = 0
-        # Heartbeats would wait behind bulk; the kernel's do not. Whether a peer is dead, the control plane says.
+        # Heartbeats would wait behind bulk; the kernel's do not. The control plane reports dead peers.
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = 5
         socket.tcp_keepalive_intvl = 2
@@ -231,14 +231,14 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
             self._turned_away(event)
 
     def _turned_away(self, why: zmq.Event) -> None:
-        """Counted each time, told once a reason."""
+        """Counted each time, logged once per reason."""
         self._handshake_failures += 1
         if why not in self._told:
             self._told.add(why)
-            log.warning("tcp relay: somebody was turned away at %s: %s", self._endpoint, why.name)
+            log.warning("tcp relay: a connection was refused at %s: %s", self._endpoint, why.name)
 
     def _receive(self) -> None:
-        """The receiving thread: until `close` says stop."""
+        """The receiving thread: until `close` sends stop."""
         stop = self._zmq.socket(zmq.PAIR)
         stop.connect("inproc://stop")
         poller = zmq.Poller()
