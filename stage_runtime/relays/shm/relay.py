@@ -25,7 +25,7 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
-from stage_runtime.relays.slots import Slot
+from stage_runtime.relays.placing import Placing
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -58,7 +58,8 @@ class ShmRelay(AbstractRelay[mmap.mmap, Metadata]):
     def __init__(self, context: RelayContext) -> None:
         super().__init__(context, Metadata)
         self._arena: Arena = context.arena
-        self._counts = dict.fromkeys(("copied_bytes", "received_transfers", "received_bytes"), 0)
+        self._placing = Placing(context.arena)
+        self._counts = dict.fromkeys(("received_transfers", "received_bytes"), 0)
 
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(_own_facts(self._arena))  # type: ignore[no-any-return]
@@ -76,7 +77,7 @@ class ShmRelay(AbstractRelay[mmap.mmap, Metadata]):
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
         """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
-        placed = self._shared(like) or self._in_place(pack) or self._copied(pack)
+        placed = self._placing.place(pack, like.resource if isinstance(like, PutOperation) else None)
         if placed is None:
             return None
         slot, offset = placed
@@ -98,50 +99,13 @@ class ShmRelay(AbstractRelay[mmap.mmap, Metadata]):
         return operation
 
     def stats(self) -> dict[str, int]:
-        return {**self._counts, **super().stats()}
+        return {"copied_bytes": self._placing.copied_bytes, **self._counts, **super().stats()}
 
     def _free(self, put: PutOperation) -> None:
         self._arena.released(put.resource[0])
 
     def _quarantine(self, put: PutOperation) -> None:
         self._arena.aborted(put.resource[0])
-
-    def _copied(self, pack: Pack) -> tuple[Slot, int] | None:
-        slot = self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
-        if slot is None:
-            return None
-        for part, offset in zip(pack.parts, pack.offsets, strict=True):
-            self._arena.write(slot, offset, part)
-        self._counts["copied_bytes"] += pack.nbytes
-        self._arena.sent(slot)
-        self._arena.drop(slot)
-        return slot, slot.offset
-
-    def _in_place(self, pack: Pack) -> tuple[Slot, int] | None:
-        """Of a pack whose largest part is an author's tensor in our arena: its slot, the rest copied behind it."""
-        found = self._arena.find(pack.parts[0]) if pack.parts else None
-        if found is None:
-            return None
-        slot, start = found
-        rest = pack.parts[1:]
-        if start % ALIGNMENT or (rest and not self._fits_behind(slot, start, pack)):
-            return None
-        for part, offset in zip(rest, pack.offsets[1:], strict=True):
-            self._arena.write(slot, start + offset, part)
-            self._counts["copied_bytes"] += len(part)
-        self._arena.lend(slot)
-        self._arena.sent(slot)
-        return slot, slot.offset + start
-
-    def _fits_behind(self, slot: Slot, start: int, pack: Pack) -> bool:
-        behind = start + pack.offsets[1] >= slot.nbytes
-        room = slot.start + slot.size - slot.offset
-        return behind and start + pack.nbytes <= room and self._arena.claim_tail(slot)
-
-    def _shared(self, like: RelayOperation | None) -> tuple[Slot, int] | None:
-        if not isinstance(like, PutOperation) or not self._arena.share(like.resource[0]):
-            return None
-        return like.resource  # type: ignore[no-any-return]
 
     def _region(self, mapping: mmap.mmap, announced: Metadata, peer: Peer) -> Any:
         inside = (

@@ -1,0 +1,60 @@
+"""Where a pack that is sent from the arena lies: in a slot of its own, or in that of its author's tensor.
+
+Used by the relays whose receivers are given, or are to read, what lies in the sender's arena.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from stage_runtime.payloads.pack import ALIGNMENT, Pack
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.slots import Slot
+
+Placed: TypeAlias = tuple[Slot, int]  #: A slot that has one receiver more, and where in the arena the pack begins.
+
+
+class Placing:
+    """Places packs in ``arena``. From any thread."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.copied_bytes = 0
+
+    def place(self, pack: Pack, shared: Placed | None = None) -> Placed | None:
+        """None when there is no room. shared: where the same pack lies for another receiver."""
+        if shared is not None and self._arena.share(shared[0]):
+            return shared
+        return self._in_place(pack) or self._copied(pack)
+
+    def _copied(self, pack: Pack) -> Placed | None:
+        slot = self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
+        if slot is None:
+            return None
+        for part, offset in zip(pack.parts, pack.offsets, strict=True):
+            self._arena.write(slot, offset, part)
+        self.copied_bytes += pack.nbytes
+        self._arena.sent(slot)
+        self._arena.drop(slot)
+        return slot, slot.offset
+
+    def _in_place(self, pack: Pack) -> Placed | None:
+        """Of a pack whose largest part is an author's tensor in our arena: its slot, the rest copied behind it."""
+        found = self._arena.find(pack.parts[0]) if pack.parts else None
+        if found is None:
+            return None
+        slot, start = found
+        rest = pack.parts[1:]
+        if start % ALIGNMENT or (rest and not self._fits_behind(slot, start, pack)):
+            return None
+        for part, offset in zip(rest, pack.offsets[1:], strict=True):
+            self._arena.write(slot, start + offset, part)
+            self.copied_bytes += len(part)
+        self._arena.lend(slot)
+        self._arena.sent(slot)
+        return slot, slot.offset + start
+
+    def _fits_behind(self, slot: Slot, start: int, pack: Pack) -> bool:
+        behind = start + pack.offsets[1] >= slot.nbytes
+        room = slot.start + slot.size - slot.offset
+        return behind and start + pack.nbytes <= room and self._arena.claim_tail(slot)
