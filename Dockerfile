@@ -5,7 +5,7 @@
 #
 # VARIANT      cpu | cu12 | cu13: what torch must have been built for. Checked: a build never ships the other one silently.
 # TORCH_INDEX  package index that holds torch for the variant, as torch's own install page names it. Empty: pip's default.
-# EXTRAS       further extras of the distribution for the stage image, comma separated (nixl, mooncake).
+# EXTRAS       further extras of the distribution for the stage image, comma separated (nixl, nixl-cu13, mooncake).
 #
 # Both run as a numeric user, with a read-only root file system, and hold neither pip nor a compiler: what is installed
 # here is what runs. A stage image of your own is `FROM` this one plus `COPY` of your modules (docs/install.md).

@@ -71,6 +71,24 @@ class Arena:
         self._regions: dict[int, weakref.ref[Any]] = {}
         self._lent = threading.local()  #: ``slots``: lent since the last `settle`; ``holds``: an author kept one.
 
+    @property
+    def address(self) -> int:
+        """Where this process has mapped it."""
+        return self._address
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of all slots."""
+        with self._lock:
+            self._reap()
+            return self._in_use
+
+    def map_again(self) -> mmap.mmap:
+        """A second mapping: it shows what peers that map the file see, also where `settle` gave an author pages of his
+        own. For transports that read by address.
+        """
+        return mmap.mmap(self.fd, self.nbytes)
+
     def allocate(self, nbytes: int, *, tail_nbytes: int = 0, source: memoryview | None = None) -> Slot | None:
         """A FILLING slot with room for ``nbytes``; None when there is no room now.
 

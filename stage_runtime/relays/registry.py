@@ -50,6 +50,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 #: Best first: `auto` takes the first that reaches a peer.
 RELAYS: Final[Mapping[str, Entry]] = {
     "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
+    "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", auto=False),
     "tcp": Entry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
 }
 

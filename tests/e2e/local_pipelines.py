@@ -203,6 +203,10 @@ AT_REST = (
     "relay_tcp_pinned_transfers",
     "relay_tcp_unreleased_transfers",
     "relay_tcp_unclaimed_bytes",
+    "relay_nixl_unreleased_transfers",
+    "relay_nixl_pinned_transfers",
+    "relay_nixl_quarantined_sends",
+    "relay_nixl_quarantined_receives",
 )
 
 

@@ -41,7 +41,7 @@ async def answers(base: Path, processes: dict[str, str], **changes: Any) -> list
     return [whole, streams]
 
 
-@pytest.mark.timeout(400)  # three pipelines, 15 s on a machine that does nothing else
+@pytest.mark.timeout(400)  # four pipelines, 20 s on a machine that does nothing else
 async def test_the_same_pipeline_says_the_same_in_one_process_in_many_and_by_either_relay(base: Path) -> None:
     """Placement and relay change how values travel, never what the stages make of them."""
     together = await answers(base, TOGETHER)
@@ -50,11 +50,12 @@ async def test_the_same_pipeline_says_the_same_in_one_process_in_many_and_by_eit
     assert words == [text.upper().split() for text in TEXTS]
     assert await answers(base, APART) == together
     assert await answers(base, SPREAD, relay_backend="tcp") == together
+    assert await answers(base, SPREAD, relay_backend="nixl") == together
 
 
-@pytest.mark.parametrize("relay", ["shm", "tcp"])
+@pytest.mark.parametrize("relay", ["shm", "tcp", "nixl"])
 async def test_a_buffer_that_is_used_again_arrives_as_it_was_each_time(
-    relay: Literal["shm", "tcp"], base: Path
+    relay: Literal["shm", "tcp", "nixl"], base: Path
 ) -> None:
     """In a generator's own memory and in the arena, by yield and by return, one request after the other."""
     stages = [

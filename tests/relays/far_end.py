@@ -15,6 +15,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.registry import RELAYS
 
 
 async def main() -> None:
@@ -22,9 +23,9 @@ async def main() -> None:
     released, held = [], {}
     relays = Relays(
         loop=loop,
-        incarnation="far",
+        incarnation=sys.argv[2],
         on_release=lambda peer, transfer: released.append(transfer),
-        settings=RelaySettings(arena_bytes=256 << 20, prefault_bytes=0, bind=sys.argv[1]),
+        settings=RelaySettings(asked=frozenset(RELAYS), arena_bytes=256 << 20, prefault_bytes=0, bind=sys.argv[1]),
     )
     send(relays.facts())
     while line := await loop.run_in_executor(None, sys.stdin.readline):

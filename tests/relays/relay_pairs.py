@@ -15,10 +15,10 @@ import msgspec
 
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Extracted
+from stage_runtime.relays import registry
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.registry import RELAYS
 from stage_runtime.sockets.addresses import Security
 
 MIB = 1 << 20
@@ -32,6 +32,7 @@ class Pair:
         self.backend = backend
         self.told: list[tuple[str, str, int]] = []
         self.ends: dict[str, Relays] = {}
+        settings = msgspec.structs.replace(settings, asked=frozenset({backend}))
         for name in "ab":
             self.ends[name] = Relays(
                 loop=asyncio.get_running_loop(),
@@ -69,7 +70,9 @@ class Pair:
     def held(self) -> int:
         """What a's stats say it has not got back."""
         stats = self.a.stats()
-        return stats["arena_bytes_in_use"] + sum(stats[f"{name}_unreleased_transfers"] for name in RELAYS)
+        return stats["arena_bytes_in_use"] + sum(
+            stats[f"{name}_unreleased_transfers"] for name in registry.to_open({self.backend})
+        )
 
     def kept(self) -> int:
         """Bytes that have come to b and that nobody has fetched."""
@@ -97,18 +100,26 @@ def pair(backend: str, **options: Any) -> Iterator[Pair]:
 class FarEnd:
     """`far_end.py` as a process: it does what it is told, one line at a time."""
 
-    def __init__(self, bind: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(self, bind: str = "tcp://127.0.0.1:*", name: str = "far") -> None:
         script = Path(__file__).with_name("far_end.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), bind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, str(script), bind, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._commands, self._answers = self.process.stdin, self.process.stdout
         self.facts = self.answer()
 
     def ask(self, **command: Any) -> Any:
-        self._commands.write(msgspec.json.encode(command) + b"\n")
+        self.tell(**command)
         return self.answer()
+
+    def tell(self, **command: Any) -> None:
+        """As `ask`, without waiting for the answer."""
+        self._commands.write(msgspec.json.encode(command) + b"\n")
+
+    def end_input(self) -> None:
+        """It ends when it has done what it was told."""
+        self._commands.close()
 
     def answer(self) -> Any:
         line = self._answers.readline()

@@ -54,7 +54,7 @@ async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both: P
     await operation.wait_for_completion(5)
     assert both.told == [("b", "a", operation.transfer)]
     del extracted
-    assert both.held() == 0
+    await both.until(lambda: both.held() == 0)
 
 
 async def test_views_that_die_in_another_thread_release_too(both: Pair) -> None:
@@ -144,7 +144,7 @@ async def test_a_thousand_aborted_puts_that_nobody_was_told_of_leave_nothing(bot
         both.a.cleanup(f"r{number}")
         both.b.cleanup(f"r{number}")
     del extracted
-    assert both.held() == 0
+    await both.until(lambda: both.held() == 0)
 
 
 async def test_a_thousand_declined_transfers_leave_nothing(both: Pair) -> None:
@@ -156,7 +156,7 @@ async def test_a_thousand_declined_transfers_leave_nothing(both: Pair) -> None:
         both.b.cleanup(f"r{number}")
         both.b.decline(metadata, peer="a")
         assert operation.done()
-    assert both.held() == 0
+    await both.until(lambda: both.held() == 0)
     await both.until(lambda: both.kept() == 0)
 
 
@@ -176,7 +176,8 @@ async def test_discarding_a_put_that_was_never_sent_frees_it(both: Pair) -> None
     _, operation = both.put(np.ones(9000))
     assert operation.metadata
     both.a.discard(operation)
-    assert operation.done() and both.held() == 0
+    assert operation.done()
+    await both.until(lambda: both.held() == 0)
 
 
 async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both: Pair) -> None:
@@ -187,7 +188,7 @@ async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both: Pa
     both.a.forget("b")
     with pytest.raises(TransferError, match="b is gone"):
         await waiter
-    assert both.held() == 0
+    await both.until(lambda: both.held() == 0)
     both.b.forget("a")
     assert bytes(buffer[:8]) == np.float64(1).tobytes()  # views of the dead stay readable
     del buffer
@@ -231,7 +232,7 @@ async def test_one_payload_for_two_receivers_is_held_until_both_have_let_go(both
     del two
     await second.wait_for_completion(5)
     del extracted
-    assert both.held() == 0
+    await both.until(lambda: both.held() == 0)
 
 
 async def test_puts_from_many_threads_all_arrive(both: Pair) -> None:

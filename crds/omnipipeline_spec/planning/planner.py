@@ -33,6 +33,7 @@ from omnipipeline_spec.validation.grouping import Grouping
 
 Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
 
+NAMED = ("tcp", "nixl")  # relays between any two processes: where a file names one, every edge uses it
 STUCK_AFTER_S = 300.0  # a long computation is allowed; five minutes without a step are not
 
 
@@ -164,8 +165,8 @@ def _stage(spec: PipelineConfig, stage: StageConfig, group: str, gpu_ids: Sequen
 
 def _relay(spec: PipelineConfig, stage: StageConfig) -> RelayPlan:
     given = stage.relay or RelayConfig()
-    # shm and tcp go through the host's memory whatever the stage computes on.
-    inferred = "cuda" if stage.gpus and spec.relay_backend not in ("shm", "tcp") else "cpu"
+    # The named ones go through the host's memory whatever the stage computes on.
+    inferred = "cuda" if stage.gpus and spec.relay_backend not in ("shm", *NAMED) else "cpu"
     return RelayPlan(
         backend=spec.relay_backend,
         slot_bytes=given.slot_size_mb << 20,
@@ -258,8 +259,10 @@ def _edge_relay(backend: str, transport: str) -> str:
     match transport:
         case "in_process":
             return "in_process"
+        case _ if backend in NAMED:
+            return backend
         case "same_pod":
-            return "tcp" if backend == "tcp" else "shm"
+            return "shm"
         case _:
             # Shared memory works within a pod; between pods of one host the facts in Hello decide at run time.
             return "tcp"

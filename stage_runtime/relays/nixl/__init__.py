@@ -1,0 +1,1 @@
+"""The nixl relay: bytes are written into memory that their receiver has granted, by NIXL over UCX."""

@@ -1,0 +1,114 @@
+"""What two nixl relays tell each other: facts in Hello, metadata in control messages, notices over NIXL.
+
+Notices are NIXL notifications, which anybody on the pods' network can send. Each carries the receiver's token, which
+is told in Hello; one without it is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+METADATA_NBYTES: Final = 64 << 10  # far more than an agent with two regions has
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """A registered region."""
+
+    address: Count
+    nbytes: Count
+
+    def holds(self, offset: int, nbytes: int) -> bool:
+        return 0 <= offset and offset + nbytes <= self.nbytes
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer must know.
+
+    agent: the incarnation. metadata: NIXL's, in hexadecimal. sends, receives: what it sends from and receives into.
+    machine: boot and process-id namespace. shares: UCX may use shared memory. rdma: it has such a device.
+    """
+
+    agent: str
+    metadata: str
+    token: str
+    sends: Memory
+    receives: Memory
+    machine: str
+    shares: bool
+    rdma: bool
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """A transfer: where it lies in what its sender sends from."""
+
+    transfer: int
+    offset: Count
+    nbytes: Count
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Receiver to sender: write that transfer to ``offset`` of what I receive into. generation: of this grant."""
+
+    token: bytes
+    transfer: int
+    generation: int
+    offset: Count
+    nbytes: Count
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Receiver to sender: I do not want it any more. Write no further, and say when nothing moves."""
+
+    token: bytes
+    transfer: int
+    generation: int
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Sender to receiver, by NIXL behind the bytes: so many more of the transfer are there."""
+
+    token: bytes
+    transfer: int
+    generation: int
+    nbytes: Count
+
+
+class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Sender to receiver: nothing of that transfer moves any more. reason: why it will not be completed.
+
+    settled: all that was sent has arrived; else some of it may still be under way.
+    """
+
+    token: bytes
+    transfer: int
+    generation: int
+    settled: bool
+    reason: str
+
+
+Notice: TypeAlias = Grant | Cancel | Written | Stopped
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Notice).decode
+
+
+def facts_of(told: Mapping[str, Any]) -> tuple[Facts, bytes, bytes]:
+    """Facts as a peer tells them, and its metadata and token as bytes.
+
+    Raises: ValueError: they are not to be believed.
+    """
+    facts = msgspec.convert(told, Facts)
+    if len(facts.metadata) > 2 * METADATA_NBYTES:
+        raise ValueError("metadata too long")
+    for memory in (facts.sends, facts.receives):
+        if memory.address + memory.nbytes >= 1 << 63:
+            raise ValueError("no address of a process")
+    try:
+        return facts, binascii.unhexlify(facts.metadata), binascii.unhexlify(facts.token)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,222 @@
+"""The relay by NIXL: between pods over TCP, by RDMA where both have it. One agent a process, named by its incarnation.
+
+The receiver asks: it grants memory by a NIXL notification, the sender's thread writes there, and NIXL notifies the
+receiver behind the bytes. Nothing arrives that was not asked for, so the receiver bounds its memory. Where both ends
+share memory or have RDMA, the receiver reads instead: over TCP, UCX only emulates that.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from stage_runtime.errors import TransferError
+from stage_runtime.payloads.pack import Pack
+from stage_runtime.relays.abstract import AbstractRelay
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.nixl import environment
+from stage_runtime.relays.nixl.agent import Agent
+from stage_runtime.relays.nixl.messages import Cancel, Facts, Grant, Memory, Metadata, Notice, Written, facts_of
+from stage_runtime.relays.nixl.receiving import Incoming, Receiving
+from stage_runtime.relays.nixl.sending import Outgoing, Sending
+from stage_runtime.relays.nixl.worker import Route, Worker
+from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.placing import Placing
+
+log = logging.getLogger(__name__)
+
+TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
+
+
+class NixlRelay(AbstractRelay[Route, Metadata]):
+    """NIXL with UCX, host memory."""
+
+    name = "nixl"
+
+    def __init__(self, context: RelayContext) -> None:
+        """Raises: ConfigurationError: NIXL is not installed, or does not start here."""
+        super().__init__(context, Metadata)
+        settings = context.settings
+        environment.prepare(settings.bind, settings.advertise_host)
+        self._agent = Agent(context.incarnation)
+        self._arena = context.arena
+        self._placing = Placing(context.arena)
+        self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
+        # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
+        self._mapping = context.arena.map_again()
+        sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
+        self._sent = Memory(sent.ctypes.data, len(sent))
+        for memory in (self._sent, Memory(self._received.address, self._received.nbytes)):
+            self._agent.register(memory.address, memory.nbytes)
+        self._token = secrets.token_bytes(16)
+        self._strays = 0
+        self._sending = Sending(self._sent.address, self._unused)
+        self._worker = Worker(self._agent, noticed=self._noticed, expects=self._expects)
+        self._receiving = Receiving(self._loop, self._worker, self._received, self._pins, context.on_release)
+        self._facts = self._own_facts()
+        self._trimming = self._loop.call_later(TRIM_S, self._trim)
+        self._is_closed = False
+        self._worker.start()
+
+    def facts(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self._facts)  # type: ignore[no-any-return]
+
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None:
+        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
+        route = self._connections.get(peer)
+        if route is None:
+            raise TransferError(f"the nixl relay is not open towards {peer}")
+        shared = like.resource.placed if isinstance(like, PutOperation) else None
+        placed = self._placing.place(pack, shared)
+        if placed is None:
+            return None
+        metadata = Metadata(next(self._context.ids), placed[1], pack.nbytes)
+        outgoing = Outgoing(placed, peer, metadata.transfer, pack.nbytes, read=route.reads)
+        self._sending.add(outgoing)
+        put = self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer)
+        self._worker.wake()
+        return put
+
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
+        announced = self._decoded(metadata, peer)
+        route = self._connections.get(peer)
+        if route is None:
+            raise TransferError(f"nixl transfer {announced.transfer} from {peer}, which is not open")
+        if not route.facts.sends.holds(announced.offset, announced.nbytes):
+            raise TransferError(f"nixl transfer {announced.transfer} from {peer}: not inside its arena")
+        key = (peer, TransferId(announced.transfer))
+        operation = GetOperation(
+            Completion(self._loop), key[1], peer, metadata, lambda: self._receiving.last_moved(route, key)
+        )
+        self._receiving.claim(route, Incoming(operation, announced, request_id, holder))
+        return operation
+
+    def cleanup(self, request_id: str) -> None:
+        super().cleanup(request_id)
+        self._receiving.cleanup(request_id)
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "copied_bytes": self._placing.copied_bytes,
+            "stray_notices": self._strays,
+            **super().stats(),
+            **self._sending.stats(),
+            **self._receiving.stats(),
+        }
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._trimming.cancel()
+        self._receiving.close()
+        super().close()
+        self._worker.close()
+        self._received.close()
+
+    # --- AbstractRelay ------------------------------------------------------------------------------------------
+
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Route | None:
+        """Nothing is connected before the first use: a process knows of many peers that it sends nothing."""
+        try:
+            told, metadata, token = facts_of(facts)
+        except ValueError:  # ValidationError is one
+            return None
+        if told.agent != peer:
+            return None
+        return Route(peer, told, metadata, token, reads=_reads(self._facts, told))
+
+    def _disconnect(self, peer: Peer, connection: Route) -> None:
+        connection.gone = True
+        self._receiving.forget(peer)
+        if not self._receiving.keeps(peer):
+            self._worker.post(self._worker.unload, connection)
+
+    def _free(self, put: PutOperation) -> None:
+        self._sending.free(put.resource)
+
+    def _quarantine(self, put: PutOperation) -> None:
+        self._arena.aborted(put.resource.placed[0])
+
+    def _unused(self, outgoing: Outgoing) -> None:
+        """Nothing reads that slot any more. In any thread."""
+        self._arena.released(outgoing.placed[0])
+        self._ledger.wake()
+
+    # --- the worker's thread ------------------------------------------------------------------------------------
+
+    def _expects(self) -> bool:
+        return self._sending.expects or self._receiving.expects
+
+    def _noticed(self, name: str, notice: Notice | None) -> None:
+        """A peer notifies. Nothing in it is believed before its token is seen."""
+        peer = Peer(name)
+        if notice is None or not hmac.compare_digest(notice.token, self._token):
+            self._stray(name)
+        elif isinstance(notice, Grant | Cancel):
+            route = self._connections.get(peer)
+            if route is None:
+                self._stray(name)
+            elif isinstance(notice, Grant):
+                self._sending.granted(self._worker, route, notice)
+            else:
+                self._sending.cancelled(self._worker, route, notice)
+        else:
+            try:
+                self._loop.call_soon_threadsafe(self._came, peer, notice)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                pass
+
+    def _came(self, peer: Peer, notice: Any) -> None:
+        """On the loop."""
+        known = self._receiving.written if isinstance(notice, Written) else self._receiving.stopped
+        if not known(peer, notice):
+            self._stray(peer)
+
+    def _stray(self, name: str) -> None:
+        """Counted each time, told once."""
+        self._strays += 1
+        if self._strays == 1:
+            log.warning("nixl relay: dropped a notice of %.80r that fits nothing here; more will only be counted", name)
+
+    # --- its own ------------------------------------------------------------------------------------------------
+
+    def _own_facts(self) -> Facts:
+        transports = os.environ.get("UCX_TLS", "all").split(",")
+        return Facts(
+            agent=self._context.incarnation,
+            metadata=self._agent.metadata().hex(),
+            token=self._token.hex(),
+            sends=self._sent,
+            receives=self._receiving.memory,
+            machine=_machine(),
+            shares=not {"all", "sm", "shm", "cma"}.isdisjoint(transports),
+            rdma=environment.has_rdma(),
+        )
+
+    def _trim(self) -> None:
+        self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
+        if not self._facts.rdma:  # a device writes to the pages that were there when they were registered
+            self._received.trim()
+
+
+def _reads(own: Facts, theirs: Facts) -> bool:
+    """Whether receivers read: both ends know the same of each other, so they agree."""
+    return (own.rdma and theirs.rdma) or (own.shares and theirs.shares and own.machine == theirs.machine)
+
+
+def _machine() -> str:
+    """Who shares memory: the boot and the process-id namespace."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"

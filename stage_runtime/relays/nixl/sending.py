@@ -1,0 +1,139 @@
+"""What the nixl relay has put: each is written once into the memory that its receiver grants, and held until released.
+
+A slot from which bytes may still be read stays taken, whatever has become of its put: NIXL cannot cancel a transfer,
+and what came into the slot meanwhile would reach the peer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from stage_runtime.relays.base import Peer
+from stage_runtime.relays.nixl.messages import Cancel, Grant, Stopped, Written, encode
+from stage_runtime.relays.nixl.worker import Move, Route, Worker
+from stage_runtime.relays.placing import Placed
+
+
+class Outgoing:
+    """One put; its `PutOperation.resource`."""
+
+    __slots__ = ("granted", "is_over", "nbytes", "peer", "placed", "transfer")
+
+    def __init__(self, placed: Placed, peer: Peer, transfer: int, nbytes: int, *, read: bool) -> None:
+        """read: by its receiver, which grants nothing."""
+        self.placed = placed
+        self.peer = peer
+        self.transfer = transfer
+        self.nbytes = nbytes
+        self.granted = read or not nbytes
+        self.is_over = False  #: Released or given up: its slot is freed when nothing moves.
+
+
+class Sending:
+    """Puts by peer and transfer. `add` and `free` may be called from any thread."""
+
+    def __init__(self, address: int, free: Callable[[Outgoing], None]) -> None:
+        """address: of the arena, as it is registered. free: called, in any thread, when a slot is used no more."""
+        self._address = address
+        self._free = free
+        self._lock = threading.Lock()
+        self._puts: dict[tuple[Peer, int], Outgoing] = {}
+        self._ungranted = 0  #: Of ``_puts``.
+        self._moving: dict[tuple[Peer, int], tuple[Outgoing, Move]] = {}
+
+    def add(self, outgoing: Outgoing) -> None:
+        with self._lock:
+            self._puts[outgoing.peer, outgoing.transfer] = outgoing
+            self._ungranted += not outgoing.granted
+
+    def free(self, outgoing: Outgoing) -> None:
+        """The put is over: free its slot, now or when nothing moves any more."""
+        key = (outgoing.peer, outgoing.transfer)
+        with self._lock:
+            if self._puts.pop(key, None) is not None:
+                self._ungranted -= not outgoing.granted
+            outgoing.is_over = True
+            moving = self._moving.get(key)
+            if moving is not None:
+                moving[1].stopping = moving[1].stopping or "its sender has given it up"
+                return
+        self._free(outgoing)
+
+    @property
+    def expects(self) -> bool:
+        """Whether some peer is to grant something."""
+        return self._ungranted > 0
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            held = [outgoing.nbytes for outgoing, _ in self._moving.values() if outgoing.is_over]
+            return {
+                "writing_transfers": len(self._moving),
+                "quarantined_sends": len(held),
+                "quarantined_send_bytes": sum(held),
+            }
+
+    # --- in the worker's thread ---------------------------------------------------------------------------------
+
+    def granted(self, worker: Worker, route: Route, grant: Grant) -> None:
+        """A receiver has memory for a transfer: write it."""
+        move: Move | None = None
+        with self._lock:
+            outgoing = self._puts.get((route.peer, grant.transfer))
+            refusal = _refusal(outgoing, route, grant)
+            if outgoing is not None and refusal is None:
+                outgoing.granted = True
+                self._ungranted -= 1
+                move = self._move(worker, route, outgoing, grant)
+                self._moving[route.peer, grant.transfer] = (outgoing, move)
+        if move is not None:
+            worker.move(move)
+        elif refusal is not None:
+            worker.notify(route, Stopped(route.token, grant.transfer, grant.generation, True, refusal))
+
+    def cancelled(self, worker: Worker, route: Route, cancel: Cancel) -> None:
+        """A receiver gives a transfer up. It is told when nothing moves: now, or by `_ended`."""
+        reason = "its receiver has given it up"
+        with self._lock:
+            outgoing = self._puts.get((route.peer, cancel.transfer))
+            if outgoing is not None and not outgoing.granted:
+                outgoing.granted = True  # the grant was overtaken: it is not served
+                self._ungranted -= 1
+            moving = self._moving.get((route.peer, cancel.transfer))
+        if moving is not None:
+            moving[1].stopping = moving[1].stopping or reason
+        else:
+            worker.notify(route, Stopped(route.token, cancel.transfer, cancel.generation, True, reason))
+
+    def _move(self, worker: Worker, route: Route, outgoing: Outgoing, grant: Grant) -> Move:
+        def over(move: Move, reason: str | None) -> None:
+            self._ended(outgoing)
+            if reason is not None:
+                told = Stopped(route.token, grant.transfer, grant.generation, not move.broken, reason)
+                worker.notify(route, told)
+
+        def message(nbytes: int) -> bytes:
+            return encode(Written(route.token, grant.transfer, grant.generation, nbytes))
+
+        ours = self._address + outgoing.placed[1]
+        theirs = route.facts.receives.address + grant.offset
+        return Move(route, ours, theirs, outgoing.nbytes, write=True, over=over, message=message)
+
+    def _ended(self, outgoing: Outgoing) -> None:
+        with self._lock:
+            del self._moving[outgoing.peer, outgoing.transfer]
+            is_over = outgoing.is_over
+        if is_over:
+            self._free(outgoing)
+
+
+def _refusal(outgoing: Outgoing | None, route: Route, grant: Grant) -> str | None:
+    """Why a grant is not served; None when it is."""
+    if outgoing is None:
+        return "its sender has it no more"
+    if outgoing.granted:
+        return "it was granted before"
+    if grant.nbytes != outgoing.nbytes or not route.facts.receives.holds(grant.offset, grant.nbytes):
+        return f"{grant.nbytes} bytes at {grant.offset} were granted for {outgoing.nbytes}"
+    return None

@@ -1,0 +1,402 @@
+"""What only the nixl relay promises: memory that may still be written to is not used again, whoever froze or died."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.payloads import encoding
+from stage_runtime.relays.base import RelayOperation
+from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.nixl import agent, environment, messages
+from stage_runtime.relays.nixl.agent import Agent
+from tests.relays.relay_pairs import MIB, SMALL, FarEnd, Pair, pair
+
+LARGE = 128 * MIB  # long enough on its way to be frozen there
+ASKED = RelaySettings(asked=frozenset({"nixl"}), arena_bytes=256 * MIB, prefault_bytes=0)
+
+
+@pytest.fixture
+def far() -> Iterator[FarEnd]:
+    end = FarEnd()
+    yield end
+    end.process.send_signal(signal.SIGCONT)
+    end.close()
+
+
+class Near:
+    """This process's end."""
+
+    def __init__(self, far: FarEnd) -> None:
+        self.released: list[tuple[str, int]] = []
+        self.relays = Relays(
+            loop=asyncio.get_running_loop(),
+            incarnation="near",
+            on_release=lambda peer, transfer: self.released.append((peer, transfer)),
+            settings=ASKED,
+        )
+        assert "nixl" in self.relays.open("far", far.facts)
+        assert "nixl" in far.ask(do="open", facts=self.relays.facts())
+
+    def stat(self, name: str) -> int:
+        return self.relays.stats()[name]
+
+    def put(self, nbytes: int, mark: int) -> RelayOperation:
+        value = encoding.extract(np.full(nbytes, mark, np.uint8))
+        operation = self.relays.put(value, request_id="r", peer="far", backend="nixl")
+        assert operation is not None
+        return operation
+
+    def fetch(self, far: FarEnd, nbytes: int, mark: int) -> RelayOperation:
+        metadata = base64.b64decode(far.ask(do="put", nbytes=nbytes, mark=mark, backend="nixl"))
+        return self.relays.get(metadata, request_id="r", peer="far")
+
+
+@pytest.fixture
+async def near(far: FarEnd) -> AsyncIterator[Near]:
+    end = Near(far)
+    yield end
+    end.relays.close()
+
+
+async def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def ask_to_fetch(far: FarEnd, operation: RelayOperation) -> None:
+    """Without waiting for the answer, which `FarEnd.answer` reads."""
+    far.tell(do="get", metadata=base64.b64encode(operation.metadata).decode(), timeout=60)
+
+
+def digest(nbytes: int, mark: int) -> str:
+    return hashlib.sha256(bytes([mark]) * nbytes).hexdigest()
+
+
+async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
+    operation = near.put(LARGE, 1)
+    ask_to_fetch(far, operation)
+    await until(lambda: near.stat("nixl_writing_transfers") == 1)
+    far.process.send_signal(signal.SIGSTOP)
+    return operation
+
+
+async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
+    operation = near.fetch(far, LARGE, 1)
+    await until(lambda: near.stat("nixl_coming_here_bytes") > 0)
+    far.process.send_signal(signal.SIGSTOP)
+    assert not operation.done()
+    return operation
+
+
+async def test_what_a_frozen_receiver_was_being_sent_reaches_it_whole_although_its_sender_gave_it_up(
+    near: Near, far: FarEnd
+) -> None:
+    """NIXL goes on sending from the slot: what others put meanwhile must not lie there."""
+    await frozen_while_it_reads_from_us(near, far)
+    near.relays.forget("far")
+    assert near.stat("nixl_quarantined_send_bytes") == LARGE
+    others = near.relays.allocate((32 * MIB,), __import__("torch").uint8)
+    others[:] = 2
+    assert near.stat("arena_bytes_in_use") > LARGE + 32 * MIB
+    far.process.send_signal(signal.SIGCONT)
+    await until(lambda: near.stat("nixl_quarantined_send_bytes") == 0)
+    assert near.stat("arena_bytes_in_use") < LARGE
+    assert int(others.min()) == int(others.max()) == 2
+
+
+async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_that_is_used(
+    near: Near, far: FarEnd
+) -> None:
+    late = await frozen_while_it_writes_to_us(near, far)
+    near.relays.forget("far")
+    with pytest.raises(TransferError, match="far is gone"):
+        await late.wait_for_completion(5)
+    assert near.stat("nixl_quarantined_receive_bytes") == LARGE
+    other = FarEnd(name="other")
+    try:
+        near.relays.open("other", other.facts)
+        other.ask(do="open", facts=near.relays.facts())
+        metadata = base64.b64decode(other.ask(do="put", nbytes=100 * MIB, mark=2, backend="nixl"))
+        view = await near.relays.get(metadata, request_id="r", peer="other").wait_for_completion(10)
+        far.process.send_signal(signal.SIGCONT)
+        await until(lambda: near.stat("nixl_quarantined_receive_bytes") == 0)
+        assert hashlib.sha256(view).hexdigest() == digest(100 * MIB, 2)
+    finally:
+        other.close()
+
+
+async def test_an_aborted_get_keeps_its_memory_until_the_sender_says_that_nothing_moves_and_then_releases(
+    near: Near, far: FarEnd
+) -> None:
+    late = await frozen_while_it_writes_to_us(near, far)
+    near.relays.cleanup("r")
+    with pytest.raises(TransferError, match="aborted"):
+        await late.wait_for_completion(5)
+    assert (near.stat("nixl_quarantined_receive_bytes"), near.released) == (LARGE, [])
+    far.process.send_signal(signal.SIGCONT)
+    await until(lambda: near.released == [("far", late.transfer)])
+    assert (near.stat("nixl_quarantined_receives"), near.stat("nixl_receive_bytes_in_use")) == (0, 0)
+    assert near.relays.open("far", far.facts)
+    again = near.fetch(far, MIB, 7)
+    assert set(await again.wait_for_completion(10)) == {7}
+
+
+async def test_a_sender_that_is_killed_on_the_way_gives_the_memory_back(near: Near, far: FarEnd) -> None:
+    await frozen_while_it_writes_to_us(near, far)
+    far.process.kill()
+    far.process.wait(10)
+    near.relays.forget("far")
+    await until(lambda: near.stat("nixl_receive_bytes_in_use") == 0)
+    assert near.stat("nixl_quarantined_receives") == 0
+
+
+async def test_a_receiver_that_is_killed_on_the_way_gives_the_slot_back(near: Near, far: FarEnd) -> None:
+    operation = await frozen_while_it_reads_from_us(near, far)
+    far.process.kill()
+    far.process.wait(10)
+    near.relays.forget("far")
+    assert operation.done()
+    await until(lambda: near.stat("arena_bytes_in_use") == 0)
+
+
+async def test_a_frozen_sender_is_late_and_what_it_sends_when_it_goes_on_is_whole(near: Near, far: FarEnd) -> None:
+    operation = await frozen_while_it_writes_to_us(near, far)
+    with pytest.raises(TransferError, match=r"not complete after 0\.1 s without progress"):
+        await operation.wait_for_completion(0.1)
+    far.process.send_signal(signal.SIGCONT)
+    view = await operation.wait_for_completion(30)
+    assert hashlib.sha256(view).hexdigest() == digest(LARGE, 1)
+
+
+async def test_a_process_ends_cleanly_after_it_has_moved_something(near: Near, far: FarEnd) -> None:
+    assert set(await near.fetch(far, MIB, 3).wait_for_completion(10)) == {3}
+    far.end_input()
+    assert await asyncio.to_thread(far.process.wait, 20) == 0
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_interpreter_ends_with_0_whether_or_not_the_relay_was_closed(closes: bool) -> None:
+    program = f"""
+import asyncio
+from tests.relays.relay_pairs import Pair
+import numpy as np
+async def main():
+    both = Pair("nixl")
+    await both.carry(np.ones(9000))
+    if {closes}:
+        both.close()
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(near: Near, far: FarEnd) -> None:
+    """NIXL's own Python class burns a core in each process."""
+    held = await near.fetch(far, MIB, 3).wait_for_completion(10)
+    window_s = 2.0
+    before = processor_s(far.process.pid)
+    await asyncio.sleep(window_s)
+    assert processor_s(far.process.pid) - before <= 0.05 * window_s
+    assert held is not None
+
+
+async def test_a_process_that_takes_a_new_incarnation_is_reached_again() -> None:
+    with pair("nixl") as first:
+        assert (await first.carry(np.arange(9000)))[-1] == 8999
+    with pair("nixl") as second:
+        assert (await second.carry(np.arange(9000)))[-1] == 8999
+
+
+async def test_peers_cost_no_connection_before_something_moves() -> None:
+    with pair("nixl") as both:
+        before = len(os.listdir("/proc/self/fd"))
+        told = both.b.facts()["nixl"]
+        for number in range(3000):
+            assert both.a.open(f"p{number}", {"nixl": {**told, "agent": f"p{number}"}}) == ("nixl",)
+        await both.carry(np.ones(9000))
+        assert len(os.listdir("/proc/self/fd")) - before < 50
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"agent": "somebody else"},
+        {"metadata": "no hexadecimal"},
+        {"metadata": "00" * 100_000},
+        {"token": 3},
+        {"sends": {"address": -1, "nbytes": 1}},
+        {"receives": {"address": 2**63 - 1, "nbytes": 1}},
+        {"receives": None},
+        {"machine": None},
+    ],
+    ids=str,
+)
+async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None:
+    with pair("nixl") as both:
+        assert both.a.open("c", {"nixl": {**both.b.facts()["nixl"], "agent": "c", **changes}}) == ()
+
+
+async def test_metadata_that_nixl_does_not_know_fails_the_transfer_alone() -> None:
+    with pair("nixl") as both:
+        told = both.b.facts()["nixl"]
+        both.b.open("c", {"nixl": {**both.a.facts()["nixl"], "agent": "c", "metadata": "00" * 200}})
+        _, operation = both.put(np.ones(9000))
+        with pytest.raises(TransferError, match="not reached"):
+            await both.b.get(operation.metadata, request_id="r", peer="c").wait_for_completion(10)
+        assert (await both.carry(np.arange(9000)))[-1] == 8999
+        assert told
+
+
+def notices(token: bytes, transfer: int) -> list[bytes]:
+    kinds = [
+        messages.Grant(token, transfer, 1, 0, 72_000),
+        messages.Cancel(token, transfer, 1),
+        messages.Written(token, transfer, 1, 72_000),
+        messages.Stopped(token, transfer, 1, True, "because"),
+    ]
+    return [messages.encode(kind) for kind in kinds]
+
+
+async def test_what_anybody_may_notify_is_counted_and_changes_nothing() -> None:
+    """UCX asks nobody who he is: a notice is believed by its token, from a peer that was opened, about what it has."""
+    with pair("nixl") as both:
+        _, operation = both.put(np.ones(9000))
+        token = bytes.fromhex(both.a.facts()["nixl"]["token"])
+        intruder = Agent("intruder")
+        intruder.load("a", bytes.fromhex(both.a.facts()["nixl"]["metadata"]))
+        garbage = [b"", b"\xff" * 100, b"\x96\x01", *notices(b"", operation.transfer)]
+        told = [*garbage, *notices(bytes(16), operation.transfer), *notices(token, operation.transfer)]
+        for message in told:
+            intruder.notify("a", message)
+        await both.until(lambda: both.a.stats()["nixl_stray_notices"] == len(told))
+        intruder.close()
+        assert bytes(await both.get(operation)) == np.ones(9000).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "reason"),
+    [(0, 71_999, "were granted for 72000"), (1 << 40, 72_000, "were granted for"), (64 * MIB, 72_000, "were granted")],
+)
+async def test_memory_that_no_receiver_has_is_not_written_to(offset: int, nbytes: int, reason: str) -> None:
+    """A receiver that grants what it has not: its own agent says so, with its own token."""
+    with pair("nixl") as both:
+        relay: Any = both.b._relays["nixl"]
+        _, operation = both.put(np.ones(9000))
+        fetching = both.b.get(operation.metadata, request_id="r", peer="a")
+        assert (await fetching.wait_for_completion(10)).nbytes == 72_000
+        _, second = both.put(np.ones(9000))
+        route = relay._connections["a"]
+        stopped: list[messages.Stopped] = []
+        receiving = relay._receiving.stopped
+
+        def heard(peer: str, notice: messages.Stopped) -> bool:
+            stopped.append(notice)
+            return bool(receiving(peer, notice))
+
+        relay._receiving.stopped = heard
+        relay._worker.post(
+            relay._worker.notify, route, messages.Grant(route.token, second.transfer, 99, offset, nbytes)
+        )
+        await both.until(lambda: bool(stopped))
+        assert reason in stopped[0].reason
+        assert (await both.get(second)).nbytes == 72_000
+
+
+async def test_what_finds_no_memory_waits_for_it_and_large_holdings_are_copied_out() -> None:
+    with pair("nixl") as both:  # of 64 MiB
+        puts = [both.put(np.full(20 * MIB, mark, np.uint8))[1] for mark in range(3)]
+        views = [await both.get(put) for put in puts]
+        assert [set(view) for view in views] == [{0}, {1}, {2}]
+        assert 0 < both.b.stats()["nixl_copied_out_bytes"]
+        assert both.b.stats()["nixl_receive_bytes_in_use"] < 64 * MIB
+
+
+async def test_a_transfer_larger_than_all_memory_is_refused() -> None:
+    with pair("nixl", settings=msgspec.structs.replace(SMALL, arena_bytes=2 * MIB)) as both:
+        metadata = b"nixl:" + msgspec.msgpack.encode((99, 0, 64 * MIB))
+        with pytest.raises(TransferError, match="not inside its arena"):
+            both.b.get(metadata, request_id="r", peer="a")
+
+
+@pytest.fixture
+async def sharing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    monkeypatch.setenv("UCX_TLS", "sm,self,tcp")
+    with pair("nixl") as both:
+        assert both.a.facts()["nixl"]["shares"]
+        yield both
+
+
+@pytest.mark.parametrize("nbytes", [0, 9000, 40 * MIB + 5])
+async def test_who_shares_memory_with_its_sender_reads(sharing: Pair, nbytes: int) -> None:
+    array = np.random.default_rng(nbytes).integers(0, 255, nbytes, np.uint8)
+    assert np.array_equal(await sharing.carry(array), array)
+    assert sharing.a.stats()["nixl_stray_notices"] == sharing.b.stats()["nixl_stray_notices"] == 0
+
+
+async def test_an_author_who_writes_after_a_put_in_place_does_not_change_what_arrives() -> None:
+    """The arena gives his tensor other pages; what is registered shows those that were sent."""
+    with pair("nixl") as both:
+        tensor = both.a.allocate((4 * MIB,), __import__("torch").uint8)
+        tensor[:] = 1
+        _, operation = both.put({"t": tensor})
+        both.a.settle()
+        tensor[:] = 2
+        copied = both.a.stats()["nixl_copied_bytes"]
+        assert set(await both.get(operation)) == {1}
+        assert copied < MIB
+
+
+def test_the_environment_is_tuned_and_what_is_set_stays() -> None:
+    found = {"UCX_TCP_SNDBUF": "1m"}
+    environment.prepare("tcp://127.0.0.1:*", None, found)
+    assert found["UCX_TCP_SNDBUF"] == "1m"
+    assert found["UCX_TCP_TX_SEG_SIZE"] == "256k"
+    if not environment.has_rdma():
+        assert (found["UCX_TLS"], found["UCX_MODULES"], found["UCX_NET_DEVICES"]) == ("tcp", "^ib", "lo")
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "device"),
+    [
+        ("ipc:///run/x.data", None, "lo"),
+        ("tcp://0.0.0.0:*", "127.0.0.1", "lo"),
+        ("tcp://0.0.0.0:*", None, None),
+        ("tcp://[::1]:*", None, None),
+        ("tcp://0.0.0.0:*", "no.such.host.invalid", None),
+    ],
+)
+@pytest.mark.skipif(environment.has_rdma(), reason="UCX chooses among RDMA devices itself")
+def test_ucx_uses_the_interface_that_peers_are_told(bind: str, host: str | None, device: str | None) -> None:
+    found: dict[str, str] = {}
+    environment.prepare(bind, host, found)
+    assert found.get("UCX_NET_DEVICES") == device
+
+
+async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "PACKAGES", ("no_such_nixl",))
+    with pytest.raises(
+        ConfigurationError, match=r"^relay 'nixl' cannot be loaded .*pip install 'omnipipeline\[nixl\]'$"
+    ):
+        Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=ASKED)
