@@ -97,6 +97,7 @@ class Coordinator:
             channels=channels,
             relays=relays,
             bound_to=lambda incarnation: self.manager.bound_to(incarnation),
+            loop=self._loop,
         )
         clocks = Clocks()
         self.manager = RequestManager(
@@ -162,16 +163,17 @@ class Coordinator:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _hello(self, sender: str, message: Hello) -> bool:
-        before = set(self.membership.state.instances)
-        welcome = self.membership.hello(sender, message)
-        for replaced in before - set(self.membership.state.instances):
+        joined = self.membership.hello(sender, message)
+        if joined is None:
+            return False
+        for replaced in joined.replaced:
             self.manager.instance_lost(replaced)
             self.profiling.lost(replaced)
-        if sender not in before and welcome:
+        if joined.new:
             self.profiling.joined(sender)
             if message.member.ready:
                 self.manager.instances_changed()  # a fenced instance returns with its models loaded
-        return welcome
+        return True
 
     def _hello_again(self, sender: str, message: Hello) -> None:
         self._hello(sender, message)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from omnipipeline_spec.types.plan import PipelineRevision
+from stage_runtime.errors import LimitReached
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.rules import beats
+from stage_runtime.rules.introductions import Introductions
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
@@ -21,7 +25,6 @@ from stage_runtime.wire.messages import (
     Hello,
     Member,
     Members,
-    Message,
     Rejected,
     Unbound,
     Welcome,
@@ -30,8 +33,17 @@ from stage_runtime.wire.messages import (
 log = logging.getLogger(__name__)
 
 READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready then: its 503 names a stage
-FENCED_KEPT: Final = 1000
+FENCED_KEPT: Final = 10_000
+TICK_S: Final = 0.01  # departures within it are told together
+TOLD_AT_ONCE: Final = 100
 FENCED: Final = "this incarnation was declared dead"
+
+
+class Joined(NamedTuple):
+    """What a Hello has changed."""
+
+    new: bool  #: It was no member before.
+    replaced: list[str]  #: Members that this proves gone: they were at the same endpoint.
 
 
 class Membership:
@@ -48,6 +60,7 @@ class Membership:
         channels: Channels,
         relays: Relays,
         bound_to: Callable[[str], int],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.incarnation = incarnation
         self.state = MembershipState(revisions)
@@ -57,6 +70,11 @@ class Membership:
         self._channels = channels
         self._relays = relays
         self._bound_to = bound_to
+        self._loop = loop
+        self._introductions = Introductions()
+        self._gone: dict[str, list[str]] = {}  #: Who must be told -> which members are gone; told after `TICK_S`.
+        self._beat_s = 0.0  #: As members were told.
+        self._refusals: dict[str, str] = {}  #: As logged, by sender; oldest first.
         self._beats: dict[str, Beat] = {}
         self._fenced: dict[str, str] = {}  #: Incarnations declared dead -> their endpoints; oldest first.
         self._started_at = time.monotonic()
@@ -65,30 +83,43 @@ class Membership:
 
     # --- events from processes----------------------------------------------------------------------------------
 
-    def hello(self, sender: str, message: Hello) -> bool:
-        """A process introduces itself. True when it has a link now."""
-        refusal = self._refusal(sender, message)
-        if refusal is not None:
-            log.warning("%s of group %s is refused: %s", sender, message.member.group, refusal)
-            rejection = Rejected(sender, refusal, fenced=sender in self._fenced)
-            self._channels.dismiss(sender, message.member.endpoint, rejection)
-            return False
+    def hello(self, sender: str, message: Hello) -> Joined | None:
+        """A process introduces itself. None: it is refused; it has a link otherwise."""
         member = message.member
+        refusal = self._refusal(sender, message)
+        if refusal is None:
+            try:
+                self._channels.connect(sender, member.endpoint)
+            except LimitReached as error:
+                refusal = f"this coordinator has no room for another instance: {error}"
+        if refusal is not None:
+            self._refuse(sender, member, refusal)
+            return None
         known = sender in self.state.instances
-        self._channels.connect(sender, member.endpoint)
         self._relays.open(sender, member.relays)
-        for gone in self.state.join(member, message.edges):
+        replaced = self.state.join(member, message.edges)
+        for gone in replaced:
             self.fence(gone)
+        self._adapt_beats()
         me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
-        self._channels.send(sender, Welcome(self._publisher, me, message.via, self._others(sender)))
+        self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
         if not known:
-            self._tell_all(Members(joined=(member,)), but=sender)
             log.info(
                 "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint
             )
             self._log_ineligible(sender)
-        return True
+        return Joined(new=not known, replaced=replaced)
+
+    def introduce(self, revision: PipelineRevision, bindings: Mapping[str, str]) -> tuple[Member, ...]:
+        """A request is bound: its instances are told of each other, where they were not yet.
+
+        Returns: what the request itself brings along, because it may arrive before that.
+        """
+        news = self._introductions.bind(revision.edges, bindings, time.monotonic())
+        for incarnation, others in news.told.items():
+            self._channels.send(incarnation, Members(joined=self._members(others)))
+        return self._members(news.along)
 
     def unknown_peer(self, sender: str) -> None:
         """A message came from a process without a link. A fenced one is notified that it was fenced."""
@@ -131,7 +162,12 @@ class Membership:
             del self._fenced[next(iter(self._fenced))]
         self._beats.pop(incarnation, None)
         self._channels.drop(incarnation)
-        self._tell_all(Members(gone=(incarnation,)))
+        self._gone.pop(incarnation, None)
+        for other in self._introductions.leave(incarnation):
+            if not self._gone:
+                self._loop.call_later(TICK_S, self._tell_gone)
+            self._gone.setdefault(other, []).append(incarnation)
+        self._adapt_beats()
         log.info("%s (%s) has left", instance.member.group, incarnation)
         return True
 
@@ -242,13 +278,37 @@ class Membership:
             if ineligible_reason is not None:
                 log.info("%s (%s) gets no requests: %s", instance.member.group, incarnation, ineligible_reason)
 
-    def _others(self, incarnation: str) -> tuple[Member, ...]:
-        return tuple(one.member for name, one in self.state.instances.items() if name != incarnation)
+    def _refuse(self, sender: str, member: Member, refusal: str) -> None:
+        """Tell the sender why. It asks again and again, so each reason is logged once."""
+        if self._refusals.get(sender) != refusal:
+            self._refusals[sender] = refusal
+            if len(self._refusals) > FENCED_KEPT:
+                del self._refusals[next(iter(self._refusals))]
+            log.warning("%s of group %s is refused: %s", sender, member.group, refusal)
+        self._channels.dismiss(sender, member.endpoint, Rejected(sender, refusal, fenced=sender in self._fenced))
 
-    def _tell_all(self, message: Message, *, but: str = "") -> None:
-        for incarnation in self.state.instances:
-            if incarnation != but:
-                self._channels.send(incarnation, message)
+    def _members(self, incarnations: Iterable[str]) -> tuple[Member, ...]:
+        instances = self.state.instances
+        return tuple(instances[one].member for one in incarnations if one in instances)
+
+    def _tell_gone(self) -> None:
+        """One message for each that knew them, however many have left within a tick."""
+        gone, self._gone = self._gone, {}
+        for incarnation, others in gone.items():
+            self._channels.send(incarnation, Members(gone=tuple(others)))
+
+    def _adapt_beats(self) -> None:
+        beat_s = beats.interval_s(len(self.state.instances), self._beat_s)
+        if beat_s != self._beat_s:
+            self._beat_s = beat_s
+            self._tell_beats(list(self.state.instances), beat_s)
+
+    def _tell_beats(self, incarnations: list[str], beat_s: float) -> None:
+        """Some in each turn of the loop: with many members it takes a while."""
+        for incarnation in incarnations[:TOLD_AT_ONCE]:
+            self._channels.send(incarnation, Members(beat_s=beat_s))
+        if incarnations[TOLD_AT_ONCE:] and beat_s == self._beat_s:
+            self._loop.call_soon(self._tell_beats, incarnations[TOLD_AT_ONCE:], beat_s)
 
 
 def _rests(revisions: Sequence[PipelineRevision]) -> dict[str, bool]:

@@ -300,7 +300,7 @@ class RequestManager:
         self._bindings.attach(handle, revision, bindings)
         self._happen(handle, AttemptBegan(next(self._attempts)))
         handle.begin_attempt(revision.entry, revision.edges)
-        self._submission.send(handle, revision)
+        self._submission.send(handle, revision, self._membership.introduce(revision, bindings))
 
     def _gave_up(self, handle: RequestHandle, reason: str) -> None:
         self._happen(handle, NoInstanceCame(reason))

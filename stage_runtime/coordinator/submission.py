@@ -12,7 +12,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import TransferError, ValueRefused, describe
 from stage_runtime.transfers.sending import PendingSend, SendQueues
-from stage_runtime.wire.messages import Body, Failure, Header, Message, Submit
+from stage_runtime.wire.messages import Body, Failure, Header, Member, Message, Submit
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class Submission:
         self._backend = backend
         self._failed = failed
 
-    def send(self, handle: RequestHandle, revision: PipelineRevision) -> None:
-        """Send the current attempt, or let it wait for a credit."""
+    def send(self, handle: RequestHandle, revision: PipelineRevision, members: tuple[Member, ...]) -> None:
+        """Send the current attempt, or let it wait for a credit. members: those that its stages may not know yet."""
         entry, bindings, attempt = revision.entry, handle.bindings, handle.tracked.attempt
 
         def make(body: Body) -> Message:
             remaining_ms = max(0, int((handle.deadline - self._loop.time()) * 1000))
-            header = Header(handle.id, attempt, self._owner, bindings, remaining_ms, handle.traceparent)
+            header = Header(handle.id, attempt, self._owner, bindings, remaining_ms, handle.traceparent, members)
             return Submit(header, entry, body)
 
         def lost(error: BaseException) -> None:

@@ -54,8 +54,9 @@ class RankProcess:
         stack: contextlib.AsyncExitStack,
         *,
         incarnation: Incarnation,
+        idle_after_s: float | None = None,
     ) -> Channels:
-        """Open both planes under ``incarnation``; ``stack`` closes them, relays first."""
+        """Open both planes under ``incarnation``; ``stack`` closes them, relays first. idle_after_s: of links."""
         settings = self._settings
         loop = asyncio.get_running_loop()
         security = process_context.security(settings.control_key)
@@ -65,6 +66,7 @@ class RankProcess:
             loop=loop,
             security=security,
             dead_after_s=settings.plan.dead_after_s,
+            idle_after_s=idle_after_s,
         )
         stack.callback(channels.close)
         stack.push_async_callback(self._settle, channels)

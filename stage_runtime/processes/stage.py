@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
+from typing import Final
 
 import uvloop
 
@@ -31,6 +33,8 @@ from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.wire.messages import Hello, Incarnation, Member
 
 log = logging.getLogger(__name__)
+
+IDLE_AFTER_S: Final = 60.0  # a link to a neighbour's instance without traffic is closed; opening it takes milliseconds
 
 
 def run(settings: StageSettings) -> int:
@@ -104,7 +108,9 @@ class StageProcess(RankProcess):
     def _begin(self, stack: contextlib.AsyncExitStack) -> None:
         """Open the planes under the current incarnation and register."""
         settings, host = self._settings, self._host
-        channels = self._listen(host, host.release, stack, incarnation=self._incarnations.current)
+        channels = self._listen(
+            host, host.release, stack, incarnation=self._incarnations.current, idle_after_s=IDLE_AFTER_S
+        )
         self._registration = Registration(
             channels,
             endpoints=settings.coordinators,
@@ -203,7 +209,9 @@ class StageProcess(RankProcess):
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.plan.heartbeat_s)
+            # Spread: many that started together do not beat together.
+            beat_s = max(self._settings.plan.heartbeat_s, self._host.membership.beat_s)
+            await asyncio.sleep(beat_s * random.uniform(0.9, 1.1))
             statuspipe.report_stats(self._settings.status_fd, self._host.beat())
 
 

@@ -22,7 +22,7 @@ from typing import Final, Protocol
 
 import zmq
 
-from stage_runtime.errors import OtherProtocol, ProtocolError, describe
+from stage_runtime.errors import LimitReached, OtherProtocol, ProtocolError, describe
 from stage_runtime.rules.links import Incoming, Standing, Verdict
 from stage_runtime.sockets import limits
 from stage_runtime.sockets.addresses import Security
@@ -171,10 +171,14 @@ class Channels:
         link = Link(self.incarnation, peer, endpoint, incoming, stalled=self._stalled, watch=self._resending.watch)
         if not asleep:
             limits.check()
-            self._dial(link)
+            try:
+                self._dial(link)
+            except zmq.ZMQError as error:
+                raise LimitReached(f"no socket can be opened: {error}") from error
         if peer:
             self._links[peer] = link
         else:
+            link.keep_awake = True
             self._unnamed[endpoint] = link
         return link
 
@@ -199,6 +203,12 @@ class Channels:
             return False
         link.send(message)
         return True
+
+    def hint(self, peer: str, message: Message) -> None:
+        """Send ``message`` to ``peer`` outside the order and unacknowledged: it may be lost."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.send_unordered(message)
 
     def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
         """Send one message to a process that gets no link; a connection opened for it is closed after `DISMISS_S`."""
@@ -471,7 +481,7 @@ class Channels:
         """Let the links sleep that were not used since the last look."""
         self._idle_timer = self._loop.call_later(every_s, self._close_idle, every_s)
         for link in self._links.values():
-            if not link.used:
+            if not link.used and not link.keep_awake:
                 connection = link.sleep()
                 if connection is not None:
                     self.counters["idle_closed"] += 1

@@ -41,6 +41,7 @@ class Link:
         self.endpoint = endpoint
         self.incoming = incoming  #: Touched by the I/O thread, read by senders.
         self.connection: Connection | None = None  #: None: it sleeps. Set by the I/O thread.
+        self.keep_awake = False  #: Its peer's death is noticed by nobody else.
         self.used = True  #: Since `channels` has looked last: a frame was sent or received.
         self.lost = False
         self.unreadable_logged = False  #: A message of the peer's could not be read, and the log has it.

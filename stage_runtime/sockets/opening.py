@@ -18,6 +18,8 @@ import zmq
 from stage_runtime.sockets.addresses import Security, check, is_local
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
+MAX_TTL_MS: Final = 6_553_599  # it goes over the wire as 16 bits of tenths of a second
+SUBSCRIPTION_FACTOR: Final = 10
 BUFFERED: Final = 2000  # frames on either side of a socket
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
@@ -78,7 +80,15 @@ class Sockets:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = BUFFERED
-        socket.heartbeat_ivl, socket.heartbeat_timeout = heartbeats(self._dead_after_s)
+        if kind in (zmq.PUB, zmq.DEALER):
+            # Whoever connects beats, and tells how long to wait for it: beats of both ends cost twice as much.
+            socket.heartbeat_ivl = 0
+        else:
+            socket.heartbeat_ivl, socket.heartbeat_timeout = heartbeats(self._dead_after_s)
+            socket.heartbeat_ttl = min(2 * socket.heartbeat_timeout, MAX_TTL_MS)
+        if kind == zmq.SUB:  # what is broadcast may be lost, and its publisher has a link
+            socket.heartbeat_ivl = min(SUBSCRIPTION_FACTOR * socket.heartbeat_ivl, MAX_HEARTBEAT_MS)
+            socket.heartbeat_ttl = min(SUBSCRIPTION_FACTOR * socket.heartbeat_ttl, MAX_TTL_MS)
         socket.ipv6 = True
         return socket
 

@@ -36,11 +36,14 @@ from stage_runtime.wire.messages import (
     Admin,
     Beat,
     Complete,
+    DataReady,
     Failure,
     Message,
     Rejected,
     RequestRef,
     Shutdown,
+    Skip,
+    Submit,
     Unbound,
     Welcome,
 )
@@ -88,7 +91,7 @@ class Host:
             for plan in plans
         }
         self.process.inputs = {name: stage.input for name, stage in self.stages.items()}
-        self.requests = Requests(self.stages, self.process, loop)
+        self.requests = Requests(self.stages, self.process, loop, lambda members: self.membership.meet(members))
         self.membership = StageMembership(plans, self.process, loop)
         self._lifecycle = lifecycle
         self._loop = loop
@@ -142,6 +145,8 @@ class Host:
         if isinstance(message, Welcome):
             self.requests.owner_back(sender)  # its frames before this one may be received again first
             return self.membership.registration.welcomed(sender, message)
+        if isinstance(message, Submit | DataReady | Skip):
+            return self.membership.introduced(sender, message.header.members)
         if isinstance(message, Rejected):
             self._rejected(sender, message)
         return False
@@ -198,7 +203,7 @@ class Host:
             {name: stage.inbox.taken for name, stage in self.stages.items()},
             gauges,
         )
-        self.membership.broadcast(beat)
+        self.membership.hint(beat)
         return gauges
 
     def gauges(self) -> dict[str, float]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
+from stage_runtime.errors import LimitReached
 from stage_runtime.rules import forwarding
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.registration import Registration
@@ -29,6 +31,7 @@ from stage_runtime.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+GONE_KEPT: Final = 1000  # a request may name one that has just left
 MEET_AGAIN_S: Final = 1.5  # after a connection broke; by then the coordinator has given up what was under way
 
 
@@ -39,7 +42,9 @@ class StageMembership:
 
     def __init__(self, plans: Iterable[StagePlan], process: ProcessContext, loop: asyncio.AbstractEventLoop) -> None:
         plans = tuple(plans)
-        self.members: dict[str, Member] = {}  #: Instances of neighbour stages that coordinators named, by incarnation.
+        self.members: dict[str, Member] = {}  #: Instances that share requests with this one, by incarnation.
+        self.beat_s = 0.0  #: The shortest time between two beats that a coordinator asks for.
+        self._gone: OrderedDict[str, None] = OrderedDict()  #: Those that are gone for good, the oldest first.
         self._process = process
         self._loop = loop
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
@@ -60,6 +65,7 @@ class StageMembership:
     def reset(self) -> None:
         """The process takes a new incarnation: forget all members. `wire` must follow."""
         self.members.clear()
+        self._gone.clear()
 
     # --- what is announced --------------------------------------------------------------------------------------
 
@@ -67,6 +73,11 @@ class StageMembership:
         """Send it to every coordinator."""
         for coordinator in self.registration.coordinators:
             self._process.send(coordinator, message)
+
+    def hint(self, message: Message) -> None:
+        """Send it to every coordinator; it may be lost."""
+        for coordinator in self.registration.coordinators:
+            self._process.channels.hint(coordinator, message)
 
     def announce_ready(self) -> None:
         self._ready = True
@@ -87,7 +98,7 @@ class StageMembership:
         """A coordinator has welcomed this process; its link is open."""
         self.registration.welcomed_again(sender, message)
         self._process.relays.open(sender, message.coordinator.relays)
-        self._meet(message.members)
+        self.beat_s = message.beat_s
         if self._leaving is not None:
             self._process.send(sender, Deregister(self._leaving))
         elif self._ready:
@@ -105,25 +116,50 @@ class StageMembership:
         return self.registration.lost(peer)
 
     def _members(self, sender: str, message: Members) -> None:
-        self._meet(message.joined)
+        self.meet(message.joined)
+        if message.beat_s is not None:
+            self.beat_s = message.beat_s
         for peer in message.gone:
+            self._gone[peer] = None
+            if len(self._gone) > GONE_KEPT:
+                self._gone.popitem(last=False)
             if self.members.pop(peer, None) is not None:
                 self._process.channels.drop(peer)
                 self._process.send_queues.forget(peer)
 
-    def _meet(self, members: Sequence[Member]) -> None:
+    def meet(self, members: Sequence[Member]) -> None:
+        """Requests are bound to these and this process: connect to those that are new and neighbours."""
         for member in members:
-            if member.incarnation == self._process.incarnation or not self._neighbours.intersection(member.stages):
+            peer = member.incarnation
+            if peer in self.members or peer == self._process.incarnation or peer in self._gone:
                 continue
-            self.members[member.incarnation] = member
-            self._process.channels.connect(member.incarnation, member.endpoint)
-            self._process.relays.open(member.incarnation, member.relays)
+            if self._neighbours.intersection(member.stages):
+                self.members[peer] = member
+                self._connect(member)
+
+    def introduced(self, sender: str, members: Sequence[Member]) -> bool:
+        """A request came from a process without a link, and brings these. True: the sender has a link now."""
+        known = sender in self.members
+        self.meet(members)
+        return not known and sender in self.members and self._process.channels.link(sender) is not None
+
+    def _connect(self, member: Member, *, asleep: bool = False) -> None:
+        peer = member.incarnation
+        try:
+            self._process.channels.connect(peer, member.endpoint, asleep=asleep)
+        except LimitReached as error:
+            log.error("no link to %s at %s: %s", peer, member.endpoint, error)
+            self._process.counters["limits"] += 1
+            del self.members[peer]
+            self.broadcast(PeerUnreachable(peer))  # the coordinator binds the request to others
+            return
+        self._process.relays.open(peer, member.relays)
 
     def _meet_again(self, peer: str) -> None:
         member = self.members.get(peer)
         if member is not None and self._process.channels.link(peer) is None:
             self._process.send_queues.forget(peer)
-            self._meet([member])
+            self._connect(member, asleep=True)  # it may be gone, and whoever told us of it, too
 
     # --- between coordinators -----------------------------------------------------------------------------------
 

@@ -5,17 +5,42 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from random import uniform
 from typing import Final
 
+from stage_runtime.errors import LimitReached
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import Hello, Member, Welcome
 
 log = logging.getLogger(__name__)
 
-HELLO_EVERY_S: Final = 0.1
+HELLO_EVERY_S: Final = 0.1  # at first
+HELLO_FACTOR: Final = 1.5
+HELLO_MOST_S: Final = 2.0
 RESOLVE_EVERY_S: Final = 2.0  # how often a name is resolved for more coordinators: a roll brings a second one
 
 Resolve = Callable[[str], Awaitable[list[str]]]
+
+
+class HelloTimes:
+    """When one process says Hello to one coordinator. Pure.
+
+    A new coordinator is met by all processes at once; what is said before it has answered only delays the answers.
+    """
+
+    def __init__(self, now: float, *, spread_s: float, random: Callable[[float, float], float] = uniform) -> None:
+        """spread_s: the first one comes within it."""
+        self._random = random
+        self._next = now + (random(0.0, spread_s) if spread_s else 0.0)
+        self._delay_s = HELLO_EVERY_S
+
+    def due(self, now: float) -> bool:
+        """Whether to say it now; the next one follows later."""
+        if now < self._next:
+            return False
+        self._next = now + self._delay_s * self._random(0.75, 1.25)
+        self._delay_s = min(self._delay_s * HELLO_FACTOR, HELLO_MOST_S)
+        return True
 
 
 class Registration:
@@ -38,6 +63,8 @@ class Registration:
         self._on_welcome = welcomed
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
+        self._times: dict[str, HelloTimes] = {}  #: When to say Hello again, by endpoint.
+        self._spread_s = 0.0  #: Over which the processes of this pipeline say Hello to a new coordinator.
 
     async def run(self) -> None:
         """Send Hello to coordinators that have not answered, forever."""
@@ -52,15 +79,33 @@ class Registration:
                     self._channels.drop_unnamed(gone)
                 targets = found
             for endpoint in targets:
-                if endpoint not in self._known:
-                    self._channels.connect("", endpoint).send_unordered(self._hello(endpoint))
+                self._ask(endpoint, loop.time())
             await asyncio.sleep(HELLO_EVERY_S if len(self._known) < len(targets) else RESOLVE_EVERY_S / 4)
+
+    def _ask(self, endpoint: str, now: float) -> None:
+        """Say Hello there when it is time to: ever less often, and not all processes at once."""
+        if endpoint in self._known:
+            self._times.pop(endpoint, None)
+            return
+        try:
+            link = self._channels.connect("", endpoint)
+        except LimitReached as error:
+            log.error("no link to the coordinator at %s: %s", endpoint, error)
+            return
+        if not link.connected:
+            return  # it would be lost
+        times = self._times.get(endpoint)
+        if times is None:
+            times = self._times[endpoint] = HelloTimes(now, spread_s=self._spread_s)
+        if times.due(now):
+            link.send_unordered(self._hello(endpoint))
 
     def welcomed(self, sender: str, message: Welcome) -> bool:
         """A coordinator has answered. True when it is one to which Hello was sent."""
         if self._channels.name(message.via, sender) is None:
             return False
         self.coordinators[sender] = message.coordinator
+        self._spread_s = message.beat_s
         self._known[message.via] = sender
         self._publishers[sender] = message.publisher
         self._channels.subscribe(message.publisher)

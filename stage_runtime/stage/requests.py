@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from stage_runtime.errors import TransferError
@@ -29,6 +29,7 @@ from stage_runtime.wire.messages import (
     Ended,
     HandBack,
     Header,
+    Member,
     Release,
     Skip,
     Stalled,
@@ -45,7 +46,15 @@ class Requests:
 
     _fetching: Fetching  #: Of this incarnation.
 
-    def __init__(self, stages: Mapping[str, Stage], process: ProcessContext, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        stages: Mapping[str, Stage],
+        process: ProcessContext,
+        loop: asyncio.AbstractEventLoop,
+        meet: Callable[[Sequence[Member]], None],
+    ) -> None:
+        """meet: told of the instances that a request brings along, before it is handled."""
+        self._meet = meet
         self._stages = stages
         self._process = process
         self._loop = loop
@@ -109,6 +118,8 @@ class Requests:
     # --- what is received ---------------------------------------------------------------------------------------
 
     def _submit(self, sender: str, message: Submit) -> None:
+        if message.header.members:
+            self._meet(message.header.members)
         stage_input = self._target(message.target)
         if stage_input is not None and not self._orphan(message.header, sender, message.body):
             if not message.body.transfer:
@@ -128,6 +139,8 @@ class Requests:
         stage_input.payload(message.header, "", fetched)
 
     def _data_ready(self, sender: str, message: DataReady) -> None:
+        if message.header.members:
+            self._meet(message.header.members)
         stage_input = self._target(message.target)
         if stage_input is None or self._orphan(message.header, sender, message.body):
             return
@@ -169,6 +182,8 @@ class Requests:
         return CheckedPayload(fetched, mutation_check, target, source, key, name)
 
     def _skip(self, sender: str, message: Skip) -> None:
+        if message.header.members:
+            self._meet(message.header.members)
         stage_input = self._target(message.target)
         if stage_input is not None and not self._orphan(message.header, sender, None):
             stage_input.skip(message.header, message.source, message.chunks)

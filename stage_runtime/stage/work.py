@@ -55,6 +55,7 @@ class RequestWork:
         self.owner = header.owner
         self.bindings = header.bindings
         self.traceparent = header.traceparent
+        self._members = header.members  #: Brought along for the stages after this one.
         self.deadline: Final = None if header.remaining_ms is None else time.monotonic() + header.remaining_ms / 1000
         self.request: OmniRequest | None = None
         self.gathering = gathering
@@ -109,7 +110,9 @@ class RequestWork:
     def header(self) -> Header:
         """For a message that leaves now."""
         remaining = None if self.deadline is None else max(0, int((self.deadline - time.monotonic()) * 1000))
-        return Header(self.request_id, self.attempt, self.owner, self.bindings, remaining, self.traceparent)
+        return Header(
+            self.request_id, self.attempt, self.owner, self.bindings, remaining, self.traceparent, self._members
+        )
 
     def know(self, request: OmniRequest) -> None:
         """The request has arrived, with a payload or a first chunk; user code may ask it whether it was cancelled."""

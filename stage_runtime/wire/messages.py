@@ -33,6 +33,19 @@ class BaseMessage(msgspec.Struct, frozen=True, array_like=True, tag_field="type"
     """Base of all messages."""
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One process as the others must know it."""
+
+    incarnation: Name
+    group: Name
+    unit: Name
+    revision: str  #: Of its unit.
+    endpoint: str
+    relays: dict[str, Any]
+    stages: tuple[str, ...]
+    ready: bool = False
+
+
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """What every message of a request carries."""
 
@@ -42,6 +55,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     bindings: dict[str, str]  #: stage -> incarnation of the instance that serves it for this request.
     remaining_ms: int | None = None  #: Until the deadline, at sending. Never a wall-clock time.
     traceparent: str | None = None
+    members: tuple[Member, ...] = ()  #: Bound instances that have been introduced to each other just now.
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
@@ -77,19 +91,6 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     #: (source, by stream, µs after the first input). Empty where the stage has one input.
     received: tuple[tuple[str, bool, int], ...] = ()
     streamed: tuple[tuple[str, int], ...] = ()  #: (target, µs from the first chunk sent to ``ended_us``).
-
-
-class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One process as the others must know it."""
-
-    incarnation: Name
-    group: Name
-    unit: Name
-    revision: str  #: Of its unit.
-    endpoint: str
-    relays: dict[str, Any]
-    stages: tuple[str, ...]
-    ready: bool = False
 
 
 # --- a request on its way ---------------------------------------------------------------------------------------
@@ -242,12 +243,12 @@ class Hello(BaseMessage, frozen=True, tag=20):
 
 
 class Welcome(BaseMessage, frozen=True, tag=21):
-    """Coordinator → process: the registration is accepted; lists the other members."""
+    """Coordinator → process: the registration is accepted. Other members are named when a request is bound to both."""
 
     publisher: str
     coordinator: Member
     via: str
-    members: tuple[Member, ...] = ()
+    beat_s: float = 0.0  #: The shortest time between two beats to this coordinator; 0: as the plan says.
 
 
 class Rejected(BaseMessage, frozen=True, tag=22):
@@ -262,10 +263,11 @@ class Rejected(BaseMessage, frozen=True, tag=22):
 
 
 class Members(BaseMessage, frozen=True, tag=23):
-    """Coordinator → processes: members that joined or changed, and members that are gone for good."""
+    """Coordinator → process: members that share requests with it, and those among them that are gone for good."""
 
     joined: tuple[Member, ...] = ()
     gone: tuple[str, ...] = ()
+    beat_s: float | None = None  #: As in `Welcome`; None: as before.
 
 
 class Ready(BaseMessage, frozen=True, tag=24):
@@ -273,7 +275,7 @@ class Ready(BaseMessage, frozen=True, tag=24):
 
 
 class Beat(BaseMessage, frozen=True, tag=25):
-    """Process → coordinator, about once a second: load and progress, never proof of life."""
+    """Process → coordinator, about once a second, unordered: load and progress, never proof of life."""
 
     waiting: dict[str, int]  #: stage -> requests in its queue
     running: dict[str, int]  #: stage -> requests being computed

@@ -21,19 +21,48 @@ def said(made: CoordinatorHarness, incarnation: str, kind: type) -> list[object]
     return [one for one in made.channels.said[incarnation] if isinstance(one, kind)]
 
 
-async def test_who_joins_is_welcomed_with_the_others_and_they_are_told() -> None:
+async def test_who_joins_is_welcomed_and_nobody_is_told_before_a_request_is_bound_to_both() -> None:
     async with coordinator_harness(joined=False) as made:
         assert made.hello("f1", "front")
         assert made.hello("v1", "voice")
         (first,) = said(made, "f1", Welcome)
         (second,) = said(made, "v1", Welcome)
         assert isinstance(first, Welcome) and isinstance(second, Welcome)
-        assert first.members == ()
-        assert [one.incarnation for one in second.members] == ["f1"]
         assert (second.publisher, second.coordinator.incarnation, second.via) == ("ipc:///pub", "cc", "ipc:///cc")
-        (news,) = said(made, "f1", Members)
-        assert isinstance(news, Members)
-        assert [one.incarnation for one in news.joined] == ["v1"]
+        assert said(made, "f1", Members) == said(made, "v1", Members) == []
+
+
+def told(made: CoordinatorHarness, incarnation: str) -> list[list[str]]:
+    """The members that each Members message to it named."""
+    return [[one.incarnation for one in news.joined] for news in said(made, incarnation, Members)]  # type: ignore[attr-defined]
+
+
+async def test_a_bound_request_tells_its_instances_of_each_other_once_and_brings_their_facts_along() -> None:
+    async with coordinator_harness() as made:
+        made.join("v2", "voice")
+        for number in range(4):
+            made.manager.admit(asked(f"r{number}"))
+        assert told(made, "f1") in ([["v1"], ["v2"]], [["v2"], ["v1"]])
+        assert told(made, "v1") == told(made, "v2") == [["f1"]]
+        for one in made.submitted("f1"):
+            assert {member.incarnation for member in one.header.members} == {"f1", one.header.bindings["shout"]}
+
+
+async def test_of_a_departure_only_those_hear_who_shared_requests_and_once_for_all_of_a_moment() -> None:
+    async with coordinator_harness() as made:
+        made.join("f2", "front")
+        made.join("v2", "voice")
+        made.join("v3", "voice")
+        for number in range(24):
+            made.manager.admit(asked(f"r{number}"))
+        knew = {name: {one for names in told(made, name) for one in names} for name in ("f1", "f2")}
+        made.coordinator.lost("v1")
+        made.coordinator.lost("v2")
+        await came(lambda: all(said(made, name, Members)[-1].gone for name in knew if knew[name] & {"v1", "v2"}))  # type: ignore[attr-defined]
+        for name, others in knew.items():
+            gone = [news.gone for news in said(made, name, Members) if news.gone]  # type: ignore[attr-defined]
+            assert [set(names) for names in gone] == ([others & {"v1", "v2"}] if others & {"v1", "v2"} else [])
+        assert not any(news.gone for news in said(made, "v3", Members))  # type: ignore[attr-defined]
 
 
 async def test_who_says_hello_again_is_welcomed_again_and_nobody_else_is_troubled() -> None:
@@ -44,7 +73,6 @@ async def test_who_says_hello_again_is_welcomed_again_and_nobody_else_is_trouble
         last = said(made, "v1", Welcome)[-1]
         assert isinstance(last, Welcome)
         assert last.via == "tcp://[::1]:1"
-        assert [one.incarnation for one in last.members] == ["f1"]
         assert len(said(made, "f1", Members)) == news
         assert made.membership.state.instances["v1"].ready
 
@@ -78,10 +106,9 @@ async def test_who_declares_other_edges_than_its_revision_has_gets_no_request_an
 
 async def test_the_dead_may_not_come_back_under_their_old_name() -> None:
     async with coordinator_harness() as made:
+        made.manager.admit(asked())
         made.coordinator.lost("v1")
-        (gone,) = said(made, "f1", Members)[-1:]
-        assert isinstance(gone, Members)
-        assert gone.gone == ("v1",)
+        await came(lambda: said(made, "f1", Members)[-1] == Members(gone=("v1",)))
         assert not made.hello("v1", "voice")
         assert made.refused("v1")[-1] == Rejected("v1", "this incarnation was declared dead", True)
 
@@ -102,9 +129,7 @@ async def test_another_life_at_the_same_endpoint_buries_the_one_before_and_its_r
         made.join("v2", "voice", endpoint="ipc:///v1")
         assert set(made.membership.state.instances) == {"f1", "v2"}
         assert made.submitted("f1")[-1].header.bindings["shout"] == "v2"
-        (welcome,) = said(made, "v2", Welcome)
-        assert isinstance(welcome, Welcome)
-        assert [one.incarnation for one in welcome.members] == ["f1"]  # not its own earlier life
+        assert told(made, "v2") == [["f1"]]  # not its own earlier life
 
 
 async def test_an_instance_is_bound_only_once_it_is_ready() -> None:

@@ -149,10 +149,13 @@ class MemoryChannels:
         self._world.send(self._me, peer, message)
         return True
 
+    def hint(self, peer: str, message: Message) -> None:
+        self.send(peer, message)
+
     def publish(self, message: Message) -> None:
         self.published.append(message)
 
-    def connect(self, peer: str, endpoint: str) -> Any:
+    def connect(self, peer: str, endpoint: str, *, asleep: bool = False) -> Any:
         self.gone.discard(peer)
         return self.link(peer)
 

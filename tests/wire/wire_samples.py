@@ -51,19 +51,19 @@ from stage_runtime.wire.messages import (
 )
 from stage_runtime.wire.tensorrefs import TensorRef
 
-HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01")
+MEMBER: Final = Member("aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True)
+HEADER: Final = Header("r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", (MEMBER,))
 BODY: Final = Body(
     b"\x80", (TensorRef("payload.data['h']", (2, 3), "float32", 64, 24, "numpy"),), b"in", b"shm:x", copy_now=True
 )
 FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voice")
 TIMING: Final = Timing("thinker", 120, 3400, 1_717_000_000_000_000, (("a", False, 0), ("b", True, 5)), (("talker", 9),))
-MEMBER: Final = Member("aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ("s1", "s2"), True)
 
-_HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01"]
+_MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True]
+_HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", [_MEMBER]]
 _BODY: Final = [b"\x80", [["payload.data['h']", [2, 3], "float32", 64, 24, "numpy"]], b"in", b"shm:x", True]
 _FAILURE: Final = ["stage_failed", "ValueError: no", "talker", "run", "voice"]
 _TIMING: Final = ["thinker", 120, 3400, 1_717_000_000_000_000, [["a", False, 0], ["b", True, 5]], [["talker", 9]]]
-_MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True]
 
 #: (the message, what `msgpack` reads: the tag, then the fields in order)
 SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
@@ -87,9 +87,9 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (Skip(HEADER, "thinker", "talker", 7), [12, _HEADER, "thinker", "talker", 7]),
     (Stalled("thinker", "talker", True), [13, "thinker", "talker", True]),
     (Hello(MEMBER, "1:ef01", "hello", "tcp://c:1"), [20, _MEMBER, "1:ef01", "hello", "tcp://c:1"]),
-    (Welcome("tcp://c:2", MEMBER, "tcp://c:1", (MEMBER,)), [21, "tcp://c:2", _MEMBER, "tcp://c:1", [_MEMBER]]),
+    (Welcome("tcp://c:2", MEMBER, "tcp://c:1", 2.0), [21, "tcp://c:2", _MEMBER, "tcp://c:1", 2.0]),
     (Rejected("aa", "declared dead", True), [22, "aa", "declared dead", True]),
-    (Members((MEMBER,), ("bb",)), [23, [_MEMBER], ["bb"]]),
+    (Members((MEMBER,), ("bb",), 4.0), [23, [_MEMBER], ["bb"], 4.0]),
     (Ready(), [24]),
     (Beat({"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}), [25, {"a": 1}, {"a": 2}, {"a": 3}, {"lag": 0.5}]),
     (Deregister("SIGTERM"), [26, "SIGTERM"]),

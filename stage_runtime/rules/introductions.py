@@ -1,0 +1,66 @@
+"""Which instances have been told of each other, and who must hear of a departure. Pure: the caller passes the time.
+
+Two instances are introduced when a request is bound to both and an edge connects its stages there. So an instance hears
+only of those that it shares requests with, and a join or a departure costs what its own neighbours are, not what all
+members are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+#: So long after an introduction, requests bring it along: they may overtake it on another link.
+FRESH_S: Final = 5.0
+
+
+class News(msgspec.Struct, frozen=True):
+    """What a binding makes known."""
+
+    told: dict[str, list[str]]  #: Each instance -> those that it must be told of now.
+    along: set[str]  #: The instances whose facts the request brings along.
+
+
+NOTHING: Final = News({}, set())
+
+
+class Introductions:
+    """All pairs that one coordinator has introduced."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, float]] = {}  #: one -> other -> when they were introduced. Symmetrical.
+
+    def bind(self, edges: Iterable[tuple[str, str, str]], bindings: Mapping[str, str], now: float) -> News:
+        """A request is bound. edges: of its revision; those of stages that are not bound are ignored."""
+        told: dict[str, list[str]] = {}
+        along: set[str] = set()
+        for source, target, _ in edges:
+            one, other = bindings.get(source), bindings.get(target)
+            if one is None or other is None or one == other:
+                continue
+            known = self._known.get(one)
+            at = known.get(other) if known is not None else None
+            if at is None:
+                self._known.setdefault(one, {})[other] = now
+                self._known.setdefault(other, {})[one] = now
+                told.setdefault(one, []).append(other)
+                told.setdefault(other, []).append(one)
+            elif now - at > FRESH_S:
+                continue
+            along.update((one, other))
+        return News(told, along) if along else NOTHING
+
+    def leave(self, incarnation: str) -> list[str]:
+        """It is gone for good. Returns: those that were told of it."""
+        knew = self._known.pop(incarnation, None)
+        if knew is None:
+            return []
+        for other in knew:
+            self._known[other].pop(incarnation, None)
+        return list(knew)
+
+    def known(self, one: str, other: str) -> bool:
+        """Whether the two were introduced: the next request between them opens no link."""
+        return other in self._known.get(one, ())

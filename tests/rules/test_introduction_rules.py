@@ -1,0 +1,76 @@
+"""Who hears of whom: exactly those that requests bring together, once; of a departure, exactly those that knew."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.rules import beats
+from stage_runtime.rules.introductions import FRESH_S, NOTHING, Introductions
+
+EDGES = (("a", "b", "normal"), ("b", "c", "normal"), ("a", "c", "stream"))
+INSTANCES = {"a": ["a1", "a2"], "b": ["b1", "b2", "ab"], "c": ["c1", "c2"]}
+BINDINGS = st.fixed_dictionaries({}, optional={stage: st.sampled_from(names) for stage, names in INSTANCES.items()})
+
+
+def test_a_pair_is_told_once_and_brought_along_while_it_is_fresh() -> None:
+    made = Introductions()
+    first = made.bind(EDGES, {"a": "a1", "b": "b1"}, 0.0)
+    assert (first.told, first.along) == ({"a1": ["b1"], "b1": ["a1"]}, {"a1", "b1"})
+    again = made.bind(EDGES, {"a": "a1", "b": "b1"}, FRESH_S)
+    assert (again.told, again.along) == ({}, {"a1", "b1"})
+    assert made.bind(EDGES, {"a": "a1", "b": "b1"}, FRESH_S + 1) is NOTHING
+
+
+def test_stages_of_one_instance_and_stages_that_are_not_bound_introduce_nobody() -> None:
+    assert Introductions().bind(EDGES, {"a": "one", "b": "one"}, 0.0) is NOTHING
+    assert Introductions().bind(EDGES, {"a": "a1", "x": "x1"}, 0.0) is NOTHING
+
+
+@given(st.lists(st.one_of(BINDINGS, st.sampled_from([one for names in INSTANCES.values() for one in names]))))
+def test_each_hears_of_exactly_those_it_shares_edges_with_and_of_their_departures(
+    events: list[dict[str, str] | str],
+) -> None:
+    made = Introductions()
+    told: dict[str, set[str]] = {}  #: What each instance has heard and not heard the end of.
+    now = 0.0
+    for event in events:
+        now += 1.0
+        if isinstance(event, str):
+            assert set(made.leave(event)) == {one for one, others in told.items() if event in others}
+            told.pop(event, None)
+            for others in told.values():
+                others.discard(event)
+            continue
+        news = made.bind(EDGES, event, now)
+        for one, others in news.told.items():
+            assert len(set(others)) == len(others)
+            assert told.setdefault(one, set()).isdisjoint(others), "nobody is told twice"
+            told[one].update(others)
+        wanted = {
+            (event[source], event[target])
+            for source, target, _ in EDGES
+            if source in event and target in event and event[source] != event[target]
+        }
+        for one, other in wanted:
+            assert other in told[one] and one in told[other]
+            assert made.known(one, other) and made.known(other, one)
+        assert set(news.told) <= news.along <= {name for pair in wanted for name in pair}
+
+
+@given(st.lists(st.integers(0, 30_000), min_size=1))
+def test_beats_cost_at_most_their_share_and_their_time_changes_seldom(sizes: list[int]) -> None:
+    told, changes = 0.0, 0
+    for members in sizes:
+        before, told = told, beats.interval_s(members, told)
+        changes += told != before
+        load = members * beats.BEAT_COST_S / told if told else members * beats.BEAT_COST_S / beats.SHORTEST_S * 0.05
+        assert load <= beats.SHARE or told == beats.LONGEST_S
+        assert told <= beats.LONGEST_S
+    assert beats.interval_s(10) == 0.0
+
+
+def test_the_time_between_beats_grows_in_steps_and_falls_late() -> None:
+    assert [beats.interval_s(members) for members in (100, 1000, 3000, 100_000)] == [0.0, 0.5, 2.0, 8.0]
+    assert beats.interval_s(2000, told_s=2.0) == 2.0
+    assert beats.interval_s(1000, told_s=2.0) == 0.5

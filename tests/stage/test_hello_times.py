@@ -1,0 +1,32 @@
+"""When a process says Hello: ever less often, and not all processes at once."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.stage.registration import HELLO_MOST_S, HelloTimes
+
+
+def said(times: HelloTimes, until_s: float, step_s: float = 0.01) -> list[float]:
+    return [step * step_s for step in range(int(until_s / step_s)) if times.due(step * step_s)]
+
+
+def test_it_is_said_at_once_and_then_ever_less_often() -> None:
+    found = said(HelloTimes(0.0, spread_s=0.0, random=lambda low, high: (low + high) / 2), 60.0)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(found)]
+    assert found[0] == 0.0
+    assert gaps[0] < 0.12
+    assert all(longer >= shorter - 0.02 for shorter, longer in itertools.pairwise(gaps))
+    assert HELLO_MOST_S - 0.02 < gaps[-1] < HELLO_MOST_S + 0.02
+    assert len(found) < 40
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=30, max_size=30))
+def test_the_first_comes_within_the_spread_whatever_is_drawn(drawn: list[float]) -> None:
+    values = iter(drawn)
+    times = HelloTimes(0.0, spread_s=4.0, random=lambda low, high: low + (high - low) * next(values, 0.5))
+    found = said(times, 10.0)
+    assert found[0] <= 4.01
