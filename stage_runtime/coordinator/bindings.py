@@ -40,7 +40,8 @@ class Bindings:
         Raises: RequestError: there is no complete set of instances.
         """
         try:
-            return self._membership.state.bind(avoid=avoid, terminals=terminals)
+            interrupted = self._membership.interrupted
+            return self._membership.state.bind(avoid=avoid | interrupted if interrupted else avoid, terminals=terminals)
         except Unbindable as error:
             raise RequestError(
                 "unavailable",

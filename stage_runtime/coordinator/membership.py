@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 from omnipipeline_spec.types.plan import PipelineRevision
@@ -197,6 +197,11 @@ class Membership:
         self.state.update(revisions)
         self._rests = _rests(revisions)
         self._log_ineligible(*self.state.instances)
+
+    @property
+    def interrupted(self) -> Set[str]:
+        """The members whose connection is broken at the moment. Many at once are one host or one rack that is lost."""
+        return self._channels.interrupted
 
     def set_aside(self, hosts: Sequence[str]) -> None:
         """The pods at these addresses were taken out of their units: bound requests finish, no new one is bound."""

@@ -95,6 +95,7 @@ class Channels:
         """
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
+        self.interrupted: set[str] = set()  #: Peers whose connection broke and is not back: most are lost soon.
         #: Monotonic time of the last frame of another protocol, or connection that ended at once.
         self.other_protocol_at = -math.inf
         self._handler = handler
@@ -252,6 +253,7 @@ class Channels:
         link = self._links.pop(peer, None)
         if link is not None:
             self._close_link(link)
+            self.interrupted.discard(peer)
             self._given_up.pop(peer, None)
             self._given_up[peer] = link.incoming
             if len(self._given_up) > GIVEN_UP_KEPT:
@@ -453,10 +455,12 @@ class Channels:
         if connection is None:
             return
         if connected:
+            self.interrupted.discard(link.peer)
             self.counters["connected"] += 1
             self._resending.again(link)
             self._acks.connected(link)
             return
+        self.interrupted.add(link.peer)
         self.counters["disconnected"] += 1
         self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, connection.breaks)
 

@@ -99,6 +99,7 @@ class MemoryChannels:
         self.counters: Counter[str] = Counter()
         self.other_protocol_at = -math.inf
         self.linked: set[str] = set()
+        self.interrupted: set[str] = set()
         self.said: dict[str, list[Message]] = defaultdict(list)
         self.published: list[Message] = []
 

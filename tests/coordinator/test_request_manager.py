@@ -342,6 +342,28 @@ async def test_a_second_loss_ends_the_request_with_its_reason() -> None:
         assert (error.code, error.stage, error.retry_after_s) == ("unavailable", "shout", 1.0)
 
 
+async def test_of_many_that_die_at_once_none_gets_what_another_had() -> None:
+    """Their connections break within milliseconds of each other; each is declared dead after a grace of its own."""
+    async with coordinator_harness() as made:
+        for name in ("v2", "v3", "v4"):
+            made.join(name, "voice")
+        handles = [made.manager.admit(asked(f"r{number}")) for number in range(8)]
+        made.channels.interrupted = {"v1", "v2", "v3"}
+        for gone in ("v1", "v2", "v3"):
+            made.coordinator.lost(gone)
+            made.channels.interrupted -= {gone}
+        assert {handle.bindings["shout"] for handle in handles} == {"v4"}
+        assert made.manager.stats.retried == 6
+
+
+async def test_an_instance_whose_connection_is_broken_serves_while_there_is_no_other() -> None:
+    async with coordinator_harness() as made:
+        made.channels.interrupted = {"v1"}
+        assert made.manager.admit(asked("r1")).bindings["shout"] == "v1"
+        made.join("v2", "voice")
+        assert made.manager.admit(asked("r2")).bindings["shout"] == "v2"
+
+
 async def test_what_was_streamed_to_the_client_is_not_sent_again() -> None:
     async with coordinator_harness() as made:
         handle = made.manager.admit(asked(stream=True))
