@@ -1,0 +1,159 @@
+"""Fleets of 10 to 3,000 instances: what it costs to join, to serve, to roll, and to lose a tenth at once.
+
+    python -m benchmarks.scale [--instances N …] [--side-by-side N] [--requests N] [--streams N] [--json FILE]
+
+Real coordinators and real `Channels` over Unix sockets; light instances in few processes (`scalelab.fakes`). Ten
+groups, one after the other. Processor time is that of the coordinator. Exit code 1: a figure is beyond its target.
+Pictures: `docs/pictures/scaling.py` draws them from the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.scalelab import children, fleet, simulation, streams
+from benchmarks.scalelab.fleet import Changed, Fleet, Joined, Served, SideBySide
+from benchmarks.scalelab.streams import Streams
+
+BASE = 10  # instances: what a request's cost is compared with
+JOIN_S, LINK_BYTES, LINK_DESCRIPTORS, COST, WORST, STREAM_BYTES = 60.0, 64 << 10, 3.0, 1.2, 1.3, 100 << 10
+BALANCE_S = 20.0
+
+
+class Simulated(msgspec.Struct, frozen=True):
+    """The load of the worst instance over time, divided by the mean."""
+
+    instances: int  #: Of one group.
+    coordinators: int
+    worst: float
+
+
+class Figures(msgspec.Struct):
+    """Of one run."""
+
+    machine: str
+    joined: list[Joined] = []
+    served: list[Served] = []
+    side_by_side: list[SideBySide] = []
+    changed: list[Changed] = []
+    simulated: list[Simulated] = []
+    streams: list[Streams] = []
+
+    def beyond(self) -> Iterator[str]:
+        """What is beyond its target."""
+        for one in self.joined:
+            if one.join_s > JOIN_S:
+                yield f"{one.instances} instances joined in {one.join_s:.1f} s, not in {JOIN_S:g} s"
+        for served in self.served:
+            if served.bytes_per_link > LINK_BYTES or served.descriptors_per_link > LINK_DESCRIPTORS:
+                link = f"{served.bytes_per_link / 1024:.0f} KiB and {served.descriptors_per_link:.1f} descriptors"
+                yield f"{served.instances} instances: a link takes {link}"
+            if served.processor_us > COST * served.base_processor_us:
+                cost = f"{served.processor_us:.0f} us, {served.base_processor_us:.0f} us with {BASE}"
+                yield f"{served.instances} instances: a request costs {cost}"
+            if served.failed:
+                yield f"{served.instances} instances: {served.failed} requests failed"
+        for side in self.side_by_side:
+            if side.processor_us > COST * self.side_by_side[0].processor_us:
+                yield f"{side.coordinators} coordinators: a request costs {side.processor_us:.0f} us"
+            if side.worst > WORST:
+                yield f"{side.coordinators} coordinators: the worst instance has {side.worst:.2f} of the mean"
+        for simulated in self.simulated:
+            if simulated.worst > WORST:
+                yield f"simulated {simulated.instances}: the worst instance has {simulated.worst:.2f} of the mean"
+        for changed in self.changed:
+            if changed.failed:
+                yield f"{changed.what} of {changed.instances}: {changed.failed} requests failed: {changed.reasons}"
+        for held in self.streams:
+            if held.bytes_per_stream > STREAM_BYTES:
+                yield f"an idle stream takes {held.bytes_per_stream / 1024:.0f} KiB"
+
+
+async def measure(figures: Figures, arguments: argparse.Namespace) -> None:
+    if arguments.instances:
+        base, joined = await fleet.start(BASE, 1)
+        figures.joined.append(joined)
+        show(joined)
+        try:
+            for instances in arguments.instances:
+                await measure_fleet(figures, instances, base, arguments)
+        finally:
+            await fleet.stop(base)
+    if arguments.side_by_side:
+        await measure_side_by_side(figures, arguments)
+    if arguments.streams:
+        figures.streams.append(await streams.measure(arguments.streams))
+        show(figures.streams[-1])
+
+
+async def measure_fleet(figures: Figures, instances: int, base: Fleet, arguments: argparse.Namespace) -> None:
+    made, joined = await fleet.start(instances, 1)
+    try:
+        figures.joined.append(joined)
+        show(joined)
+        figures.served.append(await fleet.serve(made, base, arguments.requests))
+        show(figures.served[-1])
+        figures.changed.append(await fleet.roll(made, arguments.at_once))
+        show(figures.changed[-1])
+        figures.changed.append(await fleet.kill_a_tenth(made))
+        show(figures.changed[-1])
+    finally:
+        await fleet.stop(made)
+
+
+async def measure_side_by_side(figures: Figures, arguments: argparse.Namespace) -> None:
+    most = max(arguments.coordinators)
+    made, joined = await fleet.start(arguments.side_by_side, most)
+    try:
+        figures.joined.append(joined)
+        show(joined)
+        for side in await fleet.side_by_side(made, arguments.coordinators, arguments.requests, BALANCE_S):
+            figures.side_by_side.append(side)
+            show(side)
+    finally:
+        await fleet.stop(made)
+    for instances in arguments.simulated:
+        outcome = simulation.run(simulation.Fleet(instances=instances, coordinators=most))
+        figures.simulated.append(Simulated(instances, most, outcome.worst_average))
+        show(figures.simulated[-1])
+
+
+def show(figure: msgspec.Struct) -> None:
+    fields = {name: getattr(figure, name) for name in figure.__struct_fields__}
+    shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in fields.items())
+    print(f"{type(figure).__name__:9}", "  ".join(shown), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--instances", type=int, nargs="*", default=[100, 300, 1000, 3000])
+    parser.add_argument("--coordinators", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--side-by-side", type=int, default=100, help="instances, with several coordinators; 0: none")
+    parser.add_argument("--simulated", type=int, nargs="*", default=[3, 10, 30, 100, 300, 1000])
+    parser.add_argument("--requests", type=int, default=3000, help="measured at each coordinator")
+    parser.add_argument("--at-once", type=int, default=50, help="instances that a roll replaces at a time")
+    parser.add_argument("--streams", type=int, default=10_000, help="idle HTTP streams; 0: none")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    children.raise_limits()
+    figures = Figures(f"{platform.machine()}, Python {platform.python_version()}")
+    try:
+        asyncio.run(measure(figures, arguments))
+    finally:
+        if arguments.json is not None:
+            arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1) + b"\n")
+    problems = list(figures.beyond())
+    for problem in problems:
+        print(f"beyond its target: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""A light instance: real `Channels`, registration and membership of a stage process; no engine, no relay, no threads.
+
+It passes each request to the next stage, or completes it, as a stage process would. Many of them share one process
+and one loop (`instances`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
+from stage_runtime.payloads import encoding
+from stage_runtime.rules import edges
+from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.membership import StageMembership
+from stage_runtime.stage.process_context import ProcessContext
+from stage_runtime.stage.registration import Registration
+from stage_runtime.wire.messages import (
+    Beat,
+    Body,
+    Complete,
+    DataReady,
+    Header,
+    Hello,
+    Member,
+    Message,
+    Rejected,
+    RequestRef,
+    Submit,
+    Timing,
+    Unbound,
+    Welcome,
+)
+
+GROUPS: Final = tuple(f"stage{number}" for number in range(10))  #: One stage each, one after the other.
+PIPELINE: Final = "scale"
+BEAT_S: Final = 1.0
+IDLE_AFTER_S: Final = 60.0  # as a stage process
+FACTS: Final = {"tcp": {"endpoint": "tcp://127.0.0.1:5551", "token": "0" * 32}}  # as large as real ones
+
+
+def revision_of(unit_revision: str, groups: tuple[str, ...] = GROUPS) -> PipelineRevision:
+    """The pipeline revision in which all units have this revision."""
+    return PipelineRevision(
+        revision=unit_revision,
+        units=dict.fromkeys(groups, unit_revision),
+        groups={name: name for name in groups},
+        stages={name: name for name in groups},
+        entry=groups[0],
+        terminals=(groups[-1],),
+        edges=tuple((source, target, "normal") for source, target in itertools.pairwise(groups)),
+    )
+
+
+def plan_of(group: str, groups: tuple[str, ...] = GROUPS) -> StagePlan:
+    at = groups.index(group)
+    return StagePlan(
+        name=group,
+        group=group,
+        factory="none",
+        entry=at == 0,
+        terminal=at == len(groups) - 1,
+        next=groups[at + 1 : at + 2],
+        inputs_from=groups[max(at - 1, 0) : at],
+    )
+
+
+class NoRelays:
+    """What is asked of `relays.dispatch.Relays` when all payloads ride in their messages."""
+
+    def facts(self) -> dict[str, Any]:
+        return FACTS
+
+    def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
+        return ()
+
+    def forget(self, peer: str) -> None: ...
+
+    def cleanup(self, request_id: str) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+def _result() -> Body:
+    extracted = encoding.extract("done", where="result")
+    return Body(extracted.value_bytes, tuple(extracted.refs), extracted.flat())
+
+
+RESULT: Final = _result()
+
+
+class LightInstance:
+    """One instance of one group. `sockets.channels.Handler`."""
+
+    def __init__(
+        self,
+        group: str,
+        unit_revision: str,
+        *,
+        folder: str,
+        coordinators: tuple[str, ...],
+        loop: asyncio.AbstractEventLoop,
+        work_s: Callable[[], float] = lambda: 0.0,
+        groups: tuple[str, ...] = GROUPS,
+    ) -> None:
+        """work_s: how long it takes for the next request; 0: none."""
+        self.incarnation = secrets.token_hex(8)
+        self.heard: Counter[str] = Counter()  #: Messages by type.
+        self.running = 0
+        self.served = 0
+        self.load_s = 0.0  #: Requests here, summed over time.
+        self._loop = loop
+        self._work_s = work_s
+        self._changed_at = loop.time()
+        self._owing: set[str] = set()  #: Coordinators that have not said Unbound.
+        self._plan = plan_of(group, groups)
+        self._process = ProcessContext(self.incarnation)
+        self._membership = StageMembership([self._plan], self._process, loop)
+        self.channels = Channels(self, incarnation=self.incarnation, loop=loop, idle_after_s=IDLE_AFTER_S)
+        endpoint = self.channels.bind(f"ipc://{folder}/{self.incarnation}")
+        relays: Any = NoRelays()
+        self.member = Member(self.incarnation, group, group, unit_revision, endpoint, FACTS, (group,))
+        self.registration = Registration(
+            self.channels, endpoints=coordinators, resolve=_as_it_is, hello=self._hello, welcomed=lambda: None
+        )
+        self._process.wire(self.channels, relays)
+        self._membership.wire(self.registration)
+        self._membership.announce_ready()
+        self._tasks = [loop.create_task(self.registration.run()), loop.create_task(self._beat())]
+
+    @property
+    def links(self) -> int:
+        return len(self.channels.peers)
+
+    async def drain(self) -> None:
+        """Leave as a stage process does: no new request, the bound ones to their end."""
+        self._owing = set(self.registration.coordinators)
+        self._membership.deregister("a roll")
+        async with asyncio.timeout(60):
+            while self._owing or self.running:
+                await asyncio.sleep(0.05)
+        await self.channels.settled(5.0)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._membership.reset()  # its timers connect to nobody any more
+        self.channels.close()
+
+    def account(self) -> float:
+        """Requests here, summed over time until now."""
+        now = self._loop.time()
+        self.load_s += self.running * (now - self._changed_at)
+        self._changed_at = now
+        return self.load_s
+
+    def send(self, peer: str, message: Message) -> bool:
+        return self._process.send(peer, message)
+
+    # --- sockets.channels.Handler -------------------------------------------------------------------------------
+
+    def introduced(self, sender: str, message: Message) -> bool:
+        self.heard[type(message).__name__] += 1
+        if isinstance(message, DataReady):
+            return self._membership.introduced(sender, message.header.members)
+        return isinstance(message, Welcome) and self.registration.welcomed(sender, message)
+
+    def received(self, sender: str, message: Message) -> None:
+        self.heard[type(message).__name__] += 1
+        match message:
+            case Submit() | DataReady():
+                self._membership.meet(message.header.members)
+                self.work(message)
+            case Welcome():
+                self._membership.welcome(sender, message)
+            case Unbound():
+                self._owing.discard(sender)
+            case Rejected():
+                raise AssertionError(message.reason)
+            case _:
+                handler = self._membership.handlers.get(type(message))
+                if handler is not None:
+                    handler(sender, message)
+
+    def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
+        raise AssertionError(problem)
+
+    def lost(self, peer: str) -> None:
+        self._owing.discard(peer)
+        self._membership.lost(peer)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _hello(self, via: str) -> Hello:
+        return Hello(self.member, edges.of_process([self._plan]), PIPELINE, via)
+
+    def work(self, message: Submit | DataReady) -> None:
+        """Serve a request."""
+        header = message.header
+        self.account()
+        self.running += 1
+        takes_s = self._work_s()
+        if takes_s:
+            self._loop.call_later(takes_s, self._done, header)
+        else:
+            self._done(header)
+
+    def _done(self, header: Header) -> None:
+        self.account()
+        self.running -= 1
+        self.served += 1
+        stage = self._plan.name
+        if self._plan.terminal:
+            complete = Complete(header.request_id, header.attempt, stage, RESULT, timings=(Timing(stage, 1, 1),))
+            self._process.send(header.owner, complete)
+            return
+        (target,) = self._plan.next
+        self._process.send(header.bindings[target], DataReady(header, stage, target, RESULT))
+
+    async def _beat(self) -> None:
+        stage = self._plan.name
+        while True:
+            await asyncio.sleep(max(BEAT_S, self._membership.beat_s) * random.uniform(0.1, 1.9))
+            self._membership.hint(Beat({stage: 0}, {stage: self.running}, {stage: self.served}))
+
+
+async def _as_it_is(endpoint: str) -> list[str]:
+    return [endpoint]

@@ -1,0 +1,30 @@
+"""A small fleet over real sockets: two coordinators and sixty light instances, of which a tenth dies at once.
+
+`benchmarks/scale.py` does the same with up to 3,000, and measures it.
+"""
+
+from __future__ import annotations
+
+from benchmarks.scalelab import fakes, fleet
+
+INSTANCES = 60
+
+
+async def test_a_tenth_of_a_fleet_that_dies_at_once_loses_no_request_and_a_roll_of_the_rest_neither() -> None:
+    made, joined = await fleet.start(INSTANCES, 2)
+    try:
+        assert joined.coordinator_descriptors_per_peer < 4
+        died = await fleet.kill_a_tenth(made)
+        assert (died.failed, died.reasons) == (0, {}) and died.requests > 0
+        rolled = await fleet.roll(made, at_once=10)
+        assert (rolled.failed, rolled.reasons) == (0, {}) and rolled.requests > 0
+    finally:
+        await fleet.stop(made)
+
+
+async def test_a_fleet_is_divided_evenly_with_a_tenth_of_each_group_in_the_last_process() -> None:
+    for of_each_group in (1, 6, 10, 30, 100, 300):
+        shares = fleet.shares(of_each_group)
+        assert sum(shares) == of_each_group
+        assert shares[-1] == max(1, of_each_group // 10)
+        assert all(0 < share * len(fakes.GROUPS) <= fleet.MOST_IN_A_PROCESS for share in shares)
