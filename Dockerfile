@@ -77,7 +77,7 @@ right or sys.exit("VARIANT=%s, but torch %s is built for %s: name its index by T
 FROM torch AS stage-dependencies
 ARG EXTRAS=""
 COPY --from=requirements /build/*.txt ./
-RUN $INSTALL --prefix /more -r runtime.txt \
+RUN $INSTALL --prefix /more -r runtime.txt -r otel.txt \
     && for extra in $(echo "$EXTRAS" | tr , ' '); do $INSTALL --prefix /more -r "$extra.txt" || exit 1; done \
     && $PRUNE
 

@@ -117,6 +117,7 @@ class _Work:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.attempt = 1
         self.bindings: dict[str, str] = {}
         self.over = self.at_engine = False
         self.emitted = Emitted(request_id)

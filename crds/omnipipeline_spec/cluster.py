@@ -337,8 +337,11 @@ class NetworkPolicy(Spec, frozen=True, kw_only=True):
 class Tracing(Spec, frozen=True, kw_only=True):
     """OpenTelemetry traces."""
 
-    endpoint: Annotated[Text | None, doc("OTLP endpoint; unset sends none.")] = None
-    sample_ratio: Annotated[Annotated[float, Meta(ge=0, le=1)], doc("Share of requests that are traced.")] = 1
+    endpoint: Annotated[Text | None, doc("OTLP over HTTP, such as http://collector:4318; unset sends none.")] = None
+    sample_ratio: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        doc("Share of requests that are traced, of those whose client has not decided (traceparent)."),
+    ] = 1
 
 
 class Observability(Spec, frozen=True, kw_only=True):

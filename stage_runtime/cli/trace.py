@@ -53,7 +53,7 @@ def draw(record: dict[str, Any], *, width: int) -> RenderableType:
     for label, start_ms, end_ms, parts, style in rows:
         bar = _bar(start_ms, parts, scale, bar_width)
         table.add_row(Text(label, style=style), bar, _ms(start_ms), _ms(end_ms - start_ms))
-    told = [_headline(record, total_ms), "", table]
+    told: list[Text | Table] = [_headline(record, total_ms), Text(), table]
     if record.get("error"):
         error = record["error"]
         where = f" in {error['stage']}" if error.get("stage") else ""

@@ -15,6 +15,7 @@ from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.profiling import Profiling
 from stage_runtime.coordinator.request_manager import RequestManager
+from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.profiler.session import Session
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
@@ -81,11 +82,12 @@ class Coordinator:
         revisions: Sequence[PipelineRevision],
         profiles: Session | None = None,
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Set the sockets and relays. Called once, before the first message is sent.
 
         endpoint, publisher: as the others must know them. profiles: of this process; None: it takes none.
-        terminal_stages: the pipeline's terminalStagesFn.
+        terminal_stages: the pipeline's terminalStagesFn. tracing: None: requests are not traced.
         """
         self._channels = channels
         self.membership = Membership(
@@ -109,6 +111,7 @@ class Coordinator:
             publish=channels.publish,
             terminal_stages=terminal_stages,
             clocks_us=clocks.offsets_us,
+            tracing=tracing,
         )
         self.profiling = Profiling(
             profiles,

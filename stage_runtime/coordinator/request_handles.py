@@ -20,6 +20,7 @@ from stage_runtime.errors import RequestError
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.rules.requests import Tracked
 from stage_runtime.rules.streams import Inbound
+from stage_runtime.telemetry.traceparents import TraceContext
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire.messages import Failure, Timing
 from stage_runtime.wire.values import OmniRequest
@@ -68,6 +69,7 @@ class RequestHandle:
         consumed: Callable[[RequestHandle, str, int], None],
         owner: str,
         traceparent: str | None,
+        trace_context: TraceContext | None = None,
         deadline: float,
         whole: bool = False,
         clocks_us: Mapping[str, int] = {},
@@ -80,6 +82,7 @@ class RequestHandle:
         self.bindings: dict[str, str] = {}
         self.revision = ""
         self.traceparent = traceparent
+        self.trace_context = trace_context
         self.deadline = deadline  #: On the loop's clock.
         self.timings: dict[str, Timing] = {}
         self.observed = Observed(admitted_us=time.time_ns() // 1000, clocks_us=clocks_us)

@@ -28,6 +28,7 @@ from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
+from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.errors import IllegalEvent, RequestError
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
@@ -79,8 +80,9 @@ class RequestManager:
         publish: Callable[[Message], None],
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
         clocks_us: Mapping[str, int] = {},
+        tracing: Tracing | None = None,
     ) -> None:
-        """clocks_us: instance -> what to add to its times."""
+        """clocks_us: instance -> what to add to its times. tracing: None: requests are not traced."""
         self.stats = RequestStats()
         self.send_queues = SendQueues(relays, send)
         self.abort_forwarding = AbortForwarding(membership.incarnation, send)
@@ -116,6 +118,7 @@ class RequestManager:
         self._attempts = itertools.count(1)
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._clocks_us = clocks_us
+        self._tracing = tracing
         self._started_at = time.monotonic()
 
     # --- events.RequestManagerApi -------------------------------------------------------------------------------------
@@ -148,6 +151,7 @@ class RequestManager:
             self._bindings.give_back(bindings)
             raise
         whole = not request.stream  # the client gets nothing before the end
+        context = self._tracing.begin(trace) if self._tracing is not None else None
         tracked = Tracked(request.id, admitted.terminals, retries=admitted.retries, whole=whole)
         handle = RequestHandle(
             request,
@@ -156,7 +160,8 @@ class RequestManager:
             cancel=self._cancel,
             consumed=self._consumed,
             owner=self._membership.incarnation,
-            traceparent=trace,
+            traceparent=trace if context is None else context.header,
+            trace_context=context,
             deadline=self._loop.time() + admitted.timeout_s,
             whole=whole,
             clocks_us=self._clocks_us,
@@ -206,6 +211,8 @@ class RequestManager:
         of_manager: Samples = {
             catalog.REQUESTS_IN_FLIGHT: {(): len(self._handles)},
             catalog.RETAINED_BODY_BYTES: {(): self._admission.kept_nbytes},
+            catalog.TRACES_SENT: {(): self._tracing.sent if self._tracing is not None else 0},
+            catalog.TRACES_DROPPED: {(): self._tracing.dropped if self._tracing is not None else 0},
         }
         own = planes.samples({COORDINATOR: self._gauges()})
         return {**self.stats.samples(), **of_manager, **self._membership.samples(), **own}
@@ -397,6 +404,8 @@ class RequestManager:
         self._consumed_notifier.forget(handle.id, handle.streams)
         handle.ended_at = time.monotonic()
         recorder.emit(profile.TERMINAL_RESPONSE, handle.id, COORDINATOR, {"state": handle.tracked.public_state})
+        if self._tracing is not None and handle.trace_context is not None:
+            self._tracing.ended(handle.trace_context, handle.record)
         self.stats.timed(handle.timings.values())
         failure = handle.tracked.failure
         self.stats.ended(handle.id, handle.kind, failure.code if failure is not None else "completed", handle.record)

@@ -216,14 +216,13 @@ def _record(event: events.Incoming, depth: int) -> None:
     """It leaves the queue, for the profiler. In the thread of the stage that takes it."""
     match event:
         case events.Start():
-            facts = {"kind": "payload"}
+            facts: dict[str, Any] = {"kind": "payload"}
         case events.ChunkIn():
             facts = {"kind": "chunk", "from_stage": event.chunk.source, "chunk_id": event.chunk.index}
         case _:
             return
-    work = event.work
-    attempt = work.attempt
-    recorder.emit(profile.STAGE_QUEUE_LEAVE, work.request_id, None, {**facts, "depth": depth, "attempt": attempt})
+    work, facts["depth"], facts["attempt"] = event.work, depth, event.work.attempt
+    recorder.emit(profile.STAGE_QUEUE_LEAVE, work.request_id, None, facts)
 
 
 def _late(work: Work) -> bool:

@@ -139,6 +139,15 @@ AUDIO_UNDERRUNS: Final = Metric(
     labels=("route",),
 )
 
+TRACES_SENT: Final = Metric(
+    name="omnipipeline_traces_sent_total", kind="counter", help="Requests whose spans an OpenTelemetry collector took"
+)
+TRACES_DROPPED: Final = Metric(
+    name="omnipipeline_traces_dropped_total",
+    kind="counter",
+    help="Sampled requests whose spans were dropped: the collector was away for too long, or refused them",
+)
+
 _OF_PROCESS: Final = ("process",)
 _OF_EDGE: Final = ("process", "source", "target")
 _OF_RELAY: Final = ("process", "relay")
@@ -249,6 +258,8 @@ COORDINATOR: Final = (
     HTTP_REQUEST_TIME,
     HTTP_SENT_BYTES,
     HTTP_HELD_BYTES,
+    TRACES_SENT,
+    TRACES_DROPPED,
 )
 #: What voice and chat services are judged by, served by coordinators. Of answers that have text, audio or usage.
 SERVICE: Final = (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import PROFILING_FILE
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.profiling import Limits
+from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import logs, process_context, statuspipe
@@ -27,6 +30,8 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets import limits
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.telemetry import settings as telemetry
+from stage_runtime.telemetry.exporting import Exporter
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
 from stage_runtime.web.apikeys import ApiKeys
@@ -157,6 +162,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         terminal_stages = resolve(plan.terminal_stages_fn, field="terminalStagesFn")
     profiles = process_context.profiles(settings, lambda: incarnation)
     stack.callback(profiles.close)
+    tracing = _tracing(plan.pipeline, incarnation, stack)
     coordinator.wire(
         channels,
         relays,
@@ -165,8 +171,34 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         publisher=process_context.advertised(settings.publish_advertise, publisher),
         revisions=read_revisions(settings.revisions),
         terminal_stages=terminal_stages,
+        tracing=tracing,
     )
     return coordinator
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even a parent of it
+        return False
+
+
+def _tracing(pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack) -> Tracing | None:
+    """None: nobody asks for traces, or they cannot be sent: then that is logged, and requests are served."""
+    try:
+        settings = telemetry.read(os.environ)
+    except ConfigurationError as error:
+        log.error("no traces are sent: %s", error)
+        return None
+    if settings is None:
+        return None
+    if not _installed("opentelemetry.proto.collector"):
+        log.error("no traces are sent: install the extra `otel` (pip install 'omnipipeline[otel]')")
+        return None
+    exporter = Exporter(settings, {"service.name": pipeline, "service.instance.id": incarnation})
+    stack.callback(exporter.close)
+    log.info("traces of %g of all requests go to %s", settings.ratio, settings.endpoint)
+    return Tracing(exporter, ratio=settings.ratio)
 
 
 def read_revisions(path: Path) -> list[PipelineRevision]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from omnipipeline_spec.cluster import Tracing
 from omnipipeline_spec.types.plan import GroupPlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import ConfigurationError
@@ -70,6 +71,17 @@ def environment(base: Mapping[str, str], *, path: Sequence[Path], code_dir: Path
     if code_dir is not None:
         kept["OMNI_CODE_DIR"] = str(code_dir)
     return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+def tracing(spec: Tracing | None) -> dict[str, str]:
+    """The variables of OpenTelemetry that ``observability.tracing`` sets, as the operator does in pods."""
+    if spec is None or spec.endpoint is None:
+        return {}
+    return {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": spec.endpoint,
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": str(spec.sample_ratio),
+    }
 
 
 def instance_name(group: str, replica: int) -> str:

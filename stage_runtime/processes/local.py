@@ -321,7 +321,8 @@ class LocalPipeline:
         if self._code:
             codefiles.write(self._code, code_dir)
         path = (*([code_dir] if self._code else []), *self._path)
-        return launching.environment(self._environ, path=path, code_dir=code_dir if self._code else None)
+        environ = {**self._environ, **launching.tracing(self.spec.observability.tracing)}
+        return launching.environment(environ, path=path, code_dir=code_dir if self._code else None)
 
     def _find(self, group: str) -> tuple[UnitPlan, GroupPlan]:
         groups = {plan.name: (unit, plan) for unit in self.plan.units for plan in unit.groups}

@@ -39,6 +39,7 @@ HONOURED: Final = frozenset(
     coordinator.http.apiKeySecretRef.optional
     coordinator.retries coordinator.drain.timeoutSeconds
     profiling.enabled profiling.maxSeconds
+    observability.tracing.endpoint observability.tracing.sampleRatio
     control.heartbeatSeconds control.deadAfterSeconds
     """.split()
 )
@@ -54,7 +55,6 @@ NOT_IN_THIS_VERSION: Final[Mapping[str, str]] = {
     "stages[].relay.device": "tensors travel through the host's memory",
     "dataPlane.rdma": "no relay uses RDMA devices",
     "dataPlane.allowTCP": "between pods tensors travel over tcp all the same",
-    "observability.tracing": "no spans are sent",
 }
 
 #: Field, with all that is in it -> what one machine has instead.

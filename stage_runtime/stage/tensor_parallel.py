@@ -181,6 +181,10 @@ class FollowedWork:
     def request_id(self) -> str:
         return self.key.request_id
 
+    @property
+    def attempt(self) -> int:
+        return self.key.attempt
+
 
 class FollowerOutput:
     """A follower's outbox: drops results, which rank 0 sends, and reports failures to rank 0."""

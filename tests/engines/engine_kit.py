@@ -21,6 +21,7 @@ class OneWork:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.attempt = 1
         self.bindings: dict[str, str] = {}
         self.cancelled = False
         self.over = False

@@ -152,6 +152,8 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "coordinator.drain.timeoutSeconds": ("coordinator.drain.timeoutSeconds=7",),
     "profiling.enabled": ("profiling.enabled=false",),
     "profiling.maxSeconds": ("profiling.maxSeconds=7",),
+    "observability.tracing.endpoint": ("observability.tracing.endpoint=http://collector:4318",),
+    "observability.tracing.sampleRatio": ("observability.tracing.sampleRatio=0.5",),
     "control.heartbeatSeconds": ("control.heartbeatSeconds=2",),
     "control.deadAfterSeconds": ("control.deadAfterSeconds=7",),
 }
@@ -173,7 +175,15 @@ def told(*changes: str) -> object:
     plan = planning.plan(loaded.spec, name=loaded.name)
     read = [msgspec.structs.replace(part, pod={}, revision="") for part in (*plan.units, plan.coordinator)]
     return msgspec.to_builtins(
-        (read, plan.replicas, plan.local_gpus, found, loaded.spec.endpoints, loaded.spec.profiling)
+        (
+            read,
+            plan.replicas,
+            plan.local_gpus,
+            found,
+            loaded.spec.endpoints,
+            loaded.spec.profiling,
+            loaded.spec.observability,
+        )
     )
 
 
