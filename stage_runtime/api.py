@@ -101,13 +101,15 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """What an `Autoregressive` stage has generated since the last call for the same request.
 
-    The first one comes before any token: ``begins``. finish: ``stop`` or ``length``, in the last one.
+    The first one comes before any token: ``begins``. finish: ``stop`` or ``length``, in the last one. answer: all text
+    so far, this one's included.
     prompt_tokens, completion_tokens: so far, of the whole request. cached_tokens: of the prompt, found in the cache.
     logprobs: for each token ``(logprob, [(token, logprob), …])``, if they were asked for.
     """
 
     text: str = ""
     tokens: tuple[int, ...] = ()
+    answer: str = ""
     begins: bool = False
     finish: str | None = None
     prompt_tokens: int = 0

@@ -11,7 +11,6 @@ from typing import Any
 import stage_runtime as omni
 from stage_models.voice.audio import Samples
 from stage_models.voice.conversation import Heard, Question, Script, Turn, Utterance
-from stage_models.voice.generation import Sampling
 from stage_models.voice.synthesis import MAX_SPEED, MIN_SPEED
 
 #: Sound file to speech: decoded, resampled, silence cut off; empty when nobody speaks.
@@ -33,21 +32,6 @@ def understand(request: omni.OmniRequest, hear: Hear) -> Heard | Question | Scri
     if request.kind == "transcription":
         return _dictation(request, hear)
     return _conversation(_messages(request), hear, aloud=aloud(request))
-
-
-def sampling(params: Mapping[str, Any], defaults: Sampling) -> Sampling:
-    """How to choose tokens: the request's parameters over the stage's own; ``max_tokens`` never above the stage's."""
-    wanted = params.get("max_tokens")
-    stop = params.get("stop")
-    return Sampling(
-        max_tokens=defaults.max_tokens
-        if wanted is None
-        else min(int(_number(wanted, "max_tokens", 1, 1e9)), defaults.max_tokens),
-        temperature=_number(_given(params, "temperature", defaults.temperature), "temperature", 0, 2),
-        top_p=_number(_given(params, "top_p", defaults.top_p), "top_p", 0, 1),
-        seed=defaults.seed if params.get("seed") is None else int(params["seed"]) % 2**63,
-        stop=defaults.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-    )
 
 
 def reading(request: omni.OmniRequest) -> tuple[str | None, float]:

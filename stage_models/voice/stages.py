@@ -27,7 +27,6 @@ from stage_models.voice.conversation import (
     Script,
     Turn,
 )
-from stage_models.voice.generation import ChatModel, Sampling
 from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
@@ -120,7 +119,7 @@ def chat(
     temperature: float = 0.0,
     threads: int = 1,
     dtype: str = "float32",
-) -> omni.Simple:
+) -> omni.Autoregressive:
     """Answer, token by token: to `write`, and to `speak` when it is to be heard.
 
     weights: a GGUF file (converted once, then kept) or a transformers checkpoint folder. max_tokens: the most that a
@@ -128,37 +127,39 @@ def chat(
     """
     source = checkpoints.locate(weights)
     checkpoint = source if source.is_dir() else checkpoints.from_gguf(source, say=context.progress)
-    model = ChatModel(checkpoint, threads=threads, dtype=dtype)
-    defaults = Sampling(max_tokens=max_tokens, temperature=temperature)
+    return omni.Autoregressive(
+        model=str(checkpoint),
+        prompt=_asked,
+        deliver=_answered,
+        params={"max_tokens": max_tokens, "temperature": temperature},
+        threads=threads,
+        dtype=dtype,
+    )
 
-    def run(payload: omni.StagePayload) -> Iterator[omni.Chunk | omni.Result]:
-        asked: Prompt = payload.data
-        request_id = payload.request.id
-        with span("scheduler_request_build", request_id):
-            sampling = requests.sampling(payload.request.params, defaults)
-            tokens = model.encode(asked.messages)
-        targets = ["write", "speak"] if asked.aloud else ["write"]
+
+def _asked(payload: omni.StagePayload) -> omni.Prompt:
+    asked: Prompt = payload.data
+    spoken = [{"role": turn.role, "content": turn.text} for turn in asked.messages]
+    return omni.Prompt(messages=spoken, params=payload.request.params)
+
+
+def _answered(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
+    asked: Prompt = payload.data
+    if generation.begins:
         yield omni.Chunk(Opening(transcript=asked.transcript, facts=asked.facts), to="write")
-        text = ""
-        emit("scheduler_prefill_start", request_id, prompt_tokens=len(tokens))
-        for piece in model.generate(tokens, sampling, cancelled=payload.request.cancelled):
-            if piece.text:
-                if not text:
-                    emit("scheduler_first_emit", request_id)
-                text += piece.text
-                yield omni.Chunk(piece.text, to=targets, modality="text")
-            if piece.finish:
-                yield omni.Result(
-                    Answer(
-                        text=text,
-                        aloud=asked.aloud,
-                        prompt_tokens=len(tokens),
-                        completion_tokens=piece.tokens,
-                        finish=piece.finish,
-                    )
-                )
-
-    return omni.Simple(run)
+    if generation.text:
+        targets = ["write", "speak"] if asked.aloud else ["write"]
+        yield omni.Chunk(generation.text, to=targets, modality="text")
+    if generation.finish is not None:
+        yield omni.Result(
+            Answer(
+                text=generation.answer,
+                aloud=asked.aloud,
+                prompt_tokens=generation.prompt_tokens,
+                completion_tokens=generation.completion_tokens,
+                finish=generation.finish,
+            )
+        )
 
 
 def write() -> omni.Streaming:

@@ -223,6 +223,29 @@ RELAY: Final[Mapping[str, Metric]] = {
     "handshake_failures": _of_relay("handshake_failures_total", "Connections refused for a wrong key or protocol"),
 }
 
+
+def _of_engine(short: str, help: str, *, kind: Literal["counter", "gauge"] = "gauge") -> Metric:
+    return Metric(name=f"omnipipeline_engine_{short}", kind=kind, help=help, labels=(*_OF_PROCESS, "stage"))
+
+
+#: By the names in `Inbox.gauges` of an `omni.Autoregressive` stage.
+ENGINE: Final[Mapping[str, Metric]] = {
+    "waiting": _of_engine("requests_waiting", "Requests in the engine's queue"),
+    "running": _of_engine("requests_running", "Requests of which each step computes tokens"),
+    "kv_blocks": _of_engine("kv_blocks", "Blocks of the KV cache"),
+    "kv_blocks_used": _of_engine("kv_blocks_used", "Blocks of requests that are computed"),
+    "kv_blocks_cached": _of_engine("kv_blocks_cached", "Blocks with a known prefix, used or not"),
+    "steps_total": _of_engine("steps_total", "Steps computed", kind="counter"),
+    "preemptions_total": _of_engine(
+        "preemptions_total", "Requests that gave their blocks to an older one", kind="counter"
+    ),
+    "prompt_tokens_total": _of_engine("prompt_tokens_total", "Tokens of prompts", kind="counter"),
+    "prefix_hit_tokens_total": _of_engine(
+        "prefix_hit_tokens_total", "Of these, tokens found in the prefix cache", kind="counter"
+    ),
+    "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
+}
+
 PROCESS_READY: Final = Metric(
     name="omnipipeline_process_ready", kind="gauge", help="1 while the process can serve", labels=_OF_PROCESS
 )
@@ -285,5 +308,7 @@ PLANES: Final = (
     LATE_RELEASES,
     *RELAY.values(),
 )
+#: Of stages that generate tokens; served as `PLANES`.
+ENGINES: Final = tuple(ENGINE.values())
 #: Of the operating system's processes in a stage's pod, served by the pod.
 PROCESSES: Final = (PROCESS_READY, PROCESS_RESTARTS, PROCESS_RESIDENT_MEMORY, PROCESS_CPU)

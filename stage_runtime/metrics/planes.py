@@ -18,6 +18,7 @@ Gauges: TypeAlias = Mapping[str, float]
 _RELAY: Final = "relay_"
 _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
+_ENGINE: Final = "engine_"
 _EDGE: Final[Mapping[str, Metric]] = {
     "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,
     "edge_transfers_in_flight": catalog.EDGE_TRANSFERS_IN_FLIGHT,
@@ -39,8 +40,11 @@ def gauges(
     sends_queued: int,
     events: Mapping[str, int],
     edges: Mapping[tuple[str, str], tuple[int, int]] = {},
+    engines: Mapping[str, Gauges] = {},
 ) -> dict[str, float]:
-    """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`."""
+    """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`. engines: by stage, what
+    its engine reports of itself.
+    """
     return {
         **{_RELAY + name: float(value) for name, value in relays.items()},
         "transfers_in_flight": float(transfers_in_flight),
@@ -51,12 +55,17 @@ def gauges(
             for (source, target), values in edges.items()
             for name, value in zip(_EDGE, values, strict=True)
         },
+        **{
+            f"{_ENGINE}{name}:{stage}": float(value)
+            for stage, values in engines.items()
+            for name, value in values.items()
+        },
     }
 
 
 def samples(processes: Mapping[str, Gauges]) -> Samples:
     """By process. A name without a metric is left out: a process of another version may have more of them."""
-    found: dict[Metric, dict[Labels, float]] = {metric: {} for metric in catalog.PLANES}
+    found: dict[Metric, dict[Labels, float]] = {metric: {} for metric in (*catalog.PLANES, *catalog.ENGINES)}
     for process, numbers in processes.items():
         for metric, labels, value in _read(numbers):
             found[metric][process, *labels] = value
@@ -73,6 +82,10 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             yield catalog.CONTROL_EVENTS, (name.removeprefix(_EVENT),), value
         elif (edge := name.split(":"))[0] in _EDGE and len(edge) == 3:
             yield _EDGE[edge[0]], (edge[1], edge[2]), value
+        elif name.startswith(_ENGINE):
+            short, _, stage = name.removeprefix(_ENGINE).partition(":")
+            if (metric := catalog.ENGINE.get(short)) is not None:
+                yield metric, (stage,), value
         elif name.startswith(_RELAY):
             relay, _, short = name.removeprefix(_RELAY).partition("_")
             if (metric := catalog.RELAY.get(short)) is not None:

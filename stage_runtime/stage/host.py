@@ -215,6 +215,7 @@ class Host:
             edges=process.send_queues.edges(),
             sends_queued=process.send_queues.queued,
             events=process.channels.counters + process.counters,
+            engines={name: stage.inbox.gauges for name, stage in self.stages.items()},
         )
 
     def reborn(self, incarnation: str) -> None:

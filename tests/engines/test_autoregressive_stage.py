@@ -15,6 +15,7 @@ from stage_runtime.engines import loading
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.metrics import catalog
 from tests.engines.engine_kit import Rig, gate, running
 from tests.engines.generation_kit import ScriptedExecutor, alone, scripted_core, tiny_model, tiny_tokenizer
 
@@ -238,6 +239,7 @@ def test_chunks_are_refused_and_the_engine_reports_what_it_does() -> None:
         rig.start("c", {"tokens": [1] * 9})
         rig.outbox.several(5)
         assert rig.outbox.began_ids == ["b", "c"]
+    assert set(rig.inbox.gauges) == set(catalog.ENGINE)
     assert rig.inbox.gauges == {
         "waiting": 0,
         "running": 0,

@@ -15,6 +15,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             sends_queued=2,
             events={"resent": 3, "received": 4},
             edges={("thinker", "talker"): (5, 1)},
+            engines={"chat": dict.fromkeys(catalog.ENGINE, 7.0), "sound": {}},
         )
     finally:
         pair.close()
@@ -23,6 +24,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
     assert [metric.name for metric, values in samples.items() if not values] == []
     assert samples[catalog.EDGE_TRANSFER_BYTES] == {("talk", "thinker", "talker"): 5}
     assert samples[catalog.EDGE_TRANSFERS_IN_FLIGHT] == {("talk", "thinker", "talker"): 1}
+    assert samples[catalog.ENGINE["kv_blocks_used"]] == {("talk", "chat"): 7}
     assert samples[catalog.CONTROL_EVENTS] == {("talk", "resent"): 3, ("talk", "received"): 4}
 
 

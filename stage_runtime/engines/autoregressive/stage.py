@@ -42,6 +42,7 @@ class _Answer:
         self.yields = Yields(work, outbox)
         self.gate: Gate | None = None  #: Its consumer lags behind.
         self.scheduled = False
+        self.text = ""  #: All that was given out.
 
 
 class AutoregressiveEngine:
@@ -214,7 +215,8 @@ class AutoregressiveEngine:
         if output.finish is Finish.ERROR:
             self._fail(name, RequestError("stage_failed", str(output.reason)))
             return True
-        return self._give(name, answer, _generation(output))
+        answer.text += output.text
+        return self._give(name, answer, _generation(output, answer.text))
 
     def _give(self, name: str, answer: _Answer, generation: Generation) -> bool:
         """Call the author's ``deliver``. False: it failed."""
@@ -277,9 +279,10 @@ class AutoregressiveEngine:
         }
 
 
-def _generation(output: RequestOutput) -> Generation:
+def _generation(output: RequestOutput, answer: str) -> Generation:
     return Generation(
         text=output.text,
+        answer=answer,
         tokens=output.token_ids,
         finish=None if output.finish is None else output.finish.value,
         prompt_tokens=output.prompt_tokens,
