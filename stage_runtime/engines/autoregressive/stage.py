@@ -26,6 +26,7 @@ from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import InvalidRequest, RequestError
+from stage_runtime.profiler import events as profile
 from stage_runtime.rules.autoregressive.requests import Finish
 from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
 from stage_runtime.wire.values import StagePayload
@@ -106,10 +107,21 @@ class AutoregressiveEngine:
                 self._loop.request_shutdown()
             if not block or self._arrived.is_set():
                 return None
-            waits = self._inbox.parking.at_gate if self._answers else self._inbox.parking.without_work
-            with waits():
-                self._arrived.wait()
+            self._wait()
             block = False  # look once; the loop asks again
+
+    def _wait(self) -> None:
+        """Until something arrives. What is still to be answered waits for gates."""
+        parking = self._inbox.parking
+        if self._answers:
+            with parking.at_gate():
+                self._arrived.wait()
+            return
+        parking.rest()
+        try:
+            self._arrived.wait()
+        finally:
+            parking.resume()
 
     def _on_event(self, event: events.Incoming) -> tuple[RequestType, Any] | None:
         match event:
@@ -133,7 +145,7 @@ class AutoregressiveEngine:
         work = event.work
         name = self._ids.of(work)
         try:
-            self._emit("scheduler_request_build_start", name)
+            self._emit(profile.SCHEDULER_REQUEST_BUILD_START, work)
             prompt = self._prompt(event.payload)
             params = parameters.from_params(prompt.params, self._defaults)
             tokens = prompting.encode(prompt, self._tokenizer)
@@ -152,7 +164,7 @@ class AutoregressiveEngine:
             self._answers[name] = answer
             self._names[work] = name
             self._processor.add_request(name, params, len(tokens), answer.collector)
-            self._emit("scheduler_request_build_end", name)
+            self._emit(profile.SCHEDULER_REQUEST_BUILD_END, work)
             if not self._give(name, answer, Generation(begins=True, prompt_tokens=len(tokens))):
                 return None
         except BaseException as error:  # SystemExit too: one request's code must not end the engine
@@ -160,7 +172,7 @@ class AutoregressiveEngine:
             self._drop(name)
             self._ids.end(name)
             return None
-        self._emit("scheduler_queue_enter", name, prompt_tokens=len(tokens))
+        self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=len(tokens))
         return RequestType.ADD, (request, prepared)
 
     def _forget(self, work: Work) -> None:
@@ -178,7 +190,7 @@ class AutoregressiveEngine:
                 if answer is not None and not answer.scheduled:
                     answer.scheduled = True
                     self._outbox.began(answer.work)
-                    self._emit("scheduler_prefill_start", row.request.id, cached_tokens=row.request.hit_tokens)
+                    self._emit(profile.SCHEDULER_PREFILL_START, answer.work, cached_tokens=row.request.hit_tokens)
 
     def _on_outputs(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
         """Deliver a step's outputs. Returns: the requests that the core must end."""
@@ -220,6 +232,8 @@ class AutoregressiveEngine:
 
     def _give(self, name: str, answer: _Answer, generation: Generation) -> bool:
         """Call the author's ``deliver``. False: it failed."""
+        if 0 < generation.completion_tokens == len(generation.tokens):
+            self._emit(profile.SCHEDULER_FIRST_EMIT, answer.work)
         try:
             for item in self._deliver(answer.payload, generation):
                 gate = answer.yields.take(item)
@@ -231,7 +245,6 @@ class AutoregressiveEngine:
             self._fail(name, error)
             return False
         if generation.finish is not None:
-            self._emit("scheduler_done", name, completion_tokens=generation.completion_tokens)
             self._drop(name)
             self._ids.end(name)
         elif answer.gate is not None:
@@ -257,9 +270,9 @@ class AutoregressiveEngine:
         if answer is not None:
             self._names.pop(answer.work, None)
 
-    def _emit(self, event: str, name: str, **metadata: Any) -> None:
+    def _emit(self, event: str, work: Work, **metadata: Any) -> None:
         if self._context is not None:
-            self._context.emit(event, name, **metadata)
+            self._context.emit(event, work.request_id, **metadata)
 
     def _report(self) -> None:
         """What `/metrics` shows of this engine."""
