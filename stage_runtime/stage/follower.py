@@ -15,7 +15,8 @@ from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.errors import ProtocolError
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, FollowerOutput, WorkKey, check
+from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
+from stage_runtime.stage.tensor_parallel import WorkKey, check
 from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.transfers.sending import attempt_key

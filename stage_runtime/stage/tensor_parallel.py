@@ -1,33 +1,24 @@
-"""The ranks of a TP stage in lockstep: rank 0 alone talks to the outside; what its engine takes, all take, in order.
+"""Rank 0 of a TP stage, which alone communicates with other processes; all ranks take what its engine takes, in order.
 
-`LeaderInbox` sends the followers every event at the moment when rank 0's engine takes it; `FollowerInbox` gives
-exactly that sequence, timeouts included, so that all ranks make the same decisions and their collectives meet.
-Results of followers go nowhere (`FollowerOutput`). `Leader` and `Follower` are the two ends over the control plane.
+`LeaderInbox` sends the followers every event at the moment when rank 0's engine takes it, so that all ranks make the
+same decisions and their collectives meet. `Leader` is its end over the control plane; the other is `rank_following`.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from stage_runtime.engines import events
-from stage_runtime.engines.base import Engine, Gate, Inbox, Work
-from stage_runtime.errors import ConfigurationError, RequestError, ValueRefused, describe
+from stage_runtime.engines.base import Engine, Inbox, Work
+from stage_runtime.errors import ConfigurationError, ValueRefused
 from stage_runtime.payloads import encoding
-from stage_runtime.rules.failures import failure_of, log_failure
-from stage_runtime.rules.streams import Inbound
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.work import RequestWork
-from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire.messages import Body, Message, RankHello, RankWork
-from stage_runtime.wire.values import Chunk, StagePayload
+from stage_runtime.wire.values import Chunk
 
-log = logging.getLogger(__name__)
-
-REMEMBERED: Final = 4096  # requests of which a follower may still hear after it is through with them
 RANK_CREDITS: Final = 64  # followers keep up with rank 0 by construction: collectives hold it back
 
 
@@ -107,54 +98,6 @@ class LeaderInbox(Inbox):
                 self._broadcast("admin", None, fields)
 
 
-class FollowerInbox(Inbox):
-    """The inbox of ranks 1..: returns the events that rank 0's engine took, in that order, whatever the timeout is."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda work, error: log.error("rank work of %s is broken: %s", work.request_id, error))
-        self._sequence: queue.SimpleQueue[events.Incoming | None] = queue.SimpleQueue()
-        self._ended = False
-        self._loops = False
-        self._wake_engine: Callable[[], None] | None = None
-
-    def follow(self, event: events.Incoming | None) -> None:
-        """Add the next event of rank 0's engine; None: its `get` timed out."""
-        self._sequence.put(event)
-        if self._wake_engine is not None:
-            self._wake_engine()
-
-    def close(self) -> None:
-        self._ended = True
-        self.follow(None)
-
-    def on_arrival(self, wake: Callable[[], None]) -> None:
-        self._wake_engine = wake
-        wake()
-
-    def get(self, timeout: float | None = None) -> events.Incoming | None:
-        if self.closed:
-            return None
-        self.taken += 1
-        return self._sequence.get()
-
-    def get_nowait(self) -> events.Incoming | None:
-        if self._wake_engine is None:
-            return self.get()
-        while not self._sequence.empty():
-            event = self._sequence.get()
-            self.taken += 1
-            if event is not None:
-                return event
-        return None
-
-    @property
-    def closed(self) -> bool:
-        return self._ended and self._sequence.empty()
-
-    def __len__(self) -> int:
-        return self._sequence.qsize()
-
-
 class WorkKey(NamedTuple):
     """Which request of rank 0's: two coordinators may use one request id at the same time."""
 
@@ -164,67 +107,6 @@ class WorkKey(NamedTuple):
 
 
 NO_WORK: Final = WorkKey("", "", 0)  # for a step without a request
-
-
-class FollowedWork:
-    """`engines.base.Work` of a follower: never cancelled, rank 0 decides what happens."""
-
-    cancelled = False
-
-    def __init__(self, key: WorkKey) -> None:
-        self.key = key
-        self.bindings: dict[str, str] = {}  #: Rank 0 has the links.
-        self.over = False  #: This rank is through with it; what still comes must not begin it anew.
-        self.at_engine = False
-
-    @property
-    def request_id(self) -> str:
-        return self.key.request_id
-
-    @property
-    def attempt(self) -> int:
-        return self.key.attempt
-
-
-class FollowerOutput:
-    """A follower's outbox: drops results, which rank 0 sends, and reports failures to rank 0."""
-
-    def __init__(
-        self,
-        *,
-        over: Callable[[WorkKey], None],
-        failed: Callable[[WorkKey, str], None],
-        crashed: Callable[[BaseException], None],
-    ) -> None:
-        self._over = over
-        self._failed = failed
-        self._crashed = crashed
-
-    def began(self, work: Work) -> None: ...
-
-    def emit(self, work: Work, chunk: Any) -> Gate | None:
-        return None
-
-    def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
-        self._over(_followed(work).key)
-
-    def consumed(self, work: Work, source: str, count: int) -> int:
-        return count
-
-    def turn_away(self, work: Work, error: RequestError) -> None: ...
-
-    def letting_go(self) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
-        log_failure(work.request_id, failure_of(error, "this rank", hook), error)
-        key = _followed(work).key
-        self._over(key)
-        self._failed(key, describe(error))
-
-    def crashed(self, error: BaseException) -> None:
-        self._crashed(error)
 
 
 class Leader:
@@ -298,74 +180,6 @@ class StepSend:
 
     def __init__(self, key: WorkKey) -> None:
         self.owner, self.request_id, self.attempt = key
-
-
-class Follower:
-    """The side of ranks 1..: puts what rank 0 sends into its engine's inbox, in order."""
-
-    def __init__(self, inbox: FollowerInbox) -> None:
-        self._inbox = inbox
-        self._order: Inbound[tuple[RankWork, Fetched | None]] = Inbound()
-        self._works: dict[WorkKey, FollowedWork] = {}  #: Oldest first; those that are over stay for a while.
-
-    def work(self, message: RankWork, fetched: Fetched | None) -> None:
-        """One step has arrived, perhaps before an earlier one."""
-        for step, body in self._order.offer(message.index, (message, fetched)):
-            self._step(step, body)
-
-    def over(self, key: WorkKey) -> None:
-        """This rank is through with a request; on the engine's thread. It may be so before rank 0 is."""
-        work = self._works.get(key)
-        if work is not None:
-            work.over = True
-
-    def abort_all(self) -> None:
-        """Rank 0 is gone, or this process ends: nothing that was begun here is ended otherwise."""
-        for work in list(self._works.values()):
-            if not work.over:
-                self._inbox.follow(events.Abort(work.request_id, work))
-
-    def _step(self, message: RankWork, fetched: Fetched | None) -> None:
-        if message.kind == "close":
-            self._inbox.close()
-            return
-        fields = fetched.open() if fetched is not None else {}
-        key = WorkKey(message.owner, message.request_id, message.attempt)
-        self._inbox.follow(self._event(message.kind, key, fields))
-
-    def _event(self, kind: str, key: WorkKey, fields: dict[str, Any]) -> events.Incoming | None:
-        request_id = key.request_id
-        work = self._work(key) if key != NO_WORK else None
-        match kind:
-            case "start":
-                return events.Start(request_id, StagePayload(request=fields["request"], data=fields["data"]), work)
-            case "chunk":
-                return events.ChunkIn(request_id, Chunk(**fields), work)
-            case "done":
-                return events.StreamDone(request_id, fields["source"], work, fields["request"])
-            case "no payload":
-                return events.NoPayload(request_id, work)
-            case "failed":
-                return events.StreamFailed(request_id, fields["source"], fields["error"], work)
-            case "abort":
-                self._works.pop(key, None)
-                return events.Abort(request_id, work)
-            case "admin":
-                return events.Admin(fields["call_id"], fields["operation"], fields["arguments"], lambda _: None)
-        return None
-
-    def _work(self, key: WorkKey) -> FollowedWork:
-        work = self._works.get(key)
-        if work is None:
-            work = self._works[key] = FollowedWork(key)
-            if len(self._works) > REMEMBERED:
-                del self._works[next(iter(self._works))]
-        return work
-
-
-def _followed(work: Work) -> FollowedWork:
-    assert isinstance(work, FollowedWork)
-    return work
 
 
 def _chunk_fields(chunk: Chunk) -> dict[str, Any]:

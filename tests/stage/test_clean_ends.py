@@ -16,7 +16,7 @@ import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
-from stage_runtime.stage.tensor_parallel import Follower, FollowerInbox, FollowerOutput
+from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Ended, RankWork
 from stage_runtime.wire.values import OmniRequest

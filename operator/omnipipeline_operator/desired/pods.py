@@ -1,8 +1,8 @@
 """Pod templates of stage units and of the coordinator, and the Deployments around them.
 
-Here: everything that is written once per (unit, revision) and never edited: containers, probes, volumes, security,
-resources, environment. Not here: replicas (`changes.rollout` decides them), the plan's text (`config`), the author's
-merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod security standard.
+Here: everything that is written once per (unit, revision) and never edited: containers, probes, security, resources,
+environment. Not here: volumes (`volumes`), replicas (`changes.rollout` decides them), the plan's text (`config`), the
+author's merge (`templates`). Called by `children`. The pods satisfy the "restricted" pod security standard.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import naming, podsecurity, templates
+from omnipipeline_operator.desired import naming, podsecurity, templates, volumes
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_operator.settings import DefaultResources
@@ -26,14 +26,6 @@ from omnipipeline_spec.validation.variables import JOINED
 PRE_STOP_S: Final = 3  # endpoints and load balancers drop a pod before it stops listening
 USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
 NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
-
-PLAN_DIR: Final = "/etc/omnipipeline/plan"
-REVISIONS_DIR: Final = "/etc/omnipipeline/revisions"
-CONTROL_DIR: Final = "/etc/omnipipeline/control"
-API_KEY_DIR: Final = "/etc/omnipipeline/api-key"
-CODE_DIR: Final = "/etc/omnipipeline/code"
-MODELS_DIR: Final = "/models"
-PROFILES_DIR: Final = "/profiles"
 
 
 class PodFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +55,7 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
     """The Deployment of one revision of the coordinator, without replicas."""
     environment = [
         *_common_environment(plan),
-        _variable("OMNI_REVISIONS", f"{REVISIONS_DIR}/revisions.json"),
+        _variable("OMNI_REVISIONS", f"{volumes.REVISIONS_DIR}/revisions.json"),
         _variable("OMNI_LISTEN", f"tcp://0.0.0.0:{CONTROL_PORT}"),
         _variable("OMNI_ADVERTISE", f"tcp://$(OMNI_POD_IP):{CONTROL_PORT}"),
         _variable("OMNI_PUBLISH", f"tcp://0.0.0.0:{PUBLISH_PORT}"),
@@ -72,7 +64,7 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
         _variable("OMNI_HTTP_PORT", str(plan.http_port)),
         _variable("OMNI_ADMIN_PORT", str(ADMIN_PORT)),
         _variable("OMNI_PROBE_PORT", str(PROBE_PORT)),
-        *([_variable("OMNI_API_KEY_FILE", f"{API_KEY_DIR}/key")] if "apiKeySecretRef" in plan.pod else []),
+        *([_variable("OMNI_API_KEY_FILE", f"{volumes.API_KEY_DIR}/key")] if "apiKeySecretRef" in plan.pod else []),
     ]
     container = _container(COORDINATOR, ["coordinator"], plan.pod, facts, environment)
     container["ports"] = [
@@ -81,9 +73,9 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
         _port("control", CONTROL_PORT),
         _port("publish", PUBLISH_PORT),
     ]
-    container["volumeMounts"].append(_mount("revisions", REVISIONS_DIR, read_only=True))
+    container["volumeMounts"].append(volumes.mount("revisions", volumes.REVISIONS_DIR, read_only=True))
     revisions: Manifest = {"name": "revisions", "configMap": {"name": naming.revisions(plan.pipeline)}}
-    return _deployment(plan, COORDINATOR, container, facts, shared_memory=None, volumes=[revisions])
+    return _deployment(plan, COORDINATOR, container, facts, shared_memory=None, more_volumes=[revisions])
 
 
 def gpus(deployment: Mapping[str, Any]) -> int:
@@ -111,7 +103,7 @@ def _deployment(
     facts: PodFacts,
     *,
     shared_memory: str | None,
-    volumes: Sequence[Manifest] = (),
+    more_volumes: Sequence[Manifest] = (),
 ) -> Manifest:
     owner, settings = facts.owner, plan.pod
     named = naming.unit(owner.name, unit, plan.revision)
@@ -119,9 +111,10 @@ def _deployment(
     pinned = {naming.IMAGE_PIN: facts.image}
     deployment = naming.child(kinds.DEPLOYMENT, named, owner, of=labels, annotations=pinned)
     placement = settings.get("placement", {})
+    own = volumes.volumes(plan, unit, owner=owner, control_secret=facts.control_secret, shared_memory=shared_memory)
     pod: Manifest = {
         "containers": [container],
-        "volumes": [*_volumes(plan, unit, facts, shared_memory), *volumes],
+        "volumes": [*own, *more_volumes],
         "securityContext": _pod_security(),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -201,7 +194,7 @@ def _container(
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _container_security(),
-        "volumeMounts": _mounts(settings, environment),
+        "volumeMounts": volumes.mounts(settings, environment),
     }
     for field in ("imagePullPolicy", "envFrom"):
         if settings.get(field):
@@ -225,17 +218,17 @@ def _with_authors(environment: list[Manifest], given: Sequence[Mapping[str, Any]
 def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
     settings = plan.pod
     environment = [
-        _variable("OMNI_PLAN", f"{PLAN_DIR}/plan.json"),
+        _variable("OMNI_PLAN", f"{volumes.PLAN_DIR}/plan.json"),
         {"name": "OMNI_POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
         _variable("OMNI_LOG_FORMAT", "json"),
-        _variable("OMNI_PROFILE_ROOT", PROFILES_DIR),
+        _variable("OMNI_PROFILE_ROOT", volumes.PROFILES_DIR),
     ]
     if plan.code_config_map:
-        environment.append(_variable(JOINED, CODE_DIR))
+        environment.append(_variable(JOINED, volumes.CODE_DIR))
     if plan.security == "Curve":
-        environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{CONTROL_DIR}/key"))
+        environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{volumes.CONTROL_DIR}/key"))
     if "modelCache" in settings:
-        environment.append(_variable("HF_HOME", f"{MODELS_DIR}/huggingface"))
+        environment.append(_variable("HF_HOME", f"{volumes.MODELS_DIR}/huggingface"))
     tracing = settings.get("tracing", {})
     if tracing.get("endpoint"):
         environment += [
@@ -260,57 +253,6 @@ def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> 
         rdma = settings["rdma"]
         limits[rdma["resourceName"]] = str(rdma.get("count", 1))
     return {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
-
-
-def _mounts(settings: Mapping[str, Any], environment: list[Manifest]) -> list[Manifest]:
-    names = {variable["name"] for variable in environment}
-    mounts = {
-        "plan": ("plan", PLAN_DIR, True),
-        "control": ("control", CONTROL_DIR, True) if "OMNI_CONTROL_KEY_FILE" in names else None,
-        "api-key": ("api-key", API_KEY_DIR, True) if "OMNI_API_KEY_FILE" in names else None,
-        "code": ("code", CODE_DIR, True) if JOINED in names else None,
-        "shm": ("shm", "/dev/shm", False),
-        "tmp": ("tmp", "/tmp", False),
-        "profiles": ("profiles", PROFILES_DIR, False),
-        "models": ("models", MODELS_DIR, False) if "modelCache" in settings else None,
-    }
-    return [_mount(name, path, read_only=read_only) for name, path, read_only in filter(None, mounts.values())]
-
-
-def _volumes(plan: UnitPlan | CoordinatorPlan, unit: str, facts: PodFacts, shared_memory: str | None) -> list[Manifest]:
-    named = naming.plan(facts.owner.name, unit, plan.revision)
-    volumes: list[Manifest] = [{"name": "plan", "configMap": {"name": named}}]
-    if plan.security == "Curve":
-        secret = {"secretName": facts.control_secret, "defaultMode": 0o440}
-        volumes.append({"name": "control", "secret": secret})
-    if "apiKeySecretRef" in plan.pod:
-        key = plan.pod["apiKeySecretRef"]
-        items = [{"key": key["key"], "path": "key"}]
-        volumes.append({"name": "api-key", "secret": {"secretName": key["name"], "items": items, "defaultMode": 0o440}})
-    if plan.code_config_map:
-        volumes.append({"name": "code", "configMap": {"name": plan.code_config_map}})
-    memory: Manifest = {"medium": "Memory"} | ({"sizeLimit": shared_memory} if shared_memory else {})
-    volumes += [
-        {"name": "shm", "emptyDir": memory},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "profiles", **_profiles(plan.pod.get("profilingStorage", {}))},
-    ]
-    if "modelCache" in plan.pod:
-        volumes.append({"name": "models", **_models(plan.pod["modelCache"], facts)})
-    return volumes
-
-
-def _profiles(storage: Mapping[str, Any]) -> Manifest:
-    if storage.get("claimName"):
-        return {"persistentVolumeClaim": {"claimName": storage["claimName"]}}
-    limit = storage.get("emptyDir", {}).get("sizeLimit")
-    return {"emptyDir": {"sizeLimit": limit} if limit else {}}
-
-
-def _models(cache: Mapping[str, Any], facts: PodFacts) -> Manifest:
-    if cache["type"] == "EmptyDir":
-        return {"emptyDir": {"sizeLimit": cache["size"]} if cache.get("size") else {}}
-    return {"persistentVolumeClaim": {"claimName": cache.get("claimName") or naming.claim(facts.owner.name)}}
 
 
 def _probe(path: str, *, period_s: int, failures: int) -> Manifest:
@@ -359,7 +301,3 @@ def _variable(name: str, value: str) -> Manifest:
 
 def _port(name: str, number: int) -> Manifest:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
-
-
-def _mount(name: str, path: str, *, read_only: bool) -> Manifest:
-    return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
