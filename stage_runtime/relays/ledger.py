@@ -56,6 +56,11 @@ class Ledger:
         with self._lock:
             return [self._pop(put) for put in list(self._puts.values()) if put.peer == peer]
 
+    def holds(self, peer: Peer) -> bool:
+        """Whether ``peer`` has not released something."""
+        with self._lock:
+            return any(put.peer == peer for put in self._puts.values())
+
     def all(self) -> list[PutOperation]:
         """Everything, now forgotten here."""
         with self._lock:

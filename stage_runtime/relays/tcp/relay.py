@@ -27,10 +27,12 @@ from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
 from stage_runtime.relays.tcp.arrivals import Arrivals, Header
 from stage_runtime.relays.tcp.movement import Movement
+from stage_runtime.relays.tcp.routes import Route, is_endpoint
 
 log = logging.getLogger(__name__)
 
 RECEIVE_HWM: Final = 16  # messages; the receiving thread empties the queue at once, `Arrivals` bounds what it keeps
+IDLE_S: Final = 60.0  # a socket to a peer that was not used for so long is closed
 JOINED_NBYTES: Final = 256 << 10  # smaller packs are joined into one frame: a copy is cheaper than frames
 HEADER_NBYTES: Final = 64 << 10  # more than any header takes
 #: libzmq's events for peers without the pipeline's key, or with another protocol than ZeroMQ.
@@ -53,17 +55,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class _Route:
-    """The socket towards one peer. ZMQ sockets may change threads, but not be used by two at once."""
-
-    def __init__(self, socket: zmq.Socket[bytes], token: bytes) -> None:
-        self.socket = socket
-        self.token = token
-        self.lock = threading.Lock()
-        self.closed = False
-
-
-class TcpRelay(AbstractRelay[_Route, Metadata]):
+class TcpRelay(AbstractRelay[Route, Metadata]):
     """PUSH sockets to every peer, one PULL socket for all that comes."""
 
     name = "tcp"
@@ -78,6 +70,7 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
         self._handshake_failures = 0
         self._told: set[zmq.Event] = set()  #: Reasons for refused connections that are in the log already.
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._zmq.max_sockets = self._zmq.get(zmq.SOCKET_LIMIT)
         self._guard = context.security.guard(self._zmq) if context.security and self._is_tcp else None
         self._socket, self._endpoint = self._bound()
         self._socket.monitor("inproc://door", TURNED_AWAY | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -93,27 +86,34 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(Facts(self._endpoint, self._token.hex()))  # type: ignore[no-any-return]
 
-    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> _Route | None:
-        socket = self._zmq.socket(zmq.PUSH)
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Route | None:
+        """The peer may send from now on; a socket to it is opened by the first put."""
         try:
             announced = msgspec.convert(facts, Facts)
             token = bytes.fromhex(announced.token)
+        except ValueError:  # ValidationError is a ValueError
+            return None
+        if not is_endpoint(announced.endpoint):
+            return None
+        self._arrivals.open(peer)
+        return Route(announced.endpoint, token, self._connected)
+
+    def _connected(self, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._zmq.socket(zmq.PUSH)
+        try:
             self._tune(socket)
             socket.ipv6 = True
             socket.sndhwm = 0  # `unreleased_bytes` bounds it, and nothing is copied to wait here
-            if self._context.security is not None and announced.endpoint.startswith("tcp://"):
+            if self._context.security is not None and endpoint.startswith("tcp://"):
                 self._context.security.client(socket)
-            socket.connect(announced.endpoint)
-        except (ValueError, zmq.ZMQError):  # ValidationError is a ValueError
+            socket.connect(endpoint)
+        except zmq.ZMQError:
             socket.close(linger=0)
-            return None
-        self._arrivals.open(peer)
-        return _Route(socket, token)
+            raise
+        return socket
 
-    def _disconnect(self, peer: Peer, connection: _Route) -> None:
-        with connection.lock:
-            connection.closed = True
-            connection.socket.close(linger=0)
+    def _disconnect(self, peer: Peer, connection: Route) -> None:
+        connection.close()
         self._arrivals.forget(peer)
         self._movement.forget(peer)
 
@@ -126,6 +126,9 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
         route = self._connections.get(peer)
         if route is None:
             raise TransferError(f"the tcp relay is not open towards {peer}")
+        with route.lock:
+            if not route.closed:
+                route.socket()  # before it is accounted for: it may fail
         metadata = Metadata(next(self._context.ids), pack.nbytes)
         most = self._settings.unreleased_bytes
         put = self._accounted(metadata, pack, None, request_id=request_id, peer=peer, most=most)
@@ -200,10 +203,11 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
         socket.tcp_keepalive_intvl = 2
         socket.tcp_keepalive_cnt = 3
 
-    def _send(self, route: _Route, put: PutOperation, pack: Pack) -> None:
+    def _send(self, route: Route, put: PutOperation, pack: Pack) -> None:
         with route.lock:
             if route.closed:
                 return  # `forget` has ended the put, or is about to
+            socket = route.socket()
             for offset, body in _frames(pack, self._settings):
                 header = Header(
                     token=route.token,
@@ -213,13 +217,16 @@ class TcpRelay(AbstractRelay[_Route, Metadata]):
                     nbytes=pack.nbytes,
                     offset=offset,
                 )
-                route.socket.send(self._encode(header), zmq.SNDMORE)
-                route.socket.send(body, copy=False)
+                socket.send(self._encode(header), zmq.SNDMORE)
+                socket.send(body, copy=False)
 
     def _expire(self) -> None:
         # Armed first: a check that raises does not stop the later ones.
         self._expiring = self._loop.call_later(self._settings.unclaimed_s / 2, self._expire)
         self._arrivals.expire(time.monotonic())
+        for peer, route in self._connections.items():
+            if route.is_open:
+                route.rest(IDLE_S, lambda peer=peer: self._ledger.holds(peer))  # type: ignore[misc]
 
     def _on_socket_event(self, announced: Mapping[str, Any]) -> None:
         event, descriptor = zmq.Event(announced["event"]), int(announced["value"])

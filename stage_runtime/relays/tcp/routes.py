@@ -1,0 +1,67 @@
+"""The tcp relay's way to one peer: a PUSH socket that is opened by the first put and closed when it is not used.
+
+Any thread, under the route's lock. Not here: what is sent (`relay`), and what arrives (`arrivals`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from stage_runtime.errors import TransferError
+
+
+class Route:
+    """Connected while it is in use. ``token`` goes with all that is sent, so that the peer accepts it."""
+
+    def __init__(self, endpoint: str, token: bytes, make: Callable[[str], zmq.Socket[bytes]]) -> None:
+        """make: a socket that is connected to the endpoint."""
+        self.endpoint = endpoint
+        self.token = token
+        self.lock = threading.Lock()  #: ZMQ sockets may change threads, but not be used by two at once.
+        self.closed = False
+        self._make = make
+        self._socket: zmq.Socket[bytes] | None = None
+        self._used_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket, opened if need be; the lock is held. Raises: TransferError: no socket can be opened."""
+        self._used_at = time.monotonic()
+        if self._socket is None:
+            try:
+                self._socket = self._make(self.endpoint)
+            except zmq.ZMQError as error:
+                raise TransferError(f"the tcp relay cannot connect to {self.endpoint}: {error}") from error
+        return self._socket
+
+    def rest(self, idle_s: float, in_use: Callable[[], bool]) -> bool:
+        """Close the socket if it was not used for so long and nothing that it sent is unreleased. True when it did."""
+        with self.lock:
+            if self._socket is None or time.monotonic() - self._used_at < idle_s or in_use():
+                return False
+            self._socket.close(linger=0)
+            self._socket = None
+            return True
+
+    def close(self) -> None:
+        """For good."""
+        with self.lock:
+            self.closed = True
+            if self._socket is not None:
+                self._socket.close(linger=0)
+                self._socket = None
+
+
+def is_endpoint(endpoint: str) -> bool:
+    """Whether libzmq could connect to it."""
+    if endpoint.startswith("ipc://"):
+        return len(endpoint) > len("ipc://")
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return endpoint.startswith("tcp://") and bool(host) and port.isdecimal() and 0 < int(port) < 65536
