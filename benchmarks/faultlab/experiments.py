@@ -25,6 +25,7 @@ CUT_S = 3.0
 PARTED_S = 5.0  # beyond the four seconds within which a link is known to be dead
 SERVES_WITHIN_S = 5.0
 RATE = 20.0  # requests a second while something is hurt
+LINKED_MOST = 1.5  # times the sockets before a fault: requests may have met other pairs of instances since
 AT_ONCE = 24  # requests in flight while a group is scaled: as many as it can take
 #: What a request may be told when a process that it needs has gone. Any other code blames the request.
 TOLD = frozenset(["unavailable", "transport_failed"])
@@ -230,7 +231,7 @@ async def _observe(
     """Load the pipeline while ``during`` runs, which says when its fault was over; then look at what is left."""
     async with httpx.AsyncClient(base_url=pipeline.url, timeout=30) as http:
         await _rest(http)
-        before = _held(pipeline)
+        before, linked = _held(pipeline), looking.linked(pipeline.pids())
         retried = (await looking.metrics(http))["omnipipeline_requests_retried_total"]
         ledger = Ledger(pipeline.url)
         load = asyncio.create_task(ledger.load(rate=rate, at_once=at_once, streams=streams))
@@ -241,6 +242,8 @@ async def _observe(
             await load
         await pipeline.ready()
         left = await _left(http, pipeline, before)
+        if (now := looking.linked(pipeline.pids())) > LINKED_MOST * linked:
+            left.append(f"sockets and arenas: {linked} before, {now} now")
         retried = (await looking.metrics(http))["omnipipeline_requests_retried_total"] - retried
     failed = ledger.failed()
     faults = ledger.faults()

@@ -27,11 +27,10 @@ AT_REST = (
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What one process has of the kernel. shared: files of shared memory, named or not."""
+    """What one process has of the kernel, whoever it has links to."""
 
-    descriptors: int
+    descriptors: int  #: Without those that links and relays need.
     threads: int
-    shared: int
 
 
 async def status(http: httpx.AsyncClient) -> dict[str, Any]:
@@ -67,16 +66,24 @@ async def under_way(http: httpx.AsyncClient) -> dict[str, float]:
 
 def held(pids: Mapping[str, int]) -> dict[str, Held]:
     """Of each process, by its name."""
-    return {name: _held(pid) for name, pid in pids.items()}
+    return {name: Held(len(_descriptors(pid)[0]), len(os.listdir(f"/proc/{pid}/task"))) for name, pid in pids.items()}
 
 
-def _held(pid: int) -> Held:
+def linked(pids: Mapping[str, int]) -> int:
+    """Sockets and arenas that all processes have open: links and relays are opened when two are bound together first,
+    so the number differs with the pairs that requests have met.
+    """
+    return sum(len(_descriptors(pid)[1]) for pid in pids.values())
+
+
+def _descriptors(pid: int) -> tuple[list[str], list[str]]:
+    """What a process has open: what it always needs, and what links and relays need."""
     targets = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             targets.append(os.readlink(entry.path))
-    shared = sum(target.startswith(("/dev/shm/", "/memfd:")) for target in targets)
-    return Held(len(targets), len(os.listdir(f"/proc/{pid}/task")), shared)
+    of_links = [one for one in targets if one.startswith(("socket:", "anon_inode:[eventfd]", "/dev/shm/", "/memfd:"))]
+    return [one for one in targets if one not in of_links], of_links
 
 
 def resident(pids: Mapping[str, int]) -> dict[str, int]:
