@@ -8,6 +8,7 @@ for them go past its router (`routing.Direct`). The routes are in `routes`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -41,20 +42,26 @@ def make_app(
     admin: the profiler's routes, where they have no port of their own; they are behind the API keys.
     """
     metrics = metrics or Metrics(manager, of_members=settings.probes)
-    app = bare_app(title=settings.model)
     service = Service(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
     public = routes.public(service)
     others = (*(routes.probes(manager, metrics) if settings.probes else ()), *admin)
     served = [one for one in public if one.serves is None or one.serves in settings.serves]
     endpoints = mounted(public, serves=settings.serves)
-    app.router.routes[:0] = endpoints
-    app.router.routes.extend(mounted(others))
-    app.openapi = lambda: openapi.document(settings.model, (*served, *others))  # type: ignore[method-assign]
     budget = MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)
     metrics.read(catalog.HTTP_HELD_BYTES, lambda: budget.held_nbytes)
     origins = Origins(local=settings.local, hosts=settings.hosts)
-    app.add_middleware(Direct, routes=endpoints)
-    app.add_middleware(Middleware, api_keys=settings.api_keys, origins=origins, budget=budget, observe=metrics.observe)
+    guards: dict[str, Any] = {
+        "api_keys": settings.api_keys,
+        "origins": origins,
+        "budget": budget,
+        "observe": metrics.observe,
+    }
+    app = bare_app(title=settings.model)
+    app.add_middleware(Middleware, **guards)
+    app.around = lambda inner: Direct(inner, routes=endpoints, guarded=lambda one: Middleware(one, **guards))
+    app.router.routes[:0] = endpoints
+    app.router.routes.extend(mounted(others))
+    app.openapi = lambda: openapi.document(settings.model, (*served, *others))  # type: ignore[method-assign]
     return app
 
 

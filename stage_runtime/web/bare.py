@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web import errors
 from stage_runtime.web.exchange import KEY, Exchange
 
+#: Measurements of FastAPI's own, which look into the environment at every request. Ours are in `metrics`.
+_NO_TELEMETRY: Final[Any] = {"tracing": False, "metrics": False, "logs": False}
 
-def bare_app(*, title: str) -> FastAPI:
+
+class App(FastAPI):
+    """FastAPI, and what is put around it. `add_middleware` would put it inside of three layers of FastAPI's own."""
+
+    around: Callable[[ASGIApp], ASGIApp] | None = None
+
+    def build_middleware_stack(self) -> ASGIApp:
+        stack = super().build_middleware_stack()
+        return stack if self.around is None else self.around(stack)
+
+
+def bare_app(*, title: str) -> App:
     """FastAPI with our errors, and without its pages, which load scripts from elsewhere."""
-    app = FastAPI(title=title, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = App(title=title, docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     return app

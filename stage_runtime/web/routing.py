@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,10 +50,13 @@ class Direct:
     A POST without parameters in its path needs no matching, no exit stack and no error handler.
     """
 
-    def __init__(self, app: ASGIApp, *, routes: Sequence[routing.Route]) -> None:
+    def __init__(self, app: ASGIApp, *, routes: Sequence[routing.Route], guarded: Callable[[ASGIApp], ASGIApp]) -> None:
+        """guarded: puts around an endpoint what every request passes."""
         self._app = app
         self._endpoints: dict[str, ASGIApp] = {
-            route.path: route.endpoint for route in routes if route.methods == {"POST"} and "{" not in route.path
+            route.path: guarded(route.endpoint)
+            for route in routes
+            if route.methods == {"POST"} and "{" not in route.path
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +76,7 @@ class _Endpoint:
         route, exchange = self._route, scope[KEY]
         exchange.route = route.path
         if route.ids is not None:
-            exchange.name_request(lambda: f"{route.ids}-{uuid.uuid4().hex}")
+            exchange.name_request(lambda: f"{route.ids}-{secrets.token_hex(16)}")
         if not self._served:
             problem = f"this pipeline serves {self._all_served}, not {route.serves}; /v1/pipeline always works"
             raise RequestError("unsupported_endpoint", problem)
