@@ -14,9 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.model_runner import ModelOutput
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.sampler import TokenLogprobs
+from stage_runtime.engines.autoregressive.steps import ModelOutput, TokenLogprobs
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.blocks import hash_blocks
 from stage_runtime.rules.autoregressive.requests import Finish, Hold, Limits, Reason, Request

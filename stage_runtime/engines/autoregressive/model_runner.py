@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +15,14 @@ from torch import Tensor
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, BatchMeta
 from stage_runtime.engines.autoregressive.models import PagedModel
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.sampler import RowState, TokenLogprobs, sample
+from stage_runtime.engines.autoregressive.sampler import RowState, sample
+from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.scheduling import Row, SchedulerOutput
 
 log = logging.getLogger(__name__)
 
 NAN = "the model's logits are not finite"
-
-
-class ModelOutput(NamedTuple):
-    """By request id. ``failed``: why."""
-
-    sampled: dict[str, int]
-    failed: dict[str, str]
-    logprobs: dict[str, TokenLogprobs]
 
 
 class ModelRunner:

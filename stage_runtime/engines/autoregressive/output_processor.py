@@ -15,7 +15,7 @@ import msgspec
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput
 from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, StopStrings
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
-from stage_runtime.engines.autoregressive.sampler import TokenLogprobs
+from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.rules.autoregressive.requests import Finish, Reason
 
 

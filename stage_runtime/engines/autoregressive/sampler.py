@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 
 FIRST_CANDIDATES: Final = 256  # of a nucleus; sorting a whole vocabulary costs more than the rest of sampling
-
-
-class TokenLogprobs(NamedTuple):
-    """Of one generated token, before temperature and penalties."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]  #: (token, logprob), likeliest first
 
 
 class RowState:

@@ -1,0 +1,20 @@
+"""What a step of the model gives. Without torch: the core and its clients need no more of the model than this."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one generated token, before temperature and penalties."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  #: (token, logprob), likeliest first
+
+
+class ModelOutput(NamedTuple):
+    """By request id. ``failed``: why."""
+
+    sampled: dict[str, int]
+    failed: dict[str, str]
+    logprobs: dict[str, TokenLogprobs]
