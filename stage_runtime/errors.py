@@ -6,7 +6,8 @@ OmniError
 ├── ValueRefused            LOCAL: a value that cannot travel, refused at the sender, names the path
 ├── PeerError               the other end's fault
 │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
-│   └── TransferError       a relay could not move a payload (the request fails with transport_failed)
+│   ├── TransferError       a relay could not move a payload (the request fails with transport_failed)
+│   └── EngineDeadError     an engine's process has ended: nothing more is computed for those who wait
 ├── LimitReached            LOCAL: no room for another peer: which limit, and what to do; the peer is refused
 ├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
 ├── HookError               a user's function raised or broke its contract: stage, hook, cause
@@ -109,6 +110,10 @@ class TransferError(PeerError):
 
 class LimitReached(OmniError):
     """This process has no room for another peer: names the limit and what to do."""
+
+
+class EngineDeadError(PeerError):
+    """The process of an engine has ended, or says that it will."""
 
 
 class ConfigurationError(OmniError):

@@ -77,7 +77,7 @@ def test_a_relay_gets_what_it_takes_and_the_rest_are_frames() -> None:
     sent = [torch.ones(1000, dtype=torch.uint8), torch.ones(999, dtype=torch.uint8), np.zeros(500)]
     frames = MsgpackEncoder(relay=shelf).encode(sent)
     assert [len(frame) for frame in frames[1:]] == [999] and [len(one) for one in shelf.kept] == [1000, 4000]
-    found = MsgpackDecoder(list, relay=shelf).decode(frames)
+    found: list[Any] = MsgpackDecoder(list, relay=shelf).decode(frames)
     assert torch.equal(found[0], sent[0]) and torch.equal(found[1], sent[1]) and np.array_equal(found[2], sent[2])
     with pytest.raises(ProtocolError, match="relay"):
         MsgpackDecoder(list).decode(frames)

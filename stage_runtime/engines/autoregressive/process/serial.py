@@ -64,7 +64,8 @@ class MsgpackEncoder:
 
     def encode_into(self, value: Any, buffer: bytearray) -> list[Buffer]:
         """As `encode`; the first frame is ``buffer``, written from its start and cut to the message."""
-        self._aux = aux = [buffer]
+        aux: list[Buffer] = [buffer]
+        self._aux = aux
         try:
             self._encoder.encode_into(value, buffer)
         except (TypeError, ValueError, OverflowError, RecursionError, UnicodeEncodeError) as error:

@@ -1,0 +1,237 @@
+"""What every client of an engine core does, and what those of engine processes share: sockets, requests, deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.clients import launching
+from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch, EngineProcess
+from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.messages import (
+    ENGINE_CORE_DEAD,
+    AddHeader,
+    Coordination,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    Ready,
+    Refused,
+    UtilityCall,
+    UtilityOutput,
+    identity,
+)
+from stage_runtime.engines.autoregressive.process.serial import Buffer, MsgpackDecoder, MsgpackEncoder
+from stage_runtime.errors import EngineDeadError, OmniError, PeerError, ProtocolError, RequestError
+from stage_runtime.sockets import multipart
+
+log = logging.getLogger(__name__)
+
+END_WITHIN_S: Final = 5.0  # of engines that are told to stop
+
+
+class UtilityFailed(OmniError):
+    """What a utility raised in the engine."""
+
+
+class MPClient:
+    """A client of engine processes that it starts. One thread, or one event loop."""
+
+    def __init__(self, launch: EngineLaunch, *, ranks: Sequence[int] = (0,), coordination: Coordination | None) -> None:
+        """Blocks until all engines are ready. Raises: ConfigurationError: one could not start."""
+        self.launch = launch
+        self.reqs_in_flight: dict[str, int] = {}  #: Which engine computes a request.
+        self.num_gpu_blocks: dict[int, int] = {}  #: Of each engine.
+        self.misread = 0  #: Messages of engines that could not be understood.
+        self._coordination = coordination
+        self._dead: EngineDeadError | None = None
+        self._calls = itertools.count()
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._context = multipart.Context()
+        self._folder = multipart.Folder()
+        self._input_endpoint, self._output_endpoint = self._folder.endpoint(), self._folder.endpoint()
+        self._input = self._context.bind("ROUTER", self._input_endpoint)
+        self._output = self._context.bind("PULL", self._output_endpoint)
+        self._engines: dict[int, EngineProcess] = {}
+        self._finalizer = weakref.finalize(self, _kill, self._engines, self._folder)
+        try:
+            self._start(ranks)
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the engines that are not known to have ended."""
+        return [one.pid for one in self._engines.values()]
+
+    def ensure_alive(self) -> None:
+        """Raises: EngineDeadError."""
+        if self._dead is not None:
+            raise self._dead
+
+    # --- engines --------------------------------------------------------------------------------------------------
+
+    def _start(self, ranks: Sequence[int]) -> dict[int, Ready]:
+        processes, ready = launching.start(
+            self.launch,
+            ranks,
+            context=self._context,
+            folder=self._folder,
+            inputs=(self._input_endpoint,),
+            outputs=(self._output_endpoint,),
+            coordination=self._coordination,
+        )
+        self._engines.update({one.index: one for one in processes})
+        self._await_routes({identity(rank) for rank in ranks})
+        self.num_gpu_blocks.update({index: one.num_gpu_blocks for index, one in ready.items()})
+        return ready
+
+    def _await_routes(self, missing: set[bytes]) -> None:
+        """Each engine's socket says one word, by which ours learns how to address it."""
+        poller = multipart.Poller(self._input)
+        while missing:
+            if not poller.wait(END_WITHIN_S):
+                raise EngineDeadError("an engine that said that it is ready has not connected")
+            while (frames := self._input.receive()) is not None:
+                missing.discard(bytes(frames[0]))
+
+    def _on_exit(self, rank: int) -> list[EngineCoreOutputs]:
+        """An engine's process has ended. Returns: what is to be told of its requests."""
+        process = self._engines.pop(rank, None)
+        if process is None:
+            return []
+        code = process.exit_code
+        process.close()
+        return self._on_dead(rank, f"engine {rank} has ended, exit code {code}")
+
+    def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
+        """All who wait are told."""
+        self._dead = self._dead or EngineDeadError(reason)
+        return []
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _engine_for(self, request: EngineCoreRequest, rank: int | None, pin: str | None) -> int:
+        """Raises: ValueError: there is no such rank."""
+        (only,) = self._ranks()
+        if rank not in (None, only):
+            raise ValueError(f"data_parallel_rank is {rank}; the only engine is {only}")
+        return only
+
+    def _ranks(self) -> Sequence[int]:
+        return sorted(self._engines)
+
+    def _add(self, request: EngineCoreRequest, rank: int | None, pin: str | None, wave: int = 0) -> int:
+        self.ensure_alive()
+        name = request.request_id
+        if name in self.reqs_in_flight:
+            raise RequestError("duplicate_request", "a request with this id is being computed", request_id=name)
+        body = self._encoder.encode(request)
+        chosen = self._engine_for(request, rank, pin)
+        header = msgspec.msgpack.encode(AddHeader(name, 0, wave))
+        self._send(chosen, EngineCoreRequestType.ADD, header, *body)
+        self.reqs_in_flight[name] = chosen
+        return chosen
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        """Ids of nothing in flight are left out: an abort may come after the end."""
+        by_engine: dict[int, list[str]] = {}
+        for name in request_ids:
+            rank = self.reqs_in_flight.pop(name, None)
+            if rank is not None and rank in self._engines:
+                by_engine.setdefault(rank, []).append(name)
+        for rank, names in by_engine.items():
+            with contextlib.suppress(EngineDeadError):  # then they are over
+                self._send(rank, EngineCoreRequestType.ABORT, msgspec.msgpack.encode(names))
+
+    def _call(self, rank: int, method: str, arguments: Sequence[Any]) -> int:
+        """Returns: the id of the call."""
+        self.ensure_alive()
+        call = UtilityCall(next(self._calls), method)
+        body = self._encoder.encode(list(arguments))
+        self._send(rank, EngineCoreRequestType.UTILITY, msgspec.msgpack.encode(call), *body)
+        return call.call_id
+
+    def _send(self, rank: int, kind: EngineCoreRequestType, *frames: Buffer) -> None:
+        try:
+            self._input.send([identity(rank), kind.value, *frames])
+        except PeerError as error:
+            if rank not in self._engines or self._engines[rank].exit_code is not None:
+                raise EngineDeadError(f"engine {rank} has ended") from error
+            raise RequestError("unavailable", f"engine {rank}: {error}") from error
+
+    # --- outputs --------------------------------------------------------------------------------------------------
+
+    def _take(self, on_utility: Callable[[UtilityOutput], None]) -> list[EngineCoreOutputs]:
+        """All that has come from engines."""
+        taken = []
+        while (frames := self._output.receive()) is not None:
+            if frames[0] == ENGINE_CORE_DEAD:
+                taken.extend(self._take_death(frames[1:]))
+                continue
+            try:
+                outputs = self._decoder.decode(frames)
+            except ProtocolError as error:
+                self.misread += 1
+                log.warning("dropped a message of an engine: %s", error)
+                continue
+            if outputs.utility_output is not None:
+                on_utility(outputs.utility_output)
+            else:
+                taken.append(self._note(outputs))
+        return taken
+
+    def _take_death(self, frames: Sequence[memoryview]) -> list[EngineCoreOutputs]:
+        """An engine says that it ends: sooner than its process does."""
+        for rank in self._ranks():
+            if frames and frames[0] == identity(rank):
+                return self._on_dead(rank, f"engine {rank} has failed")
+        return []
+
+    def _note(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        for output in outputs.outputs:
+            if output.finish is not None:
+                self.reqs_in_flight.pop(output.request_id, None)
+        for refused in outputs.refused:
+            self.reqs_in_flight.pop(refused.request_id, None)
+        return outputs
+
+    def _ended(self) -> list[int]:
+        """Ranks whose processes have ended and whose ends were not noticed."""
+        return [rank for rank, one in self._engines.items() if one.exit_code is not None]
+
+    def _close(self, *, drain_s: float = 0.0) -> None:
+        self._dead = self._dead or EngineDeadError("the client is closed")
+        launching.end(list(self._engines.values()), within_s=max(drain_s, END_WITHIN_S))
+        self._engines.clear()
+        self._input.close()
+        self._output.close()
+        self._context.close()
+        self._folder.remove()
+        self._finalizer.detach()
+
+
+def result_of(output: UtilityOutput) -> Any:
+    """Raises: UtilityFailed."""
+    if output.failure is not None:
+        raise UtilityFailed(output.failure)
+    return output.result
+
+
+def lost(requests: Iterable[str], reason: str) -> EngineCoreOutputs:
+    """What requests get whose engine has ended while others go on."""
+    return EngineCoreOutputs(refused=tuple(Refused(name, "stage_failed", reason) for name in requests))
+
+
+def _kill(engines: dict[int, EngineProcess], folder: multipart.Folder) -> None:
+    """A client was collected, or its process ends, without `close`."""
+    for one in engines.values():
+        one.close()
+    folder.remove()

@@ -1,0 +1,60 @@
+"""A client of an engine core in its own process and thread: no messages, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
+from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Refused
+from stage_runtime.engines.autoregressive.process.serving import Served
+from stage_runtime.engines.loading import resolve
+from stage_runtime.errors import ConfigurationError, describe
+
+
+class InprocClient:
+    """`get_output` computes one step."""
+
+    def __init__(self, launch: EngineLaunch) -> None:
+        served: Any = resolve(launch.factory, field="factory")(**launch.kwargs)
+        if not isinstance(served, Served):
+            raise ConfigurationError(f"{launch.factory} returned a {type(served).__name__}, no Served")
+        self._served = served
+        self._refused: list[Refused] = []
+        self.engine_core = served.core
+        self.num_gpu_blocks = {0: served.num_gpu_blocks}
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """What the engine refuses is told by `get_output`, as another process would."""
+        try:
+            self.engine_core.add_request(request, self.engine_core.preprocess_add_request(request))
+        except ValueError as error:
+            self._refused.append(Refused(request.request_id, "invalid_request", str(error)))
+        except Exception as error:
+            self._refused.append(Refused(request.request_id, "stage_failed", describe(error)))
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        self.engine_core.abort_requests(request_ids)
+
+    def get_output(self, timeout_s: float | None = None) -> EngineCoreOutputs:
+        """The outputs of one step: none, if there is nothing to compute."""
+        if self._refused:
+            refused, self._refused = tuple(self._refused), []
+            return EngineCoreOutputs(refused=refused)
+        outputs, _executed = self.engine_core.step_fn()
+        return EngineCoreOutputs(outputs=tuple(outputs))
+
+    def call_utility(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Raises: UtilityFailed."""
+        function = self._served.utilities.get(method)
+        if function is None:
+            raise UtilityFailed(f"no utility {method!r}")
+        try:
+            return function(self.engine_core, *arguments)
+        except Exception as error:
+            raise UtilityFailed(describe(error)) from error
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        self.engine_core.shutdown()

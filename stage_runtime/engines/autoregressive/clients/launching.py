@@ -1,0 +1,140 @@
+"""Engine processes: started, greeted, watched, ended. Linux only (pidfd)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.process.messages import Coordination, Failed, Hello, Init, Ready, identity
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.sockets import multipart
+
+_MODULE: Final = "stage_runtime.engines.autoregressive.process"
+_Greeting: TypeAlias = Hello | Ready | Failed
+
+
+class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """factory: a dotted name of what returns a `serving.Served`; called in the engine's process with ``kwargs``.
+    env: of the processes, over this one's. cores: a list of processors for each engine, in turn; empty: any.
+    """
+
+    factory: str
+    kwargs: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    cores: tuple[tuple[int, ...], ...] = ()
+    ready_within_s: float = 600.0
+
+
+class EngineProcess:
+    """One child process."""
+
+    def __init__(self, index: int, argv: Sequence[str], env: Mapping[str, str], cores: Sequence[int] = ()) -> None:
+        self.index = index
+        path = os.pathsep.join(one for one in sys.path if one)  # factories are found as they are here
+        whole = {**os.environ, "PYTHONPATH": path, **env}
+        self._process = subprocess.Popen([sys.executable, *argv], env=whole, stdin=subprocess.DEVNULL)
+        self.pidfd = os.pidfd_open(self._process.pid)  #: Readable when it has ended.
+        if cores:
+            os.sched_setaffinity(self._process.pid, cores)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; -n when killed by signal n."""
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Reap it; it must have ended, or is killed."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            os.close(self.pidfd)
+        self.pidfd = -1
+
+
+def end(processes: Sequence[EngineProcess], *, within_s: float) -> None:
+    """SIGTERM to all, SIGKILL to those that still run after ``within_s``."""
+    for one in processes:
+        one.signal(signal.SIGTERM)
+    multipart.wait_for_exit([one.pidfd for one in processes if one.pidfd >= 0], within_s)
+    for one in processes:
+        one.close()
+
+
+def start(
+    launch: EngineLaunch,
+    indices: Sequence[int],
+    *,
+    context: multipart.Context,
+    folder: multipart.Folder,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    coordination: Coordination | None = None,
+) -> tuple[list[EngineProcess], dict[int, Ready]]:
+    """Start one engine for each index, and wait until all are ready.
+
+    Raises: ConfigurationError: one could not start; it names the cause. None is left running then.
+    """
+    endpoint = folder.endpoint()
+    handshake = context.bind("ROUTER", endpoint)
+    processes: list[EngineProcess] = []
+    try:
+        for index in indices:
+            argv = ("-m", _MODULE, endpoint, str(index), str(os.getpid()))
+            cores = launch.cores[index % len(launch.cores)] if launch.cores else ()
+            processes.append(EngineProcess(index, argv, launch.env, cores))
+        init = Init(
+            factory=launch.factory,
+            kwargs=launch.kwargs,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            coordination=coordination,
+        )
+        return processes, _greet(processes, handshake, msgspec.msgpack.encode(init), launch.ready_within_s)
+    except BaseException:
+        for one in processes:
+            one.close()
+        raise
+    finally:
+        handshake.close()
+
+
+def _greet(
+    processes: Sequence[EngineProcess], handshake: multipart.FrameSocket, init: bytes, within_s: float
+) -> dict[int, Ready]:
+    ready: dict[int, Ready] = {}
+    poller = multipart.Poller(handshake, *(one.pidfd for one in processes))
+    deadline = time.monotonic() + within_s
+    while len(ready) < len(processes):
+        ended = [one for one in processes if one.exit_code is not None]  # before its last words are read
+        while (frames := handshake.receive()) is not None:
+            sender, greeting = bytes(frames[0]), msgspec.msgpack.decode(frames[1], type=_Greeting)
+            if sender != identity(greeting.engine_index):
+                continue
+            match greeting:
+                case Hello():
+                    handshake.send([sender, init])
+                case Ready(index):
+                    ready[index] = greeting
+                case Failed(index, message):
+                    raise ConfigurationError(f"engine {index} could not start: {message}")
+        for one in ended:
+            raise ConfigurationError(f"engine {one.index} ended while it started, exit code {one.exit_code}")
+        if len(ready) < len(processes) and not poller.wait(max(deadline - time.monotonic(), 0)):
+            raise ConfigurationError(f"engines were not ready within {within_s:g} s")
+    return ready

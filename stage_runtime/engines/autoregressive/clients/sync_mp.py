@@ -1,0 +1,72 @@
+"""A client of one engine process for a program without an event loop. One thread, which waits where it asks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from stage_runtime.engines.autoregressive.clients.abstract import MPClient, result_of
+from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, UtilityOutput
+from stage_runtime.sockets import multipart
+
+
+class SyncMPClient(MPClient):
+    def __init__(self, launch: EngineLaunch) -> None:
+        super().__init__(launch, coordination=None)
+        self._pending: deque[EngineCoreOutputs] = deque()
+        self._results: dict[int, UtilityOutput] = {}
+        self._poller = multipart.Poller(self._output, *(one.pidfd for one in self._engines.values()))
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Raises: EngineDeadError; ValueRefused, RequestError: this request alone."""
+        self._add(request, None, None)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Idempotent."""
+        self._abort(request_ids)
+
+    def get_output(self, timeout_s: float | None = None) -> EngineCoreOutputs:
+        """Wait for outputs. Raises: EngineDeadError; TimeoutError."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._pending:
+            self._poll(deadline)
+        return self._pending.popleft()
+
+    def call_utility(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """What the engine's utility of this name returns. Raises: UtilityFailed, EngineDeadError, TimeoutError."""
+        (rank,) = self._ranks() or (0,)
+        call_id = self._call(rank, method, arguments)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while call_id not in self._results:
+            self._poll(deadline)
+        return result_of(self._results.pop(call_id))
+
+    def _poll(self, deadline: float | None) -> None:
+        """Take what has come, or wait for something. The outputs of a dead engine come before its end."""
+        ended = self._ended()
+        taken = self._take(lambda output: self._results.__setitem__(output.call_id, output))
+        self._pending.extend(taken)
+        if taken or self._results:
+            return
+        for rank in ended:
+            self._poller.unregister(self._engines[rank].pidfd)
+            self._on_exit(rank)
+        self.ensure_alive()
+        left = None if deadline is None else deadline - time.monotonic()
+        if not self._poller.wait(left):
+            raise TimeoutError("the engine has given nothing")
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """End the engine; ``drain_s``: how long it may finish what is under way."""
+        self._close(drain_s=drain_s)
+
+    def __enter__(self) -> SyncMPClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,115 @@
+"""``python -m stage_runtime.engines.autoregressive.process ENDPOINT INDEX PARENT``: one engine process.
+
+It ends with its parent, whatever it computes at that moment. SIGTERM finishes what is under way, a second one aborts
+it. SIGINT is the parent's business: a terminal sends it to both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.process.messages import Failed, Hello, Init, Ready, identity
+from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
+from stage_runtime.engines.autoregressive.process.serving import Served
+from stage_runtime.engines.loading import resolve
+from stage_runtime.errors import ConfigurationError, format_traceback
+from stage_runtime.sockets import multipart
+
+HANDSHAKE_S: Final = 60.0
+LOST_PARENT: Final = 70  # exit code
+
+log = logging.getLogger(__name__)
+
+
+def end_with(parent: int) -> None:
+    """End this process when that one ends. A thread watches: PDEATHSIG would follow the parent's thread, not it."""
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(LOST_PARENT)
+    if os.getppid() != parent:  # it ended before it could be watched
+        os._exit(LOST_PARENT)
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        os._exit(LOST_PARENT)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> None:
+    endpoint, index, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
+    logging.basicConfig(level=logging.WARNING, format=f"engine {index}: %(levelname)s %(name)s: %(message)s")
+    context = multipart.Context()
+    handshake = context.connect("DEALER", endpoint, identity=identity(index))
+    say = msgspec.msgpack.encode
+    try:
+        handshake.send([say(Hello(index, os.getpid()))])
+        init = _receive(handshake)
+        try:
+            proc = _make(init, index)
+        except BaseException as error:
+            handshake.send([say(Failed(index, format_traceback(error)))])
+            raise
+        handshake.send([say(Ready(index, proc.num_gpu_blocks))])
+    finally:
+        handshake.close(linger_ms=multipart.LAST_WORDS_MS)
+        context.close()
+    _run(proc.proc)
+
+
+class _Made:
+    def __init__(self, proc: EngineCoreProc, num_gpu_blocks: int) -> None:
+        self.proc = proc
+        self.num_gpu_blocks = num_gpu_blocks
+
+
+def _receive(handshake: multipart.FrameSocket) -> Init:
+    poller = multipart.Poller(handshake)
+    while (frames := handshake.receive()) is None:
+        if not poller.wait(HANDSHAKE_S):
+            raise TimeoutError("the client says nothing")
+    return msgspec.msgpack.decode(frames[0], type=Init)
+
+
+def _make(init: Init, index: int) -> _Made:
+    served: Any = resolve(init.factory, field="factory")(**init.kwargs)
+    if not isinstance(served, Served):
+        raise ConfigurationError(f"{init.factory} returned a {type(served).__name__}, no Served")
+    proc = _kind(init)(served, init, engine_index=index)
+    proc.start()
+    return _Made(proc, served.num_gpu_blocks)
+
+
+def _kind(init: Init) -> type[EngineCoreProc]:
+    return EngineCoreProc
+
+
+def _run(proc: EngineCoreProc) -> None:
+    asked = 0
+
+    def shut_down(number: int, frame: Any) -> None:
+        nonlocal asked
+        asked += 1
+        proc.request_shutdown(drain=asked == 1)
+
+    signal.signal(signal.SIGTERM, shut_down)
+    try:
+        proc.run_busy_loop()
+    except Exception:
+        log.exception("the engine core failed")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

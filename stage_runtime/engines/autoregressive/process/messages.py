@@ -1,0 +1,143 @@
+"""What an engine process, its clients and the coordinator of several say to each other. Types only.
+
+A request's message is ``[type, header, body, more frames]``: when the body cannot be read, the header names the
+request that fails. An engine's message is one `EngineCoreOutputs`, or ``[ENGINE_CORE_DEAD, identity]``.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.core import EngineCoreOutput
+
+ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
+READY: Final = b"READY"  # of the coordinator: its subscriptions have arrived
+COORDINATOR: Final = -1  # in place of a client's index
+NAME_MOST: Final = 1024
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_MOST)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def identity(engine_index: int) -> bytes:
+    """By which a client's socket addresses an engine."""
+    return engine_index.to_bytes(2, "little")
+
+
+class EngineCoreRequestType(Enum):
+    ADD = b"\x00"  #: `AddHeader`, then an `EngineCoreRequest`.
+    ABORT = b"\x01"  #: Ids.
+    START_DP_WAVE = b"\x02"  #: `StartWave`, from the coordinator.
+    UTILITY = b"\x03"  #: `UtilityCall`, then its arguments.
+    RELEASE = b"\x04"  #: An id that was held.
+    WAKEUP = b"\x05"  #: Nothing: inside the process.
+
+
+class AddHeader(msgspec.Struct, frozen=True, array_like=True):
+    request_id: Name
+    client_index: Natural = 0
+    current_wave: Natural = 0
+
+
+class UtilityCall(msgspec.Struct, frozen=True, array_like=True):
+    call_id: int
+    method: Name
+    client_index: Natural = 0
+
+
+class StartWave(msgspec.Struct, frozen=True, array_like=True):
+    wave: Natural
+    exclude: int | None = None
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
+    """After a step. kv_blocks: all there are, and those in use."""
+
+    waiting: int
+    running: int
+    step_counter: int = 0
+    current_wave: int = 0
+    kv_blocks: int = 0
+    kv_blocks_used: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the engine does not compute, with a code of `errors.CODES`."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class UtilityOutput(msgspec.Struct, frozen=True, array_like=True):
+    """failure: what it raised; None: it returned ``result``."""
+
+    call_id: int
+    result: Any = None
+    failure: str | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step gave one client. timestamp: of the engine's monotonic clock."""
+
+    engine_index: int = 0
+    outputs: tuple[EngineCoreOutput, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    scheduler_stats: SchedulerStats | None = None
+    utility_output: UtilityOutput | None = None
+    timestamp: float = 0.0
+    wave_complete: int | None = None
+    start_wave: int | None = None
+
+
+# --- the handshake: Hello → Init → Ready or Failed ----------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="HELLO"):
+    engine_index: int
+    pid: int
+
+
+class Coordination(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine takes part in data parallelism. rendezvous: a file by which lockstep engines meet."""
+
+    size: int
+    input: str
+    output: str
+    lockstep: bool = False
+    rendezvous: str = ""
+
+
+class Init(msgspec.Struct, frozen=True, kw_only=True):
+    """inputs, outputs: one of each for every client. factory: a dotted name; called with ``kwargs``."""
+
+    factory: str
+    kwargs: dict[str, Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    coordination: Coordination | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag="READY"):
+    engine_index: int
+    num_gpu_blocks: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="FAILED"):
+    engine_index: int
+    message: str
+
+
+# --- between clients and the coordinator: clients read `rules.autoregressive.waves.PublishState` -------------------
+
+
+class FirstRequest(msgspec.Struct, frozen=True, tag="FIRST_REQ"):
+    wave: Natural
+    engine: Natural
+
+
+class Scale(msgspec.Struct, frozen=True, tag="SCALE_ELASTIC_EP"):
+    engines: Annotated[int, msgspec.Meta(ge=1, le=4096)]

@@ -1,0 +1,84 @@
+"""The output thread of an engine process: encodes outputs and sends them to clients and the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Final
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.process.buffers import BufferPool
+from stage_runtime.engines.autoregressive.process.messages import (
+    COORDINATOR,
+    ENGINE_CORE_DEAD,
+    EngineCoreOutputs,
+    UtilityOutput,
+    identity,
+)
+from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder, Relay
+from stage_runtime.errors import ValueRefused
+from stage_runtime.sockets import multipart
+
+log = logging.getLogger(__name__)
+
+JOIN_S: Final = 6.0
+
+
+class Outputs:
+    """``put`` in any thread; the rest is the thread's. It waits for a client that reads nothing."""
+
+    def __init__(self, engine_index: int, *, relay: Relay | None = None) -> None:
+        self._engine_index = engine_index
+        self._queue: SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = SimpleQueue()
+        self._encoder = MsgpackEncoder(relay=relay)
+        self._thread: threading.Thread | None = None
+
+    def put(self, client: int, outputs: EngineCoreOutputs) -> None:
+        self._queue.put((client, outputs))
+
+    def start(self, context: multipart.Context, endpoints: Sequence[str], coordinator: str | None = None) -> None:
+        def write() -> None:
+            sockets = {client: context.connect("PUSH", endpoint) for client, endpoint in enumerate(endpoints)}
+            if coordinator is not None:
+                sockets[COORDINATOR] = context.connect("PUSH", coordinator)
+            try:
+                self._write(sockets)
+            except Exception:
+                log.exception("the engine's output thread failed")
+            finally:
+                for socket in sockets.values():
+                    socket.close(linger_ms=multipart.LAST_WORDS_MS)
+
+        self._thread = threading.Thread(target=write, name="engine-output", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, dead: bool = False) -> None:
+        """Send what is left; ``dead``: and then that the engine is dead."""
+        self._queue.put(ENGINE_CORE_DEAD if dead else None)
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+
+    def _write(self, sockets: dict[int, multipart.FrameSocket]) -> None:
+        pool = BufferPool(len(sockets) + 1)
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, bytes):
+                for client, socket in sockets.items():
+                    if client != COORDINATOR:
+                        socket.send([item, identity(self._engine_index)], block=True)
+                return
+            client, outputs = item
+            buffer = pool.take()
+            frames = self._encode(msgspec.structs.replace(outputs, engine_index=self._engine_index), buffer)
+            pool.sent(sockets[client].send(frames, track=True, block=True), buffer, frames)
+
+    def _encode(self, outputs: EngineCoreOutputs, buffer: bytearray) -> list[multipart.Buffer]:
+        try:
+            return self._encoder.encode_into(outputs, buffer)
+        except ValueRefused as refused:
+            if outputs.utility_output is None:
+                raise
+            failed = UtilityOutput(outputs.utility_output.call_id, failure=f"its result cannot be sent: {refused}")
+            return self._encoder.encode_into(msgspec.structs.replace(outputs, utility_output=failed), buffer)

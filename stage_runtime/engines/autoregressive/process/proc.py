@@ -1,0 +1,132 @@
+"""An engine core with its loop, between an input and an output thread. Names follow vLLM's `EngineCoreProc`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
+from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
+from stage_runtime.engines.autoregressive.process.inputs import Inputs
+from stage_runtime.engines.autoregressive.process.messages import (
+    EngineCoreOutputs,
+    Init,
+    Refused,
+    SchedulerStats,
+    UtilityOutput,
+    identity,
+)
+from stage_runtime.engines.autoregressive.process.outputs import Outputs
+from stage_runtime.engines.autoregressive.process.serving import Served
+from stage_runtime.errors import InvalidRequest, describe
+from stage_runtime.sockets import multipart
+
+log = logging.getLogger(__name__)
+
+
+class EngineCoreProc:
+    """Made and run on the process's main thread; `request_shutdown` also in a signal handler."""
+
+    def __init__(self, served: Served, init: Init, *, engine_index: int = 0) -> None:
+        self.engine_index = engine_index
+        self.step_counter = 0
+        self.current_wave = 0
+        self._core = served.core
+        self._utilities: dict[str, Callable[..., Any]] = {"stats": lambda core: self.stats(), **served.utilities}
+        self._init = init
+        self._context = multipart.Context()
+        self.outputs = Outputs(engine_index)
+        self.inputs = Inputs(
+            served.core,
+            refuse=lambda client, refused: self.outputs.put(client, EngineCoreOutputs(refused=(refused,))),
+            answer=self._answer,
+            utilities=self._utilities.get,
+            clients=len(init.inputs),
+        )
+        self.loop = self._make_loop()
+
+    def _make_loop(self) -> BusyLoop:
+        return BusyLoop(self._core, self.inputs, self.deliver, self._refuse, wake=self.inputs.wake)
+
+    def start(self) -> None:
+        """Connect. Raises: TimeoutError: the coordinator is silent."""
+        init = self._init
+        coordination = init.coordination
+        self.outputs.start(self._context, init.outputs, coordination and coordination.output)
+        self.inputs.start(
+            self._context,
+            init.inputs,
+            identity(self.engine_index),
+            coordinator=coordination and coordination.input,
+            failed=self._fail,
+        )
+
+    def run_busy_loop(self) -> None:
+        """Until shutdown is completed. What ends it otherwise is told to every client, and raised."""
+        dead = True
+        try:
+            self.loop.run_busy_loop()
+            dead = False
+        finally:
+            self.inputs.draining = True
+            self.inputs.stop()
+            for name, client in list(self.inputs.owners.items()):
+                if not dead:  # it came after the loop had ended
+                    refused = Refused(name, "unavailable", "the engine is shutting down")
+                    self.outputs.put(client, EngineCoreOutputs(refused=(refused,)))
+            self.outputs.stop(dead=dead)
+            self._context.close()
+
+    def request_shutdown(self, *, drain: bool = True) -> None:
+        """drain: finish what is under way; what comes now is refused."""
+        self.inputs.draining = True
+        self.loop.request_shutdown(drain=drain)
+
+    def deliver(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
+        """A step's outputs, to the clients that asked; those of aborted requests to nobody."""
+        owners = self.inputs.owners
+        by_client: dict[int, list[EngineCoreOutput]] = {}
+        for output in outputs:
+            client = owners.get(output.request_id)
+            if client is None:
+                continue
+            by_client.setdefault(client, []).append(output)
+            if output.finish is not None:
+                owners.pop(output.request_id, None)
+        if by_client:
+            stats, now = self.stats(), time.monotonic()
+            for client, given in by_client.items():
+                made = EngineCoreOutputs(outputs=tuple(given), scheduler_stats=stats, timestamp=now)
+                self.outputs.put(client, made)
+        return []
+
+    def stats(self) -> SchedulerStats:
+        scheduler = self._core.scheduler
+        return SchedulerStats(
+            scheduler.waiting,
+            scheduler.running,
+            self.step_counter,
+            self.current_wave,
+            scheduler.pool.capacity,
+            scheduler.pool.capacity - scheduler.pool.free,
+        )
+
+    def _answer(self, client: int, output: UtilityOutput) -> None:
+        self.outputs.put(client, EngineCoreOutputs(utility_output=output))
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        client = self.inputs.owners.pop(request_id, None)
+        if client is not None:
+            blamed = isinstance(error, ValueError | InvalidRequest)
+            refused = Refused(request_id, "invalid_request" if blamed else "stage_failed", describe(error))
+            self.outputs.put(client, EngineCoreOutputs(refused=(refused,)))
+
+    def _fail(self, error: Exception) -> None:
+        """A thread of this process has ended: so does the loop."""
+
+        def end(core: EngineCore) -> None:
+            raise error
+
+        self.inputs.queue.put((RequestType.UTILITY, end))

@@ -1,0 +1,29 @@
+"""What a factory gives the engine process: a core, and what clients may ask it for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from stage_runtime.engines.autoregressive.core import EngineCore
+
+
+class Served(NamedTuple):
+    """utilities: what clients may call by name, between two steps, with the core and their arguments.
+    dummy_batch: computes a step without requests, for engines in lockstep.
+    """
+
+    core: EngineCore
+    num_gpu_blocks: int
+    utilities: Mapping[str, Callable[..., Any]] = {}
+    dummy_batch: Callable[[], None] = lambda: None
+
+
+def autoregressive(**fields: Any) -> Served:
+    """The engine of ``omni.Autoregressive(**fields)``. ``device``: of torch."""
+    from stage_runtime.api import Autoregressive
+    from stage_runtime.engines.autoregressive.loading import load
+
+    device = fields.pop("device", "cpu")
+    loaded = load(Autoregressive(**fields), device=device)
+    return Served(loaded.core, loaded.num_blocks)

@@ -1,0 +1,97 @@
+"""A real engine core whose executor counts: the next token is the last one plus one. Imported in engine processes.
+
+It fails, waits and reports as tests ask by ``kwargs`` and utilities. Without transformers, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from stage_runtime.engines.autoregressive.core import EngineCore
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.process.serving import Served
+from stage_runtime.engines.autoregressive.steps import ModelOutput
+from stage_runtime.rules.autoregressive.blocks import BlockPool
+from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
+
+VOCABULARY = 1000
+BLOCKS = 200
+LAUNCHED = "tests.engines.counting_core:counting"
+
+
+class CountingExecutor:
+    """`core.Executor`. A step with the token ``fatal`` in it ends the engine; with ``endless``, never returns."""
+
+    max_concurrent_batches = 1
+
+    def __init__(self, *, step_s: float, fatal: int | None, slow: int | None) -> None:
+        self._step_s, self._fatal, self._slow = step_s, fatal, slow
+        self.dummies = 0
+        self.steps = 0
+
+    def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
+
+    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
+        self.steps += 1
+        future: Future[ModelOutput] = Future()
+        seen = {token for row in step.rows for token in row.request.tokens}
+        if self._fatal in seen:
+            raise MemoryError("the executor is broken")
+        if self._step_s:
+            threading.Event().wait(self._step_s)
+        if self._slow in seen:
+            threading.Event().wait(3600)
+        sampled = {row.request.id: (row.request.tokens[-1] + 1) % VOCABULARY for row in step.rows if row.samples}
+        future.set_result(ModelOutput(sampled, {}, {}))
+        return future
+
+    def shutdown(self) -> None: ...
+
+
+def counting(
+    *,
+    step_s: float = 0.0,
+    fatal: int | None = None,
+    slow: int | None = None,
+    max_requests: int = 64,
+    prompt_most: int = 500,
+    fails: str | None = None,
+) -> Served:
+    if fails == "raise":
+        raise RuntimeError("no weights here")
+    if fails == "exit":
+        os._exit(9)
+    limits = SchedulerLimits(
+        block_size=16, max_requests=max_requests, max_batched_tokens=2048, max_chunk=512, max_model_len=prompt_most
+    )
+    executor = CountingExecutor(step_s=step_s, fatal=fatal, slow=slow)
+    core = EngineCore(Scheduler(limits, BlockPool(BLOCKS)), executor, vocab_size=VOCABULARY)
+    utilities: dict[str, Callable[..., Any]] = {
+        "echo": lambda core, *values: list(values),
+        "double": lambda core, rows: rows * 2,
+        "zeros": lambda core, count: np.zeros(count),
+        "pid": lambda core: os.getpid(),
+        "executed": lambda core: (executor.steps, executor.dummies),
+        "free_blocks": lambda core: core.scheduler.pool.free,
+        "unsendable": lambda core: object(),
+        "fail": _fail,
+    }
+
+    def dummy() -> None:
+        executor.dummies += 1
+
+    return Served(core, BLOCKS, utilities, dummy)
+
+
+def _fail(core: EngineCore) -> None:
+    raise ValueError("as asked")
+
+
+def no_engine() -> int:
+    return 3
