@@ -83,7 +83,9 @@ def test_a_relay_gets_what_it_takes_and_the_rest_are_frames() -> None:
         MsgpackDecoder(list).decode(frames)
 
 
-@pytest.mark.parametrize("value", [object(), torch.zeros(3).to_sparse(), np.array(["a"]), 1 << 70], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), torch.zeros(3).to_sparse(), np.array(["a"]), 1 << 70], ids=lambda value: type(value).__name__
+)
 def test_what_cannot_travel_is_refused_at_the_sender_and_the_encoder_goes_on(value: Any) -> None:
     encoder = MsgpackEncoder()
     with pytest.raises(ValueRefused):
