@@ -148,10 +148,10 @@ def wait_for_exit(descriptors: Iterable[int], timeout_s: float) -> bool:
         poller.register(one, zmq.POLLIN)
     deadline = time.monotonic() + timeout_s
     while left:
-        ended = poller.poll(max((deadline - time.monotonic()) * 1000, 0))
+        ended = poller.poll(max(int((deadline - time.monotonic()) * 1000), 0))
         if not ended:
             return False
         for one, _ in ended:
             poller.unregister(one)
-            left.discard(int(one))  # type: ignore[call-overload]
+            left.discard(int(one))
     return True

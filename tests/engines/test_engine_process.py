@@ -36,7 +36,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
 from stage_runtime.errors import ConfigurationError, EngineDeadError, RequestError
 from tests.engines.counting_core import BLOCKS, LAUNCHED
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 SLOW, FATAL = 700, 800
 LAUNCH = EngineLaunch(factory=LAUNCHED, kwargs={"slow": SLOW, "fatal": FATAL})
 
