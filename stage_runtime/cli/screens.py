@@ -20,7 +20,8 @@ from rich.text import Text
 
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.processes import activity
-from stage_runtime.processes.instances import ProcessView, StartupFailed
+from stage_runtime.processes.instances import ProcessView
+from stage_runtime.processes.startup_failures import StartupFailed
 
 STYLES = {
     "ready": "green",

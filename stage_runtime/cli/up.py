@@ -16,8 +16,8 @@ import click
 
 from stage_runtime.cli import curl, options, screens
 from stage_runtime.processes import admin
-from stage_runtime.processes.instances import StartupFailed
 from stage_runtime.processes.local import STARTUP_S, LocalOptions, LocalPipeline
+from stage_runtime.processes.startup_failures import StartupFailed
 
 
 @click.command("up")

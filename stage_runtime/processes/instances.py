@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from stage_runtime.processes import activity, statuspipe
-from stage_runtime.processes.children import Child, Command, describe_exit
+from stage_runtime.processes import startup_failures, statuspipe
+from stage_runtime.processes.children import Child, Command
+from stage_runtime.processes.progress import ProgressWatch
+from stage_runtime.processes.startup_failures import StartupFailed
 
 WATCH_S = 1.0  # between two looks at a process that loads
 STEADY_S = 10.0  # a life of this length as ready forgets the deaths before it
@@ -59,52 +61,6 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[str, ...]
     processes: tuple[str, ...]
     commands: Callable[[], Sequence[Command]]
-
-
-class StartupFailed(Exception):
-    """A process ended, or did nothing, before it was ready; starting it again would end the same way."""
-
-    def __init__(
-        self,
-        process: str,
-        problem: str,
-        *,
-        stage: str = "",
-        traceback: str = "",
-        tail: Sequence[str] = (),
-        reported: bool = False,
-        hung: bool = False,
-    ) -> None:
-        super().__init__(f"{process}: {problem}")
-        self.process = process
-        self.problem = problem
-        self.stage = stage
-        self.traceback = traceback  #: As the child reported it; empty when the problem is enough.
-        self.reported = reported  #: Whether the child reported its failure.
-        self.tail = tuple(tail)  #: The end of its output, which was shown already.
-        self.hung = hung  #: It did nothing until its time was up.
-
-    @property
-    def details(self) -> str:
-        """What led to it: the traceback, else the end of the output."""
-        return self.traceback if self.reported else "\n".join(self.tail)
-
-    def saying(self, more: str) -> StartupFailed:
-        """The same with something added to its problem."""
-        problem = f"{self.problem}; {more}"
-        return StartupFailed(
-            self.process,
-            problem,
-            stage=self.stage,
-            traceback=self.traceback,
-            tail=self.tail,
-            reported=self.reported,
-            hung=self.hung,
-        )
-
-    def explanation(self) -> str:
-        """All that is known, for a log that shows nothing else."""
-        return f"{self}\n{self.details}".rstrip()
 
 
 class SupervisedInstance:
@@ -215,7 +171,7 @@ class SupervisedInstance:
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             self._start_children()
-            watch = _ProgressWatch(self.children)
+            watch = ProgressWatch(self.children)
             while True:
                 ends: list[asyncio.Future[Any]] = [*(child.exited for child in self.children), stopping]
                 await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +183,9 @@ class SupervisedInstance:
                     break
                 if any(child.exited.done() for child in self.children):
                     # Of several: its siblings were killed for it.
-                    self._death = _failure(_to_blame([child for child in self.children if child.exited.done()]))
+                    self._death = startup_failures.failure_of(
+                        startup_failures.to_blame([child for child in self.children if child.exited.done()])
+                    )
                     break
                 if ready_since is None:
                     self._death = await self._without_progress(watch)
@@ -256,7 +214,7 @@ class SupervisedInstance:
             self.was_ready = True
         self._on_change(self)
 
-    async def _without_progress(self, watch: _ProgressWatch) -> StartupFailed | None:
+    async def _without_progress(self, watch: ProgressWatch) -> StartupFailed | None:
         """The failure of a process that has done nothing for too long while it loads; it is ended."""
         idle = watch.idlest()
         if idle is None or idle[1] < self.policy.startup_s:
@@ -321,49 +279,3 @@ class SupervisedInstance:
     def _finish(self, state: State) -> None:
         self._end = state
         self._on_change(self)
-
-
-class _ProgressWatch:
-    """When each loading process last did something."""
-
-    def __init__(self, children: Sequence[Child]) -> None:
-        now = time.monotonic()
-        self._seen = {child: (activity.of_session(child.pid), now, now) for child in children}
-
-    def idlest(self) -> tuple[Child, float] | None:
-        """The unready process that has done nothing for longest, and for how many seconds."""
-        now = time.monotonic()
-        idle: dict[Child, float] = {}
-        for child, (before, looked, moved) in self._seen.items():
-            if child.ready:
-                continue
-            done = activity.of_session(child.pid)
-            moved = max(now if done.goes_on(before, now - looked) else moved, child.last_sign)
-            self._seen[child] = (done, now, moved)
-            idle[child] = now - moved
-        return max(idle.items(), key=lambda item: item[1], default=None)
-
-
-def _to_blame(dead: Sequence[Child]) -> Child:
-    """Of processes that ended together: the one that reported a failure."""
-    return next((child for child in dead if child.failure is not None), dead[0])
-
-
-def _failure(child: Child) -> StartupFailed:
-    failure = child.failure
-    return StartupFailed(
-        child.command.name,
-        _problem(child),
-        stage=failure.stage if failure is not None else "",
-        traceback=failure.traceback if failure is not None else "",
-        tail=child.tail,
-        reported=failure is not None,
-    )
-
-
-def _problem(child: Child) -> str:
-    """What ended a process, in one line."""
-    if child.failure is not None:
-        return child.failure.error
-    how = f"ended before its time ({describe_exit(child.exited.result())})"
-    return f"{how}: {child.cause}" if child.cause else how

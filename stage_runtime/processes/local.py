@@ -37,8 +37,9 @@ from stage_runtime.processes import (
     rundir,
     unsupported,
 )
-from stage_runtime.processes.instances import ProcessView, StartupFailed
+from stage_runtime.processes.instances import ProcessView
 from stage_runtime.processes.launcher import KEY_FILE, Launcher
+from stage_runtime.processes.startup_failures import StartupFailed
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
 
 ADMISSION_POLL_S = 0.02

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from omnipipeline_operator.changes import conditions, diagnostics, rollout, status, workloads
+from omnipipeline_operator.changes import assessment, conditions, diagnostics, rollout, status, workloads
+from omnipipeline_operator.changes.facts import Exposure, Facts, Refusal
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
-from omnipipeline_operator.changes.status import Exposure, Facts, Refusal
 from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import PipelinePlan
@@ -171,11 +171,11 @@ def test_no_progress_for_too_long_is_reported_and_the_old_revision_serves() -> N
 
 def test_a_passed_deadline_needs_no_further_reconcile() -> None:
     starting = facts(*all_of(PLAN, pod()), coordinator(READY), progress_deadline_s=100.0)
-    assert status.deadline(starting, NOW) == NOW + 80
+    assert assessment.deadline(starting, NOW) == NOW + 80
     start = PLAN.units[0].startup_deadline_s
-    assert status.deadline(starting, NOW + 80) == NOW - 10 + start + 1, "StartupDeadlineExceeded is told then"
-    assert status.deadline(starting, NOW + start) is None
-    assert status.deadline(facts(*RUNNING), NOW) is None
+    assert assessment.deadline(starting, NOW + 80) == NOW - 10 + start + 1, "StartupDeadlineExceeded is told then"
+    assert assessment.deadline(starting, NOW + start) is None
+    assert assessment.deadline(facts(*RUNNING), NOW) is None
 
 
 def test_the_serving_revision_changes_when_the_roll_has_finished() -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import admin
-from stage_runtime.processes.instances import StartupFailed
 from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.processes.startup_failures import StartupFailed
 
 #: Two groups; what a factory of ``voice`` does is read from a file each time it is called.
 FICKLE = """\

@@ -18,7 +18,8 @@ import pytest
 
 from stage_runtime.processes import statuspipe
 from stage_runtime.processes.children import Command
-from stage_runtime.processes.instances import InstanceSpec, ProcessView, RestartPolicy, StartupFailed
+from stage_runtime.processes.instances import InstanceSpec, ProcessView, RestartPolicy
+from stage_runtime.processes.startup_failures import StartupFailed
 from stage_runtime.processes.supervisor import Supervisor
 
 ACTOR = Path(__file__).with_name("acting_child.py")

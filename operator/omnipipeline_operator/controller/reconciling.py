@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from omnipipeline_operator import errors
-from omnipipeline_operator.changes import conditions, rollout, status
-from omnipipeline_operator.changes.status import Refusal
+from omnipipeline_operator.changes import assessment, conditions, rollout
+from omnipipeline_operator.changes.facts import Refusal
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
@@ -186,7 +186,7 @@ class Reconciler:
             await revision_history.record(self._client, after, resource, planned.plan, planned.goal.history)
         now = self._clock()
         times = [retry_at(each, now) for each in facts.observed if each.refused is not None]
-        times += filter(None, [status.deadline(facts, now)])
+        times += filter(None, [assessment.deadline(facts, now)])
         waits = [again, missing_references.again_s, *(max(each - now, SOON_S) for each in times)]
         return min((each for each in waits if each is not None), default=None)
 

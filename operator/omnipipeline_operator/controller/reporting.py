@@ -13,7 +13,7 @@ import msgspec
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import conditions, rollout, status
-from omnipipeline_operator.changes.status import Facts, Refusal
+from omnipipeline_operator.changes.facts import Facts, Refusal, is_available
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus
 from omnipipeline_operator.controller import coordinators as coordinators_of
@@ -76,7 +76,7 @@ class StatusReporter:
     async def refuse(self, resource: Manifest, snapshot: Snapshot, applier: Applier, refusal: Refusal) -> None:
         """Write the status of a spec that is not carried out; running pods are left alone."""
         before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
-        available = status.is_available(snapshot.entries(), snapshot.workloads)
+        available = is_available(snapshot.entries(), snapshot.workloads)
         now, reported = status.refused(refusal, before, generation=generation, available=available, now=self._clock())
         await self._write(resource, now, reported, applier)
 

@@ -1,0 +1,216 @@
+"""The conditions of a pipeline, from its facts; and when they change next without an event. Pure.
+
+Here: which conditions hold, why, and the diagnostic of each unit. Not here: their form and times (`conditions`), the
+rest of the status (`status`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from omnipipeline_operator.changes import diagnostics
+from omnipipeline_operator.changes.conditions import Condition, condition
+from omnipipeline_operator.changes.diagnostics import Diagnostic
+from omnipipeline_operator.changes.facts import (
+    Facts,
+    coordinator_is_ready,
+    desired_workloads,
+    is_available,
+    is_complete,
+    is_short,
+    old_revision_serves,
+    workload_ready,
+)
+from omnipipeline_spec.types.pods import COORDINATOR
+
+
+def conditions_of(facts: Facts, found: Mapping[str, Diagnostic], now: float) -> list[Condition]:
+    worst = diagnostics.worst(found.values())
+    stages = _stages_ready(facts, found)
+    available = is_available(facts.entries, facts.observed)
+    progressing = _progressing(facts, found, now)
+    return [
+        _accepted(facts),
+        _ready(facts, worst, available, progressing),
+        condition("Available", available, *_why_available(facts, available, worst)),
+        _scheduled(facts, found),
+        _coordinator_ready(facts, found),
+        stages,
+        _exposed(facts),
+        progressing,
+        condition("Suspended", facts.goal.suspended, "Suspended" if facts.goal.suspended else "NotSuspended"),
+    ]
+
+
+def _accepted(facts: Facts) -> Condition:
+    if facts.refusal is not None:
+        return condition("Accepted", False, facts.refusal.reason, facts.refusal.message)
+    planned = f"{len(facts.plan.units)} pod units are planned"
+    return condition("Accepted", True, "Valid", f"{planned}; {facts.note}" if facts.note else planned)
+
+
+def _ready(facts: Facts, worst: Diagnostic | None, available: bool, progressing: Condition) -> Condition:
+    """Ready: available, and the desired revision serves."""
+    if facts.refusal is not None:
+        return condition("Ready", False, facts.refusal.reason, facts.refusal.message)
+    if facts.goal.suspended:
+        return condition("Ready", False, "Suspended", "spec.suspend is true")
+    if progressing.reason == "InsufficientCapacity":  # its message names the remedies
+        return condition("Ready", False, progressing.reason, progressing.message)
+    replaced = not old_revision_serves(facts)
+    if (
+        available
+        and replaced
+        and is_complete(facts.plan.current, facts.observed)
+        and coordinator_is_ready(facts.observed, facts)
+    ):
+        return condition("Ready", True, "Serving", f"revision {facts.plan.current.revision} answers requests")
+    if worst is not None:
+        return condition("Ready", False, worst.reason, worst.description)
+    if progressing.status == "False":
+        return condition("Ready", False, progressing.reason, progressing.message)
+    if facts.decision.rolling and available:
+        return condition("Ready", False, "Paused" if facts.goal.paused else "RollingOut", progressing.message)
+    return condition("Ready", False, "Starting", _waiting_for(facts))
+
+
+def _why_available(facts: Facts, available: bool, worst: Diagnostic | None) -> tuple[str, str]:
+    if available:
+        complete = [each.revision for each in facts.entries if is_complete(each, facts.observed)]
+        return "Serving", f"complete sets of revision {' and '.join(complete)}"
+    if facts.goal.suspended:
+        return "Suspended", "spec.suspend is true"
+    if worst is not None:
+        return worst.reason, worst.description
+    return "Starting", _waiting_for(facts)
+
+
+def _scheduled(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
+    unplaced = [each for each in found.values() if each.reason in ("Unschedulable", *_UNMADE)]
+    worst = diagnostics.worst(unplaced)
+    if worst is not None:
+        return condition("Scheduled", False, worst.reason, worst.description)
+    return condition("Scheduled", True, "AllScheduled")
+
+
+_UNMADE: Final = ("QuotaExceeded", "PodSecurity", "PodsRefused")
+
+
+def _coordinator_ready(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
+    if coordinator_is_ready(facts.observed):
+        return condition("CoordinatorReady", True, "Serving")
+    if facts.goal.suspended:
+        return condition("CoordinatorReady", False, "Suspended")
+    diagnostic = found.get(COORDINATOR)
+    return condition(
+        "CoordinatorReady", False, *((diagnostic.reason, diagnostic.message) if diagnostic else ("Starting", ""))
+    )
+
+
+def _stages_ready(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
+    short = []
+    for name, desired in facts.goal.units.items():
+        ready = workload_ready(facts, name, desired.revision)
+        if ready < desired.replicas:
+            short.append(f"{name} {ready}/{desired.replicas}")
+    if facts.goal.suspended:
+        return condition("StagesReady", False, "Suspended")
+    if not short:
+        return condition("StagesReady", True, "AllReady")
+    worst = diagnostics.worst(each for unit, each in found.items() if unit != COORDINATOR)
+    return condition("StagesReady", False, worst.reason if worst else "Starting", f"ready pods: {', '.join(short)}")
+
+
+def _exposed(facts: Facts) -> Condition:
+    if facts.exposure.pending:
+        return condition("Exposed", False, "AddressPending", facts.exposure.pending)
+    return condition("Exposed", True, "Exposed", facts.exposure.external or facts.exposure.url)
+
+
+def _progressing(facts: Facts, found: Mapping[str, Diagnostic], now: float) -> Condition:
+    goal = facts.goal
+    if goal.suspended:
+        return condition("Progressing", None, "Suspended")
+    done = not facts.decision.rolling and not is_short(facts)
+    if done:
+        return condition("Progressing", True, "RolledOut", f"revision {facts.plan.current.revision} is complete")
+    if goal.paused and facts.decision.rolling:
+        return condition("Progressing", None, "Paused", "rollout.paused is true")
+    squeezed = _insufficient_capacity(facts, found)
+    if squeezed is not None:
+        return condition("Progressing", False, "InsufficientCapacity", squeezed)
+    since = _last_progress(facts)
+    late = since is not None and now - since > facts.progress_deadline_s
+    if late and (facts.decision.rolling or not is_available(facts.entries, facts.observed)):
+        worst = diagnostics.worst(found.values())
+        why = f": {worst.description}" if worst else ""
+        return condition("Progressing", False, "ProgressDeadlineExceeded", f"no progress{why}")
+    return condition("Progressing", True, "RollingOut" if facts.decision.rolling else "Starting", _waiting_for(facts))
+
+
+def _insufficient_capacity(facts: Facts, found: Mapping[str, Diagnostic]) -> str | None:
+    """Whether the roll waits for a GPU or a node that the old revision uses; None: no."""
+    if not facts.decision.rolling or facts.goal.strategy != "Coherent":
+        return None
+    for diagnostic in found.values():
+        if diagnostic.reason == "Unschedulable" and diagnostic.unit:
+            cure = "free that much, lower its replicas, or choose rollout.strategy: Recreate"
+            return f"unit {diagnostic.unit} cannot be scheduled beside the old revision: {diagnostic.message}; {cure}"
+    return None
+
+
+def deadline(facts: Facts, now: float) -> float | None:
+    """When time alone changes the status next: a deadline of the roll or of a start, a crash that expires.
+
+    None: it does not.
+    """
+    times = []
+    if is_short(facts):
+        since = _last_progress(facts)
+        times += [] if since is None else [since + facts.progress_deadline_s]
+    for each, limit in desired_workloads(facts):
+        for pod in each.pods:
+            if not (pod.ready or pod.finished or pod.terminating):  # a second later: timestamps have whole seconds
+                times += [pod.reason_until or 0.0, (pod.starting_since or -limit) + limit + 1]
+    return min((each for each in times if each > now), default=None)
+
+
+def _last_progress(facts: Facts) -> float | None:
+    """When a workload of the desired revision was last made or became ready."""
+    desired = {(name, one.revision) for name, one in facts.goal.units.items()}
+    current = [each for each in facts.observed if (each.unit, each.revision) in desired]
+    times = [each.created_at for each in current]
+    times += [pod.ready_since for each in current for pod in each.pods if pod.ready_since]
+    return max(times, default=None)
+
+
+def diagnostics_of(facts: Facts, before: Mapping[str, Any], now: float) -> dict[str, Diagnostic]:
+    """The worst diagnostic of each unit's desired revision; its message is kept when only numbers have changed."""
+    previous = {each.get("name"): each for each in before.get("units", ())}
+    given = [*filter(None, [facts.fetching]), *facts.missing]
+    for each, limit in desired_workloads(facts):
+        diagnostic = diagnostics.of_workload(each, startup_deadline_s=limit, now=now)
+        if diagnostic is not None:
+            given.append(diagnostic)
+    found = {}
+    for unit in {each.unit for each in given}:
+        worst = diagnostics.worst(each for each in given if each.unit == unit)
+        assert worst is not None
+        was = previous.get(unit, {})
+        found[unit] = diagnostics.stabilized(worst, was.get("reason"), was.get("message"))
+    return found
+
+
+def _waiting_for(facts: Facts) -> str:
+    units = [*facts.goal.units.items(), (COORDINATOR, facts.goal.coordinator)]
+    short = [
+        f"{name} {ready}/{one.replicas}"
+        for name, one in units
+        if (ready := workload_ready(facts, name, one.revision)) < one.replicas
+    ]
+    return f"waiting for {', '.join(short)}" if short else "waiting for old pods to end"
+
+
+def still(available: bool) -> str:
+    return "the previous revision serves" if available else "no revision serves"
