@@ -64,6 +64,8 @@ from stage_runtime.wire.values import OmniRequest
 log = logging.getLogger(__name__)
 
 RECONNECT_S: Final = 1.0  # after two instances lost their connection: wait so long for a death or a reconnect
+#: Instances up to which an abort is published beside what each bound one is sent: it reaches all, bound or not.
+PUBLISHED_MOST: Final = 64
 
 
 class RequestManager:
@@ -387,7 +389,8 @@ class RequestManager:
         abort = Abort(handle.id, handle.tracked.attempt, self._membership.incarnation, handle.tracked.public_state)
         for incarnation in set(handle.bindings.values()):
             self._send(incarnation, abort)
-        self._publish(abort)
+        if len(self._membership.state.instances) <= PUBLISHED_MOST:
+            self._publish(abort)
         self._bindings.release(handle)
         handle.sending.aborted = True
         self.send_queues.drop_cancelled()

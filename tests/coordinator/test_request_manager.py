@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.coordinator.readers import LOOK_EVERY_S
-from stage_runtime.coordinator.request_manager import RECONNECT_S
+from stage_runtime.coordinator.request_manager import PUBLISHED_MOST, RECONNECT_S
 from stage_runtime.coordinator.submission import BODY_CREDITS
 from stage_runtime.errors import RequestError
 from stage_runtime.rules import edges
@@ -225,6 +225,20 @@ async def test_a_failed_terminal_fails_the_request_at_once_and_everybody_drops_i
         assert len(made.channels.published) == 1
         assert made.manager.in_flight == 0
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
+
+
+async def test_an_abort_is_published_to_a_small_fleet_and_sent_to_the_bound_in_any() -> None:
+    """Beyond `PUBLISHED_MOST` instances it would wake up all of them for the few that it concerns."""
+    async with coordinator_harness() as made:
+        made.manager.admit(asked("r1"))
+        made.manager.abort("r1", "no longer wanted")
+        assert len(made.channels.published) == 1
+        for number in range(PUBLISHED_MOST):
+            made.join(f"more{number}", "voice")
+        bound = made.manager.admit(asked("r2")).bindings
+        made.manager.abort("r2", "no longer wanted")
+        assert len(made.channels.published) == 1
+        assert [name for name in set(bound.values()) if ("r2", 2) not in made.aborted(name)] == []
 
 
 async def test_an_aborted_request_is_cancelled_once() -> None:
