@@ -200,8 +200,12 @@ class Http(Spec, frozen=True, kw_only=True):
 
 
 class Coordinator(Spec, frozen=True, kw_only=True):
-    """The process that admits, binds and follows requests."""
+    """The processes that admit, bind and follow requests."""
 
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=64)],
+        doc("Coordinators behind the Service, which share the requests. See docs/scaling.md."),
+    ] = 1
     resources: Annotated[Resources | None, doc("CPU and memory of the coordinator.")] = None
     http: Annotated[Http, doc("The pipeline's HTTP server.")] = field(default_factory=Http)
     retries: Annotated[

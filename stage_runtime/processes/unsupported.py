@@ -69,6 +69,7 @@ CLUSTER_ONLY: Final[Mapping[str, str]] = {
     "processGroups[].placement": _NO_PODS,
     "processGroups[].podTemplate": _NO_PODS,
     "processGroups[].startup": "--startup-timeout sets how long a stage may do nothing while it loads",
+    "coordinator.replicas": "one coordinator serves; several need a Service in front",
     "coordinator.resources": _NO_PODS,
     "coordinator.placement": _NO_PODS,
     "coordinator.podTemplate": _NO_PODS,

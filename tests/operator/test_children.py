@@ -107,6 +107,13 @@ def test_a_stage_finds_its_coordinators_by_the_headless_service() -> None:
     assert told["OMNI_CONTROL_KEY_FILE"] == "/etc/omnipipeline/control/key"
 
 
+def test_as_many_coordinators_as_the_spec_says_and_more_of_them_restart_none() -> None:
+    one, three = (desired(coordinator={"replicas": replicas}).workloads[-1] for replicas in (1, 3))
+    assert (one.unit, one.replicas, three.replicas) == ("coordinator", 1, 3)
+    assert desired().workloads[-1].replicas == 1
+    assert (one.revision, one.deployment, one.plan) == (three.revision, three.deployment, three.plan)
+
+
 def test_without_curve_no_key_is_mounted() -> None:
     pod = pod_of(desired(control={"security": {"mode": "None"}}), "mouth")
     assert "OMNI_CONTROL_KEY_FILE" not in variables(pod)

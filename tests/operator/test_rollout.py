@@ -170,6 +170,22 @@ def test_the_coordinator_rolls_beside_the_old_one() -> None:
     assert spec_of(world, COORDINATOR) == {"c": 0, "c2": 1}
 
 
+def test_several_coordinators_roll_one_at_a_time_and_are_scaled_without_a_roll() -> None:
+    def wanted(revision: str, replicas: int) -> Goal:
+        units = goal({"a": "a1"}, {"a": 1}).units
+        return Goal(units=units, coordinator=rollout.DesiredUnit(revision=revision, replicas=replicas))
+
+    world = running({"a": "a1"}, {"a": 1})
+    world.run(wanted("c", 3))
+    assert spec_of(world, COORDINATOR) == {"c": 3}
+    for _ in range(10):
+        world.act(wanted("c2", 3))
+        assert world.asked(COORDINATOR) <= 4
+        assert world.ready(COORDINATOR) >= 3
+        world.start((COORDINATOR, "c2"))
+    assert spec_of(world, COORDINATOR) == {"c": 0, "c2": 3}
+
+
 def test_a_pipeline_revision_stays_in_the_list_while_all_its_units_have_pods() -> None:
     def entry(revision: str, **units: str) -> PipelineRevision:
         return PipelineRevision(

@@ -61,7 +61,7 @@ def children(
         DesiredWorkload(
             unit=COORDINATOR,
             revision=plan.coordinator.revision,
-            replicas=1,
+            replicas=spec.coordinator.replicas,
             deployment=pods.coordinator_deployment(plan.coordinator, facts),
             plan=config.plan(plan.coordinator, COORDINATOR, owner),
         )
