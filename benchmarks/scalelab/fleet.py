@@ -59,6 +59,11 @@ class Served(msgspec.Struct, frozen=True):
     descriptors_per_link: float
     failed: int
 
+    @property
+    def cost(self) -> float:
+        """Times what a request costs with ten instances."""
+        return self.processor_us / self.base_processor_us
+
 
 class SideBySide(msgspec.Struct, frozen=True):
     """Coordinators of one fleet that share its requests; the numbers of them took turns."""

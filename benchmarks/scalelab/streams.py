@@ -47,6 +47,7 @@ class Streams(msgspec.Struct, frozen=True):
     streams: int
     bytes_per_stream: float
     idle_processor: float  #: Part of a core, with all of them open.
+    request_processor_us: float  #: Of a short streamed request, one at a time, without idle streams.
     first_byte_ms: float  #: Of a request, without idle streams; median.
     first_byte_idle_ms: float  #: With all of them open.
     first_byte_slow_ms: float  #: With `SLOW` clients that do not read.
@@ -62,6 +63,7 @@ async def measure(count: int) -> Streams:
         try:
             port = (await server.ask("open"))["port"]
             await clients[0].ask("first_bytes", port=port, count=PROBES)  # warms up
+            warm = await server.ask("usage")
             alone = await clients[0].ask("first_bytes", port=port, count=PROBES)
             before = await server.ask("usage")
             await asyncio.gather(*(one.ask("hold", port=port, count=count // len(clients)) for one in clients))
@@ -79,6 +81,7 @@ async def measure(count: int) -> Streams:
                 count,
                 (after["memory_bytes"] - before["memory_bytes"]) / count,
                 (later["processor_s"] - after["processor_after_s"]) / SETTLE_S,
+                1e6 * (before["processor_s"] - warm["processor_after_s"]) / PROBES,
                 alone["median_ms"],
                 beside["median_ms"],
                 slowed["median_ms"],

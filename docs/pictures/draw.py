@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from docs.pictures import request, rooms, terminal
+from docs.pictures import request, rooms, scaling, terminal
 
 FOLDER: Final = Path(__file__).parent
 
@@ -17,6 +17,7 @@ PICTURES: Final[dict[str, Callable[[], str]]] = {
     "omni-up.svg": lambda: terminal.draw((FOLDER / "omni-up.ansi").read_text()),
     "request.svg": request.draw,
     "rooms.svg": rooms.draw,
+    "scaling.svg": scaling.draw,
 }
 
 
