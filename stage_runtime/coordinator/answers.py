@@ -143,5 +143,5 @@ def _record(message: Stream) -> None:
         "modality": message.modality,
         "attempt": message.attempt,
     }
-    recorder.emit(profile.COORDINATOR_STREAM_RECEIVED, message.request_id, COORDINATOR, facts)
-    recorder.emit(profile.STAGE_STREAM_CHUNK_RECEIVED, message.request_id, COORDINATOR, facts)
+    recorder.record(profile.COORDINATOR_STREAM_RECEIVED, message.request_id, COORDINATOR, facts)
+    recorder.record(profile.STAGE_STREAM_CHUNK_RECEIVED, message.request_id, COORDINATOR, facts)

@@ -170,7 +170,7 @@ class RequestManager:
         )
         self._handles[request.id] = handle
         self._deadlines.add(handle.id, handle.deadline)
-        recorder.emit(profile.REQUEST_ADMISSION, request.id, COORDINATOR, {"kind": request.kind})
+        recorder.record(profile.REQUEST_ADMISSION, request.id, COORDINATOR, {"kind": request.kind})
         self._submit(handle, revision, bindings)
         return handle
 
@@ -406,7 +406,7 @@ class RequestManager:
         handle.sending.aborted = True
         self._consumed_notifier.forget(handle.id, handle.streams)
         handle.ended_at = time.monotonic()
-        recorder.emit(profile.TERMINAL_RESPONSE, handle.id, COORDINATOR, {"state": handle.tracked.public_state})
+        recorder.record(profile.TERMINAL_RESPONSE, handle.id, COORDINATOR, {"state": handle.tracked.public_state})
         if self._tracing is not None and handle.trace_context is not None:
             self._tracing.ended(handle.trace_context, handle.record)
         self.stats.timed(handle.timings.values())

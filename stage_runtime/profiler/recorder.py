@@ -41,11 +41,24 @@ _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 _encoder = msgspec.json.Encoder()
 
 
+class _Line(msgspec.Struct, gc=False):
+    """One line, with the fields of `events.Event` in its order: encoded in half the time that a dict takes."""
+
+    request_id: str
+    stage: str
+    event_name: str
+    timestamp_ns: int
+    run_id: str
+    pid: int
+    metadata: Mapping[str, Any]
+
+
 class _Run:
     """One start: its file, its queue, its counters."""
 
     def __init__(self, run_id: str, path: Path, max_bytes: int) -> None:
         self.run_id = run_id
+        self.pid = os.getpid()
         self.path = path
         self.max_bytes = max_bytes
         self.queue: deque[tuple[str, str, str, int, Mapping[str, Any]]] = deque()
@@ -144,6 +157,16 @@ class Recorder:
         given = _summarised(metadata) if metadata else {}
         run.queue.append((request_id, stage or active_stage() or "", event, now, given))
 
+    def record(self, event: str, request_id: str, stage: str, metadata: Mapping[str, Any]) -> None:
+        """As `emit`, for the runtime's own events: their metadata is small, plain, and not changed afterwards."""
+        run = self._run
+        if run is None:
+            return
+        if len(run.queue) >= MAX_QUEUED:
+            run.dropped += 1
+            return
+        run.queue.append((request_id, stage, event, time.time_ns(), metadata))
+
     def _write(self, run: _Run, file: BinaryIO) -> None:
         """The writer thread."""
         with file:
@@ -157,42 +180,38 @@ class Recorder:
                     return
 
     def _flush(self, run: _Run, file: BinaryIO) -> None:
-        lines = []
+        lines, written = bytearray(), 0
         for _ in range(len(run.queue)):
-            entry = run.queue.popleft()
-            line = self._line(run, entry)
-            if line is None or (run.written + len(line) > run.max_bytes and entry[2] != events.RECORDER_STOPPED):
+            entry, start = run.queue.popleft(), len(lines)
+            fits = self._append(run, entry, lines) and len(lines) - start <= MAX_LINE
+            room = run.written + len(lines) <= run.max_bytes or entry[2] == events.RECORDER_STOPPED
+            if fits and room:
+                written += 1
+            else:
+                del lines[start:]
                 run.dropped += 1
-                continue
-            run.written += len(line)
-            lines.append(line)
         if lines:
+            run.written += len(lines)
             try:
-                file.write(b"".join(lines))
+                file.write(lines)
                 file.flush()
             except Exception:
-                run.dropped += len(lines)
+                run.dropped += written
                 raise
 
-    def _line(self, run: _Run, entry: tuple[str, str, str, int, Mapping[str, Any]]) -> bytes | None:
+    def _append(self, run: _Run, entry: tuple[str, str, str, int, Mapping[str, Any]], lines: bytearray) -> bool:
+        """Add the event's line. False: its metadata is nothing that JSON takes."""
         request_id, stage, name, timestamp_ns, metadata = entry
         if name == events.RECORDER_STOPPED:
             metadata = {**metadata, "dropped": run.dropped}
-        written = {
-            "request_id": request_id,
-            "stage": stage,
-            "event_name": name,
-            "timestamp_ns": timestamp_ns,
-            "run_id": run.run_id,
-            "pid": os.getpid(),
-            "metadata": metadata,
-        }
+        line = _Line(request_id, stage, name, timestamp_ns, run.run_id, run.pid, metadata)
         try:
-            line = _encoder.encode(written)
+            _encoder.encode_into(line, lines, len(lines))
         except Exception as error:  # an author's metadata
             self._report(run, error)
-            return None
-        return line + b"\n" if len(line) <= MAX_LINE else None
+            return False
+        lines += b"\n"
+        return True
 
     def _report(self, run: _Run, error: Exception) -> None:
         if not self._failed:

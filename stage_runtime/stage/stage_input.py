@@ -332,7 +332,8 @@ class StageInput:
         self._record(profile.STAGE_QUEUE_ENTER, work, kind="chunk", **facts)
 
     def _record(self, event: str, work: RequestWork, **facts: Any) -> None:
-        recorder.emit(event, work.request_id, self._plan.name, {**facts, "attempt": work.attempt})
+        facts["attempt"] = work.attempt
+        recorder.record(event, work.request_id, self._plan.name, facts)
 
     def _tell_end(self, work: RequestWork, source: str, sealed: Sealed | None = None) -> None:
         """Note the end of a stream if all of it is here. The engine is notified once something has begun the

@@ -233,7 +233,8 @@ class StageOutput:
     # --- events of a profile ------------------------------------------------------------------------------------
 
     def _record(self, event: str, work: RequestWork, **facts: Any) -> None:
-        recorder.emit(event, work.request_id, self._plan.name, {**facts, "attempt": work.attempt})
+        facts["attempt"] = work.attempt
+        recorder.record(event, work.request_id, self._plan.name, facts)
 
     def _record_chunk(self, work: RequestWork, target: str, modality: str | None) -> None:
         index = work.sent(target)
