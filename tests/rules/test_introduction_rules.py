@@ -37,10 +37,10 @@ def test_each_hears_of_exactly_those_it_shares_edges_with_and_of_their_departure
     for event in events:
         now += 1.0
         if isinstance(event, str):
-            assert set(made.leave(event)) == {one for one, others in told.items() if event in others}
+            assert set(made.leave(event)) == {one for one, known in told.items() if event in known}
             told.pop(event, None)
-            for others in told.values():
-                others.discard(event)
+            for known in told.values():
+                known.discard(event)
             continue
         news = made.bind(EDGES, event, now)
         for one, others in news.told.items():
