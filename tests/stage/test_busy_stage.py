@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -66,40 +66,35 @@ def batched(hold: Hold) -> Any:
     return omni.Batched(run, max_batch=1, max_wait_s=0)
 
 
-def coroutine(hold: Hold) -> Any:
-    async def run(payload: omni.StagePayload) -> int:
-        await hold.waiting(payload.request.id)
-        return 0
-
-    return omni.Simple(run, concurrency=1)
+Wait = Callable[[Hold, str], Awaitable[None]]
 
 
-def blocked(hold: Hold) -> Any:
-    """Its event loop stands still, with requests that it has taken and not begun."""
+def _async(wait: Wait) -> Callable[[Hold], Any]:
+    def make(hold: Hold) -> Any:
+        async def run(payload: omni.StagePayload) -> int:
+            await wait(hold, payload.request.id)
+            return 0
 
-    async def run(payload: omni.StagePayload) -> int:
-        await hold.stand_still(payload.request.id)
-        return 0
+        return omni.Simple(run, concurrency=1)
 
-    return omni.Simple(run, concurrency=1)
-
-
-def stream(hold: Hold) -> Any:
-    async def run(session: omni.Session) -> AsyncIterator[Any]:
-        payload = await session.payload()
-        await hold.waiting(payload.request.id)
-        yield omni.Result(0)
-
-    return omni.Streaming(run, concurrency=1)
+    return make
 
 
-def blocked_stream(hold: Hold) -> Any:
-    async def run(session: omni.Session) -> AsyncIterator[Any]:
-        payload = await session.payload()
-        await hold.stand_still(payload.request.id)
-        yield omni.Result(0)
+def _streaming(wait: Wait) -> Callable[[Hold], Any]:
+    def make(hold: Hold) -> Any:
+        async def run(session: omni.Session) -> AsyncIterator[Any]:
+            payload = await session.payload()
+            await wait(hold, payload.request.id)
+            yield omni.Result(0)
 
-    return omni.Streaming(run, concurrency=1)
+        return omni.Streaming(run, concurrency=1)
+
+    return make
+
+
+coroutine, stream = _async(Hold.waiting), _streaming(Hold.waiting)
+#: Their event loop is blocked, with requests that it has taken and not begun.
+blocked, blocked_stream = _async(Hold.stand_still), _streaming(Hold.stand_still)
 
 
 def engine(hold: Hold) -> Any:
@@ -116,6 +111,7 @@ def engine(hold: Hold) -> Any:
     return Engine()
 
 
+NAMES = ("sync", "batched", "async", "blocked", "streaming", "blocked streaming", "engine")
 KINDS: tuple[Callable[[Hold], Any], ...] = (sync, batched, coroutine, blocked, stream, blocked_stream, engine)
 
 
@@ -137,7 +133,7 @@ def put_back(made: World) -> Callable[[], bool]:
     return lambda: made.outstanding <= 1 and sum(host.process.send_queues.queued for host in made.hosts.values()) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 @pytest.mark.parametrize("end", ["abort", "coordinator lost", "ended"])
 async def test_requests_that_end_at_a_busy_stage_give_their_slots_back_at_once(
     kind: Callable[[Hold], Any], end: str

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import stage_runtime as omni
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.payloads import encoding
 from stage_runtime.wire import outputs
-from stage_runtime.wire.messages import Body, Submit
+from stage_runtime.wire.messages import Body, Failure, Submit
 from stage_runtime.wire.values import OmniRequest, RawTensor
 from tests.stage.stage_kit import OWNER, World, plan, world
 
@@ -80,6 +81,13 @@ async def test_a_wrong_output_is_refused_at_its_sender_with_the_reason(
 
     functions = {"a": function, "b": lambda payload: payload.data}
     plans = [plan("a", next=("b",)), plan("b", terminal=True, inputs_from=("a",))]
+    failure = await refused(plans, functions, apart=apart)
+    assert problem in failure.message
+    assert f"request bad failed in a.result: {failure.message}" in caplog.text
+
+
+async def refused(plans: list[StagePlan], functions: dict[str, Any], *, apart: bool) -> Failure:
+    """How the request ``bad`` failed, beside ``good``, which is served. apart: each stage has a process of its own."""
     async with world() as made:
         for group in [[one] for one in plans] if apart else [plans]:
             made.process(f"p{group[0].name}", group, functions)
@@ -87,9 +95,8 @@ async def test_a_wrong_output_is_refused_at_its_sender_with_the_reason(
         made.submit("good", "a", "y")
         await made.until(lambda: "bad" in made.failed() and "good" in made.results())
         failure = made.failed()["bad"]
-        assert (failure.code, failure.stage) == ("stage_failed", "a")
-        assert problem in failure.message
-        assert f"request bad failed in a.result: {failure.message}" in caplog.text
+    assert (failure.code, failure.stage) == ("stage_failed", "a")
+    return failure
 
 
 CHUNKS: dict[str, tuple[Any, str]] = {
@@ -122,15 +129,8 @@ async def test_a_wrong_chunk_is_refused_at_its_sender_with_its_field(name: str, 
         plan("a", next=("b",), stream_to=("b",)),
         plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
     ]
-    async with world() as made:
-        for group in [[one] for one in plans] if apart else [plans]:
-            made.process(f"p{group[0].name}", group, functions)
-        made.submit("bad", "a", "x")
-        made.submit("good", "a", "y")
-        await made.until(lambda: "bad" in made.failed() and "good" in made.results())
-        failure = made.failed()["bad"]
-        assert (failure.code, failure.stage) == ("stage_failed", "a")
-        assert problem in failure.message
+    failure = await refused(plans, functions, apart=apart)
+    assert problem in failure.message
 
 
 class OddMeta(type):
