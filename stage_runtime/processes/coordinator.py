@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 REREAD_EVERY_S: Final = 0.5
 ADMIN_HOST: Final = "127.0.0.1"  # `kubectl port-forward` reaches it, a Service does not
-LAST_WORDS_S: Final = 1.0  # of the time to drain, for telling who waits still; SIGKILL comes at its end
+LAST_WORDS_S: Final = 1.0  # of the time to drain, for answers to clients that still wait; SIGKILL comes at its end
 ASIDE: Final = "aside.json"
 SETTLE_S: Final = 1.0
 REST_MOST_S: Final = 16  # seconds without an ended request after which memory is given back once more

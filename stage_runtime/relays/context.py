@@ -43,7 +43,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The surroundings of a relay."""
+    """What a relay is made with."""
 
     loop: asyncio.AbstractEventLoop
     incarnation: Peer

@@ -24,7 +24,7 @@ from stage_runtime.relays.registry import RELAYS, Entry
 
 log = logging.getLogger(__name__)
 
-TRIM_S: Final = 5.0  # long against the gaps in a stage's load, short against anybody's patience with a full machine
+TRIM_S: Final = 5.0  # long against the gaps in a stage's load, short enough for other programs of a full machine
 
 
 class Relays:

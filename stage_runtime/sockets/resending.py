@@ -77,7 +77,7 @@ class Resending:
         self._loop = loop
         self._counters = counters
         self._turn = turn
-        self._due: dict[Link, tuple[float, float]] = {}  #: When to send again, and the patience that led there.
+        self._due: dict[Link, tuple[float, float]] = {}  #: When to send again, and the delay before that.
         self._fresh: deque[Link] = deque()  #: Links that have come to it since the last check.
         self._stalled: set[Link] = set()  #: With frames that their connections did not accept.
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -89,7 +89,7 @@ class Resending:
         self._fresh.append(link)
 
     def heard(self, link: Link) -> None:
-        """An acknowledgement freed frames: the patience begins anew."""
+        """An acknowledgement freed frames: the delay starts again from its minimum."""
         if link in self._due:
             self._due[link] = (self._loop.time() + RESEND_AFTER_S, RESEND_AFTER_S)
 

@@ -39,9 +39,9 @@ class Fetcher:
     async def fetch(self, places: Iterable[Place], hold: Callable[[int], None]) -> dict[str, Media]:
         """URL -> what it holds, all fetched at once; when one fails the others end.
 
-        hold: called with the number of bytes as they arrive; may raise. Raises: RequestError: a URL is not allowed, too
-        slow, or of another type than its part; there are too many, or all
-                together are too large; what ``hold`` raises.
+        hold: called with the number of bytes as they arrive; may raise.
+        Raises: RequestError: a URL is not allowed, too slow, or of another type than its part; there are too many, or
+                all together are too large; what ``hold`` raises.
         """
         wanted = {place.url: place for place in places}
         if len(wanted) > MAX_MEDIA:
