@@ -123,7 +123,7 @@ def test_what_was_written_is_planned_the_same_in_every_form(
 
 @SETTINGS
 @given(valid_specs.documents(), valid_specs.documents(), st.data())
-def test_an_instance_of_a_class_is_its_own_values_and_the_class_s_where_it_says_nothing(
+def test_an_instance_has_its_own_values_and_its_class_s_for_the_rest(
     document: valid_specs.Document, others: valid_specs.Document, data: st.DataObject
 ) -> None:
     """The class says the fields of one pipeline and the instance those of another, any of which both may say."""

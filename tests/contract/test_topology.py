@@ -597,7 +597,7 @@ CASES: dict[str, tuple[Document, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_fault_is_told_with_its_path(name: str) -> None:
+def test_every_fault_is_named_with_its_path(name: str) -> None:
     document, told = CASES[name]
     assert faults(document) == told
 

@@ -179,7 +179,7 @@ BRANCHES = msgspec.structs.replace(
 )
 
 
-async def test_a_request_that_never_meets_a_stage_is_served_while_that_stage_is_away() -> None:
+async def test_a_request_that_does_not_need_a_stage_is_served_while_that_stage_is_missing() -> None:
     def terminals(request: OmniRequest) -> list[str]:
         return [str(request.inputs)]
 
@@ -429,7 +429,7 @@ async def test_a_transfer_that_failed_is_tried_on_other_instances() -> None:
         assert not set(second.header.bindings.values()) & set(first.header.bindings.values())
 
 
-async def test_what_two_instances_that_lost_each_other_had_between_them_is_tried_on_others() -> None:
+async def test_requests_between_two_instances_that_lost_each_other_are_retried_on_others() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         stuck = made.manager.admit(asked("stuck"))
         made.manager.admit(asked("through"))
@@ -741,7 +741,7 @@ async def test_a_body_of_more_parts_than_a_message_can_name_is_the_clients_fault
         assert [one.header.request_id for one in made.submitted("f1")[before:]] == ["good"]
 
 
-async def test_what_an_instance_said_and_nobody_could_read_ends_its_request_at_once_and_no_other() -> None:
+async def test_an_unreadable_message_of_an_instance_ends_its_request_at_once_and_no_other() -> None:
     async with coordinator_harness() as made:
         bad, good = made.manager.admit(asked("bad")), made.manager.admit(asked("good"))
         sent = made.submitted("f1")[0]

@@ -27,7 +27,7 @@ async def test_one_that_blocks_fails_its_own_request_and_the_loop_goes_on() -> N
     gate.set()
 
 
-async def test_those_that_never_return_are_bounded_and_give_their_places_back_when_they_do() -> None:
+async def test_hooks_that_do_not_return_are_bounded_and_free_their_places_when_they_do() -> None:
     gate, began = threading.Event(), threading.Semaphore(0)
 
     def hook(request: OmniRequest) -> None:

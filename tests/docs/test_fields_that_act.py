@@ -51,7 +51,7 @@ def test_reads_are_told_apart_by_the_type_they_are_of() -> None:
     assert "stage_runtime/settings.py" in acting("UnitPlan", "env_defaults")
 
 
-def test_what_no_program_reads_of_a_plan_is_what_the_table_says() -> None:
+def test_fields_of_a_plan_that_no_program_reads_are_in_the_table() -> None:
     kinds = (UnitPlan, GroupPlan, StagePlan, RelayPlan, CoordinatorPlan)
     unread = {
         f"{kind.__name__}.{field}"
@@ -91,7 +91,7 @@ def said_to_be_unread(path: str) -> bool:
     return any(path == prefix or path.startswith((f"{prefix}.", f"{prefix}[")) for prefix in NOT_IN_THIS_VERSION)
 
 
-def test_every_field_of_a_spec_is_carried_out_or_said_to_be_not() -> None:
+def test_every_field_of_a_spec_has_an_effect_or_is_listed_without_one() -> None:
     unread = {path for kind, field, path in specs() if not acting(kind, field)}
     assert {path for path in unread if not said_to_be_unread(path)} == JUDGED
 

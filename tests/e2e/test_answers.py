@@ -42,7 +42,7 @@ async def answers(base: Path, processes: dict[str, str], **changes: Any) -> list
 
 
 @pytest.mark.timeout(400)  # four pipelines, 20 s on a machine that does nothing else
-async def test_the_same_pipeline_says_the_same_in_one_process_in_many_and_by_either_relay(base: Path) -> None:
+async def test_the_same_pipeline_answers_the_same_in_one_process_in_many_and_by_either_relay(base: Path) -> None:
     """Placement and relay change how values travel, never what the stages make of them."""
     together = await answers(base, TOGETHER)
     assert [answer["text"] for answer in together[0]] == [text for text in TEXTS for _ in range(2)]

@@ -91,7 +91,7 @@ async def pouring(pipeline: LocalPipeline, client: Client, count: int, **inputs:
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_a_stream_that_nobody_keeps_up_with_is_held_back(flooded: LocalPipeline) -> None:
+async def test_a_stream_that_is_not_read_is_held_back(flooded: LocalPipeline) -> None:
     """4 requests would pour 100 GiB: 2 wait for their turn at the consumer, 2 are read drop by drop."""
     async with Client(flooded.url, connections=40) as client:
         before = footprint(flooded)
@@ -100,7 +100,7 @@ async def test_a_stream_that_nobody_keeps_up_with_is_held_back(flooded: LocalPip
         await at_rest(client)
 
 
-async def test_payloads_that_nobody_takes_wait_within_bounds_and_block_no_other_branch(flooded: LocalPipeline) -> None:
+async def test_payloads_that_are_not_taken_wait_within_bounds_and_block_no_other_branch(flooded: LocalPipeline) -> None:
     async with Client(flooded.url, connections=60) as client:
         before = footprint(flooded)
         async with pouring(flooded, client, 40, to="slow", size=2 * MIB, pace=60.0):

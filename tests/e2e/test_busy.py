@@ -70,7 +70,7 @@ def footprint(pipeline: LocalPipeline) -> dict[str, int]:
     return {name: psutil.Process(pid).memory_info().rss for name, pid in pipeline.pids().items()}
 
 
-async def test_bodies_that_time_out_at_busy_stages_are_let_go_while_these_are_busy(pipeline: LocalPipeline) -> None:
+async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_busy(pipeline: LocalPipeline) -> None:
     """Of every kind of stage at once, and of a fan-in whose hook is busy; the stages are in one process."""
     async with Client(pipeline.url, connections=100) as client:
         holding = [asyncio.create_task(client.post(request(kind, 10, hold=True))) for kind in KINDS]

@@ -105,7 +105,7 @@ async def test_streams_that_had_begun_end_with_an_error_and_new_ones_are_served(
         assert (await client.answer("next"))["text"] == "next"
 
 
-async def test_a_frozen_stage_is_dead_within_four_seconds_and_comes_back_as_somebody_else(base: Path) -> None:
+async def test_a_frozen_stage_is_dead_within_four_seconds_and_returns_under_a_new_incarnation(base: Path) -> None:
     spec = diamond(APART, process_groups=replicas(voice=2))
     async with running(spec, base) as pipeline, Client(pipeline.url, connections=200) as client:
         before = await incarnations(client, "voice")

@@ -26,7 +26,7 @@ class Family(PipelineConfig, frozen=True, kw_only=True):
     )
 
 
-async def test_a_factory_gets_what_was_said_in_python_and_its_own_defaults_for_the_rest(base: Path) -> None:
+async def test_a_factory_gets_the_values_set_in_python_and_its_own_defaults_for_the_rest(base: Path) -> None:
     stage = StageConfig(
         name="only", process="p", factory="telling:make", gpu=0, factory_args={"said": 1}, terminal=True
     )

@@ -103,7 +103,7 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
     await serves_as_before(shared, client, before)
 
 
-async def test_what_is_oversized_in_parts_or_no_zmq_at_all_harms_nobody(
+async def test_oversized_or_foreign_frames_harm_no_other_link(
     shared: LocalPipeline, client: Client, stranger: zmq.Context[Any]
 ) -> None:
     before = shared.pids()

@@ -309,7 +309,7 @@ FORMS = st.one_of(
 )
 
 
-async def test_whatever_a_client_says_hurts_its_request_alone(attacked: LocalPipeline) -> None:
+async def test_any_value_of_a_client_fails_its_own_request_alone(attacked: LocalPipeline) -> None:
     def attacks(attacker: Attacker) -> None:
         @settings(max_examples=examples(50), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
         @given(request_id=IDS, method=st.sampled_from(["GET", "DELETE"]))

@@ -33,7 +33,7 @@ async def test_a_client_that_hangs_up_in_mid_stream_aborts_its_request_downstrea
     await at_rest(client, 20)
 
 
-async def test_deleting_a_request_ends_it_everywhere_and_its_client_is_told(
+async def test_deleting_a_request_ends_it_everywhere_and_its_client_gets_an_error(
     shared: LocalPipeline, client: Client
 ) -> None:
     asked = asyncio.create_task(client.post({"inputs": {"text": "a b", "nap": 30}}, request_id="doomed"))

@@ -214,7 +214,7 @@ def test_a_spec_in_python_needs_no_file() -> None:
     assert LocalPipeline(spec).plan.pipeline == "hello"
 
 
-async def test_a_task_of_ours_that_ends_is_said_and_its_process_is_started_again(base: Path) -> None:
+async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base: Path) -> None:
     said: list[tuple[str, str]] = []
     spec = PipelineConfig(
         name="fatal",

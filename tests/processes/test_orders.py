@@ -172,7 +172,7 @@ async def test_a_restart_that_fails_between_two_others_fails_alone(base: Path) -
         assert await pipeline.served() == 200
 
 
-async def test_an_order_during_a_drain_is_refused_and_one_under_way_is_told_so_at_once(base: Path) -> None:
+async def test_a_command_during_a_drain_is_refused_and_one_under_way_fails_at_once(base: Path) -> None:
     async with fickle(base) as pipeline:
         pipeline.becomes("slow")
         under_way = asyncio.create_task(pipeline.running.scale("voice", 2))

@@ -230,7 +230,7 @@ def test_orphans_of_a_stage_are_buried(tmp_path: Path) -> None:
         ("unspeakable", "echo: Unspeakable: (its message cannot be shown)"),
     ],
 )
-def test_whatever_ends_a_start_stands_in_the_first_line_of_the_termination_message(
+def test_the_cause_of_a_failed_start_is_the_first_line_of_the_termination_message(
     tmp_path: Path, factory: str, cause: str
 ) -> None:
     with stage_pod(tmp_path, Ports(), factory) as running:

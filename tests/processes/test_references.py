@@ -142,7 +142,7 @@ def keyed(tmp_path: Path, text: str, **options: Any) -> LocalPipeline:
     return LocalPipeline(file, options=LocalOptions(port=0, **options), environ={})
 
 
-def test_without_a_key_nobody_but_this_machine_may_reach_the_pipeline_unless_it_is_said_so(tmp_path: Path) -> None:
+def test_without_a_key_only_this_machine_reaches_the_pipeline_unless_no_auth_is_given(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesame\n")
     for host in ("0.0.0.0", "::", "192.0.2.1"):

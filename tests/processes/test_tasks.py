@@ -47,7 +47,7 @@ class Heard:
         (is_cancelled, TaskEnded, "beat was cancelled"),
     ],
 )
-async def test_a_task_that_ends_by_itself_is_told_with_its_name_and_reason(
+async def test_a_task_that_ends_by_itself_is_reported_with_its_name_and_reason(
     work: Callable[[], Coroutine[Any, Any, None]], kind: type[BaseException], text: str
 ) -> None:
     heard = Heard()

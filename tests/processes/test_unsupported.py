@@ -192,7 +192,7 @@ def test_for_every_honoured_field_there_is_a_change_of_it() -> None:
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_a_change_of_an_honoured_field_is_told_to_the_processes(field: str) -> None:
+def test_a_change_of_an_honoured_field_reaches_the_processes(field: str) -> None:
     assert told(*CHANGES[field]) != told()
 
 

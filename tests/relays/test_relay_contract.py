@@ -248,7 +248,7 @@ async def test_puts_from_many_threads_all_arrive(both: Pair) -> None:
 
 
 @pytest.mark.parametrize("name", list(RELAYS))
-async def test_a_put_finds_no_room_until_something_is_released(name: str) -> None:
+async def test_a_put_without_room_waits_for_a_release(name: str) -> None:
     with pair(name, settings=settings_with(SMALL, arena_bytes=4 * MIB, unreleased_bytes=4 * MIB)) as both:
         _, first = both.put(np.ones(3 * MIB, np.uint8))
         extracted = encoding.extract(np.ones(2 * MIB, np.uint8))

@@ -220,7 +220,7 @@ async def test_an_endpoint_where_nobody_listens_is_lost_after_the_declared_time(
         await a.listener.until(lambda: [peer for peer, _ in a.listener.lost_peers] == ["ghost"])
 
 
-async def test_an_end_that_gave_up_alone_comes_together_with_the_other_again() -> None:
+async def test_an_end_that_dropped_its_session_alone_connects_again() -> None:
     """Both count from one again. Without sessions the other end would take every new frame for a duplicate."""
     a, b = End("aa", "tcp://127.0.0.1:*"), End("bb", "tcp://127.0.0.1:*")
     async with ends(a, b):
@@ -335,7 +335,7 @@ def unreadable(sender: str, receiver: str, seq: int, request: RequestRef | None)
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
-async def test_a_message_that_cannot_be_read_is_stepped_over_told_and_logged_once(
+async def test_a_message_that_cannot_be_read_is_skipped_reported_and_logged_once(
     kind: str, short_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = End("aa", place(kind, short_path, "a")), End("bb", place(kind, short_path, "b"))

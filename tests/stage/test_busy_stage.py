@@ -135,7 +135,7 @@ def put_back(made: World) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 @pytest.mark.parametrize("end", ["abort", "coordinator lost", "ended"])
-async def test_requests_that_end_at_a_busy_stage_give_their_slots_back_at_once(
+async def test_requests_that_end_at_a_busy_stage_free_their_slots_at_once(
     kind: Callable[[Hold], Any], end: str
 ) -> None:
     hold = Hold()
@@ -175,7 +175,7 @@ async def test_requests_that_end_at_a_busy_stage_give_their_slots_back_at_once(
         assert hold.begun == ["busy"]
 
 
-async def test_what_waits_for_the_hook_of_a_busy_fan_in_and_beside_it_is_let_go() -> None:
+async def test_inputs_that_wait_at_a_busy_fan_in_are_freed_with_their_request() -> None:
     """In the hooks' queue, and gathered of requests whose other half has not come."""
     import stage_functions
 
@@ -257,7 +257,7 @@ async def test_chunks_that_wait_for_an_earlier_one_are_let_go_with_their_request
         await made.until(lambda: made.outstanding == 0)
 
 
-async def test_what_a_stage_is_through_with_and_waits_to_be_sent_is_let_go_with_its_request() -> None:
+async def test_unsent_results_of_a_stage_are_freed_with_their_request() -> None:
     """The stage has forgotten the request by then: its payload waits for a credit of a receiver that is busy."""
     hold = Hold()
     async with world() as made:

@@ -84,7 +84,7 @@ async def test_whatever_ends_a_request_nothing_of_it_is_left(end: Any) -> None:
             assert attempt_key(OWNER, "r1", 1) in made.relays[host.process.incarnation].cleaned
 
 
-async def test_what_comes_late_for_a_lost_coordinator_begins_nothing_and_is_let_go() -> None:
+async def test_late_messages_of_a_lost_coordinator_start_nothing_and_are_freed() -> None:
     """A neighbour has not noticed yet. Its slot comes back; when the coordinator is back its requests are served."""
     begun: list[str] = []
 

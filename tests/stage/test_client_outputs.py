@@ -204,7 +204,7 @@ GIVEN: dict[str, Any] = {
         (["nothing"], None),
     ],
 )
-async def test_a_terminal_that_gives_an_openai_route_nothing_to_show_is_refused_and_told_what_it_shows(
+async def test_a_terminal_without_output_for_an_openai_route_fails_with_the_outputs_that_it_takes(
     given: list[str], refused: str | None
 ) -> None:
     async with world() as made:

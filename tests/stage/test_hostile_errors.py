@@ -178,7 +178,7 @@ ENGINES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_an_error_that_cannot_be_told_fails_its_request_and_the_next_one_is_served(engine: str) -> None:
+async def test_an_error_that_cannot_be_printed_fails_its_request_and_the_next_one_is_served(engine: str) -> None:
     async with world() as made:
         made.process("pa", [plan("a", terminal=True)], {"a": ENGINES[engine]()})
         for name in ERRORS:
@@ -280,7 +280,7 @@ class Late(Unsent):
     work: Any = Unmarkable()
 
 
-async def test_a_worker_thread_that_ends_is_told_while_the_others_still_compute() -> None:
+async def test_a_worker_thread_that_ends_is_reported_while_the_others_still_compute() -> None:
     async with world() as made:
         _, held = hold(made, "a", concurrency=2)
         made.submit("r1", "a", "x")
@@ -296,7 +296,7 @@ async def test_a_worker_thread_that_ends_is_told_while_the_others_still_compute(
             let.set()
 
 
-async def test_a_hook_thread_that_ends_is_told() -> None:
+async def test_a_hook_thread_that_ends_is_reported() -> None:
     async with world() as made:
         for name in ("a", "b"):
             made.process(f"p{name}", [plan(name, next=("join",))], {name: lambda payload: {"id": payload.request.id}})

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Any, Any, set[tuple[str, str]]]] = {
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES)
-async def test_the_writer_is_named_wherever_stages_stand(case: str, size: int, apart: bool) -> None:
+async def test_the_writer_is_named_in_one_process_and_across_processes(case: str, size: int, apart: bool) -> None:
     giver, receiver, named = CASES[case]
     stream = {"stream_to": ("b",)} if isinstance(receiver, omni.Streaming) else {}
     streamed = {"stream_from": ("a",)} if stream else {}

@@ -177,7 +177,7 @@ async def what_stages_see(
 
 @settings(max_examples=examples(30), deadline=None)
 @given(inputs, st.lists(st.sampled_from(ACTS), min_size=4, max_size=4), st.booleans())
-def test_what_stages_get_does_not_depend_on_where_they_stand(data: Any, acts: list[Act], projected: bool) -> None:
+def test_inputs_of_stages_do_not_depend_on_their_placement(data: Any, acts: list[Act], projected: bool) -> None:
     def request() -> OmniRequest:
         return OmniRequest(id="r", inputs=isolating.isolate(data), params={"p": [1]}, metadata={"m": "x"})
 

@@ -284,7 +284,7 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
         assert len(made.told) == len(answers) == 5
 
 
-async def test_what_came_and_could_not_be_read_is_told_the_owner_of_its_request() -> None:
+async def test_an_unreadable_message_is_reported_to_the_owner_of_its_request() -> None:
     async with world() as made:
         two_stages(made)
         for request in (None, RequestRef("", 1, "cc"), RequestRef("x" * 1000, 1, "cc"), RequestRef("r1", 4, "cc")):

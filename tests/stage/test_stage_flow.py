@@ -361,7 +361,7 @@ async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> 
         await made.until(lambda: made.results() == {"mine": "kept"})
 
 
-async def test_a_neighbour_that_is_lost_to_us_alone_is_told_of_and_met_again() -> None:
+async def test_a_neighbour_that_only_we_lost_is_reported_and_connected_again() -> None:
     """What it may still look at is not written over meanwhile."""
     async with world() as made:
         made.process("pb", [plan("b", terminal=True, inputs_from=("a",))], {"b": lambda payload: len(payload.data)})

@@ -271,5 +271,5 @@ def any_stage(name: str, edges: dict[str, tuple[str, ...]], reads: str, stream_f
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 1 << 32), st.booleans())
-def test_in_any_graph_every_stage_comes_to_an_end_by_itself(seed: int, apart: bool) -> None:
+def test_in_any_graph_every_stage_ends_without_an_abort(seed: int, apart: bool) -> None:
     asyncio.run(no_stage_is_left_waiting(seed, apart))

@@ -92,7 +92,7 @@ async def test_producers_that_meet_requests_in_opposite_orders_do_not_lock_each_
         await made.until(lambda: all(host.idle for host in made.hosts.values()) and made.outstanding == 0)
 
 
-async def test_beyond_the_bound_the_newest_request_gives_way_and_the_other_is_served() -> None:
+async def test_beyond_the_bound_the_newest_request_fails_and_the_other_is_served() -> None:
     async with world() as made:
         await meet(made, count, apart=False, chunks=2 * ROOM)
         await made.until(lambda: bool(made.failed()))
@@ -150,7 +150,7 @@ def hold_back(gate_of: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize("producer", [pour, hold_back(lambda gate: gate.result())], ids=["generator", "engine"])
-async def test_waiting_for_a_reader_is_no_standstill_and_computing_without_progress_is_one(producer: Any) -> None:
+async def test_waiting_for_a_reader_is_not_stuck_and_computing_without_progress_is(producer: Any) -> None:
     """Whatever waits behind it."""
     go = threading.Event()
 

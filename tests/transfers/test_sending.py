@@ -131,7 +131,7 @@ FAULTS = [ValueRefused("Submit", "too large"), MemoryError(), OSError(28, "no sp
 
 @pytest.mark.parametrize("where", ["in the relay", "at the link"])
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
-def test_whatever_the_head_of_a_lane_meets_it_does_not_stay_there(error: BaseException, where: str) -> None:
+def test_the_head_of_a_send_queue_never_blocks_it(error: BaseException, where: str) -> None:
     made = Made()
     for request_id in ("first", "bad", "next", "last"):
         made.ship(request_id)

@@ -135,7 +135,7 @@ async def test_keys_open_v1_and_nothing_else_does() -> None:
     assert refused.json()["error"]["type"] == "authentication_error"
 
 
-async def test_a_full_request_manager_says_when_to_retry() -> None:
+async def test_a_full_request_manager_answers_with_a_time_to_retry() -> None:
     async with start(play(asyncio.Event()), cap=1) as running, httpx.AsyncClient(base_url=running.url) as client:
         first = await opened(running, "/v1/pipeline", {"inputs": 1})
         await until(lambda: running.manager.in_flight)

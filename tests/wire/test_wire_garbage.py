@@ -207,7 +207,7 @@ FIELDS = st.one_of(
 
 @settings(max_examples=examples(500))
 @given(st.sampled_from([message for message, _ in SAMPLES]), st.data())
-def test_whatever_stands_in_a_field_is_refused_at_the_sender_or_read_by_the_receiver(
+def test_any_value_of_a_field_is_refused_at_the_sender_or_read_by_the_receiver(
     message: Any, data: st.DataObject
 ) -> None:
     """Every field of every message, replaced by anything."""
