@@ -68,7 +68,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[runtime,operator,engine,dev,nixl]'
+	$(PIP) -e '.[runtime,operator,engine,dev,nixl,mooncake]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt

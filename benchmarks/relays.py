@@ -27,10 +27,12 @@ import uvloop
 
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.base import Peer
+from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
+ALL = RelaySettings(asked=frozenset(RELAYS))
 SMALL_NBYTES = 4 << 20  # up to here a round takes many samples
 SAMPLES = 30
 WARM_UP = 3
@@ -87,7 +89,8 @@ def main() -> None:
 
 def measure(control: Control, sizes: list[int], rounds: int) -> dict[str, dict[int, float]]:
     """Medians in seconds: method -> size -> time."""
-    relays = Relays(loop=uvloop.new_event_loop(), incarnation="near", on_release=lambda peer, transfer: None)
+    loop = uvloop.new_event_loop()  # never runs: what is sent needs none
+    relays = Relays(loop=loop, incarnation="near", on_release=lambda peer, transfer: None, settings=ALL)
     raw = raw_tcp(control)
     control.say({"facts": relays.facts()})
     relays.open("far", control.hear())
@@ -162,7 +165,7 @@ def send_raw(control: Control, connection: socket.socket, source: np.ndarray[Any
 async def far(control: Control) -> None:
     """The other process: does what it is told, says when it was done (the monotonic clock is the machine's)."""
     loop = asyncio.get_running_loop()
-    relays = Relays(loop=loop, incarnation="far", on_release=lambda peer, transfer: control.say(transfer))
+    relays = Relays(loop=loop, incarnation="far", on_release=lambda peer, transfer: control.say(transfer), settings=ALL)
     over, tasks = asyncio.Event(), set()
     connection: socket.socket | None = None
     target = np.zeros(0, np.uint8)
@@ -204,14 +207,14 @@ async def far(control: Control) -> None:
 
 def report(found: dict[str, dict[int, float]]) -> str:
     """A table: milliseconds, and each relay against memcpy and raw TCP."""
-    relays = "".join(f"{name + ' ms':>10} {'/memcpy':>8} {'/raw tcp':>9}" for name in RELAYS)
+    relays = "".join(f"{name + ' ms':>12} {'/memcpy':>8} {'/raw tcp':>9}" for name in RELAYS)
     lines = [f"{'bytes':>12} {'memcpy ms':>10} {'raw tcp ms':>11}{relays}"]
     for size, copy in found["memcpy"].items():
         raw = found["raw tcp"][size]
         line = f"{size:>12,} {copy * 1e3:>10.3f} {raw * 1e3:>11.3f}"
         for name in RELAYS:
             took = found[name][size]
-            line += f"{took * 1e3:>10.3f} {took / copy:>8.2f} {took / raw:>9.2f}"
+            line += f"{took * 1e3:>12.3f} {took / copy:>8.2f} {took / raw:>9.2f}"
         lines.append(line)
     return "\n".join(lines)
 

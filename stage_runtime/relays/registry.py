@@ -51,6 +51,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 RELAYS: Final[Mapping[str, Entry]] = {
     "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
     "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", auto=False),
+    "mooncake": Entry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", auto=False),
     "tcp": Entry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
 }
 

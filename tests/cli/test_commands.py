@@ -153,7 +153,7 @@ def test_every_command_has_help_and_loading_the_list_loads_no_command() -> None:
     assert json.loads(loaded.stdout.replace("'", '"')) == []
 
 
-@pytest.mark.parametrize("backend", ["mooncake", "nccl"])
+@pytest.mark.parametrize("backend", ["nccl"])
 def test_plan_draws_what_will_run_and_says_that_the_relay_asked_for_is_not_there(backend: str) -> None:
     for form in ("table", "mermaid", "svg", "json"):
         done = omni("plan", "-f", HELLO, "--set", f"relayBackend={backend}", "-o", form)

@@ -138,6 +138,7 @@ def test_the_process_of_a_tensor_parallel_stage_is_the_prefix_of_its_ranks() -> 
         ({}, {}, {"relayBackend": "shm"}, "network", "tcp"),
         ({}, {}, {"relayBackend": "nixl"}, "network", "nixl"),
         ("gpu", "gpu", {"relayBackend": "nixl"}, "same_pod", "nixl"),
+        ({}, {}, {"relayBackend": "mooncake"}, "network", "mooncake"),
         ({}, {}, {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}}, "network", "tcp"),
         ("gpu", "gpu", {}, "same_pod", "shm"),
         ("gpu", "gpu", {"relayBackend": "nccl"}, "same_pod", "shm"),

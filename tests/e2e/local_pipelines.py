@@ -207,6 +207,9 @@ AT_REST = (
     "relay_nixl_pinned_transfers",
     "relay_nixl_quarantined_sends",
     "relay_nixl_quarantined_receives",
+    "relay_mooncake_unreleased_transfers",
+    "relay_mooncake_pinned_transfers",
+    "relay_mooncake_quarantined_receives",
 )
 
 

@@ -53,9 +53,9 @@ async def test_the_same_pipeline_answers_the_same_in_one_process_in_many_and_by_
     assert await answers(base, SPREAD, relay_backend="nixl") == together
 
 
-@pytest.mark.parametrize("relay", ["shm", "tcp", "nixl"])
+@pytest.mark.parametrize("relay", ["shm", "tcp", "nixl", "mooncake"])
 async def test_a_buffer_that_is_used_again_arrives_as_it_was_each_time(
-    relay: Literal["shm", "tcp", "nixl"], base: Path
+    relay: Literal["shm", "tcp", "nixl", "mooncake"], base: Path
 ) -> None:
     """In a generator's own memory and in the arena, by yield and by return, one request after the other."""
     stages = [

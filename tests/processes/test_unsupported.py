@@ -229,7 +229,7 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
 
 
 def test_what_a_cluster_does_is_not_named_for_it() -> None:
-    spec = PipelineConfig(stages=STAGES, image="registry/omni:1", relay_backend="mooncake")
+    spec = PipelineConfig(stages=STAGES, image="registry/omni:1", relay_backend="nccl")
     said = unsupported.notices(spec, local=False)
     assert [line.split(":")[0] for line in said] == ["relayBackend", "stages.a.relay.slotSizeMb"]
 

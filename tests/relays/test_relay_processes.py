@@ -175,7 +175,7 @@ async def test_an_arena_that_is_not_the_one_meant_is_not_mapped(near: Relays, fa
 
 
 async def test_a_peer_without_our_memory_is_reached_by_tcp(near: Relays, far: FarEnd) -> None:
-    facts = {**far.facts, "shm": {**far.facts["shm"], "pid_namespace": 1}}
+    facts = {"tcp": far.facts["tcp"], "shm": {**far.facts["shm"], "pid_namespace": 1}}
     assert near.open("elsewhere", facts) == ("tcp",)
     assert near.choose("elsewhere") == "tcp"
     assert near.choose("elsewhere", "shm") == "tcp"

@@ -1,0 +1,37 @@
+"""What two mooncake relays tell each other: facts in Hello, metadata in control messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Session: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z.:_\[\]-]{1,300}:[0-9]{1,5}$")]
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """A registered region."""
+
+    address: Count
+    nbytes: Count
+
+    def holds(self, offset: int, nbytes: int) -> bool:
+        return offset + nbytes <= self.nbytes and self.address + self.nbytes < 1 << 63
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a peer must know to read what we send. session: host and port of the engine."""
+
+    session: Session
+    sends: Memory
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transfer lies in the sender's arena; the slot at ``start`` must still be of that generation."""
+
+    transfer: int
+    start: Count
+    offset: Count
+    nbytes: Count
+    generation: int

@@ -1,0 +1,134 @@
+"""The relay by Mooncake's Transfer Engine: a receiver reads what lies in the sender's arena.
+
+By TCP; by RDMA where there is a device, which has not been tried. The sender does nothing after a put but hold the slot
+until its release. Every process reads with two threads: Mooncake burns a core for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from stage_runtime.errors import TransferError
+from stage_runtime.payloads.pack import Pack
+from stage_runtime.relays.abstract import AbstractRelay
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.context import RelayContext, RelaySettings
+from stage_runtime.relays.mooncake.engine import Engine, has_rdma
+from stage_runtime.relays.mooncake.messages import Facts, Memory, Metadata
+from stage_runtime.relays.mooncake.reading import Incoming, Reading, Route
+from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.placing import Placing
+
+TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
+HEADER_NBYTES: Final = 64  # at the start of a slot, before its data
+
+_kept: list[object] = []  #: Memory of closed relays into which a read that timed out may still write.
+
+
+class MooncakeRelay(AbstractRelay[Route, Metadata]):
+    """Mooncake, host memory."""
+
+    name = "mooncake"
+
+    def __init__(self, context: RelayContext) -> None:
+        """Raises: ConfigurationError: Mooncake is not installed, or does not start here."""
+        super().__init__(context, Metadata)
+        settings = context.settings
+        self._engine = Engine(_host(settings))
+        self._arena = context.arena
+        self._placing = Placing(context.arena)
+        self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
+        # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
+        self._mapping = context.arena.map_again()
+        sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
+        self._facts = Facts(self._engine.session, Memory(sent.ctypes.data, len(sent)))
+        self._engine.register(self._facts.sends.address, self._facts.sends.nbytes)
+        self._engine.register(self._received.address, self._received.nbytes)
+        self._reading = Reading(self._loop, self._engine, self._received, self._pins, context.on_release)
+        self._trimming = self._loop.call_later(TRIM_S, self._trim)
+        self._is_closed = False
+
+    def facts(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self._facts)  # type: ignore[no-any-return]
+
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None:
+        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slot can be shared."""
+        placed = self._placing.place(pack, like.resource if isinstance(like, PutOperation) else None)
+        if placed is None:
+            return None
+        slot, offset = placed
+        metadata = Metadata(next(self._context.ids), slot.start, offset, pack.nbytes, slot.generation)
+        return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer)
+
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
+        announced = self._decoded(metadata, peer)
+        route = self._connections.get(peer)
+        if route is None:
+            raise TransferError(f"mooncake transfer {announced.transfer} from {peer}, which is not open")
+        sends = route.facts.sends
+        if not sends.holds(announced.offset, announced.nbytes) or not sends.holds(announced.start, HEADER_NBYTES):
+            raise TransferError(f"mooncake transfer {announced.transfer} from {peer}: not inside its arena")
+        key = (peer, TransferId(announced.transfer))
+        operation = GetOperation(
+            Completion(self._loop), key[1], peer, metadata, lambda: self._reading.last_moved(route, key)
+        )
+        self._reading.claim(route, Incoming(operation, announced, request_id, holder))
+        return operation
+
+    def cleanup(self, request_id: str) -> None:
+        super().cleanup(request_id)
+        self._reading.cleanup(request_id)
+
+    def stats(self) -> dict[str, int]:
+        return {"copied_bytes": self._placing.copied_bytes, **super().stats(), **self._reading.stats()}
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._trimming.cancel()
+        self._reading.close()
+        super().close()
+        if not self._reading.still:
+            _kept.append((self._engine, self._received, self._reading))
+        self._engine.close(again=self._reading.still)
+        self._received.close()
+
+    # --- AbstractRelay ------------------------------------------------------------------------------------------
+
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Route | None:
+        """Mooncake connects by the first read."""
+        try:
+            told = msgspec.convert(facts, Facts)
+        except ValueError:  # ValidationError is one
+            return None
+        return Route(peer, told) if told.sends.holds(0, 0) else None
+
+    def _disconnect(self, peer: Peer, connection: Route) -> None:
+        connection.gone = True
+        self._reading.forget(peer)
+
+    def _free(self, put: PutOperation) -> None:
+        self._arena.released(put.resource[0])
+
+    def _quarantine(self, put: PutOperation) -> None:
+        self._arena.aborted(put.resource[0])
+
+    def _trim(self) -> None:
+        self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
+        if not has_rdma():  # a device writes to the pages that were there when they were registered
+            self._received.trim()
+
+
+def _host(settings: RelaySettings) -> str:
+    """The address at which the engine listens, and which peers are told: the tcp relay's."""
+    if not settings.bind.startswith("tcp://"):
+        return "127.0.0.1"
+    return (settings.advertise_host or settings.bind.removeprefix("tcp://").rpartition(":")[0]).strip("[]")

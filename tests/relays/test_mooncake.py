@@ -1,0 +1,207 @@
+"""What only the mooncake relay promises: memory that may still be written to is not used again, whoever froze."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.relays.base import RelayOperation
+from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.dispatch import Relays
+from tests.relays.relay_pairs import MIB, SMALL, FarEnd, pair
+
+LARGE = 128 * MIB  # long enough on its way to be frozen there
+ASKED = RelaySettings(asked=frozenset({"mooncake"}), arena_bytes=256 * MIB, prefault_bytes=0)
+
+
+@pytest.fixture
+def far() -> Iterator[FarEnd]:
+    end = FarEnd()
+    yield end
+    end.process.send_signal(signal.SIGCONT)
+    end.close()
+
+
+class Near:
+    """This process's end."""
+
+    def __init__(self, far: FarEnd) -> None:
+        self.released: list[tuple[str, int]] = []
+        self.relays = Relays(
+            loop=asyncio.get_running_loop(),
+            incarnation="near",
+            on_release=lambda peer, transfer: self.released.append((peer, transfer)),
+            settings=ASKED,
+        )
+        self.meet(far, "far")
+
+    def meet(self, far: FarEnd, name: str) -> None:
+        assert "mooncake" in self.relays.open(name, far.facts)
+        assert "mooncake" in far.ask(do="open", facts=self.relays.facts())
+
+    def stat(self, name: str) -> int:
+        return self.relays.stats()[name]
+
+    def fetch(self, far: FarEnd, nbytes: int, mark: int, peer: str = "far") -> RelayOperation:
+        metadata = base64.b64decode(far.ask(do="put", nbytes=nbytes, mark=mark, backend="mooncake"))
+        return self.relays.get(metadata, request_id="r", peer=peer)
+
+
+@pytest.fixture
+async def near(far: FarEnd) -> AsyncIterator[Near]:
+    end = Near(far)
+    yield end
+    end.relays.close()
+
+
+async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def digest(nbytes: int, mark: int) -> str:
+    return hashlib.sha256(bytes([mark]) * nbytes).hexdigest()
+
+
+async def being_read(near: Near, far: FarEnd) -> RelayOperation:
+    operation = near.fetch(far, LARGE, 1)
+    await until(lambda: near.stat("mooncake_coming_here_bytes") > 0)
+    return operation
+
+
+async def test_what_a_frozen_sender_sends_when_it_goes_on_lands_in_no_memory_that_is_used(
+    near: Near, far: FarEnd
+) -> None:
+    late = await being_read(near, far)
+    far.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TransferError, match="far is not reached"):
+        await late.wait_for_completion(30)
+    assert near.stat("mooncake_quarantined_receive_bytes") == LARGE
+    near.relays.forget("far")
+    other = FarEnd(name="other")
+    try:
+        near.meet(other, "other")
+        view = await near.fetch(other, 100 * MIB, 2, "other").wait_for_completion(20)
+        far.process.send_signal(signal.SIGCONT)
+        far.ask(do="stats")
+        assert set(await near.fetch(other, MIB, 3, "other").wait_for_completion(20)) == {3}
+        assert hashlib.sha256(view).hexdigest() == digest(100 * MIB, 2)
+        far.process.kill()
+        far.process.wait(10)
+        await until(lambda: near.stat("mooncake_quarantined_receive_bytes") == 0)
+    finally:
+        other.close()
+
+
+async def test_a_sender_that_is_killed_on_the_way_fails_the_get_at_once_and_gives_the_memory_back(
+    near: Near, far: FarEnd
+) -> None:
+    operation = await being_read(near, far)
+    far.process.kill()
+    far.process.wait(10)
+    with pytest.raises(TransferError, match="far is not reached"):
+        await operation.wait_for_completion(4)
+    await until(lambda: near.stat("mooncake_receive_bytes_in_use") == 0)
+    near.relays.forget("far")
+
+
+async def test_an_aborted_get_stops_within_a_piece_and_is_released(near: Near, far: FarEnd) -> None:
+    operation = await being_read(near, far)
+    near.relays.cleanup("r")
+    with pytest.raises(TransferError, match="aborted"):
+        await operation.wait_for_completion(5)
+    await until(lambda: near.released == [("far", operation.transfer)])
+    await until(lambda: near.stat("mooncake_receive_bytes_in_use") == 0)
+    assert set(await near.fetch(far, MIB, 7).wait_for_completion(10)) == {7}
+
+
+async def test_what_was_read_from_a_slot_that_has_another_use_is_no_payload() -> None:
+    """A sender that takes its receiver for gone uses the slot again; the receiver may only have been frozen."""
+    with pair("mooncake") as both:
+        _, operation = both.put(np.ones(MIB, np.uint8))
+        metadata = operation.metadata
+        both.a.forget("b")
+        assert both.a.open("b", both.b.facts())
+        _, other = both.put(np.zeros(MIB, np.uint8))
+        with pytest.raises(TransferError, match="its slot has another use now"):
+            await both.b.get(metadata, request_id="r", peer="a").wait_for_completion(10)
+        assert set(await both.get(other)) == {0}
+
+
+async def test_what_finds_no_memory_waits_for_it_and_large_holdings_are_copied_out() -> None:
+    with pair("mooncake") as both:  # of 64 MiB
+        puts = [both.put(np.full(20 * MIB, mark, np.uint8))[1] for mark in range(3)]
+        fetching = [both.b.get(put.metadata, request_id="r", peer="a") for put in puts]
+        views = [await fetch.wait_for_completion(20) for fetch in fetching]
+        assert [set(view) for view in views] == [{0}, {1}, {2}]
+        assert 0 < both.b.stats()["mooncake_copied_out_bytes"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"session": "no port"},
+        {"session": "host:1 2"},
+        {"session": None},
+        {"sends": {"address": -1, "nbytes": 1}},
+        {"sends": {"address": 2**63 - 1, "nbytes": 1}},
+        {"sends": 3},
+    ],
+    ids=str,
+)
+async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None:
+    with pair("mooncake") as both:
+        assert both.a.open("c", {"mooncake": {**both.b.facts()["mooncake"], **changes}}) == ()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_interpreter_ends_with_0_whether_or_not_the_relay_was_closed(closes: bool) -> None:
+    program = f"""
+import asyncio
+from tests.relays.relay_pairs import Pair
+import numpy as np
+async def main():
+    both = Pair("mooncake")
+    await both.carry(np.ones(9000))
+    if {closes}:
+        both.close()
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(near: Near, far: FarEnd) -> None:
+    held = await near.fetch(far, MIB, 3).wait_for_completion(10)
+    window_s = 2.0
+    before = processor_s(far.process.pid)
+    await asyncio.sleep(window_s)
+    assert processor_s(far.process.pid) - before <= 0.05 * window_s
+    assert held is not None
+
+
+async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    settings = RelaySettings(asked=ASKED.asked, arena_bytes=SMALL.arena_bytes, bind="tcp://127.0.0.9:*")
+    with pytest.raises(
+        ConfigurationError, match=r"^relay 'mooncake' cannot be loaded .*omnipipeline\[mooncake\].*libnuma1"
+    ):
+        Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=settings)
