@@ -26,7 +26,7 @@ PLAN = CoordinatorPlan(pipeline=PIPELINE, model=PIPELINE, max_in_flight=1_000_00
 class Coordinating:
     """The orders of such a process."""
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, name: str, dead_after_s: float) -> None:
         loop = asyncio.get_running_loop()
         incarnation = secrets.token_hex(8)
         self._coordinator = Coordinator(PLAN, incarnation=incarnation, loop=loop)
@@ -38,7 +38,7 @@ class Coordinating:
             received(sender, message)
 
         self._coordinator.received = counted  # type: ignore[method-assign]
-        channels = Channels(self._coordinator, incarnation=incarnation, loop=loop)
+        channels = Channels(self._coordinator, incarnation=incarnation, loop=loop, dead_after_s=dead_after_s)
         relays: Any = NoRelays()
         publisher = channels.bind_publisher(f"ipc://{folder}/{name}.publish")
         self._coordinator.wire(
@@ -124,10 +124,10 @@ class Coordinating:
 
 
 def main() -> None:
-    folder, name = sys.argv[1:]
+    folder, name, dead_after_s = sys.argv[1:]
 
     def make() -> dict[str, Any]:
-        made = Coordinating(folder, name)
+        made = Coordinating(folder, name, float(dead_after_s))
         return {
             "usage": made.usage,
             "until_ready": made.until_ready,

@@ -109,6 +109,7 @@ class LightInstance:
         *,
         folder: str,
         coordinators: tuple[str, ...],
+        dead_after_s: float = 3.0,
         loop: asyncio.AbstractEventLoop,
         work_s: Callable[[], float] = lambda: 0.0,
         groups: tuple[str, ...] = GROUPS,
@@ -126,7 +127,9 @@ class LightInstance:
         self._plan = plan_of(group, groups)
         self._process = ProcessContext(self.incarnation)
         self._membership = StageMembership([self._plan], self._process, loop)
-        self.channels = Channels(self, incarnation=self.incarnation, loop=loop, idle_after_s=IDLE_AFTER_S)
+        self.channels = Channels(
+            self, incarnation=self.incarnation, loop=loop, dead_after_s=dead_after_s, idle_after_s=IDLE_AFTER_S
+        )
         endpoint = self.channels.bind(f"ipc://{folder}/{self.incarnation}")
         relays: Any = NoRelays()
         self.member = Member(self.incarnation, group, group, unit_revision, endpoint, FACTS, (group,))

@@ -15,6 +15,8 @@ from benchmarks.scalelab.children import Child
 from benchmarks.scalelab.fakes import GROUPS
 
 MOST_IN_A_PROCESS: Final = 500
+#: Above it, heartbeats have 60 s: thousands of instances that share a few processors start and answer late.
+MOST_ALIVE: Final = 1000
 IDLE_S: Final = 4.0
 SLICES: Final = 7  # in which what is compared takes turns
 WORK_S: Final = 0.5
@@ -90,10 +92,11 @@ async def start(instances: int, coordinators: int) -> tuple[Fleet, Joined]:
     """instances: a multiple of 10, the number of groups."""
     folder = tempfile.TemporaryDirectory(prefix="scale-")
     names = [f"c{number}" for number in range(coordinators)]
-    began = [await Child.start("benchmarks.scalelab.coordinating", folder.name, name) for name in names]
+    dead_after = str(3.0 if instances <= MOST_ALIVE else 60.0)
+    began = [await Child.start("benchmarks.scalelab.coordinating", folder.name, name, dead_after) for name in names]
     parts = shares(instances // len(GROUPS))
     endpoints = [f"ipc://{folder.name}/{name}" for name in names]
-    children = [await Child.start("benchmarks.scalelab.instances", folder.name, *endpoints) for _ in parts]
+    children = [await Child.start("benchmarks.scalelab.instances", folder.name, dead_after, *endpoints) for _ in parts]
     before = await _usage(began)
     await _usage(children)
     begun = time.perf_counter()

@@ -15,7 +15,8 @@ from benchmarks.scalelab.fakes import GROUPS, LightInstance
 class Instances:
     """The orders of such a process."""
 
-    def __init__(self, folder: str, coordinators: tuple[str, ...]) -> None:
+    def __init__(self, folder: str, dead_after_s: float, coordinators: tuple[str, ...]) -> None:
+        self._dead_after_s = dead_after_s
         self._folder = folder
         self._coordinators = coordinators
         self._loop = asyncio.get_running_loop()
@@ -71,16 +72,17 @@ class Instances:
             unit_revision,
             folder=self._folder,
             coordinators=self._coordinators,
+            dead_after_s=self._dead_after_s,
             loop=self._loop,
             work_s=lambda: self._chance.expovariate(1 / self._mean_work_s) if self._mean_work_s else 0.0,
         )
 
 
 def main() -> None:
-    folder, *coordinators = sys.argv[1:]
+    folder, dead_after_s, *coordinators = sys.argv[1:]
 
     def make() -> dict[str, Any]:
-        made = Instances(folder, tuple(coordinators))
+        made = Instances(folder, float(dead_after_s), tuple(coordinators))
         return {"begin": made.begin, "work": made.work, "roll": made.roll, "usage": made.usage}
 
     children.serve(make)

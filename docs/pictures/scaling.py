@@ -35,9 +35,9 @@ def draw() -> str:
     body: list[str] = []
     for number, panel in enumerate(panels(figures)):
         left = MARGIN + number % 2 * (WIDTH + MARGIN + GAP)
-        top = 56 + number // 2 * (HEIGHT + 92)
+        top = 66 + number // 2 * (HEIGHT + 92)
         body += _panel(panel, left, top)
-    width, height = 2 * (WIDTH + MARGIN) + GAP + 30, 2 * (HEIGHT + 92) + 20
+    width, height = 2 * (WIDTH + MARGIN) + GAP + 30, 2 * (HEIGHT + 92) + 30
     label = "Curves over the number of instances: time to join, cost of a request, time to replace all, worst load"
     return page(width, height, label, STYLE, body)
 
@@ -47,25 +47,25 @@ def panels(figures: Figures) -> list[Panel]:
     rolls = [each for each in figures.changed if each.what == "roll"]
     return [
         Panel(
-            "All instances have joined and are ready",
-            "s",
+            "All instances have joined",
+            "seconds",
             [(each.instances, each.join_s) for each in one],
             JOIN_S,
         ),
         Panel(
-            "Processor time of a request at the coordinator, beside ten instances",
-            "times",
+            "A request at the coordinator",
+            "processor time, divided by that with ten instances",
             [(each.instances, each.cost) for each in figures.served],
             COST,
         ),
         Panel(
-            "All instances are replaced under load, 50 at a time",
-            "s",
+            "All instances are replaced",
+            "seconds, under load, 50 at a time",
             [(each.instances, each.seconds) for each in rolls],
         ),
         Panel(
-            "Load of the worst of a group, four coordinators, simulated",
-            "of the mean",
+            "Load of the worst instance of a group",
+            "divided by the mean; four coordinators, simulated",
             [(each.instances, each.worst) for each in figures.simulated],
             WORST,
         ),
@@ -82,8 +82,8 @@ def _panel(panel: Panel, left: float, top: float) -> Iterator[str]:
     def place(x: float, y: float) -> tuple[float, float]:
         return left + WIDTH * (math.log(x) - low) / (high - low), top + HEIGHT * (1 - y / most)
 
-    yield f'<text class="ink bold title" x="{left - 40:g}" y="{top - 20:g}">{escape(panel.title)}</text>'
-    yield f'<text class="dim" x="{left - 40:g}" y="{top - 4:g}">{escape(panel.unit)}</text>'
+    yield f'<text class="ink bold title" x="{left - 40:g}" y="{top - 32:g}">{escape(panel.title)}</text>'
+    yield f'<text class="dim" x="{left - 40:g}" y="{top - 15:g}">{escape(panel.unit)}</text>'
     for part in (0.0, 0.5, 1.0):
         y = top + HEIGHT * (1 - part)
         yield f'<path class="lane" d="M{left:g} {y:g}h{WIDTH:g}"/>'
