@@ -113,8 +113,9 @@ class LightInstance:
         loop: asyncio.AbstractEventLoop,
         work_s: Callable[[], float] = lambda: 0.0,
         groups: tuple[str, ...] = GROUPS,
+        fenced: Callable[[LightInstance], None] = lambda instance: None,
     ) -> None:
-        """work_s: how long it takes for the next request; 0: none."""
+        """work_s: how long it takes for the next request; 0: none. fenced: a coordinator has declared it dead."""
         self.incarnation = secrets.token_hex(8)
         self.heard: Counter[str] = Counter()  #: Messages by type.
         self.running = 0
@@ -122,6 +123,7 @@ class LightInstance:
         self.load_s = 0.0  #: Requests here, summed over time.
         self._loop = loop
         self._work_s = work_s
+        self._fenced: Callable[[LightInstance], None] | None = fenced  #: None: it was called.
         self._changed_at = loop.time()
         self._owing: set[str] = set()  #: Coordinators that have not said Unbound.
         self._plan = plan_of(group, groups)
@@ -179,6 +181,8 @@ class LightInstance:
         self.heard[type(message).__name__] += 1
         if isinstance(message, DataReady):
             return self._membership.introduced(sender, message.header.members)
+        if isinstance(message, Rejected):
+            self._rejected(message)
         return isinstance(message, Welcome) and self.registration.welcomed(sender, message)
 
     def received(self, sender: str, message: Message) -> None:
@@ -192,7 +196,7 @@ class LightInstance:
             case Unbound():
                 self._owing.discard(sender)
             case Rejected():
-                raise AssertionError(message.reason)
+                self._rejected(message)
             case _:
                 handler = self._membership.handlers.get(type(message))
                 if handler is not None:
@@ -204,6 +208,13 @@ class LightInstance:
     def lost(self, peer: str) -> None:
         self._owing.discard(peer)
         self._membership.lost(peer)
+
+    def _rejected(self, message: Rejected) -> None:
+        """As a stage process, which takes a new incarnation when it was declared dead."""
+        assert message.fenced, message.reason
+        fenced, self._fenced = self._fenced, None
+        if fenced is not None and message.incarnation == self.incarnation:
+            fenced(self)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Joined(msgspec.Struct, frozen=True):
     messages_per_join: float  #: Of the membership, to and from all processes.
     coordinator_bytes_per_peer: float
     coordinator_descriptors_per_peer: float
+    fenced: int = 0  #: Instances that were declared dead meanwhile and joined again: the machine was too busy.
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -120,6 +121,7 @@ async def start(instances: int, coordinators: int) -> tuple[Fleet, Joined]:
         messages / instances / coordinators,
         (after[0]["memory_bytes"] - before[0]["memory_bytes"]) / instances,
         (after[0]["descriptors"] - before[0]["descriptors"]) / instances,
+        sum(one["fenced"] for one in known),
     )
 
 

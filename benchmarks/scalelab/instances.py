@@ -11,6 +11,8 @@ from typing import Any
 from benchmarks.scalelab import children
 from benchmarks.scalelab.fakes import GROUPS, LightInstance
 
+START_EVERY_S = 0.005  # in each process
+
 
 class Instances:
     """The orders of such a process."""
@@ -23,13 +25,15 @@ class Instances:
         self._chance = random.Random(0)
         self._mean_work_s = 0.0
         self._all: list[LightInstance] = []
+        self._fenced = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, of_each_group: int, unit_revision: str) -> dict[str, Any]:
         """Start so many instances of each group; they register by themselves."""
         for _ in range(of_each_group):
             for group in GROUPS:
                 self._all.append(self._make(group, unit_revision))
-                await asyncio.sleep(0)
+                await asyncio.sleep(START_EVERY_S)
         return {}
 
     async def work(self, mean_s: float) -> dict[str, Any]:
@@ -60,17 +64,29 @@ class Instances:
         return {
             **children.own_usage(),
             "instances": len(self._all),
+            "fenced": self._fenced,
             "links": sum(one.links for one in self._all),
             "most_links": max((one.links for one in self._all), default=0),
             "heard": heard,
             "served": {one.incarnation: [one.member.group, one.served, one.account()] for one in self._all},
         }
 
+    def _reborn(self, instance: LightInstance) -> None:
+        """It was declared dead: another takes its place."""
+        self._fenced += 1
+        if instance in self._all:
+            self._all.remove(instance)
+            self._all.append(self._make(instance.member.group, instance.member.revision))
+        task = self._loop.create_task(instance.close())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _make(self, group: str, unit_revision: str) -> LightInstance:
         return LightInstance(
             group,
             unit_revision,
             folder=self._folder,
+            fenced=self._reborn,
             coordinators=self._coordinators,
             dead_after_s=self._dead_after_s,
             loop=self._loop,
