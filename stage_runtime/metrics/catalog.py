@@ -246,6 +246,23 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
+#: As `RELAY`, of keys that only the relay nixl has.
+NIXL: Final[Mapping[str, Metric]] = {
+    "stray_notices": _of_relay("stray_notices_total", "Notices of peers that belong to no transfer"),
+    "copied_out_bytes": _of_relay("copied_out_bytes_total", "Bytes copied out of the receive arena to free it"),
+    "receive_bytes_in_use": _of_relay("receive_bytes_in_use", "Bytes of the receive arena in use", kind="gauge"),
+    "waiting_transfers": _of_relay("waiting_transfers", "Payloads that wait for memory to receive into", kind="gauge"),
+    "coming_transfers": _of_relay("coming_transfers", "Payloads that peers are writing here", kind="gauge"),
+    "coming_here_bytes": _of_relay("coming_here_bytes", "Bytes that are written or read into here", kind="gauge"),
+    "writing_transfers": _of_relay("writing_transfers", "Payloads being written to peers", kind="gauge"),
+    "quarantined_sends": _of_relay("quarantined_sends", "Payloads given up that a peer may still use", kind="gauge"),
+    "quarantined_send_bytes": _of_relay("quarantined_send_bytes", "Their bytes", kind="gauge"),
+    "quarantined_receives": _of_relay(
+        "quarantined_receives", "Regions given up that a peer may still write", kind="gauge"
+    ),
+    "quarantined_receive_bytes": _of_relay("quarantined_receive_bytes", "Their bytes", kind="gauge"),
+}
+
 PROCESS_READY: Final = Metric(
     name="omnipipeline_process_ready", kind="gauge", help="1 while the process can serve", labels=_OF_PROCESS
 )
@@ -310,5 +327,7 @@ PLANES: Final = (
 )
 #: Of stages that generate tokens; served as `PLANES`.
 ENGINES: Final = tuple(ENGINE.values())
+#: Of processes that have opened the relay nixl, beside `PLANES`.
+PLANES_WITH_NIXL: Final = tuple(NIXL.values())
 #: Of the operating system's processes in a stage's pod, served by the pod.
 PROCESSES: Final = (PROCESS_READY, PROCESS_RESTARTS, PROCESS_RESIDENT_MEMORY, PROCESS_CPU)

@@ -18,6 +18,7 @@ Gauges: TypeAlias = Mapping[str, float]
 _RELAY: Final = "relay_"
 _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
+_RELAYS: Final[Mapping[str, Metric]] = {**catalog.RELAY, **catalog.NIXL}
 _ENGINE: Final = "engine_"
 _EDGE: Final[Mapping[str, Metric]] = {
     "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,
@@ -68,7 +69,7 @@ def samples(processes: Mapping[str, Gauges]) -> Samples:
     found: dict[Metric, dict[Labels, float]] = {metric: {} for metric in (*catalog.PLANES, *catalog.ENGINES)}
     for process, numbers in processes.items():
         for metric, labels, value in _read(numbers):
-            found[metric][process, *labels] = value
+            found.setdefault(metric, {})[process, *labels] = value
     return found
 
 
@@ -88,5 +89,5 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
                 yield metric, (stage,), value
         elif name.startswith(_RELAY):
             relay, _, short = name.removeprefix(_RELAY).partition("_")
-            if (metric := catalog.RELAY.get(short)) is not None:
+            if (metric := _RELAYS.get(short)) is not None:
                 yield metric, (relay,), value

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stage_runtime.errors import TransferError
+from stage_runtime.metrics import planes
 from stage_runtime.payloads import encoding
 from stage_runtime.relays import registry
 from stage_runtime.relays.arena import Arena
@@ -26,6 +27,12 @@ from tests.relays.relay_pairs import MIB, SMALL, Pair, pair
 async def both(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     with pair(request.param) as ends:
         yield ends
+
+
+async def test_every_number_of_a_relay_has_a_metric(both: Pair) -> None:
+    numbers = planes.gauges(relays=both.a.stats(), transfers_in_flight=0, sends_queued=0, events={})
+    samples = planes.samples({"talk": numbers})
+    assert sum(len(values) for values in samples.values()) == len(numbers)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 5000, 70_000, MIB, 2 * MIB, 5 * MIB + 17])
