@@ -174,8 +174,6 @@ class Coordinator:
             self.profiling.lost(replaced)
         if joined.new:
             self.profiling.joined(sender)
-            if message.member.ready:
-                self.manager.instances_changed()  # a fenced instance returns with its models loaded
         return True
 
     def _hello_again(self, sender: str, message: Hello) -> None:

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.errors import LimitReached
 from stage_runtime.metrics import catalog, planes
@@ -97,7 +99,9 @@ class Membership:
             return None
         known = sender in self.state.instances
         self._relays.open(sender, member.relays)
-        replaced = self.state.join(member, message.edges)
+        # Not before it says Ready: a request that comes before Welcome could not be answered. One that was fenced is
+        # ready already, and its neighbours may reach it before Welcome does.
+        replaced = self.state.join(msgspec.structs.replace(member, ready=False), message.edges)
         for gone in replaced:
             self.fence(gone)
         self._adapt_beats()

@@ -30,6 +30,7 @@ from stage_runtime.wire.messages import (
     Failure,
     HandBack,
     PeerUnreachable,
+    Ready,
     Release,
     RequestRef,
     Stalled,
@@ -329,6 +330,8 @@ async def test_one_that_joins_loaded_is_given_what_waits_for_an_instance() -> No
         made.manager.admit(asked())
         made.coordinator.lost("v1")
         assert made.hello("v2", "voice", ready=True)
+        assert len(made.submitted("f1")) == 1, "it has not heard Welcome, and could not answer"
+        made.coordinator.received("v2", Ready())
         assert made.manager.status()["awaiting_instance"] == 0
         assert [one.header.bindings["shout"] for one in made.submitted("f1")] == ["v1", "v2"]
 
