@@ -47,6 +47,9 @@ class AttentionBackend(Protocol):
     def plan(self, batch: BatchMeta) -> Any:
         """What all layers of one step share."""
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks that may hold NaN before others get them: padding is masked by adding, and NaN stays NaN."""
+
     def forward(
         self,
         layer: int,
@@ -114,6 +117,10 @@ class GatherAttention:
             place = (num_blocks, block_size, shape.kv_heads)
             self._keys[index] = torch.zeros(*place, shape.key_dim, dtype=dtype, device=device)
             self._values[index] = torch.zeros(*place, shape.value_dim, dtype=dtype, device=device)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        for cache in (*self._keys.values(), *self._values.values()):
+            cache[list(blocks)] = 0
 
     def plan(self, batch: BatchMeta) -> tuple[list[_Group], Tensor]:
         counts = [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]

@@ -53,7 +53,8 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 logits = self._forward(rows)
-                self._sample([row for row in rows if row.samples], logits, output)
+                self._sample(rows, logits, output)
+                self._clear([row for row in rows if row.request.id in output.failed])
         except Exception as error:
             if len(rows) == 1:
                 log.warning("request %s failed in the model: %s", rows[0].request.id, describe(error))
@@ -64,7 +65,7 @@ class ModelRunner:
                 self._execute([row], output)
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Logits of the rows that sample, in their order."""
+        """Logits of each row's last token. NaN anywhere in a row reaches them, so a prompt's chunk is checked, too."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -78,8 +79,7 @@ class ModelRunner:
             slots += [blocks[at // size] * size + at % size for at in range(row.start, end)]
             starts.append(len(ids))
             tables.append(blocks)
-            if row.samples:
-                last.append(len(ids) - 1)
+            last.append(len(ids) - 1)
         device = self.model.device
         meta = BatchMeta(starts, [row.start for row in rows], tables, torch.tensor(slots, device=device))
         return self.model.forward(
@@ -87,10 +87,16 @@ class ModelRunner:
             self._backend.plan(meta),
             torch.tensor(ids, device=device),
             torch.tensor(positions, device=device),
-            torch.tensor(last or [0], device=device),
+            torch.tensor(last, device=device),
         )
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, output: ModelOutput) -> None:
+        sampling = [index for index, row in enumerate(rows) if row.samples]
+        if len(sampling) < len(rows):
+            for row, good in zip(rows, torch.isfinite(logits.amax(-1)).tolist(), strict=True):
+                if not good and not row.samples:
+                    output.failed[row.request.id] = NAN
+            logits, rows = logits[sampling], [rows[index] for index in sampling]
         if not rows:
             return
         states = [self._rows[row.request.id] for row in rows]
@@ -101,3 +107,9 @@ class ModelRunner:
             output.sampled[row.request.id] = one.token
             if one.logprobs is not None:
                 output.logprobs[row.request.id] = one.logprobs
+
+    def _clear(self, rows: Sequence[Row]) -> None:
+        """Blocks that failed rows have written into. Those before hold what other requests may share, without NaN."""
+        blocks = [block for row in rows for block in row.request.blocks[row.start // self._block_size :]]
+        if blocks:
+            self._backend.clear(blocks)
