@@ -7,6 +7,7 @@ I/O thread. A process that dies, is silent or refuses is named in the answer; se
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import re
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S: Final = 120.0  # of a process that lives: torch takes seconds to start a trace, and longer to write one
 CLOCKS_S: Final = 60.0  # clocks without NTP drift apart by about 3 ms in this time
+CLOCK_QUESTIONS: Final = 8  # at the start and at the end of a run
+CLOCKS_MOST_S: Final = 1.0
 RUNS_KEPT: Final = 200
 _NAME: Final = events.COORDINATOR
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
@@ -153,6 +156,7 @@ class Profiling:
                 self._remember(Run(run_id=run_id, event_dir=folder, started_at=time.time(), torch=torch))
                 self._order = run_id, order
                 states += await self._ask_all(lambda call: _start_message(call, order))
+                await self._measure_clocks()
             return ProfileAnswer(
                 run_id=run_id,
                 event_dir=folder,
@@ -171,6 +175,7 @@ class Profiling:
             run = self._runs.get(known) if known is not None else None
             if run_id is not None and run is None:
                 raise RequestError("not_found", f"no profile run {run_id[:80]!r} is known here", param="run_id")
+            await self._measure_clocks()
             states = await self._ask_all(lambda call: ProfilerStop(call, run_id))
             own = self._own(await self._here(lambda: self._session.stop(run_id)))
             self._order = None
@@ -270,6 +275,13 @@ class Profiling:
         if self._given is None:
             raise RequestError("unsupported_endpoint", "this process takes no profiles")
         return self._given
+
+    async def _measure_clocks(self) -> None:
+        """Several times: of the measurements the most certain one counts, and a busy process is not always busy."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOCKS_MOST_S):
+                for _ in range(CLOCK_QUESTIONS):
+                    await self._replies(self._members(), _clock_question)
 
     async def _ask_all(self, make: Callable[[str], Message]) -> list[StageState]:
         members = dict(self._members())

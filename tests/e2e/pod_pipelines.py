@@ -6,9 +6,10 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,7 +32,15 @@ ANYWHERE = "tcp://127.0.0.1:0"
 class Pods:
     """One coordinator per name, and one process per group that registers with all of them."""
 
-    def __init__(self, spec: PipelineConfig, folder: Path, coordinators: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        spec: PipelineConfig,
+        folder: Path,
+        coordinators: tuple[str, ...],
+        environments: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        """environments: of a coordinator or a group, beside what all have."""
+        self._environments = environments
         self.plan = planning.plan(spec)
         self.control = {name: f"tcp://127.0.0.1:{_free_port()}" for name in coordinators}
         self.publisher = {name: f"tcp://127.0.0.1:{_free_port()}" for name in coordinators}
@@ -67,6 +76,7 @@ class Pods:
                 "OMNI_LISTEN": self.control[name],
                 "OMNI_PUBLISH": self.publisher[name],
                 "OMNI_HTTP_PORT": "0",
+                **self._environments.get(name, {}),
             }
             argv = launching.coordinator_instance({}, dict).commands()[0].argv
             command = Command(name=name, argv=argv, env=told, awaits=frozenset({Serving}))
@@ -88,7 +98,7 @@ class Pods:
                     plan_file=file,
                     replica=0,
                     coordinators=",".join(self.control.values()),
-                    environment=self._environment,
+                    environment={**self._environment, **self._environments.get(group.name, {})},
                     addresses=lambda: Addresses(listen=ANYWHERE, advertise=ANYWHERE),
                 )
                 self._supervisor.add(launching.stage_instance(launch), POLICY)
@@ -120,9 +130,14 @@ def _free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def pods(spec: PipelineConfig, folder: Path, *coordinators: str) -> AsyncIterator[Pods]:
+async def pods(
+    spec: PipelineConfig,
+    folder: Path,
+    *coordinators: str,
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> AsyncIterator[Pods]:
     """All of them up; drained and gone afterwards. Their log is in ``folder/log``."""
-    made = Pods(spec, folder, coordinators or ("coordinator",))
+    made = Pods(spec, folder, coordinators or ("coordinator",), environments)
     try:
         await made.start()
         yield made

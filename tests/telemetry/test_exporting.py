@@ -33,6 +33,17 @@ def spans(number: int) -> Sequence[Span]:
     ]
 
 
+class Heard(logging.Handler):
+    """Says that something was logged."""
+
+    def __init__(self, logged: threading.Event) -> None:
+        super().__init__()
+        self._logged = logged
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._logged.set()
+
+
 def exporter(url: str) -> Exporter:
     settings = TelemetrySettings(endpoint=f"{url}/v1/traces", headers={"tenant": "a"}, resource={"service.name": "own"})
     return Exporter(settings, {"service.name": "p", "service.instance.id": "i"})
@@ -61,8 +72,7 @@ def test_while_the_collector_is_away_spans_wait_up_to_a_bound_and_one_line_is_lo
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
     logged = threading.Event()
-    handler = logging.Handler()
-    handler.emit = lambda _: logged.set()  # type: ignore[method-assign]
+    handler = Heard(logged)
     exporting.log.addHandler(handler)
     sending = exporter(f"http://127.0.0.1:{port}")
     for _ in range(exporting.MAX_QUEUED + 7):

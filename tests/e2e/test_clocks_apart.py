@@ -1,0 +1,86 @@
+"""Profiles and records of pods whose clocks are set apart: hops stay paired and their durations right.
+
+Clocks are set by libfaketime (Debian's package `libfaketime`), which shifts a process's clock of the day only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests.e2e.local_pipelines import APART, Client, diamond
+from tests.e2e.pod_pipelines import pods
+
+LIBRARY: Final = next(
+    (
+        str(path)
+        for root in (os.environ.get("OMNI_FAKETIME", ""), "/usr/lib")
+        if root
+        for path in sorted(Path(root).rglob("libfaketimeMT.so.1"))
+    ),
+    None,
+)
+MISSING: Final = "libfaketime is missing: apt-get install libfaketime"
+AHEAD_S: Final = {"front": 7.5, "side": -3.0, "voice": 0.75}  # the joiner's and the coordinator's are right
+WORDS: Final = "the quick brown fox"
+ASKED: Final = 20
+SLOWEST_S: Final = 0.7  # of a hop, on a busy machine; below the smallest distance of two clocks
+
+
+def apart(seconds: float) -> dict[str, str]:
+    return {
+        "LD_PRELOAD": LIBRARY or "",
+        "FAKETIME": f"{seconds:+g}s",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "DONT_FAKE_MONOTONIC": "1",
+    }
+
+
+async def test_hops_between_clocks_that_are_apart_are_paired_and_take_as_long_as_they_do(base: Path) -> None:
+    if LIBRARY is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    root = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
+    environments = {name: {**root, **apart(seconds)} for name, seconds in AHEAD_S.items()}
+    environments |= {"joiner": root, "coordinator": root}
+    async with pods(diamond(APART), base, environments=environments) as running:
+        url = running.url("coordinator")
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http, Client(url) as client:
+            started = await http.post("/start_request_profile", content=b'{"run_id": "apart"}')
+            assert started.json()["complete"], started.text
+            for _ in range(ASKED):
+                await client.answer(WORDS)
+            assert (await client.post({"inputs": {"text": WORDS}}, request_id="mine")).status_code == 200
+            assert (await http.post("/stop_request_profile", content=b"{}")).json()["complete"]
+            report = (await http.get("/profiles/apart/report")).json()
+            record = (await http.get("/v1/requests/mine")).json()
+    measured = {each["clock_offset_ms"] for each in report["processes"]}
+    for seconds in AHEAD_S.values():  # the test can fail: the clocks were really set
+        assert any(abs(offset + 1000 * seconds) < 1000 * SLOWEST_S / 2 for offset in measured), measured
+    uncertain_ms = max(each["clock_uncertainty_ms"] for each in report["processes"])
+    assert uncertain_ms < 20
+    hops = Counter[str]()
+    for each in report["hop_breakdown"]:
+        hops[each["kind"]] += each["count"]
+        assert -2 * uncertain_ms <= each["p50_ms"] and each["max_ms"] < 1000 * SLOWEST_S, each
+    assert hops == {"payload": (ASKED + 1) * 6, "stream": (ASKED + 1) * 2 * len(WORDS.split())}
+    assert report["unpaired_hops"] == {}
+    for request in report["timeline"]:
+        assert request["duration_ms"] < 30_000
+        names = [each["event_name"] for each in request["events"] if each["event_name"] != "relay_released"]
+        assert (names[0], names[-1]) == ("request_admission", "terminal_response")
+    _check_record(record)
+
+
+def _check_record(record: dict[str, Any]) -> None:
+    """All stages and hops within the request's time, with a millisecond for what the clocks are uncertain by."""
+    assert len(record["stages"]) == len(APART), json.dumps(record)
+    spans = [*record["stages"].values(), *record["hops"]]
+    assert all(-5 < each["start_ms"] <= each["end_ms"] < record["total_ms"] + 5 for each in spans), json.dumps(record)
