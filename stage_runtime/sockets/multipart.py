@@ -98,6 +98,8 @@ class Context:
         socket.maxmsgsize = FRAME_MOST
         if kind == "ROUTER":
             socket.router_mandatory = True  # else frames to a peer that is gone are dropped silently
+        if kind == "XPUB":
+            socket.xpub_verbose = True  # tells of each subscriber, not of the first one alone
         return socket
 
     def close(self) -> None:
@@ -134,6 +136,10 @@ class Folder:
     def endpoint(self) -> str:
         self._count += 1
         return f"ipc://{self._path}/{self._count}"
+
+    def file(self, name: str) -> str:
+        """A path in it, of a file that somebody else makes."""
+        return f"{self._path}/{name}"
 
     def remove(self) -> None:
         """Connections that exist stay."""

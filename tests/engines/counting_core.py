@@ -38,7 +38,7 @@ class CountingExecutor:
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
 
     def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
-        self.steps += 1
+        self.steps += bool(step.rows)
         future: Future[ModelOutput] = Future()
         seen = {token for row in step.rows for token in row.request.tokens}
         if self._fatal in seen:

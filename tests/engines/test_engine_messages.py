@@ -74,7 +74,7 @@ def test_small_tensors_are_inline_and_larger_ones_are_frames_of_their_own_memory
 
 def test_a_relay_gets_what_it_takes_and_the_rest_are_frames() -> None:
     shelf = Shelf(1000)
-    sent = [torch.ones(1000, dtype=torch.uint8), torch.ones(999, dtype=torch.uint8), np.zeros(500)]
+    sent: list[Any] = [torch.ones(1000, dtype=torch.uint8), torch.ones(999, dtype=torch.uint8), np.zeros(500)]
     frames = MsgpackEncoder(relay=shelf).encode(sent)
     assert [len(frame) for frame in frames[1:]] == [999] and [len(one) for one in shelf.kept] == [1000, 4000]
     found: list[Any] = MsgpackDecoder(list, relay=shelf).decode(frames)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch,
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.messages import (
     ENGINE_CORE_DEAD,
+    READY,
     AddHeader,
     Coordination,
     EngineCoreOutputs,
@@ -33,6 +35,7 @@ from stage_runtime.sockets import multipart
 log = logging.getLogger(__name__)
 
 END_WITHIN_S: Final = 5.0  # of engines that are told to stop
+CONNECT_WITHIN_S: Final = 60.0
 
 
 class UtilityFailed(OmniError):
@@ -42,8 +45,18 @@ class UtilityFailed(OmniError):
 class MPClient:
     """A client of engine processes that it starts. One thread, or one event loop."""
 
-    def __init__(self, launch: EngineLaunch, *, ranks: Sequence[int] = (0,), coordination: Coordination | None) -> None:
-        """Blocks until all engines are ready. Raises: ConfigurationError: one could not start."""
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        *,
+        ranks: Sequence[int] = (0,),
+        coordination: Coordination | None = None,
+        elastic: bool = False,
+    ) -> None:
+        """Blocks until all engines are ready. elastic: engines may be added later.
+
+        Raises: ConfigurationError: one could not start.
+        """
         self.launch = launch
         self.reqs_in_flight: dict[str, int] = {}  #: Which engine computes a request.
         self.num_gpu_blocks: dict[int, int] = {}  #: Of each engine.
@@ -53,6 +66,8 @@ class MPClient:
         self._calls = itertools.count()
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._connected: set[bytes] = set()  #: Engines whose output has come.
+        self._early: deque[list[memoryview]] = deque()  #: Messages that came while engines were added.
         self._context = multipart.Context()
         self._folder = multipart.Folder()
         self._input_endpoint, self._output_endpoint = self._folder.endpoint(), self._folder.endpoint()
@@ -62,6 +77,8 @@ class MPClient:
         self._finalizer = weakref.finalize(self, _kill, self._engines, self._folder)
         try:
             self._start(ranks)
+            if not elastic:
+                self._folder.remove()  # all are connected
         except BaseException:
             self._close()
             raise
@@ -93,14 +110,25 @@ class MPClient:
         self.num_gpu_blocks.update({index: one.num_gpu_blocks for index, one in ready.items()})
         return ready
 
-    def _await_routes(self, missing: set[bytes]) -> None:
-        """Each engine's socket says one word, by which ours learns how to address it."""
-        poller = multipart.Poller(self._input)
-        while missing:
-            if not poller.wait(END_WITHIN_S):
+    def _await_routes(self, names: set[bytes]) -> None:
+        """Both sockets of each engine say one word: ours knows then how to address it, and that it is connected."""
+        missing = set(names)
+        poller = multipart.Poller(self._input, self._output)
+        while missing | (names - self._connected):
+            if not poller.wait(CONNECT_WITHIN_S):
                 raise EngineDeadError("an engine that said that it is ready has not connected")
             while (frames := self._input.receive()) is not None:
                 missing.discard(bytes(frames[0]))
+            while (frames := self._output.receive()) is not None:
+                if not self._take_greeting(frames):
+                    self._early.append(frames)  # of an engine that serves already
+        self._connected -= names
+
+    def _take_greeting(self, frames: Sequence[memoryview]) -> bool:
+        if bytes(frames[0]) != READY:
+            return False
+        self._connected.add(bytes(frames[-1]))
+        return True
 
     def _on_exit(self, rank: int) -> list[EngineCoreOutputs]:
         """An engine's process has ended. Returns: what is to be told of its requests."""
@@ -172,8 +200,10 @@ class MPClient:
     def _take(self, on_utility: Callable[[UtilityOutput], None]) -> list[EngineCoreOutputs]:
         """All that has come from engines."""
         taken = []
-        while (frames := self._output.receive()) is not None:
-            if frames[0] == ENGINE_CORE_DEAD:
+        while (frames := self._early.popleft() if self._early else self._output.receive()) is not None:
+            if self._take_greeting(frames):
+                continue
+            if bytes(frames[0]) == ENGINE_CORE_DEAD:
                 taken.extend(self._take_death(frames[1:]))
                 continue
             try:
@@ -191,7 +221,7 @@ class MPClient:
     def _take_death(self, frames: Sequence[memoryview]) -> list[EngineCoreOutputs]:
         """An engine says that it ends: sooner than its process does."""
         for rank in self._ranks():
-            if frames and frames[0] == identity(rank):
+            if frames and bytes(frames[0]) == identity(rank):
                 return self._on_dead(rank, f"engine {rank} has failed")
         return []
 

@@ -18,10 +18,15 @@ class AsyncMPClient(MPClient):
     """Made by `start`. All calls on the loop on which it was started."""
 
     def __init__(
-        self, launch: EngineLaunch, *, ranks: Sequence[int] = (0,), coordination: Coordination | None = None
+        self,
+        launch: EngineLaunch,
+        *,
+        ranks: Sequence[int] = (0,),
+        coordination: Coordination | None = None,
+        elastic: bool = False,
     ) -> None:
         """Blocks; use `start`."""
-        super().__init__(launch, ranks=ranks, coordination=coordination)
+        super().__init__(launch, ranks=ranks, coordination=coordination, elastic=elastic)
         self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
         self._results: dict[int, tuple[int, asyncio.Future[Any]]] = {}  #: Rank and future of each call.
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -17,7 +17,7 @@ from stage_runtime.sockets import multipart
 
 class SyncMPClient(MPClient):
     def __init__(self, launch: EngineLaunch) -> None:
-        super().__init__(launch, coordination=None)
+        super().__init__(launch)
         self._pending: deque[EngineCoreOutputs] = deque()
         self._results: dict[int, UtilityOutput] = {}
         self._poller = multipart.Poller(self._output, *(one.pidfd for one in self._engines.values()))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
-import threading
 from typing import Any, Final
 
 import msgspec
 
+from stage_runtime.engines.autoregressive.process import parents
 from stage_runtime.engines.autoregressive.process.messages import Failed, Hello, Init, Ready, identity
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
 from stage_runtime.engines.autoregressive.process.serving import Served
@@ -24,31 +23,14 @@ from stage_runtime.errors import ConfigurationError, format_traceback
 from stage_runtime.sockets import multipart
 
 HANDSHAKE_S: Final = 60.0
-LOST_PARENT: Final = 70  # exit code
 
 log = logging.getLogger(__name__)
-
-
-def end_with(parent: int) -> None:
-    """End this process when that one ends. A thread watches: PDEATHSIG would follow the parent's thread, not it."""
-    try:
-        descriptor = os.pidfd_open(parent)
-    except ProcessLookupError:
-        os._exit(LOST_PARENT)
-    if os.getppid() != parent:  # it ended before it could be watched
-        os._exit(LOST_PARENT)
-
-    def watch() -> None:
-        select.select([descriptor], [], [])
-        os._exit(LOST_PARENT)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def main() -> None:
     endpoint, index, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(parent)
+    parents.end_with(parent)
     logging.basicConfig(level=logging.WARNING, format=f"engine {index}: %(levelname)s %(name)s: %(message)s")
     context = multipart.Context()
     handshake = context.connect("DEALER", endpoint, identity=identity(index))
@@ -92,7 +74,11 @@ def _make(init: Init, index: int) -> _Made:
 
 
 def _kind(init: Init) -> type[EngineCoreProc]:
-    return EngineCoreProc
+    if init.coordination is None:
+        return EngineCoreProc
+    from stage_runtime.engines.autoregressive.parallel.engine import DataParallelProc, DPEngineCoreProc
+
+    return DPEngineCoreProc if init.coordination.lockstep else DataParallelProc
 
 
 def _run(proc: EngineCoreProc) -> None:

@@ -52,7 +52,7 @@ class Inputs:
         self.draining = False  #: Requests that come now are refused.
         self.dropped = 0  #: Messages that could not be understood.
         self.on_start_wave: Callable[[StartWave], None] = lambda wave: None  #: Called on the loop's thread.
-        self.on_wave: Callable[[int], None] = lambda wave: None  #: A request's wave. On the loop's thread.
+        self.on_wave: Callable[[int], None] | None = None  #: Called with a request's wave, on the loop's thread.
         self._core = core
         self._refuse = refuse
         self._answer = answer
@@ -65,6 +65,7 @@ class Inputs:
         self._arguments: MsgpackDecoder[list[Any]] = MsgpackDecoder(list, relay=relay)
         self._waves = MsgpackDecoder(StartWave)
         self._stop = os.eventfd(0)
+        self._identity = b""
         self._coordinated = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -81,6 +82,7 @@ class Inputs:
 
         Raises: TimeoutError: the coordinator is silent.
         """
+        self._identity = identity
         if coordinator is None:
             self._coordinated.set()
 
@@ -138,7 +140,8 @@ class Inputs:
 
     def _take(self, kind: bytes, frames: Sequence[memoryview]) -> None:
         if kind == READY:
-            self._coordinated.set()
+            if frames and bytes(frames[0]) == self._identity:
+                self._coordinated.set()
             return
         try:
             known = EngineCoreRequestType(kind)
@@ -182,8 +185,8 @@ class Inputs:
             self._refuse(client, Refused(name, "stage_failed", describe(error)))
             return
         self.owners[name] = client
-        if header.current_wave:
-            self.queue.put((RequestType.UTILITY, lambda core: self.on_wave(header.current_wave)))
+        if (on_wave := self.on_wave) is not None:
+            self.queue.put((RequestType.UTILITY, lambda core: on_wave(header.current_wave)))
         self.queue.put((RequestType.ADD, (request, prepared)))
 
     def _take_abort(self, names: list[str]) -> None:

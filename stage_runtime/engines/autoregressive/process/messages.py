@@ -14,7 +14,7 @@ import msgspec
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
-READY: Final = b"READY"  # of the coordinator: its subscriptions have arrived
+READY: Final = b"READY"  # then an engine's identity: it is connected
 COORDINATOR: Final = -1  # in place of a client's index
 NAME_MOST: Final = 1024
 

@@ -14,6 +14,7 @@ from stage_runtime.engines.autoregressive.process.buffers import BufferPool
 from stage_runtime.engines.autoregressive.process.messages import (
     COORDINATOR,
     ENGINE_CORE_DEAD,
+    READY,
     EngineCoreOutputs,
     UtilityOutput,
     identity,
@@ -45,6 +46,8 @@ class Outputs:
             if coordinator is not None:
                 sockets[COORDINATOR] = context.connect("PUSH", coordinator)
             try:
+                for socket in sockets.values():
+                    socket.send([READY, identity(self._engine_index)])  # by which the peer knows that it is connected
                 self._write(sockets)
             except Exception:
                 log.exception("the engine's output thread failed")

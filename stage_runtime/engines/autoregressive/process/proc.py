@@ -54,12 +54,12 @@ class EngineCoreProc:
         """Connect. Raises: TimeoutError: the coordinator is silent."""
         init = self._init
         coordination = init.coordination
-        self.outputs.start(self._context, init.outputs, coordination and coordination.output)
+        self.outputs.start(self._context, init.outputs, coordination.output if coordination else None)
         self.inputs.start(
             self._context,
             init.inputs,
             identity(self.engine_index),
-            coordinator=coordination and coordination.input,
+            coordinator=coordination.input if coordination else None,
             failed=self._fail,
         )
 

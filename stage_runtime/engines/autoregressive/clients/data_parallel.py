@@ -1,0 +1,187 @@
+"""Clients of engines that are coordinated: of one (external balancing), or of all of an instance (internal)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Self
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.clients import launching
+from stage_runtime.engines.autoregressive.clients.abstract import lost
+from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
+from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
+from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, FirstRequest, Scale, identity
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.rules.autoregressive.balancing import Balancer
+from stage_runtime.rules.autoregressive.waves import PublishState
+from stage_runtime.sockets import multipart
+
+log = logging.getLogger(__name__)
+
+HEAR_WITHIN_S: Final = 60.0
+
+
+class DPAsyncMPClient(AsyncMPClient):
+    """Asks one engine, ``rank``; something outside chooses among the ranks' clients. The coordinator is another's."""
+
+    def __init__(
+        self, launch: EngineLaunch, coordinator: DPCoordinator, *, ranks: Sequence[int] = (0,), elastic: bool = False
+    ) -> None:
+        self.current_wave = 0
+        self.engines_running = False
+        self._coordinator = coordinator
+        super().__init__(launch, ranks=ranks, coordination=coordinator.coordination, elastic=elastic)
+        self._states = msgspec.msgpack.Decoder(PublishState)
+        self._stats = self._context.connect("XSUB", coordinator.front)
+        self._stats.subscribe()
+        if not multipart.Poller(self._stats).wait(HEAR_WITHIN_S):
+            raise ConfigurationError("the coordinator of the engines says nothing")
+
+    def _attach(self) -> None:
+        super()._attach()
+        assert self._loop is not None
+        self._loop.add_reader(self._stats.fileno(), self._read_stats)
+        self._loop.call_soon(self._read_stats)
+
+    def _read_stats(self) -> None:
+        while (frames := self._stats.receive()) is not None:
+            try:
+                state = self._states.decode(frames[0])
+            except msgspec.MsgspecError as error:
+                self.misread += 1
+                log.warning("dropped a message of the coordinator: %s", error)
+                continue
+            self.current_wave, self.engines_running = state.wave, state.running
+            if state.counts is not None:
+                self._on_counts(state.counts)
+
+    def _on_counts(self, counts: Sequence[tuple[int, int]]) -> None:
+        """Of all engines, by rank."""
+
+    async def add_request_async(
+        self, request: EngineCoreRequest, *, data_parallel_rank: int | None = None, pin: str | None = None
+    ) -> None:
+        chosen = self._add(request, data_parallel_rank, pin, self.current_wave)
+        if self._coordinator.lockstep and not self.engines_running:
+            self._tell(FirstRequest(self.current_wave, chosen))
+
+    def _tell(self, said: FirstRequest | Scale) -> None:
+        self._stats.send([msgspec.msgpack.encode(said)])
+        self._read_stats()  # sending may have taken the edge of what has come
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._stats.fileno())
+        await super().close(drain_s=drain_s)
+
+    def _close(self, *, drain_s: float = 0.0) -> None:
+        if hasattr(self, "_stats"):
+            self._stats.close()
+        super()._close(drain_s=drain_s)
+
+
+class DPLBAsyncMPClient(DPAsyncMPClient):
+    """Asks all engines of an instance and chooses the least loaded one. An independent engine that ends takes its
+    requests with it and no others; in lockstep all end.
+    """
+
+    def __init__(self, launch: EngineLaunch, coordinator: DPCoordinator, *, elastic: bool = False) -> None:
+        self._balancer = Balancer(coordinator.engines)
+        super().__init__(launch, coordinator, ranks=range(coordinator.engines), elastic=elastic)
+
+    @classmethod
+    async def launch_all(
+        cls, launch: EngineLaunch, engines: int, *, lockstep: bool = False, elastic: bool = False
+    ) -> Self:
+        """With a coordinator of its own, which ends with it. Raises: ConfigurationError: one could not start."""
+        if elastic and lockstep:
+            raise ConfigurationError("engines in lockstep cannot be added or removed while they serve")
+        coordinator = await asyncio.to_thread(DPCoordinator, engines, lockstep=lockstep)
+        try:
+            client = await cls.start(launch, coordinator=coordinator, elastic=elastic)
+        except BaseException:
+            coordinator.close()
+            raise
+        if not elastic:
+            coordinator.all_connected()
+        return client
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """Waiting and running of each engine, as reported and expected."""
+        return self._balancer.counts
+
+    def _on_counts(self, counts: Sequence[tuple[int, int]]) -> None:
+        self._balancer.report(counts)
+
+    def _engine_for(self, request: EngineCoreRequest, rank: int | None, pin: str | None) -> int:
+        return self._balancer.choose(rank=rank, pin=pin)
+
+    def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
+        self._balancer.close(rank)
+        if self._coordinator.lockstep or not self._balancer.open:
+            return super()._on_dead(rank, reason)
+        ended = [name for name, engine in self.reqs_in_flight.items() if engine == rank]
+        for name in ended:
+            del self.reqs_in_flight[name]
+        return [lost(ended, reason)] if ended else []
+
+    async def scale_async(self, engines: int, *, drain_s: float = 60.0) -> None:
+        """Add engines, or remove the last ones when they have finished; the others serve meanwhile.
+
+        Raises: ConfigurationError: one could not start: nothing is changed then; or this client is not elastic.
+        """
+        if self._coordinator.lockstep or engines < 1:
+            raise ConfigurationError(f"cannot scale to {engines} engines" + self._coordinator.lockstep * " in lockstep")
+        self.ensure_alive()
+        before = self._coordinator.engines
+        if engines > before:
+            await self._add_engines(range(before, engines))
+        else:
+            await self._remove_engines(range(engines, before), drain_s)
+        self._coordinator.engines = engines
+        self._tell(Scale(engines))
+        self._balancer.resize(engines)
+
+    async def _add_engines(self, ranks: Iterable[int]) -> None:
+        def start() -> Any:
+            return launching.start(
+                self.launch,
+                list(ranks),
+                context=self._context,
+                folder=self._folder,
+                inputs=(self._input_endpoint,),
+                outputs=(self._output_endpoint,),
+                coordination=self._coordination,
+            )
+
+        processes, ready = await asyncio.to_thread(start)
+        self._engines.update({one.index: one for one in processes})
+        self._await_routes({identity(one.index) for one in processes})
+        self.num_gpu_blocks.update({index: one.num_gpu_blocks for index, one in ready.items()})
+        self._watch()
+        self._read()
+
+    async def _remove_engines(self, ranks: Iterable[int], drain_s: float) -> None:
+        removed = list(ranks)
+        for rank in removed:
+            self._balancer.close(rank)
+            if rank in self._engines:
+                self._engines[rank].signal(signal.SIGTERM)  # it finishes what it has
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + drain_s
+        while any(rank in self._engines for rank in removed) and loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        for rank in removed:
+            if rank in self._engines:
+                self._engines[rank].signal(signal.SIGKILL)
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        await super().close(drain_s=drain_s)
+        self._coordinator.close()
