@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from docs.pictures import request, rooms, scaling, terminal
+from docs.pictures import hops, request, rooms, scaling, terminal
 
 FOLDER: Final = Path(__file__).parent
 
 PICTURES: Final[dict[str, Callable[[], str]]] = {
+    "hops.svg": hops.draw,
     "omni-up.svg": lambda: terminal.draw((FOLDER / "omni-up.ansi").read_text()),
     "request.svg": request.draw,
     "rooms.svg": rooms.draw,
