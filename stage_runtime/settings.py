@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from omnipipeline_spec.types.plan import PLAN_VERSION, CoordinatorPlan, GroupPlan, StagePlan, UnitPlan
-from omnipipeline_spec.types.pods import CONTROL_PORT, PROBE_PORT
+from omnipipeline_spec.types.pods import CONTROL_PORT, HTTP_PORT, PROBE_PORT
 from stage_runtime.errors import ConfigurationError
 
 KEY_BYTES = 32
@@ -77,7 +77,7 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     publish: str  #: Endpoint of the PUB socket.
     publish_advertise: str  #: The one that is advertised to stages.
     http_host: str = "127.0.0.1"
-    http_port: int = 8000  #: 0: any free one.
+    http_port: int = HTTP_PORT  #: 0: any free one.
     admin_port: int = 0  #: 0: the admin routes are served on the HTTP port.
     probe_port: int = 0  #: 0: probes, metrics and status are served on the HTTP port.
     api_key_file: Path | None = None  #: Read again when it changes.

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from omnipipeline_spec.types.pods import HTTP_PORT
 from omnipipeline_spec.types.quantities import (
     EnvName,
     EnvValue,
@@ -180,7 +181,7 @@ class ProcessGroup(Spec, frozen=True, kw_only=True):
 class Http(Spec, frozen=True, kw_only=True):
     """The pipeline's HTTP server."""
 
-    port: Annotated[Port, doc("Port of the OpenAI routes and /v1/pipeline.")] = 8000
+    port: Annotated[Port, doc("Port of the OpenAI routes and /v1/pipeline.")] = HTTP_PORT
     max_body_bytes: Annotated[
         Annotated[int, Meta(ge=1024, le=1 << 40)], doc("Larger request bodies are refused with too_large.")
     ] = 64 << 20

@@ -14,6 +14,7 @@ import msgspec
 
 from omnipipeline_operator.errors import ConfigurationError
 from omnipipeline_spec.cluster import Resources
+from omnipipeline_spec.types.pods import PROBE_PORT
 
 
 class LeaseSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stage_image: str  #: The default image of pipelines that name none.
     namespaces: tuple[str, ...] = ()  #: Empty: all of them.
     lease: LeaseSettings = LeaseSettings()
-    probe_port: int = 8081
+    probe_port: int = PROBE_PORT
     allow_privileged: bool = False  #: Whether podTemplate may ask for hostNetwork, hostPID, hostIPC, privileged.
     default_resources: DefaultResources = DefaultResources()
     scrapers: tuple[dict[str, Any], ...] = ()  #: NetworkPolicy peers that may reach the pods' probe and metrics port.
@@ -70,7 +71,7 @@ def read(environ: Mapping[str, str], *, hostname: str) -> Settings:
             name=environ.get("OMNI_OPERATOR_LEASE_NAME") or LeaseSettings().name,
             identity=environ.get("OMNI_OPERATOR_POD_NAME") or hostname,
         ),
-        probe_port=int(_number(environ, "OMNI_OPERATOR_PROBE_PORT", 8081)),
+        probe_port=int(_number(environ, "OMNI_OPERATOR_PROBE_PORT", PROBE_PORT)),
         allow_privileged=_flag(environ, "OMNI_OPERATOR_ALLOW_PRIVILEGED", False),
         default_resources=_resources(environ, "OMNI_OPERATOR_DEFAULT_RESOURCES"),
         scrapers=_peers(environ, "OMNI_OPERATOR_SCRAPERS"),

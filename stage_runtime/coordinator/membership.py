@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import LimitReached
 from stage_runtime.metrics import catalog, planes
 from stage_runtime.metrics.samples import Samples
@@ -83,7 +84,7 @@ class Membership:
         self._was_complete = False
         self._rests = _rests(revisions)
 
-    # --- events from processes----------------------------------------------------------------------------------
+    # --- events from processes ------------------------------------------------------------------------------------
 
     def hello(self, sender: str, message: Hello) -> Joined | None:
         """A process introduces itself. None: it is refused; it has a link otherwise."""
@@ -105,7 +106,7 @@ class Membership:
         for gone in replaced:
             self.fence(gone)
         self._adapt_beats()
-        me = Member(self.incarnation, "coordinator", "", "", self._endpoint, self._relays.facts(), ())
+        me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, self._relays.facts(), ())
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
         if not known:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.errors import ConfigurationError, RequestError
 from stage_runtime.profiler import events, paths, torch_trace
@@ -34,7 +35,7 @@ CLOCKS_S: Final = 60.0  # clocks without NTP drift apart by about 3 ms in this t
 CLOCK_QUESTIONS: Final = 8  # at the start and at the end of a run
 CLOCKS_MOST_S: Final = 1.0
 RUNS_KEPT: Final = 200
-_NAME: Final = events.COORDINATOR
+_NAME: Final = COORDINATOR
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 
 

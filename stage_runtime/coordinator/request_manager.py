@@ -250,7 +250,7 @@ class RequestManager:
         self.readers.close()
         self._rebinding.close()
 
-    # --- events from processes----------------------------------------------------------------------------------
+    # --- events from processes ------------------------------------------------------------------------------------
 
     def unreadable(self, sender: str, request: RequestRef, problem: str) -> None:
         """A message about a request cannot be decoded. A retry would produce the same message, so the request fails."""

@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 
 from omnipipeline_spec.types.plan import PipelineRevision
-from omnipipeline_spec.types.pods import PROFILING_FILE
+from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.profiling import Limits
 from stage_runtime.coordinator.tracing import Tracing
@@ -54,7 +54,7 @@ REST_MOST_S: Final = 16  # seconds without an ended request after which memory i
 
 def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM, drain, and return the exit code."""
-    logs.configure(settings.log_format, name="coordinator")
+    logs.configure(settings.log_format, name=COORDINATOR)
     limits.raise_limits()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings))

@@ -52,8 +52,6 @@ RECORDER_STARTED: Final = "recorder_started"  #: metadata: host, incarnation, st
 RECORDER_STOPPED: Final = "recorder_stopped"  #: metadata: dropped, why
 CLOCK_OFFSET: Final = "clock_offset"  #: metadata: incarnation, offset_ns to add to its times, uncertainty_ns, reference
 
-COORDINATOR: Final = "coordinator"  #: The stage name of what the coordinator does.
-
 
 class Event(msgspec.Struct, frozen=True, gc=False):
     """One line of an event file. ``timestamp_ns``: since the epoch, by the clock of the machine that wrote it."""

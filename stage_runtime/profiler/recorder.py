@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events
 
@@ -132,7 +133,7 @@ class Recorder:
             self.active = False
             self._run = self._thread = None
             stopped = {"dropped": run.dropped, "why": why}
-            run.queue.append(("", events.COORDINATOR, events.RECORDER_STOPPED, time.time_ns(), stopped))
+            run.queue.append(("", COORDINATOR, events.RECORDER_STOPPED, time.time_ns(), stopped))
             run.stopping.set()
             thread.join(STOP_S)
             return run.path

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events, reading
 from stage_runtime.profiler.reading import Events, Moment
 
@@ -161,7 +162,7 @@ def _hops(moments: Sequence[Moment]) -> tuple[list[Hop], Counter[str]]:
         elif moment.name in _RECEIVES:
             facts, kind = moment.metadata, _RECEIVES[moment.name][1]
             source = str(facts.get("from_stage"))
-            if kind == "payload" and source in (events.COORDINATOR, "None"):
+            if kind == "payload" and source in (COORDINATOR, "None"):
                 continue  # the request itself, whose sending is its admission
             received[source, moment.stage, kind, facts.get("chunk_id"), facts.get("attempt")].append(moment.time_ns)
     hops, unpaired = [], Counter[str]()

@@ -47,7 +47,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(metadata).decode
 
-    # --- what each relay defines--------------------------------------------------------------------------------
+    # --- what each relay defines ----------------------------------------------------------------------------------
 
     @abstractmethod
     def facts(self) -> dict[str, Any]: ...

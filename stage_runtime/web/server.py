@@ -11,6 +11,7 @@ from types import TracebackType
 import uvicorn
 from starlette.types import ASGIApp
 
+from omnipipeline_spec.types.pods import HTTP_PORT
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.web.connections import IdleConnections, Limits, limited
 
@@ -32,7 +33,7 @@ class Server:
         app: ASGIApp,
         *,
         host: str = "127.0.0.1",
-        port: int = 8000,
+        port: int = HTTP_PORT,
         drain_s: float = 30.0,
         limits: Limits | None = None,
     ) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from omnipipeline_spec.types.pods import HTTP_PORT
+
 PLAN_VERSION = 1  # raised when a process of version N could misread a plan of N-1
 
 
@@ -124,7 +126,7 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     env_defaults: dict[str, str] = {}
     code: dict[str, str] = {}
     code_config_map: str | None = None
-    http_port: int = 8000
+    http_port: int = HTTP_PORT
     max_body_bytes: int = 64 << 20
     request_timeout_s: float = 600.0
     max_in_flight: int = 256

@@ -1,4 +1,4 @@
-"""What everybody must agree on about a pipeline's pods: the coordinator's name and the ports.
+"""Facts about a pipeline's pods that all programs share: the coordinator's name and the ports.
 
 Here: these facts alone, once. Not here: names of children (the operator's `desired.naming`), which ports an author may
 not choose (`validation.deployment`). Called by the contract, the operator and the runtime.
@@ -12,6 +12,7 @@ from typing import Final
 #: may have it.
 COORDINATOR: Final = "coordinator"
 PROFILING_FILE: Final = "profiling.json"  #: Beside the list of revisions: what a coordinator takes over as it runs.
+HTTP_PORT: Final = 8000  # by default; the spec may set another
 ADMIN_PORT: Final = 8001  # on the loopback only
 PROBE_PORT: Final = 8081  # probes, metrics, status
 PUBLISH_PORT: Final = 5549
