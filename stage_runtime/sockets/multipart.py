@@ -22,6 +22,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 LAST_WORDS_MS: Final = 4000  # for frames that were given to a socket before it was closed
 FRAME_MOST: Final = 1 << 31  # bytes of one frame
+QUEUED_MOST: Final = 100_000  # messages; libzmq's own 1000 refuses a burst while the peer's thread has no processor
 COPY_BELOW: Final = 1 << 16  # bytes; below, libzmq's bookkeeping of a shared buffer costs more than a copy
 
 
@@ -95,6 +96,7 @@ class Context:
     def _make(self, kind: Kind) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(getattr(zmq, kind))
         socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = QUEUED_MOST
         socket.maxmsgsize = FRAME_MOST
         if kind == "ROUTER":
             socket.router_mandatory = True  # else frames to a peer that is gone are dropped silently

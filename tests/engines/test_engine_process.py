@@ -315,6 +315,17 @@ async def test_an_engine_on_an_event_loop_s_own_thread_is_refused() -> None:
         await make_async_client(LAUNCH, multiprocess_mode=False)
 
 
+def test_a_burst_of_requests_waits_for_an_engine_that_has_no_processor(shared: SyncMPClient) -> None:
+    names = [f"burst {index}" for index in range(3000)]
+    os.kill(shared.pids[0], signal.SIGSTOP)
+    try:
+        for name in names:
+            shared.add_request(ask(name, 1, 1))
+    finally:
+        os.kill(shared.pids[0], signal.SIGCONT)
+    assert Answers(shared).until(*names) == {name: [2] for name in names}
+
+
 def test_waiting_ends_at_its_time(shared: SyncMPClient) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError):

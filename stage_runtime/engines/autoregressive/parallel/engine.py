@@ -36,10 +36,12 @@ class GlooGroup:
 
     def __init__(self, coordination: Coordination, rank: int) -> None:
         import torch
-        from torch import distributed
+        from torch import distributed as untyped
 
-        self._torch = torch
-        made: Any = distributed.ProcessGroupGloo
+        distributed: Any = untyped
+
+        self._torch: Any = torch
+        made = distributed.ProcessGroupGloo
         options = made._Options()
         options._timeout = MEET_WITHIN
         options._devices = [made.create_device(hostname="127.0.0.1")]
