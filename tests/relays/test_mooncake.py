@@ -113,7 +113,7 @@ async def test_a_sender_that_is_killed_on_the_way_fails_the_get_at_once_and_give
     far.process.kill()
     far.process.wait(10)
     with pytest.raises(TransferError, match="far is not reached"):
-        await operation.wait_for_completion(4)
+        await operation.wait_for_completion(30)
     await until(lambda: near.stat("mooncake_receive_bytes_in_use") == 0)
     near.relays.forget("far")
 

@@ -110,10 +110,10 @@ async def test_what_a_frozen_receiver_was_being_sent_reaches_it_whole_although_i
     """NIXL goes on sending from the slot: what others put meanwhile must not lie there."""
     await frozen_while_it_reads_from_us(near, far)
     near.relays.forget("far")
-    assert near.stat("nixl_quarantined_send_bytes") == LARGE
+    stats = near.relays.stats()
+    assert stats["nixl_quarantined_send_bytes"] == LARGE <= stats["arena_bytes_in_use"]
     others = near.relays.allocate((32 * MIB,), __import__("torch").uint8)
     others[:] = 2
-    assert near.stat("arena_bytes_in_use") > LARGE + 32 * MIB
     far.process.send_signal(signal.SIGCONT)
     await until(lambda: near.stat("nixl_quarantined_send_bytes") == 0)
     assert near.stat("arena_bytes_in_use") < LARGE
