@@ -63,9 +63,13 @@ def never_awaited(made: Any) -> None:
         made.close()
 
 
+def may_be_lazy(value: object) -> bool:
+    """Whether it may be a generator or something to await, by its type; `inspect` then says which."""
+    return _is_lazy(type(value))
+
+
 @functools.lru_cache(maxsize=256)  # types that authors make are few, but they may make them as they go
-def may_be_lazy(kind: type) -> bool:
-    """Whether a value of this type may be a generator or something to await; `inspect` then says which."""
+def _is_lazy(kind: type) -> bool:
     return issubclass(kind, (Generator, Awaitable, AsyncIterator))
 
 

@@ -57,7 +57,7 @@ class SyncEngine:
         try:
             outbox.began(work)
             returned = self._fn(event.payload)
-            if not running.may_be_lazy(type(returned)):
+            if not running.may_be_lazy(returned):
                 running.finish(work, outbox, returned)
             elif inspect.isgenerator(returned):
                 running.drain(work, outbox, returned)
