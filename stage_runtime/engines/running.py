@@ -65,7 +65,7 @@ def never_awaited(made: Any) -> None:
 
 def may_be_lazy(value: object) -> bool:
     """Whether it may be a generator or something to await, by its type; `inspect` then says which."""
-    return _is_lazy(type(value))
+    return _is_lazy(type(value))  # type: ignore[arg-type]  # a class is Hashable; the stubs of `type` do not say so
 
 
 @functools.lru_cache(maxsize=256)  # types that authors make are few, but they may make them as they go
