@@ -6,6 +6,7 @@ and once a second when nothing is. A thread that asks without pause takes the pr
 
 from __future__ import annotations
 
+import atexit
 import collections
 import logging
 import threading
@@ -111,6 +112,7 @@ class Worker:
 
     def start(self) -> None:
         self._thread.start()
+        atexit.register(self.close)  # the interpreter ends a daemon's thread within a call of NIXL's: C++ aborts then
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
         """Have it called in the thread. From any thread."""
@@ -123,6 +125,9 @@ class Worker:
 
     def close(self) -> None:
         """End the thread, and with the agent all that moves."""
+        if self._closing:
+            return
+        atexit.unregister(self.close)
         self._closing = True
         self._awake.set()
         if self._thread.is_alive():
