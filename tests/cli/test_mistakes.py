@@ -160,9 +160,9 @@ def test_of_two_runs_with_one_name_the_pid_says_which(base: Path) -> None:
         found = runs.find(pipeline=None, pid=12, base_path=str(base))
         assert found == other.path
         assert runs.find(pipeline="voice", pid=None, base_path=str(base)) == third.path
-        with pytest.raises(ConfigurationError, match=r"say which with --pid; running: .*hello \(pid 11\)"):
+        with pytest.raises(ConfigurationError, match=r"select one with --pid; running: .*hello \(pid 11\)"):
             runs.find(pipeline="hello", pid=None, base_path=str(base))
-        with pytest.raises(ConfigurationError, match="say which with --pipeline"):
+        with pytest.raises(ConfigurationError, match="select one with --pipeline"):
             runs.find(pipeline=None, pid=None, base_path=str(base))
         with pytest.raises(ConfigurationError, match="--pipeline voice: --pid 11: no such `omni up` runs here"):
             runs.find(pipeline="voice", pid=11, base_path=str(base))

@@ -52,7 +52,7 @@ async def test_a_link_at_rest_sleeps_and_goes_on_where_it_was(folder: Path) -> N
 
 
 async def test_a_link_that_sleeps_costs_no_descriptor(folder: Path) -> None:
-    a = made(folder, "aa")
+    a = made(folder, "aa", idle_after_s=3.0)  # so long that all are connected before the first sleeps
     others = [made(folder, f"p{number}", idle_after_s=None) for number in range(30)]
     async with ends(a, *others):
         before = len(os.listdir("/proc/self/fd"))
