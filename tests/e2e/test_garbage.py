@@ -61,11 +61,14 @@ def _sockets(pipeline: LocalPipeline) -> list[Path]:
 
 
 def say(stranger: zmq.Context[Any], endpoint: str, *messages: list[bytes]) -> None:
-    with stranger.socket(zmq.DEALER) as push:
+    # What each accepts: it hangs up on another type, and then messages may wait for ever.
+    with stranger.socket(zmq.PUSH if endpoint.endswith(".data") else zmq.DEALER) as push:
         push.linger = 1000
+        push.sndtimeo = 5000
         push.connect(endpoint)
-        for frames in messages:
-            push.send_multipart(frames)
+        with contextlib.suppress(zmq.Again):  # a publisher takes nothing
+            for frames in messages:
+                push.send_multipart(frames)
 
 
 async def counted(client: Client, kind: str) -> dict[str, float]:
@@ -99,7 +102,7 @@ async def test_garbage_at_every_control_socket_is_counted_and_dropped(
             garbage[group] >= len(FRAMES) and unknown[group] >= len(STRANGERS) and other[group] >= 1 for group in groups
         )
 
-    await eventually(all_counted, 5)
+    await eventually(all_counted)
     await serves_as_before(shared, client, before)
 
 
@@ -137,7 +140,7 @@ async def test_garbage_at_every_relay_socket_is_counted_and_dropped(
         counts = [one["gauges"].get("relay_tcp_malformed_messages", 0) for one in (*status["instances"], status)]
         return bool(min(counts) >= 3)
 
-    await eventually(all_counted, 5)
+    await eventually(all_counted)
     await serves_as_before(shared, client, before)
 
 
@@ -269,8 +272,8 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
         lines = (base / "log").read_text().splitlines()
         for process in before:
             relay = [line for line in lines if line.startswith(f"{process}: ") and "tcp relay: " in line]
-            assert sum("turned away" in line for line in relay) in (1, 2, 3), "a line a reason"
-            assert sum("dropped a message" in line for line in relay) == 1
+            assert sum("a connection was refused" in line for line in relay) in (1, 2, 3), "a line a reason"
+            assert sum("dropped a malformed message" in line for line in relay) == 1
         assert made.pids() == before
         await at_rest(client)
 

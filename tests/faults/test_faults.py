@@ -46,10 +46,13 @@ def judge(outcome: Outcome) -> None:
 async def test_a_kill_of_any_member_costs_no_unstreamed_request_that_another_replica_can_serve(base: Path) -> None:
     async with experiments.local(2, base) as pipeline:
         await experiments.warm(pipeline)
+        hit = 0
         for member in graph.MEMBERS:
             outcome = await experiments.hurt(pipeline, "SIGKILL", member, replicas=2, before_s=0.5, after_s=0.5)
             judge(outcome)
-            assert outcome.retried + sum(outcome.failed.values()) > 0, "the kill must have hit requests"
+            hit += outcome.retried + sum(outcome.failed.values())
+        # Not each: nothing is bound to a peer whose connection broke, and a fast member may have had nothing.
+        assert hit > 0, "the kills must have hit requests"
 
 
 @pytest.mark.timeout(PATIENCE_S)
