@@ -104,7 +104,7 @@ async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperatio
     return operation
 
 
-async def test_what_a_frozen_receiver_was_being_sent_reaches_it_whole_although_its_sender_gave_it_up(
+async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_not_used_before_the_transfer_has_ended(
     near: Near, far: FarEnd
 ) -> None:
     """NIXL goes on sending from the slot: what others put meanwhile must not lie there."""
