@@ -116,7 +116,12 @@ def prompt(payload: omni.StagePayload) -> omni.Prompt:
     data = payload.data
     if isinstance(data, Exception):
         raise data
-    return omni.Prompt(tokens=data["tokens"], params={"max_tokens": data.get("max_tokens", 3), "temperature": 0})
+    params = {
+        "max_tokens": 3,
+        "temperature": 0,
+        **{key: data[key] for key in data.keys() & {"max_tokens", "stop_token_ids"}},
+    }
+    return omni.Prompt(tokens=data["tokens"], params=params, priority=data.get("priority", 0))
 
 
 def test_a_request_that_cannot_be_computed_fails_alone() -> None:
@@ -142,6 +147,20 @@ def test_a_request_that_cannot_be_computed_fails_alone() -> None:
         ("chunk", [10]),
         ("done", {"finish": "length", "tokens": 3}),
     ]
+    stage.at_rest(rig)
+
+
+def test_a_priority_that_cannot_be_ordered_and_a_token_that_is_none_fail_their_requests_alone() -> None:
+    stage = Stage(policy="priority")
+    with running(stage.engine) as rig:
+        for name, priority in (("a", "first"), ("b", None), ("c", float("nan")), ("d", [1])):
+            rig.start(name, {"tokens": [7], "priority": priority})
+        rig.start("e", {"tokens": [7], "stop_token_ids": [9999]})
+        rig.start("f", {"tokens": [7]})
+        found = rig.outbox.several(10)
+    assert [one[0] for one in found if one[1] == "failed"] == list("abcde")
+    assert {one[2].partition(":")[0] for one in found if one[1] == "failed"} == {"InvalidRequest"}
+    assert [one[1] for one in found if one[0] == "f"] == ["chunk"] * 4 + ["done"]
     stage.at_rest(rig)
 
 

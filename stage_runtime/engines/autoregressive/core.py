@@ -80,7 +80,9 @@ class EngineCore:
         Raises: ValueError: it can never be computed. It says what is wrong, for the client.
         """
         params, prompt = request.params, request.prompt_token_ids
-        wrong = [token for token in prompt if not 0 <= token < self._vocab_size]
+        if type(request.priority) is not int:
+            raise ValueError("priority must be a whole number")
+        wrong = [token for token in (*prompt, *params.stop_token_ids) if not 0 <= token < self._vocab_size]
         if wrong:
             raise ValueError(f"the vocabulary has {self._vocab_size} tokens, and no token {wrong[0]}")
         if len(prompt) >= self.scheduler.longest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
@@ -13,6 +12,8 @@ from stage_runtime.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs
 MAX_STOPS: Final = 16
+MAX_TOKEN: Final = 2**31 - 1  # no vocabulary is larger; the engine knows its own
+MAX_BIAS: Final = 100.0  # OpenAI's bound
 
 
 class OutputKind(Enum):
@@ -128,9 +129,10 @@ def _integer(value: Any, name: str) -> int:
 
 
 def _integers(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple):
+    tokens = tuple(_integer(one, name) for one in value) if isinstance(value, list | tuple) else (-1,)
+    if not all(0 <= token <= MAX_TOKEN for token in tokens):
         raise InvalidRequest(f"{name} must be a list of token ids", param=name)
-    return tuple(_integer(one, name) for one in value)
+    return tokens
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -147,9 +149,10 @@ def _biases(value: Any) -> dict[int, float]:
         raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
     found = {}
     for token, bias in value.items():
-        if not str(token).isdecimal() or isinstance(bias, bool) or not isinstance(bias, int | float):
+        text = str(token)
+        if not (text.isdecimal() and len(text) <= len(str(MAX_TOKEN))) or isinstance(bias, bool):
             raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
-        if not math.isfinite(bias) or abs(bias) > 100:
-            raise InvalidRequest("logit_bias must be from -100 to 100", param="logit_bias")
-        found[int(str(token))] = float(bias)
+        if not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:  # NaN is in no range
+            raise InvalidRequest(f"logit_bias must be from -{MAX_BIAS:g} to {MAX_BIAS:g}", param="logit_bias")
+        found[int(text)] = float(bias)
     return found
