@@ -72,8 +72,15 @@ class Exporter:
     def _send_batch(self) -> bool:
         """False: the collector is away, and the batch stays queued."""
         batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
+        made: list[Span] = []
+        broken = 0
+        for make in batch:
+            try:
+                made += make()
+            except Exception as error:  # a bug of ours costs this request's spans alone
+                broken += 1
+                log.debug("the spans of a request cannot be made", exc_info=error)
         try:
-            made = [span for make in batch for span in make()]
             self._post(spans.encode(self._resource, made))
         except _AwayError as error:
             if not self._failing:
@@ -86,7 +93,8 @@ class Exporter:
                 self._failing = True
                 log.warning("traces are dropped: %s: %s (said once)", self._settings.endpoint, error)
         else:
-            self.sent += len(batch)
+            self.sent += len(batch) - broken
+            self.dropped += broken
             if self._failing:
                 self._failing = False
                 log.info("traces reach %s again; %d were dropped", self._settings.endpoint, self.dropped)

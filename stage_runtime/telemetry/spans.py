@@ -42,7 +42,7 @@ def encode(resource: Mapping[str, Value], spans: Sequence[Span]) -> bytes:
             trace_id=bytes.fromhex(span.trace_id),
             span_id=bytes.fromhex(span.span_id),
             parent_span_id=bytes.fromhex(span.parent_id or ""),
-            name=span.name,
+            name=_text(span.name),
             kind=trace_pb2.Span.SPAN_KIND_SERVER if span.kind == "server" else trace_pb2.Span.SPAN_KIND_INTERNAL,
             start_time_unix_nano=span.start_ns,
             end_time_unix_nano=max(span.end_ns, span.start_ns),
@@ -50,14 +50,14 @@ def encode(resource: Mapping[str, Value], spans: Sequence[Span]) -> bytes:
         _put(made.attributes, span.attributes)
         if span.error is not None:
             made.status.code = trace_pb2.Status.STATUS_CODE_ERROR
-            made.status.message = span.error
+            made.status.message = _text(span.error)
     encoded: bytes = request.SerializeToString()
     return encoded
 
 
 def _put(attributes: Any, values: Mapping[str, Value]) -> None:
     for key, value in values.items():
-        field = attributes.add(key=key).value
+        field = attributes.add(key=_text(key)).value
         match value:
             case bool():
                 field.bool_value = value
@@ -66,4 +66,9 @@ def _put(attributes: Any, values: Mapping[str, Value]) -> None:
             case float():
                 field.double_value = value
             case _:
-                field.string_value = value
+                field.string_value = _text(value)
+
+
+def _text(given: str) -> str:
+    """Half a surrogate pair, which a client may have sent, is no text in protobuf."""
+    return given.encode("utf-8", "replace").decode()

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from stage_runtime.telemetry import exporting
@@ -98,6 +99,26 @@ def test_what_a_collector_refuses_for_good_is_dropped_and_counted(status: int) -
         sending.add(lambda: spans(1))
         sending.close()
         assert (taking.asked, sending.sent, sending.dropped) == (1, 0, 1)
+
+
+def test_what_one_request_holds_costs_the_others_of_its_batch_nothing() -> None:
+    def broken() -> Sequence[Span]:
+        raise KeyError("no such stage")
+
+    def strange() -> Sequence[Span]:
+        return [
+            msgspec.structs.replace(one, error="half a \ud800", attributes={"\udfff": "\ud83d"}) for one in spans(1)
+        ]
+
+    with collector.running() as taking:
+        sending = exporter(taking.url)
+        for make in (broken, strange, lambda: spans(2)):
+            sending.add(make)
+        sending.close()
+        first, second = taking.spans
+    assert (first.status.message, collector.attributes(first.attributes)) == ("half a ?", {"?": "?"})
+    assert second.name == "request 2"
+    assert (sending.sent, sending.dropped) == (2, 1)
 
 
 def test_a_span_that_cannot_be_made_is_dropped_and_others_are_sent(caplog: pytest.LogCaptureFixture) -> None:
