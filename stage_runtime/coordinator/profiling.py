@@ -31,6 +31,7 @@ Made = TypeVar("Made")
 log = logging.getLogger(__name__)
 
 ANSWER_S: Final = 120.0  # of a process that lives: torch takes seconds to start a trace, and longer to write one
+TOGETHER_S: Final = 10.0  # how long the coordinator waits with its own start for a process that does not answer
 CLOCKS_S: Final = 60.0  # clocks without NTP drift apart by about 3 ms in this time
 CLOCK_QUESTIONS: Final = 8  # at the start and at the end of a run
 CLOCKS_MOST_S: Final = 1.0
@@ -150,14 +151,19 @@ class Profiling:
                 config=config,
                 max_seconds=_seconds(max_seconds, self._limits.max_seconds if torch else 0),
             )
+            self._order = run_id, order
+            # The coordinator starts last and stops first: a request that it has recorded is recorded in every stage.
+            answers = self._loop.create_task(self._ask_all(lambda call: _start_message(call, order)))
+            await asyncio.wait([answers], timeout=TOGETHER_S)
             # The coordinator's own process has no kernels: it records events, and takes no trace.
             own = await self._here(lambda: self._session.start(msgspec.structs.replace(order, torch_template=None)))
-            states = [self._own(own)]
+            states = [self._own(own), *await answers]
             if states[0].state == STARTED:
                 self._remember(Run(run_id=run_id, event_dir=folder, started_at=time.time(), torch=torch))
-                self._order = run_id, order
-                states += await self._ask_all(lambda call: _start_message(call, order))
                 await self._measure_clocks()
+            else:
+                self._order = None
+                states[1:] = await self._ask_all(lambda call: ProfilerStop(call, run_id))
             return ProfileAnswer(
                 run_id=run_id,
                 event_dir=folder,
@@ -177,9 +183,9 @@ class Profiling:
             if run_id is not None and run is None:
                 raise RequestError("not_found", f"no profile run {run_id[:80]!r} is known here", param="run_id")
             await self._measure_clocks()
-            states = await self._ask_all(lambda call: ProfilerStop(call, run_id))
             own = self._own(await self._here(lambda: self._session.stop(run_id)))
             self._order = None
+            states = await self._ask_all(lambda call: ProfilerStop(call, run_id))
             if run is not None:
                 run.recording = False
             return ProfileAnswer(
