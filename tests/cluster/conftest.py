@@ -23,6 +23,7 @@ from tests.cluster.installing import (
     image_values,
     objects,
     pipeline,
+    read,
     url,
     wait_for,
     wait_ready,
@@ -33,6 +34,9 @@ CRD = "omnipipelines.omnipipeline.dev"
 HELLO = REPOSITORY / "examples" / "hello" / "pipeline.yaml"
 DOOMED, SPARE = "doomed", "spare"  # groups of the kit's simulated nodes
 CHOIR = REPOSITORY / "tests" / "cluster" / "choir.yaml"
+#: Objects that tests of several files use; every namespace has the last one.
+SHARED = {"hello", "choir", "bereft", "kube-root-ca.crt"}
+RELEASED = pytest.StashKey[Installed]()
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +45,7 @@ def images(node_cluster: Cluster) -> Images:
 
 
 @pytest.fixture(scope="session")
-def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
+def installed(request: pytest.FixtureRequest, node_cluster: Cluster, images: Images) -> Iterator[Installed]:
     """Helm install into a fresh namespace."""
     cluster, namespace = node_cluster, "omni-e2e"
     # What the pods may do is held to Kubernetes' strictest standard.
@@ -57,13 +61,30 @@ def installed(node_cluster: Cluster, images: Images) -> Iterator[Installed]:
     try:
         done = helm(cluster, "install", RELEASE, str(CHART), *options, check=False)
         assert done.returncode == 0, f"{done.stderr}\n{_last_words(cluster)}"
-        yield Installed(cluster=cluster, namespace=namespace, images=images, before=before)
+        release = Installed(cluster=cluster, namespace=namespace, images=images, before=before)
+        request.session.stash[RELEASED] = release
+        yield release
     finally:
         helm(cluster, "uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--ignore-not-found")
         # Pods have their time to drain.
         for name in (namespace, SYSTEM):
             cluster.kubectl("delete", "namespace", name, "--wait=false")
         wait_for("the namespaces are gone", lambda: not _there(cluster, namespace, SYSTEM), timeout_s=400)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays_of_a_failed_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves its objects; the next files' tests need an empty namespace."""
+    failed = request.session.testsfailed
+    yield
+    release = request.session.stash.get(RELEASED, None)
+    if release is None or request.session.testsfailed == failed:
+        return
+    for kind in ("omnipipelines", "secrets", "configmaps", "persistentvolumeclaims", "pods"):
+        for found in read(release.cluster, "-n", release.namespace, kind)["items"]:
+            name = found["metadata"]["name"]
+            if "ownerReferences" not in found["metadata"] and name not in SHARED:
+                release.kubectl("delete", kind, name, "--ignore-not-found", "--timeout=60s")
 
 
 @pytest.fixture(scope="session")
