@@ -134,10 +134,13 @@ class Membership:
 
     def ready_now(self, sender: str) -> bool:
         """An instance takes requests from now on."""
-        if not self.state.mark(sender, ready=True):
+        known = self.state.instances.get(sender)
+        if known is None:
             return False
+        if not known.ready:  # it says so again after each Welcome
+            log.info("%s (%s) is ready", known.member.group, sender)
+        self.state.mark(sender, ready=True)
         self._was_complete = self._was_complete or self.state.complete()
-        log.info("%s (%s) is ready", self.state.instances[sender].member.group, sender)
         return True
 
     def beat(self, sender: str, message: Beat) -> None:
