@@ -7,6 +7,8 @@ OmniError
 ├── PeerError               the other end's fault
 │   ├── ProtocolError       a frame that cannot be understood: counted and dropped
 │   ├── TransferError       a relay could not move a payload (the request fails with transport_failed)
+│   │   ├── RelayFailed     it does not reach a peer that may be alive: the next relay is used
+│   │   └── RelayRefused    no relay that the pipeline allows reaches the peer: which, and why
 │   └── EngineDeadError     an engine's process has ended: nothing more is computed for those who wait
 ├── LimitReached            LOCAL: no room for another peer: which limit, and what to do; the peer is refused
 ├── ConfigurationError      plan, environment or a dotted name is wrong: the process must not start
@@ -106,6 +108,14 @@ class OtherProtocol(ProtocolError):
 
 class TransferError(PeerError):
     """A relay could not move a payload."""
+
+
+class RelayFailed(TransferError):
+    """A relay does not reach a peer that may be alive. The next relay is used for what follows."""
+
+
+class RelayRefused(TransferError):
+    """No relay that the pipeline allows reaches a peer that is there."""
 
 
 class LimitReached(OmniError):

@@ -15,6 +15,7 @@ import msgspec
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.ledger import Ledger
 from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
@@ -36,6 +37,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     """`base.Relay`, but for what differs between relays."""
 
     name: ClassVar[str]
+    MEDIUM: ClassVar[Medium] = "tcp"  #: What `medium` gives, unless it differs between peers.
 
     def __init__(self, context: RelayContext, metadata: type[Metadata]) -> None:
         """metadata: the Struct that this relay announces a transfer with."""
@@ -83,6 +85,9 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
                 return False
             self._connections[peer] = connection
         return True
+
+    def medium(self, peer: Peer) -> Medium:
+        return self.MEDIUM
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
         while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
@@ -163,6 +168,10 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
             self._end(put, error)
             raise error
         return put
+
+    def _failed(self, peer: Peer, reason: str) -> None:
+        """This relay does not reach ``peer``, which may be alive: another one is used from now on. From any thread."""
+        self._context.failed(peer, self.name, reason)
 
     def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
         """Raises: TransferError: that is no metadata of this relay's."""

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NewType, Protocol
 
 from stage_runtime.payloads.pack import Pack
+from stage_runtime.relays.choosing import Medium
 
 Peer = NewType("Peer", str)  #: The incarnation of the process at the other end.
 TransferId = NewType("TransferId", int)  #: Unique per sending process and relay; never used twice.
 Release = Callable[[Peer, TransferId], None]  #: Called in any thread, soon after the last view has died.
+Failed = Callable[[Peer, str, str], None]  #: (peer, relay, reason): called in any thread. Another relay is used then.
 
 
 class RelayOperation(Protocol):
@@ -63,6 +65,9 @@ class Relay(Protocol):
 
     def open(self, peer: Peer, facts: Mapping[str, Any]) -> bool:
         """Learn a peer's facts. True when this relay can move bytes to and from it; never raises for bad facts."""
+
+    def medium(self, peer: Peer) -> Medium:
+        """What the bytes to and from a peer that is open go through. Both ends give the same."""
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None

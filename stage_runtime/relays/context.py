@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Peer, Release
+from stage_runtime.relays.base import Failed, Peer, Release
 
 
 class Security(Protocol):
@@ -30,6 +30,9 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and addresses of this process's relays."""
 
     asked: frozenset[str] = frozenset()  #: Relays that the pipeline names; opened beside those of `auto`.
+    allow_tcp: bool = True  #: False: what only the network's sockets could carry is refused.
+    pod: str = ""  #: The uid of this process's pod.
+    coordinator: bool = False  #: Of a coordinator, which uses the named relay where it can.
     arena_bytes: int = 4 << 30  #: Most that may be in flight by shm; taken from the machine only as it is used.
     prefault_bytes: int = 32 << 20  #: Arena pages taken at the start and kept.
     bind: str = "tcp://127.0.0.1:*"  #: Of the tcp relay: ``tcp://host:port`` (``*``: any) or ``ipc:///path``.
@@ -48,6 +51,7 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     loop: asyncio.AbstractEventLoop
     incarnation: Peer
     on_release: Release  #: Called in any thread.
+    failed: Failed  #: Called in any thread, by a relay that does not reach a peer which may be alive.
     thread: local  #: ``lets_go``: this thread drops received buffers now, and reports them next (`base.Relay.let_go`).
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena

@@ -10,20 +10,25 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from stage_runtime.errors import ConfigurationError, TransferError
+import msgspec
+
+from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError
 from stage_runtime.payloads.pack import Extracted, Pack
-from stage_runtime.relays import registry
+from stage_runtime.relays import choosing, devices, registry
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Peer, Relay, RelayOperation, Release, TransferId
+from stage_runtime.relays.base import Failed, Peer, Relay, RelayOperation, Release, TransferId
+from stage_runtime.relays.choices import Choices
+from stage_runtime.relays.choosing import PROCESS, ProcessFacts, Reached
 from stage_runtime.relays.context import RelayContext, RelaySettings, Security
 from stage_runtime.relays.pins import Pin
 from stage_runtime.relays.registry import RELAYS, Entry
 
 log = logging.getLogger(__name__)
 
+FAILED_S: Final = 1.0  # after a relay failed: a peer that has died with it is known to be gone by then
 TRIM_S: Final = 5.0  # long against the gaps in a stage's load, short enough for other programs of a full machine
 
 
@@ -36,11 +41,13 @@ class Relays:
         loop: asyncio.AbstractEventLoop,
         incarnation: str,
         on_release: Release,
+        on_failed: Failed = lambda peer, relay, reason: None,
         security: Security | None = None,
         settings: RelaySettings | None = None,
         table: Mapping[str, Entry] = RELAYS,
     ) -> None:
         """on_release: called, in any thread, when the last view of a received transfer has died: send a Release.
+        on_failed: called, in any thread, when a relay is found not to reach a peer: tell the peer.
 
         Opened are the relays of ``table`` that `auto` may choose, and those that ``settings.asked`` names.
         Raises: ConfigurationError: one that is required, or needs no extra, cannot be opened.
@@ -53,61 +60,69 @@ class Relays:
             incarnation=Peer(incarnation),
             on_release=on_release,
             thread=self._thread,
+            failed=self.fail,
             ids=itertools.count(1),
             arena=self.arena,
             security=security,
             settings=settings,
         )
         self._table = table
+        self._on_failed = on_failed
         self._relays: dict[str, Relay] = {}  #: Best first, as the table has them.
+        self._refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
+        self._late_releases = 0
+        self._loop = loop
+        here = _process_facts(incarnation, settings)
         try:
-            for name in registry.to_open(settings.asked, table):
+            for name in sorted(settings.asked - table.keys()):
+                registry.load(name, table)  # raises
+            for name in registry.to_open(settings.asked, table, has=here.has):
                 self._open(name, context)
         except ConfigurationError:
             self._close_all()
             raise
-        self._reach: dict[Peer, tuple[str, ...]] = {}
-        self._warned: set[tuple[Peer, str]] = set()
-        self._late_releases = 0
-        self._loop = loop
+        self.process = msgspec.structs.replace(here, started=tuple(self._relays), refused=self._refused)
+        self._choices = Choices(self.process, allow_tcp=settings.allow_tcp)
         self._trimming = loop.call_later(TRIM_S, self._trim)
 
     def facts(self) -> dict[str, Any]:
         """What a peer's `open` needs, for Hello: plain data."""
-        return {name: relay.facts() for name, relay in self._relays.items()}
+        relays = {name: relay.facts() for name, relay in self._relays.items()}
+        return {**relays, PROCESS: msgspec.to_builtins(self.process)}
 
     def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
         """Learn how to reach an incarnation. Repeated calls change nothing.
 
         Returns: the backends that reach it, best first; empty when none does.
         """
-        known = self._reach.get(Peer(peer))
-        if known:
-            return known
-        reach = []
-        for name, relay in self._relays.items():
-            peer_facts = facts.get(name)
-            if isinstance(peer_facts, Mapping) and relay.open(Peer(peer), peer_facts):
-                reach.append(name)
-        self._reach[Peer(peer)] = tuple(reach)
-        log.info("relays to %s: %s", peer, ", ".join(reach) or "none")
-        return tuple(reach)
+        known = self._choices.known(Peer(peer))
+        if not known:
+            self._choices.open(Peer(peer), choosing.process_facts(facts), self._reached(Peer(peer), facts))
+            known = self._choices.known(Peer(peer))
+        return known or ()
 
     def choose(self, peer: str, backend: str = "auto") -> str:
-        """The backend for what goes to ``peer``: the one that the plan asks for, else the best that reaches it.
+        """The backend for what goes to ``peer``: the one that the plan asks for, or the best that reaches it.
 
-        Raises: TransferError: none reaches it.
+        Raises: TransferError: none reaches it. RelayRefused: the one that is asked for does not, or none that is
+        allowed.
         """
-        reach = self._reach.get(Peer(peer), ())
-        if not reach:
-            raise TransferError(f"no relay reaches {peer}")
-        if backend in reach:
-            return backend
-        best = next((name for name in reach if self._table[name].auto), reach[0])
-        if backend != "auto" and (Peer(peer), backend) not in self._warned:
-            self._warned.add((Peer(peer), backend))
-            log.warning("relay %s does not reach %s: using %s", backend, peer, best)
-        return best
+        return self._choices.choose(Peer(peer), backend).relay
+
+    def fail(self, peer: str, relay: str, reason: str, *, tell: bool = True) -> None:
+        """A relay does not reach a peer that may be alive: the next one is used. From any thread.
+
+        tell: the peer does not know it yet.
+        """
+        if self._choices.fail(Peer(peer), relay, reason):
+            try:
+                self._loop.call_soon_threadsafe(
+                    self._loop.call_later, FAILED_S, self._choices.count, Peer(peer), relay, reason
+                )
+            except RuntimeError:  # the loop is closed
+                return
+            if tell:
+                self._on_failed(Peer(peer), relay, reason)
 
     def put(self, extracted: Extracted, *, request_id: str, peer: str, backend: str = "auto") -> RelayOperation | None:
         """Start moving the parts of ``extracted``; from any thread. None when there is no room now.
@@ -115,13 +130,18 @@ class Relays:
         Put to several peers, one `Extracted` takes one slot. Never announce `metadata` twice.
         Raises: TransferError: no relay reaches ``peer``.
         """
-        name = self.choose(peer, backend)
-        like = extracted.placed.get(name)
-        operation = self._relays[name].put(_pack(extracted), request_id=request_id, peer=Peer(peer), like=like)
-        if operation is None:
-            return None
-        extracted.placed[name] = operation
-        return _Named(name, operation)
+        while True:
+            name = self.choose(peer, backend)
+            like = extracted.placed.get(name)
+            try:
+                operation = self._relays[name].put(_pack(extracted), request_id=request_id, peer=Peer(peer), like=like)
+            except RelayFailed as error:
+                self.fail(peer, name, str(error))
+                continue
+            if operation is None:
+                return None
+            extracted.placed[name] = operation
+            return _Named(name, operation)
 
     async def put_async(
         self, extracted: Extracted, *, request_id: str, peer: str, backend: str = "auto"
@@ -172,8 +192,7 @@ class Relays:
 
     def forget(self, peer: str) -> None:
         """That incarnation is proven gone."""
-        self._reach.pop(Peer(peer), None)
-        self._warned = {(name, backend) for name, backend in self._warned if name != peer}
+        self._choices.forget(Peer(peer))
         for relay in self._relays.values():
             relay.forget(Peer(peer))
 
@@ -211,7 +230,9 @@ class Relays:
     def stats(self) -> dict[str, int]:
         """For /metrics: ``<backend>_<name>`` of each relay's, and the arena's."""
         merged = {
-            f"{name}_{key}": value for name, relay in self._relays.items() for key, value in relay.stats().items()
+            f"{name}_{key}": value
+            for name, relay in self._relays.items()
+            for key, value in {**relay.stats(), "failovers": self._choices.failovers[name]}.items()
         }
         return {**merged, **self.arena.stats(), "late_releases": self._late_releases}
 
@@ -225,7 +246,15 @@ class Relays:
         except ConfigurationError as error:
             if name in context.settings.asked or self._table[name].extra is None:
                 raise
+            self._refused[name] = str(error)
             log.info("auto does without: %s", error)
+
+    def _reached(self, peer: Peer, facts: Mapping[str, Any]) -> Iterator[Reached]:
+        for name, relay in self._relays.items():
+            peer_facts = facts.get(name)
+            if isinstance(peer_facts, Mapping) and relay.open(peer, peer_facts):
+                entry = self._table[name]
+                yield Reached(relay=name, medium=relay.medium(peer), auto=entry.auto, needs=entry.needs)
 
     def _close_all(self) -> None:
         for relay in self._relays.values():
@@ -279,3 +308,15 @@ class _Named:
 
 def _pack(extracted: Extracted) -> Pack:
     return extracted.pack if extracted.pack is not None else Pack((), (), 0)
+
+
+def _process_facts(incarnation: str, settings: RelaySettings) -> ProcessFacts:
+    return ProcessFacts(
+        incarnation=incarnation,
+        pod=settings.pod,
+        boot=devices.boot_id(),
+        namespaces=devices.namespaces(),
+        gpus=devices.gpus(),
+        rdma=devices.rdma_devices(),
+        coordinator=settings.coordinator,
+    )

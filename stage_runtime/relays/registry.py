@@ -1,4 +1,4 @@
-"""The table of relays: their names, where they are, which of them `auto` may choose.
+"""The table of relays: their names, where they are, which of them `auto` may choose. The choice itself: `choosing`.
 
 To add a relay NAME:
 
@@ -20,7 +20,7 @@ Nothing of a relay is imported before it is opened, and this module imports none
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -29,6 +29,7 @@ from stage_runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from stage_runtime.relays.base import Relay
+    from stage_runtime.relays.choosing import Need
     from stage_runtime.relays.context import RelayContext
 
 
@@ -45,23 +46,28 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     extra: str | None = None  #: Of omnipipeline: installs what the relay imports.
     #: Every process opens it, and `auto` may choose it. False: opened only where a pipeline asks for it by name.
     auto: bool = True
+    #: What the machine must have for `auto` to open it, and what the way to a peer must be for `auto` to choose it.
+    needs: Need | None = None
 
 
 #: Best first: `auto` takes the first that reaches a peer.
 RELAYS: Final[Mapping[str, Entry]] = {
     "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
-    "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", auto=False),
-    "mooncake": Entry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", auto=False),
+    "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", needs="rdma"),
+    "mooncake": Entry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", needs="rdma"),
     "tcp": Entry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
 }
 
 
-def to_open(asked: Collection[str], table: Mapping[str, Entry] = RELAYS) -> tuple[str, ...]:
-    """The relays of a process whose pipeline asks for those names, best first.
-
-    A name that is not in the table opens nothing: its edges use what reaches the peer (`dispatch.Relays.choose`).
-    """
-    return tuple(name for name, entry in table.items() if entry.auto or name in asked)
+def to_open(
+    asked: Collection[str], table: Mapping[str, Entry] = RELAYS, *, has: Callable[[Need], bool] = lambda need: False
+) -> tuple[str, ...]:
+    """The relays of a process whose pipeline asks for those names, best first. has: what the machine has."""
+    return tuple(
+        name
+        for name, entry in table.items()
+        if name in asked or (entry.auto and (entry.needs is None or has(entry.needs)))
+    )
 
 
 def load(name: str, table: Mapping[str, Entry] = RELAYS) -> Factory:

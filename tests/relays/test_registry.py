@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import stage_runtime.relays
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, RelayRefused
 from stage_runtime.payloads import encoding
 from stage_runtime.relays import registry
+from stage_runtime.relays.choosing import PROCESS
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS, Entry
@@ -70,7 +71,7 @@ def test_the_table_imports_no_relay_and_what_no_relay_needs() -> None:
 async def test_a_relay_that_is_listed_is_opened_and_used_where_a_pipeline_asks_for_it() -> None:
     a, b = relays("a", LISTED, "listed"), relays("b", LISTED, "listed")
     try:
-        assert list(a.facts()) == ["listed", *AUTO]
+        assert list(a.facts()) == ["listed", *AUTO, PROCESS]
         assert a.open("b", b.facts()) == ("listed", *AUTO) == b.open("a", a.facts())
         assert (a.choose("b", "listed"), a.choose("b")) == ("listed", AUTO[0])
         put = a.put(encoding.extract(np.ones(9000)), request_id="r", peer="b", backend="listed")
@@ -81,15 +82,14 @@ async def test_a_relay_that_is_listed_is_opened_and_used_where_a_pipeline_asks_f
         b.close()
 
 
-async def test_a_relay_that_nobody_asks_for_is_not_opened_and_a_peer_without_it_is_served_by_another(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_relay_that_nobody_asks_for_is_not_opened_and_refused_where_it_is_named() -> None:
     a, b = relays("a", LISTED, "listed"), relays("b", LISTED)
     try:
-        assert list(b.facts()) == list(AUTO)
+        assert list(b.facts()) == [*AUTO, PROCESS]
         assert a.open("b", b.facts()) == AUTO
-        assert [a.choose("b", "listed") for _ in range(3)] == [AUTO[0]] * 3
-        assert [record.levelname for record in caplog.records if "listed" in record.message] == ["WARNING"]
+        assert a.choose("b") == AUTO[0]
+        with pytest.raises(RelayRefused, match="relayBackend listed does not reach b: it is not open there"):
+            a.choose("b", "listed")
     finally:
         a.close()
         b.close()
@@ -100,7 +100,8 @@ async def test_auto_does_without_what_is_not_installed_and_says_how_to_install_i
 ) -> None:
     caplog.set_level(logging.INFO)
     only = relays("a", {"pigeon": MISSING, **RELAYS})
-    assert list(only.facts()) == list(AUTO)
+    assert list(only.facts()) == [*AUTO, PROCESS]
+    assert list(only.process.refused) == ["pigeon"]
     only.close()
     assert "relay 'pigeon' cannot be loaded" in caplog.text and "omnipipeline[pigeon]" in caplog.text
 
@@ -110,7 +111,16 @@ async def test_what_a_pipeline_asks_for_and_is_not_installed_ends_the_start() ->
         relays("a", {"pigeon": MISSING, **RELAYS}, "pigeon")
 
 
-@pytest.mark.parametrize("name", ["nccl", "carrier-pigeon"])
-def test_a_relay_that_is_not_in_the_table_is_refused_with_those_that_are(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{name}' is not in this version: use auto, {' or '.join(RELAYS)}"):
-        registry.load(name)
+async def test_a_relay_that_is_not_in_the_table_ends_the_start_with_those_that_are() -> None:
+    wanted = f"'carrier-pigeon' is not in this version: use auto, {' or '.join(RELAYS)}"
+    with pytest.raises(ConfigurationError, match=wanted):
+        registry.load("carrier-pigeon")
+    with pytest.raises(ConfigurationError, match=wanted):
+        relays("a", RELAYS, "carrier-pigeon")
+
+
+def test_auto_opens_what_needs_a_device_only_where_the_machine_has_it() -> None:
+    always = ("shm", "tcp")
+    assert [name for name in registry.to_open(()) if name in ("shm", "nixl", "mooncake", "tcp")] == list(always)
+    with_rdma = registry.to_open((), has=lambda need: need == "rdma")
+    assert {"nixl", "mooncake"} <= set(with_rdma)

@@ -324,6 +324,7 @@ async def test_a_put_during_which_its_peer_is_forgotten_leaves_nothing(name: str
             incarnation=Peer("a"),
             thread=threading.local(),
             on_release=lambda peer, transfer: None,
+            failed=lambda peer, relay, reason: None,
             ids=Interrupted(lambda: relay.forget(Peer("b"))),
             arena=memory,
             security=None,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import RelayRefused, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.relays import registry
 from stage_runtime.relays.base import RelayOperation
@@ -178,7 +178,8 @@ async def test_a_peer_without_our_memory_is_reached_by_tcp(near: Relays, far: Fa
     facts = {"tcp": far.facts["tcp"], "shm": {**far.facts["shm"], "pid_namespace": 1}}
     assert near.open("elsewhere", facts) == ("tcp",)
     assert near.choose("elsewhere") == "tcp"
-    assert near.choose("elsewhere", "shm") == "tcp"
+    with pytest.raises(RelayRefused, match="relayBackend shm does not reach elsewhere: it is not open there"):
+        near.choose("elsewhere", "shm")
 
 
 async def test_a_peer_with_other_facts_than_ours_is_simply_not_reached(near: Relays) -> None:

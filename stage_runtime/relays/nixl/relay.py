@@ -23,6 +23,7 @@ from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.nixl import environment
 from stage_runtime.relays.nixl.agent import Agent
@@ -70,6 +71,12 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
 
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(self._facts)  # type: ignore[no-any-return]
+
+    def medium(self, peer: Peer) -> Medium:
+        theirs = self._connections[peer].facts
+        if self._facts.rdma and theirs.rdma:
+            return "rdma"
+        return "memory" if _reads(self._facts, theirs) else "tcp"
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None

@@ -54,6 +54,7 @@ class ShmRelay(AbstractRelay[mmap.mmap, Metadata]):
     """Shared memory towards all peers of this machine."""
 
     name = "shm"
+    MEDIUM = "memory"
 
     def __init__(self, context: RelayContext) -> None:
         super().__init__(context, Metadata)

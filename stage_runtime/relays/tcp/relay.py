@@ -23,6 +23,7 @@ from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
 from stage_runtime.relays.tcp.arrivals import Arrivals, Header
@@ -116,6 +117,9 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         connection.close()
         self._arrivals.forget(peer)
         self._movement.forget(peer)
+
+    def medium(self, peer: Peer) -> Medium:
+        return "tcp" if self._connections[peer].endpoint.startswith("tcp://") else "unix"
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None

@@ -1,0 +1,128 @@
+"""Which relay carries what one process sends to another: derived from what both have said of themselves in Hello.
+
+Pure: facts in, a choice or the reason of a refusal out. `dispatch` opens the relays, collects the facts and remembers
+choices; `registry` has the order of preference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from stage_runtime.errors import RelayRefused
+
+#: What the bytes go through. ``memory``: read where they lie, by a process of the same machine. ``unix``: a socket of
+#: the machine. ``tcp``: the network's sockets, whichever library writes to them.
+Medium: TypeAlias = Literal["gpu", "memory", "rdma", "unix", "tcp"]
+Need: TypeAlias = Literal["gpu", "rdma"]
+
+PROCESS: Final = "process"  #: The key of `ProcessFacts` among the relays' facts.
+
+
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a process says of itself and of where it runs."""
+
+    incarnation: str = ""
+    pod: str = ""  #: The pod's uid; empty outside of Kubernetes.
+    boot: str = ""  #: The kernel's boot id: equal on the same machine.
+    namespaces: dict[str, int] = {}  #: ``pid``, ``ipc``, ``net``, ``mnt``.
+    gpus: tuple[str, ...] = ()  #: UUIDs.
+    rdma: tuple[str, ...] = ()  #: Devices.
+    started: tuple[str, ...] = ()  #: Relays that really started, best first.
+    refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
+    coordinator: bool = False  #: A pipeline names a relay for its stages; a coordinator uses it where it can.
+
+    def has(self, need: Need) -> bool:
+        return bool(self.gpus if need == "gpu" else self.rdma)
+
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True):
+    """A relay that has opened a way to the peer."""
+
+    relay: str
+    medium: Medium
+    auto: bool = True  #: `auto` may choose it.
+    needs: Need | None = None  #: `auto` chooses it only when the way is this.
+    failed: str | None = None  #: Why it is not used any more.
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    relay: str
+    medium: Medium
+    instead_of: str | None = None  #: The relay that failed.
+
+
+def process_facts(facts: Mapping[str, Any]) -> ProcessFacts:
+    """Of a peer, from what it announced; what cannot be read counts as not said."""
+    try:
+        return msgspec.convert(facts.get(PROCESS, {}), ProcessFacts)
+    except msgspec.ValidationError:
+        return ProcessFacts()
+
+
+def choose(
+    wanted: str, reached: Sequence[Reached], *, own: ProcessFacts, peer: ProcessFacts, allow_tcp: bool = True
+) -> Choice:
+    """The relay for what is sent to ``peer``. reached: those that reach it, best first.
+
+    wanted: ``auto``, or the relay that the pipeline names. That one is used or refused, except to and from a
+    coordinator, where it is a preference: large bodies of clients travel there, and ``shm`` never crosses pods.
+    After a failure of the one that was used, the next one follows, and ``tcp`` is the last.
+    Raises: RelayRefused: says why each relay is not used.
+    """
+    usable = [each for each in reached if each.failed is None and (allow_tcp or each.medium != "tcp")]
+    failed = {each.relay: each.failed for each in reached if each.failed is not None}
+    named = next((each for each in usable if each.relay == wanted), None)
+    if named is not None:
+        return Choice(relay=named.relay, medium=named.medium)
+    if wanted == "auto" or wanted in failed or own.coordinator or peer.coordinator:
+        best = next((each for each in usable if _of_auto(each)), None)
+        if best is not None:
+            return Choice(relay=best.relay, medium=best.medium, instead_of=next(iter(failed), None))
+    raise RelayRefused(_refusal(wanted, reached, own=own, peer=peer, allow_tcp=allow_tcp))
+
+
+def _of_auto(reached: Reached) -> bool:
+    return reached.auto and (reached.needs is None or reached.needs == reached.medium)
+
+
+def _refusal(wanted: str, reached: Sequence[Reached], *, own: ProcessFacts, peer: ProcessFacts, allow_tcp: bool) -> str:
+    whose = peer.incarnation
+    if not reached:
+        return f"no relay reaches {whose}"
+    if wanted == "auto":
+        reasons = [f"{each.relay}: {_why(each, allow_tcp)}" for each in reached]
+        return f"no relay to {whose}: {'; '.join(reasons)}"
+    found = next((each for each in reached if each.relay == wanted), None)
+    if found is not None:
+        return f"relayBackend {wanted} to {whose}: {_why(found, allow_tcp)}"
+    return f"relayBackend {wanted} does not reach {whose}: {_unreached(wanted, own, peer)}"
+
+
+def _why(reached: Reached, allow_tcp: bool) -> str:
+    if reached.failed is not None:
+        return f"it failed ({reached.failed})"
+    if reached.medium == "tcp" and not allow_tcp:
+        return "it would use TCP, and dataPlane.allowTCP is false"
+    return "it is used where it is named" if not reached.auto else f"there is no way by {reached.needs}"
+
+
+def _unreached(wanted: str, own: ProcessFacts, peer: ProcessFacts) -> str:
+    for end, facts in (("here", own), ("there", peer)):
+        if wanted in facts.refused:
+            return f"it did not start {end} ({facts.refused[wanted]})"
+        if wanted not in facts.started:
+            return f"it is not open {end}"
+    return f"the two share no way of it ({apart(own, peer)})"
+
+
+def apart(own: ProcessFacts, peer: ProcessFacts) -> str:
+    """What separates two processes."""
+    if own.boot != peer.boot:
+        return "another machine"
+    if own.pod != peer.pod:
+        return "another pod"
+    differing = [kind for kind, inode in own.namespaces.items() if peer.namespaces.get(kind) != inode]
+    return f"another {' and '.join(differing)} namespace" if differing else "same machine and namespaces"

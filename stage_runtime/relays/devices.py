@@ -1,0 +1,52 @@
+"""What this machine, or this container of it, has: the facts by which a relay is chosen.
+
+Read from the kernel; no library is loaded for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+NAMESPACES: Final = ("pid", "ipc", "net", "mnt")
+INFINIBAND: Final = Path("/sys/class/infiniband")
+NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def namespaces() -> dict[str, int]:
+    """Inode of each namespace of this process. Two containers of a pod share ``net`` and ``ipc`` only."""
+    return {kind: os.stat(f"/proc/self/ns/{kind}").st_ino for kind in NAMESPACES}
+
+
+def rdma_devices(root: Path = INFINIBAND) -> tuple[str, ...]:
+    """Names of the RDMA devices, such as ``mlx5_0``."""
+    try:
+        return tuple(sorted(path.name for path in root.iterdir()))
+    except OSError:
+        return ()
+
+
+def gpus(root: Path = NVIDIA, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """UUIDs of NVIDIA's GPUs that this container has; none when CUDA is told to see none."""
+    if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ()
+    return tuple(sorted(_uuids(root)))
+
+
+def _uuids(root: Path) -> Iterator[str]:
+    try:
+        files = [path / "information" for path in root.iterdir()]
+    except OSError:
+        return
+    for file in files:
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:
+            continue
+        yield from (line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID"))
