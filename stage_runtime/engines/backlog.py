@@ -10,7 +10,9 @@ import time
 from collections import deque
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
 
 Item = TypeVar("Item")
 
@@ -18,12 +20,9 @@ _GONE: Final[Any] = object()
 COMPACT_FROM: Final = 64  # dropped entries that stay as empty cells, before they are looked for
 
 
-class _Entry(Generic[Item]):
-    __slots__ = ("item", "of")
-
-    def __init__(self, item: Item, of: object) -> None:
-        self.item = item
-        self.of = of
+class _Entry(msgspec.Struct, eq=False):
+    item: Any
+    of: object
 
 
 class Backlog(Generic[Item]):
@@ -34,8 +33,9 @@ class Backlog(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        self._entries: deque[_Entry[Item]] = deque()
-        self._of: dict[object, deque[_Entry[Item]]] = {}  #: request -> its entries, in order
+        self._entries: deque[_Entry] = deque()
+        #: request -> its entries, in order; one alone stands for itself, as most do.
+        self._of: dict[object, _Entry | deque[_Entry]] = {}
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._empty = 0  #: Cells of dropped entries.
         self._lock = Lock()
@@ -47,11 +47,9 @@ class Backlog(Generic[Item]):
         with self._lock:
             self._entries.append(entry)
             if of is not None:
-                own = self._of.get(of)
-                if own is None:
-                    self._of[of] = deque((entry,))
-                else:
-                    own.append(entry)
+                own = self._of.setdefault(of, entry)
+                if own is not entry:
+                    self._append(of, own, entry)
         self._tokens.put(None)
 
     def take(self, timeout: float | None = None) -> Item | None:
@@ -64,7 +62,7 @@ class Backlog(Generic[Item]):
                 return None
             found, ended = self._next()
             if found is not _GONE:
-                return cast(Item, found)
+                return found  # type: ignore[no-any-return]
             if ended:
                 self._tokens.put(None)  # for the other readers
                 return None
@@ -78,7 +76,11 @@ class Backlog(Generic[Item]):
     def drop(self, of: object) -> list[Item]:
         """Take all entries of a request out, wherever they wait. Returns them, to be freed."""
         with self._lock:
-            dropped = self._of.pop(of, ())
+            dropped = self._of.pop(of, None)
+            if dropped is None:
+                return []
+            if isinstance(dropped, _Entry):
+                dropped = deque((dropped,))
             items = [entry.item for entry in dropped]
             for entry in dropped:
                 entry.item, entry.of = _GONE, None
@@ -109,10 +111,26 @@ class Backlog(Generic[Item]):
                 if entry.item is _GONE:
                     self._empty -= 1
                     continue
-                if entry.of is not None:
-                    own = self._of[entry.of]
-                    own.popleft()
-                    if not own:
-                        del self._of[entry.of]
+                of = entry.of
+                if of is not None:
+                    own = self._of[of]
+                    if own is entry:
+                        del self._of[of]
+                    else:
+                        self._popleft(of, own)
                 return entry.item, False
             return _GONE, self._closing
+
+    def _append(self, of: object, own: _Entry | deque[_Entry], entry: _Entry) -> None:
+        """One more entry of a request that has some. Under the lock."""
+        if isinstance(own, _Entry):
+            self._of[of] = deque((own, entry))
+        else:
+            own.append(entry)
+
+    def _popleft(self, of: object, own: _Entry | deque[_Entry]) -> None:
+        """The first of a request's several entries is taken. Under the lock."""
+        assert not isinstance(own, _Entry)
+        own.popleft()
+        if not own:
+            del self._of[of]

@@ -122,7 +122,9 @@ class Inbox:
     def put(self, arrival: Arrival | events.Incoming) -> None:
         work = None if isinstance(arrival, _UNBOUND) else arrival.work
         self._backlog.put(arrival, work)
-        if work is not None and _late(work):  # it ended in the meantime, perhaps before this was there to be dropped
+        if work is not None and (
+            work.cancelled or work.over
+        ):  # it ended in the meantime, perhaps before this was there to be dropped
             self.drop(work)
         if self._wake is not None:
             self._wake()
@@ -130,10 +132,11 @@ class Inbox:
     def drop(self, work: Work) -> None:
         """It is over: free what waits of it now, and not when the engine comes to it."""
         dropped = self._backlog.drop(work)
-        self.dropped += bool(dropped)
-        for item in dropped:
-            if not isinstance(item, _OPEN):
-                item.discard()
+        if dropped:
+            self.dropped += 1
+            for item in dropped:
+                if not isinstance(item, _OPEN):
+                    item.discard()
 
     def abort(self, work: Work) -> None:
         """As `drop`, of a request that the engine may be at: the engine gets an `Abort`."""
@@ -196,7 +199,7 @@ class Inbox:
         if isinstance(item, _UNBOUND):
             return item
         item.work.at_engine = True  # before the look: who aborts it looks at this after saying so
-        late = _late(item.work)  # for example chunks of a function that has returned
+        late = item.work.cancelled or item.work.over  # for example chunks of a function that has returned
         if isinstance(item, _OPEN):
             return None if late else item
         if late:
@@ -223,7 +226,3 @@ def _record(event: events.Incoming, depth: int) -> None:
             return
     work, facts["depth"], facts["attempt"] = event.work, depth, event.work.attempt
     recorder.emit(profile.STAGE_QUEUE_LEAVE, work.request_id, None, facts)
-
-
-def _late(work: Work) -> bool:
-    return work.cancelled or work.over

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, get_ident
 
 
 class Parking:
@@ -17,10 +17,15 @@ class Parking:
 
     def __init__(self) -> None:
         self.at_gates = 0  #: Wait for a consumer that lags a whole window behind.
-        self.idle = 0  #: Wait for the next event of the inbox.
+        self._idle: set[int] = set()  #: Threads that wait for the next event of the inbox. Changed without the lock.
         self.left = 0  #: How often a worker has left a gate.
         self.on_change: Callable[[], None] = lambda: None  #: Called when a worker comes to a gate or leaves one.
         self._lock = Lock()
+
+    @property
+    def idle(self) -> int:
+        """Wait for the next event of the inbox."""
+        return len(self._idle)
 
     @property
     def all(self) -> int:
@@ -39,22 +44,12 @@ class Parking:
                 self.left += 1
             self.on_change()
 
-    @contextmanager
-    def without_work(self) -> Iterator[None]:
-        self.rest()
-        try:
-            yield
-        finally:
-            self.resume()
-
     def rest(self) -> None:
-        """As `without_work`, in two calls, which cost a third: `resume` follows."""
-        with self._lock:
-            self.idle += 1
+        """This thread waits for work, until it calls `resume`."""
+        self._idle.add(get_ident())
 
     def resume(self) -> None:
-        with self._lock:
-            self.idle -= 1
+        self._idle.discard(get_ident())
 
 
 class Gate(Future[None]):

@@ -45,7 +45,7 @@ class Yields:
             return
         if self._result is not None:
             raise BadYield(f"yielded its Result and returned {type(returned).__name__}; give one of the two")
-        self._result = Result(_returned(returned))
+        self._result = Result(returned_data(returned))
 
     def end(self) -> None:
         result = self._result
@@ -75,7 +75,7 @@ def _is_lazy(kind: type) -> bool:
 
 def finish(work: Work, outbox: Outbox, returned: Any) -> None:
     """A plain function has returned."""
-    outbox.done(work, _returned(returned))
+    outbox.done(work, returned_data(returned))
 
 
 def drain(work: Work, outbox: Outbox, generator: Generator[Any, Any, Any]) -> None:
@@ -112,8 +112,8 @@ async def drain_async(work: Work, outbox: Outbox, generator: AsyncIterator[Any],
             await close()
 
 
-def _returned(returned: Any) -> Any:
-    """The data that a function or generator has returned, in `Result` or not."""
+def returned_data(returned: Any) -> Any:
+    """The data that a function or generator has returned, in `Result` or not. Raises: BadYield: a Chunk."""
     if isinstance(returned, Chunk):
         raise BadYield("returned a Chunk; a function returns data, a generator yields chunks")
     return returned.data if isinstance(returned, Result) else returned

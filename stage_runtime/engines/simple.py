@@ -42,12 +42,11 @@ class SyncEngine:
 
     def _work(self, inbox: Inbox, outbox: Outbox) -> None:
         while (event := inbox.get()) is not None:
-            match event:
-                case events.Start():
-                    self._one(event, outbox)
-                case events.ChunkIn() | events.StreamDone():
-                    source = event.chunk.source if isinstance(event, events.ChunkIn) else event.source
-                    outbox.fail(event.work, TakesNoChunks(source))
+            if type(event) is events.Start:
+                self._one(event, outbox)
+            elif isinstance(event, events.ChunkIn | events.StreamDone):
+                source = event.chunk.source if isinstance(event, events.ChunkIn) else event.source
+                outbox.fail(event.work, TakesNoChunks(source))
             outbox.letting_go()
             del event  # or the payload, and its sender's slot, would be held until the next request comes
             outbox.settle()
@@ -58,7 +57,7 @@ class SyncEngine:
             outbox.began(work)
             returned = self._fn(event.payload)
             if not running.may_be_lazy(returned):
-                running.finish(work, outbox, returned)
+                outbox.done(work, running.returned_data(returned))
             elif inspect.isgenerator(returned):
                 running.drain(work, outbox, returned)
             elif inspect.isawaitable(returned) or inspect.isasyncgen(returned):

@@ -7,6 +7,7 @@ stages of one process (`isolating`) alike, so a pipeline behaves the same wherev
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -45,8 +46,21 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
         isolating.isolate(value, where=where, as_fields=as_fields)  # checks every int and str, and names the place
         raise ValueRefused(where, str(error)) from error
     if not walk.parts and len(encoded) <= INLINE_NBYTES:
-        return Extracted(encoded, [], None)
+        return Extracted(encoded, (), None)
     return packed(encoded, walk.parts, where)
+
+
+def payload(request: values.OmniRequest, data: tuple[()] | tuple[Any]) -> Extracted:
+    """As `extract`, of a stage's payload. data: empty when it is the request's inputs."""
+    known: _Encoded | None = request.__dict__.get(_ENCODED)
+    if known is not None and not known.parts and (not data or type(data[0]) in _Extraction.plain):
+        # The short way of what needs no walk.
+        with contextlib.suppress(OverflowError, UnicodeEncodeError):  # below, with its place
+            extension = known.extension
+            encoded = _encoder.encode({"request": extension, "data": data[0]} if data else {"request": extension})
+            return Extracted(encoded, (), None) if len(encoded) <= INLINE_NBYTES else packed(encoded, [], "payload")
+    fields = {"request": request, "data": data[0]} if data else {"request": request}
+    return extract(fields, where="payload", as_fields=True)
 
 
 def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, *, torch: bool = True) -> Any:
@@ -84,46 +98,28 @@ def reissued(request: values.OmniRequest, where: str = "payload.request") -> val
     return fresh
 
 
-class _Encoded:
+class _Encoded(msgspec.Struct, eq=False):
     """A request as it came: its bytes, and its parts if it has some, which are the first of the payload's."""
 
-    __slots__ = ("_parts", "_torch", "extension")
-
-    def __init__(
-        self,
-        data: memoryview,
-        refs: Sequence[TensorRef] = (),
-        restored: Sequence[Any] = (),
-        view: memoryview = tensors.EMPTY,
-        torch: bool = True,
-    ) -> None:
-        """view: what the parts lie in. It is kept for tensors and arrays alone, which keep it anyway."""
-        self.extension = msgspec.msgpack.Ext(STRUCT, bytes(data))
-        self._torch = torch
-        self._parts: list[tuple[TensorRef, memoryview]] = []
-        for ref, found in zip(refs, restored, strict=True):
-            part = memoryview(found) if ref.kind == "bytes" else view[ref.offset : ref.offset + ref.nbytes]
-            self._parts.append((ref, part))
-
-    @property
-    def has_parts(self) -> bool:
-        return bool(self._parts)
+    extension: msgspec.msgpack.Ext
+    parts: Sequence[tuple[TensorRef, memoryview]] = ()  #: Where each lies.
+    torch: bool = True  #: Its tensors are torch's.
 
     def request(self) -> values.OmniRequest:
         """The same again, with containers and tensors of its own."""
-        refs = [msgspec.structs.replace(ref, offset=0) for ref, _ in self._parts]
+        refs = [msgspec.structs.replace(ref, offset=0) for ref, _ in self.parts]
         restored = [
-            data.obj if ref.kind == "bytes" else tensors.restored(ref, data, torch=self._torch)
-            for ref, (_, data) in zip(refs, self._parts, strict=True)
+            data.obj if ref.kind == "bytes" else tensors.restored(ref, data, torch=self.torch)
+            for ref, (_, data) in zip(refs, self.parts, strict=True)
         ]
         again: values.OmniRequest = _structure(STRUCT, memoryview(self.extension.data), _Placeholders(restored))
         again.__dict__[_ENCODED] = self
         return again
 
-    def parts(self) -> list[FlatPart]:
+    def flat_parts(self) -> list[FlatPart]:
         return [
             FlatPart(ref.path, ref.shape, ref.dtype, ref.kind, data, self, private=ref.kind == "bytes")
-            for ref, data in self._parts
+            for ref, data in self.parts
         ]
 
 
@@ -155,10 +151,10 @@ class _Extraction(checking.Walk):
         known: _Encoded | None = value.__dict__.get(_ENCODED)
         if known is None:
             return self.walk_struct(value.__dict__.get(_ORIGINAL, value))
-        if known.has_parts:
+        if known.parts:
             if self.parts:  # its bytes count its own parts from the first on
                 return self.walk_struct(known.request())
-            self.parts = known.parts()
+            self.parts = known.flat_parts()
         return known.extension
 
     def walk_tensor(self, value: Any) -> Any:
@@ -243,16 +239,23 @@ class _Arrival(_Placeholders):
         # The parts of a request that comes first are the first ones; else its bytes cannot be sent on as they are.
         count = len(self._met)
         if first and type(found) is values.OmniRequest and self._met == set(range(count)):
-            found.__dict__[_ENCODED] = _Encoded(
-                data, self._refs[:count], self._restored[:count], self._view, self._torch
-            )
+            extension = msgspec.msgpack.Ext(STRUCT, bytes(data))
+            found.__dict__[_ENCODED] = _Encoded(extension, self._parts(count), self._torch)
         return found
+
+    def _parts(self, count: int) -> list[tuple[TensorRef, memoryview]]:
+        """The first parts, where they lie. The view is kept for tensors and arrays alone, which keep it anyway."""
+        view = self._view
+        return [
+            (ref, memoryview(found) if ref.kind == "bytes" else view[ref.offset : ref.offset + ref.nbytes])
+            for ref, found in zip(self._refs[:count], self._restored[:count], strict=True)
+        ]
 
 
 def _hook(code: int, data: memoryview) -> Any:
     found = _structure(code, data, _hook)
     if type(found) is values.OmniRequest:  # it came without parts, and goes on as it came
-        found.__dict__[_ENCODED] = _Encoded(data)
+        found.__dict__[_ENCODED] = _Encoded(msgspec.msgpack.Ext(STRUCT, bytes(data)))
     return found
 
 

@@ -44,7 +44,7 @@ class Extracted(msgspec.Struct):
     """
 
     value_bytes: bytes
-    refs: list[TensorRef]
+    refs: tuple[TensorRef, ...]
     pack: Pack | None
     #: Operations under way with this pack, by relay: so several receivers can share one slot.
     placed: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
         part = found[0]
         nbytes = len(part.data)
         ref = TensorRef(part.path, part.shape, part.dtype, 0, nbytes, part.kind)
-        return Extracted(encoded, [ref], Pack((part.data,), (0,), nbytes, _FIRST if part.private else _NONE))
+        return Extracted(encoded, (ref,), Pack((part.data,), (0,), nbytes, _FIRST if part.private else _NONE))
     order = sorted(range(len(found)), key=lambda index: -len(found[index].data))
     refs: list[Any] = [None] * len(found)
     parts: list[memoryview] = []
@@ -116,4 +116,4 @@ def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
             if nbytes:
                 placed[memory_of] = start
         refs[index] = TensorRef(part.path, part.shape, part.dtype, start, nbytes, part.kind)
-    return Extracted(encoded, refs, Pack(parts, offsets, end, frozenset(private)))
+    return Extracted(encoded, tuple(refs), Pack(parts, offsets, end, frozenset(private)))

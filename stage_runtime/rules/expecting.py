@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum
 
+import msgspec
+
 
 class Outlook(Enum):
     """What a stage can still expect of a request."""
@@ -20,18 +22,16 @@ class Outlook(Enum):
     SKIPPED = "skipped"  #: It has not begun, and nothing can begin it.
 
 
-class Expecting:
-    """One request's edges into one stage.
+class Expecting(msgspec.Struct, eq=False):
+    """One request's edges into one stage. A Struct, because one is made per visit.
 
     Invariants: ``begun`` never becomes False again; after SKIPPED nothing but SKIPPED is answered.
     """
 
-    def __init__(self, inputs: Collection[str], streams: Collection[str]) -> None:
-        """inputs, streams: the sources of normal and of stream edges."""
-        self.begun = False  #: A payload is complete, or a chunk or a done signal has come.
-        self._inputs = set(inputs)  #: Sources whose payload may still come.
-        self._streams = set(streams)  #: Sources whose stream has not ended.
-        self._payload = False  #: It is complete.
+    _inputs: Collection[str]  #: Sources of normal edges whose payload may still come.
+    _streams: Collection[str]  #: Sources of stream edges whose stream has not ended.
+    begun: bool = False  #: A payload is complete, or a chunk or a done signal has come.
+    _payload: bool = False  #: It is complete.
 
     def payload(self) -> None:
         """The payload is complete; of a fan-in, merged."""
@@ -43,15 +43,15 @@ class Expecting:
 
     def skip(self, source: str) -> None:
         """``source`` sends no payload. One of the others may, unless they are joined: then see `no_payload`."""
-        self._inputs.discard(source)
+        self._inputs = [one for one in self._inputs if one != source]
 
     def no_payload(self) -> None:
         """A fan-in lacks a source that was skipped: it cannot be complete."""
-        self._inputs.clear()
+        self._inputs = ()
 
     def ended(self, source: str) -> None:
         """The stream of ``source`` has ended, and all its chunks have come."""
-        self._streams.discard(source)
+        self._streams = [one for one in self._streams if one != source]
 
     @property
     def outlook(self) -> Outlook:

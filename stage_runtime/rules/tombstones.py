@@ -20,25 +20,29 @@ class Tombstones:
         self._keep_s = keep_s
         self._limit = limit
         self._due = -math.inf  #: Before it, none is old enough.
-        #: (owner, request id) -> (attempt, when); oldest first.
-        self._dead: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
+        #: (owner, request id) -> (attempt, when, served); oldest first.
+        self._dead: OrderedDict[tuple[str, str], tuple[int, float, bool]] = OrderedDict()
 
-    def add(self, owner: str, request_id: str, attempt: int, now: float) -> None:
-        """``attempt`` and every one before it are over."""
+    def add(self, owner: str, request_id: str, attempt: int, now: float, *, served: bool = False) -> None:
+        """``attempt`` and every one before it are over. served: it gave its result."""
         key = (owner, request_id)
-        known = self._dead.pop(key, None)
-        self._dead[key] = (attempt if known is None else max(known[0], attempt), now)
-        if now >= self._due or len(self._dead) > self._limit:
+        dead = self._dead
+        known = dead.pop(key, None)
+        if known is not None and known[0] >= attempt:
+            served = known[2] or (served and known[0] == attempt)
+            attempt = known[0]
+        dead[key] = (attempt, now, served)
+        if now >= self._due or len(dead) > self._limit:
             self._prune(now)
 
     def has(self, owner: str, request_id: str, attempt: int) -> bool:
         found = self._dead.get((owner, request_id))
         return found is not None and attempt <= found[0]
 
-    def last(self, owner: str, request_id: str) -> int | None:
-        """The highest attempt that is over; None when none is remembered."""
+    def served(self, owner: str, request_id: str, attempt: int) -> bool:
+        """Whether this attempt, the highest that is over, gave its result."""
         found = self._dead.get((owner, request_id))
-        return found[0] if found is not None else None
+        return found is not None and found[0] == attempt and found[2]
 
     def _prune(self, now: float) -> None:
         while self._dead:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from stage_runtime.engines import events
 from stage_runtime.errors import ProtocolError
 from stage_runtime.payloads import encoding
@@ -54,14 +56,11 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
     return StagePayload(request=request, data=inputs if type(inputs) in SCALARS else encoding.reissued(request).inputs)
 
 
-class PayloadArrival:
+class PayloadArrival(msgspec.Struct, eq=False):
     """The payload of a stage with one input."""
 
-    __slots__ = ("sealed", "work")
-
-    def __init__(self, work: RequestWork, sealed: Sealed) -> None:
-        self.work = work
-        self.sealed = sealed
+    work: RequestWork
+    sealed: Sealed
 
     def open(self) -> events.Start:
         return events.Start(self.work.request_id, open_payload(self.work, self.sealed), self.work)

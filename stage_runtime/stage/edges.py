@@ -50,7 +50,7 @@ class LocalEdge:
         self._input = neighbour_input
         self._process = process
 
-    def payload(self, work: RequestWork, payload: StagePayload, packed: Packed) -> None:
+    def payload(self, work: RequestWork, payload: StagePayload, packed: Packed | None) -> None:
         timings = work.timing(self._stage)
         fields: dict[str, Any] = {
             "request": encoding.reissued(payload.request),
@@ -137,20 +137,25 @@ class _SendingEdge:
 class RemoteEdge(_SendingEdge):
     """To or from a stage of another process."""
 
-    def payload(self, work: RequestWork, payload: StagePayload, packed: Packed) -> None:
-        """packed: targets that get the same payload share its packing, and a slot where they can."""
+    def payload(self, work: RequestWork, payload: StagePayload, packed: Packed | None) -> None:
+        """packed: targets that get the same payload share its packing, and a slot where they can; None: one target."""
         timings = work.timing(self._stage)
-        found = packed.get(id(payload))
-        if found is None:
-            fields: dict[str, Any] = {"request": payload.request}
-            if not (type(payload.data) in SCALARS and payload.data is payload.request.inputs):  # goes along with it
-                fields["data"] = payload.data
-            found = packed[id(payload)] = (payload, encoding.extract(fields, where="payload", as_fields=True))
+        if packed is None:
+            extracted = _extracted(payload)
+        elif (found := packed.get(id(payload))) is not None:
+            extracted = found[1]
+        else:
+            extracted = _extracted(payload)
+            packed[id(payload)] = (payload, extracted)
+        if extracted.is_inline:
+            body = Body(extracted.value_bytes, extracted.refs, extracted.flat())
+            self._send(DataReady(work.header(), self._stage, self._neighbour, body, timings=timings))
+            return
 
         def make(body: Body) -> Message:
             return DataReady(work.header(), self._stage, self._neighbour, body, timings=timings)
 
-        self._ship(work, found[1], make)
+        self._ship(work, extracted, make)
 
     def chunk(self, work: RequestWork, chunk: Chunk) -> None:
         target = self._neighbour
@@ -225,10 +230,14 @@ class ClientEdge(_SendingEdge):
         def make(body: Body | None) -> Message:
             return Complete(work.request_id, work.attempt, self._stage, body, chunks, timings=timings)
 
-        if has_data:
-            self._ship(work, encoding.extract(data, where="result"), make)
-        else:
+        if not has_data:
             self._process.send(self._peer, make(None))
+            return
+        extracted = encoding.extract(data, where="result")
+        if extracted.is_inline:
+            self._send(make(Body(extracted.value_bytes, extracted.refs, extracted.flat())))
+        else:
+            self._ship(work, extracted, make)
 
 
 Edge: TypeAlias = LocalEdge | RemoteEdge
@@ -281,6 +290,13 @@ class Edges:
         if bound is not None:  # or a message names a source that the plan does not
             _keep(bound, instance, edge)
         return edge
+
+
+def _extracted(payload: StagePayload) -> Extracted:
+    data = payload.data
+    # Equal to the request's inputs, it goes along with them.
+    alone = type(data) in SCALARS and data is payload.request.inputs
+    return encoding.payload(payload.request, () if alone else (data,))
 
 
 def _keep(bound: dict[str, Any], instance: str, edge: Edge | ClientEdge) -> None:

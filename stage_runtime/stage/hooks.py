@@ -29,6 +29,11 @@ class Hooks:
         }
 
     @property
+    def passes_on(self) -> bool:
+        """No hook chooses the targets of a result or what each gets."""
+        return self._route is None and not self._project
+
+    @property
     def has_wait_for(self) -> bool:
         return self._wait_for is not None
 

@@ -56,15 +56,8 @@ class ProcessContext:
             return isolated
         return self.mutation_check.passed(source, target, work.key, isolated, where)
 
-    def letting_go(self) -> None:
-        """As `engines.base.Outbox.letting_go`."""
-        self.relays.letting_go()
-
-    def settle(self) -> None:
-        """As `engines.base.Outbox.settle`."""
-        self.relays.settle()
-
-    def began(self, stage: str, work: RequestWork) -> None:
+    def began(self, stage: str) -> None:
+        """For the mutation check, as `gave` and `ended`."""
         if self.mutation_check is not None:
             self.mutation_check.began(stage)
 

@@ -34,7 +34,7 @@ from stage_runtime.stage.arrivals import (
     open_payload,
 )
 from stage_runtime.stage.hooks import Hooks
-from stage_runtime.stage.work import RequestWork
+from stage_runtime.stage.work import RequestWork, begun
 from stage_runtime.wire.messages import Consumed, Failure, Header, Timing
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,6 @@ class StageInput:
         self._sources = frozenset(plan.inputs_from)
         self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
         self._dead = Tombstones()
-        self._served = Tombstones()  #: Ended requests whose payload was complete here.
         self._lock = Lock()
         self._joins: Backlog[tuple[RequestWork, str, Sealed | None]] | None = None
         if plan.wait_for:
@@ -85,10 +84,11 @@ class StageInput:
         work = self._work(header)
         if work is None:
             sealed.discard()
-            if source and self._served.last(header.owner, header.request_id) == header.attempt:
+            if source and self._dead.served(header.owner, header.request_id, header.attempt):
                 self._reject(header, self._second(source))
             return
-        work.learn(timings)
+        if timings:
+            work.learn(timings)
         work.queued(source)
         if recorder.active:
             self._record(profile.STAGE_INPUT_RECEIVED, work, from_stage=source or COORDINATOR)
@@ -240,12 +240,11 @@ class StageInput:
     def forget(self, work: RequestWork) -> None:
         """It is over here; late messages of it are dropped. A second payload after the result is an error."""
         with self._lock:
-            if work.served:
-                self._served.add(work.owner, work.request_id, work.attempt, time.monotonic())
-            self._dead.add(work.owner, work.request_id, work.attempt, time.monotonic())
+            self._dead.add(work.owner, work.request_id, work.attempt, time.monotonic(), served=work.served)
             if self._works.get((work.owner, work.request_id)) is work:
                 del self._works[work.owner, work.request_id]
-        self._let_go(work)
+            early = work.let_go()
+        self._discard(work, early)
         self._inbox.drop(work)
 
     def find(self, owner: str, request_id: str, attempt: int) -> RequestWork | None:
@@ -276,7 +275,7 @@ class StageInput:
                 gathering = None
                 if plan.wait_for:
                     gathering = Gathering(plan.name, plan.wait_for, static=not self._hooks.has_wait_for)
-                work = RequestWork(
+                work = begun(
                     header,
                     gathering=gathering,
                     sources=plan.stream_from,
@@ -304,11 +303,16 @@ class StageInput:
         """It is over here. What came for it holds memory and its senders' slots: free it now, wherever it waits."""
         with self._lock:
             early = work.let_go()
+        self._discard(work, early)
+
+    def _discard(self, work: RequestWork, early: list[Any]) -> None:
+        """early: chunks that waited for an earlier one."""
         for arrival in early:
             arrival.discard()
-        for _, _, sealed in self._joins.drop(work) if self._joins is not None else ():
-            if sealed is not None:
-                sealed.discard()
+        if self._joins is not None:
+            for _, _, sealed in self._joins.drop(work):
+                if sealed is not None:
+                    sealed.discard()
 
     def _look_back(self, work: RequestWork) -> None:
         """It may have ended while something of it was put where it waits."""
@@ -325,7 +329,8 @@ class StageInput:
         with self._lock:
             work.expecting.payload()
             self._inbox.put(arrival)
-            self._flush_ends(work)
+            if work.untold_ends:
+                self._flush_ends(work)
 
     def _record_chunk(self, work: RequestWork, arrival: ChunkArrival) -> None:
         facts = {"from_stage": arrival.source, "chunk_id": arrival.index, "depth": len(self._inbox)}

@@ -7,6 +7,7 @@ goes straight from here to the socket.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -58,16 +59,20 @@ class StageOutput:
         self._crashed = crashed
         self._take_back = take_back
         self._edges = Edges(plan, process, self._lost)
+        #: The one target that gets all results as they are: no hook is asked.
+        self._only_next = plan.next[0] if len(plan.next) == 1 and hooks.passes_on else None
         self.given = 0  #: Results, chunks and failures that the engine has given.
 
     # --- engines.base.Outbox ------------------------------------------------------------------------------------
 
     def began(self, work: Work) -> None:
         ours = _ours(work)
-        ours.began()
+        if ours.began_at is None:
+            ours.began_at = time.monotonic()
         if recorder.active:
             self._record(profile.STAGE_RUN_START, ours)
-        self._process.began(self._plan.name, ours)
+        if self._process.mutation_check is not None:
+            self._process.began(self._plan.name)
 
     def emit(self, work: Work, chunk: Chunk) -> Gate | None:
         ours = _ours(work)
@@ -94,7 +99,8 @@ class StageOutput:
         if recorder.active:
             self._record(profile.STAGE_RUN_END, ours)
         try:
-            self._process.ended(self._plan.name, ours)  # before the result is handed on, which may share
+            if self._process.mutation_check is not None:
+                self._process.ended(self._plan.name, ours)  # before the result is handed on, which may share
             if self._plan.stream_to:
                 notified = self._hooks.stream_done_targets(ours.request_id, data)
                 for target in _met(ours, self._plan.stream_to):
@@ -107,6 +113,8 @@ class StageOutput:
                 self._record(profile.STAGE_COMPLETE, ours, terminal=self._plan.terminal, next=following)
             if self._plan.terminal:
                 self._complete(ours, data, has_data=has_data)
+            elif self._only_next is not None:
+                self._hand_on(ours, data, self._only_next)
             else:
                 self._pass_on(ours, data)
         except BaseException as error:
@@ -135,10 +143,10 @@ class StageOutput:
             self._crashed(trouble)
 
     def letting_go(self) -> None:
-        self._process.letting_go()
+        self._process.relays.letting_go()
 
     def settle(self) -> None:
-        self._process.settle()
+        self._process.relays.settle()
 
     def crashed(self, error: BaseException) -> None:
         self._crashed(error)
@@ -193,6 +201,17 @@ class StageOutput:
         self._edges.client(work.owner).result(work, data, has_data=has_data)
         if has_data:
             self._process.gave(self._plan.name, work, {"result": data})
+
+    def _hand_on(self, work: RequestWork, data: Any, target: str) -> None:
+        """As `_pass_on`, to one target, without hooks."""
+        request, instance = work.request, work.bindings.get(target)
+        if request is None or instance is None:  # see `_pass_on`, `_met`
+            return
+        if recorder.active:
+            self._record(profile.STAGE_HOP_SENT, work, to_stage=target)
+        self._edges.to(target, instance).payload(work, StagePayload(request=request, data=data), None)
+        if self._process.mutation_check is not None:
+            self._process.gave(self._plan.name, work, {"payload.data": data})
 
     def _pass_on(self, work: RequestWork, data: Any) -> None:
         targets, own = self._hooks.route(work.request_id, data)
@@ -259,7 +278,8 @@ class StageOutput:
         for source in self._plan.stream_from:
             if source not in work.ended_sources:  # the rest of that stream is not consumed
                 self.refuse(work.header(), source)
-        self._process.ended(self._plan.name, work)
+        if self._process.mutation_check is not None:
+            self._process.ended(self._plan.name, work)
 
 
 def _met(work: RequestWork, targets: Sequence[str]) -> list[str]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from threading import Lock
 from typing import Any, Final
+
+import msgspec
 
 from stage_runtime.engines.gates import Gate, Parking
 from stage_runtime.payloads import encoding
@@ -14,130 +17,107 @@ from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire import outputs
-from stage_runtime.wire.messages import Header, Timing
+from stage_runtime.wire.messages import Header, Member, Timing
 from stage_runtime.wire.values import OmniRequest
 
+_NO_STREAMS: Final = Merge(())
+#: Of all works: held for a few steps at a time, so one lock serves as well as one for each, which is made per visit.
+_lock: Final = Lock()
 
-class Fate:
+
+class Fate(msgspec.Struct, eq=False):
     """What user code may ask of a request, kept apart from its work: a request that knew its work would be a cycle,
     and the slots of its senders would wait for the garbage collector.
     """
 
-    __slots__ = ("aborted", "lockstep")
-
-    def __init__(self, lockstep: bool) -> None:
-        self.aborted = False
-        self.lockstep = lockstep
+    is_cancelled: bool = False
 
     def cancelled(self) -> bool:
-        return self.aborted and not self.lockstep
+        return self.is_cancelled
 
 
-class RequestWork:
+class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     """`engines.base.Work`. Made by a request's first message at this stage, whatever it is.
 
+    A Struct, because one is made per visit: its fields are set in C.
     Invariant: after ``over`` nothing more is sent for it, and every gate is open.
     """
 
-    def __init__(
-        self,
-        header: Header,
-        *,
-        gathering: Gathering | None,
-        sources: tuple[str, ...],
-        inputs: tuple[str, ...] = (),
-        parking: Parking | None = None,
-        lockstep: bool = False,
-    ) -> None:
-        """lockstep: the ranks of a TP stage compute it: what one begins all end, or a collective would hang."""
-        self.request_id = header.request_id
-        self.attempt = header.attempt
-        self.owner = header.owner
-        self.bindings = header.bindings
-        self.traceparent = header.traceparent
-        self._members = header.members  #: Brought along for the stages after this one.
-        self.deadline: Final = None if header.remaining_ms is None else time.monotonic() + header.remaining_ms / 1000
-        self.request: OmniRequest | None = None
-        self.gathering = gathering
-        self.merge = Merge(sources)
-        self.expecting = Expecting(inputs, sources)
-        self.ended_sources: set[str] = set()  #: Streams that have ended, whether the engine has been notified or not.
-        self.untold_ends: list[str] = []  #: Those of them to tell the engine when something begins the request.
-        self.told_no_payload = False
-        self.timings: dict[str, Timing] = {}  #: Of the stages before this one.
-        self._fate = Fate(lockstep)
-        self.over = False  #: Done, failed or aborted here.
-        self.served = False  #: Its payload was complete, and its result was given here.
-        self.at_engine = False  #: See `engines.base.Work`.
-        self.queued_at: float | None = None
-        self.began_at: float | None = None
-        #: (source, by stream) -> when its first input arrived. None: there is one input, and ``queued_at`` is its time.
-        self._received_at: dict[tuple[str, bool], float] | None = {} if len(inputs) + len(sources) > 1 else None
-        self._streamed_at: dict[str, float] = {}  #: target -> when its first chunk was sent.
-        self._payload_claimed = False
-        self._outbound: dict[str, Outbound] = {}
-        self._weights: dict[str, deque[int]] = {}  #: source -> of its chunks that were not taken, in order
-        self._unreported: dict[str, int] = {}  #: source -> weight of chunks taken and not reported to the producer yet
-        self._gate: Gate | None = None
-        self._shows = False  #: Something was given that the client's route can show.
-        self._unshown: str | None = None  #: The type of the first thing that it cannot.
-        self._parking = parking
-        self._lock = Lock()
+    request_id: str
+    attempt: int
+    owner: str
+    bindings: Mapping[str, str]
+    traceparent: str | None
+    members: tuple[Member, ...]  #: Brought along for the stages after this one.
+    deadline: float | None
+    merge: Merge
+    expecting: Expecting
+    fate: Fate
+    gathering: Gathering | None = None
+    parking: Parking | None = None
+    lockstep: bool = False  #: The ranks of a TP stage compute it: what one begins all end, or a collective would hang.
+    joined: bool = False  #: Several inputs may arrive: note when each does.
+    request: OmniRequest | None = None
+    ended_sources: set[str] = set()  #: Streams that have ended, whether the engine has been notified or not.
+    untold_ends: list[str] = []  #: Those of them to tell the engine when something begins the request.
+    told_no_payload: bool = False
+    timings: dict[str, Timing] = {}  #: Of the stages before this one.
+    aborted: bool = False  #: The request was aborted: no client waits for it.
+    over: bool = False  #: Done, failed or aborted here.
+    dead: bool = False  #: Aborted or over: its output is discarded.
+    cancelled: bool = False  #: User code and engines should stop working on it.
+    served: bool = False  #: Its payload was complete, and its result was given here.
+    at_engine: bool = False  #: See `engines.base.Work`.
+    has_payload: bool = False  #: The stage's payload is complete. One that takes a stream may be through without it.
+    queued_at: float | None = None
+    began_at: float | None = None
+    _received_at: dict[tuple[str, bool], float] = {}  #: (source, by stream) -> when its first input arrived; if joined.
+    _streamed_at: dict[str, float] = {}  #: target -> when its first chunk was sent.
+    _outbound: dict[str, Outbound] = {}
+    _weights: dict[str, deque[int]] = {}  #: source -> of its chunks that were not taken, in order
+    _unreported: dict[str, int] = {}  #: source -> weight of chunks taken and not reported to the producer yet
+    _gate: Gate | None = None
+    _shows: bool = False  #: Something was given that the client's route can show.
+    _unshown: str | None = None  #: The type of the first thing that it cannot.
 
     @property
     def key(self) -> str:
         """What the process calls it, its relays too: unlike ``request_id``, no other attempt or owner has it."""
         return attempt_key(self.owner, self.request_id, self.attempt)
 
-    @property
-    def aborted(self) -> bool:
-        """The request was aborted: no client waits for it."""
-        return self._fate.aborted
-
     def abort(self) -> None:
-        self._fate.aborted = True
-
-    @property
-    def dead(self) -> bool:
-        """Output for a finished or aborted request is discarded."""
-        return self.aborted or self.over
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether user code and engines should stop working on it."""
-        return self._fate.cancelled()
+        self.aborted = self.dead = True
+        if not self.lockstep:
+            self.cancelled = True
+            self.fate.is_cancelled = True
 
     def header(self) -> Header:
         """For a message that leaves now."""
-        remaining = None if self.deadline is None else max(0, int((self.deadline - time.monotonic()) * 1000))
+        deadline = self.deadline
+        remaining = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))
         return Header(
-            self.request_id, self.attempt, self.owner, self.bindings, remaining, self.traceparent, self._members
+            self.request_id, self.attempt, self.owner, self.bindings, remaining, self.traceparent, self.members
         )
 
     def know(self, request: OmniRequest) -> None:
         """The request has arrived, with a payload or a first chunk; user code may ask it whether it was cancelled."""
         encoding.received(request)
-        request.__dict__["_cancelled"] = self._fate.cancelled
+        request.__dict__["_cancelled"] = self.fate.cancelled
         if self.request is None:
             self.request = request
 
     def claim_payload(self) -> bool:
         """The stage's payload is complete. False when it was before: a stage starts a request once."""
-        with self._lock:
-            claimed, self._payload_claimed = self._payload_claimed, True
+        with _lock:
+            claimed, self.has_payload = self.has_payload, True
         return not claimed
-
-    @property
-    def has_payload(self) -> bool:
-        """The stage's payload is complete. One that takes a stream may be through without it."""
-        return self._payload_claimed
 
     def finish(self) -> bool:
         """Mark it as over here. False when it was already: only the first end is reported."""
-        with self._lock:
+        with _lock:
             if self.over:
                 return False
-            self.over = True
+            self.over = self.dead = True
             gate, self._gate = self._gate, None
         if gate is not None:
             gate.set_result(None)
@@ -166,7 +146,7 @@ class RequestWork:
 
     def number(self, target: str, weight: int = 1) -> int:
         """The next chunk's number on the edge to ``target``."""
-        with self._lock:
+        with _lock:
             outbound = self._outbound.get(target)
             if outbound is None:
                 outbound = self._outbound[target] = Outbound(STREAM_WINDOW)
@@ -185,20 +165,20 @@ class RequestWork:
 
     def gate(self) -> Gate | None:
         """None, or the gate to wait for before the next chunk: the window of a consumer is full."""
-        with self._lock:
+        with _lock:
             if self.dead or not any(outbound.full for outbound in self._outbound.values()):
                 return None
-            self._gate = self._gate or Gate(self._parking)
+            self._gate = self._gate or Gate(self.parking)
             return self._gate
 
     def full_targets(self) -> list[str]:
         """Consumers whose window is full."""
-        with self._lock:
+        with _lock:
             return [] if self.dead else [target for target, outbound in self._outbound.items() if outbound.full]
 
     def consumed(self, target: str, weight: int, *, over: bool = False) -> None:
         """``target`` has taken so much more. over: and takes no more after that."""
-        with self._lock:
+        with _lock:
             outbound = self._outbound.get(target)
             if outbound is None:
                 return
@@ -236,9 +216,8 @@ class RequestWork:
         """Something of ``source`` has arrived."""
         if self.queued_at is None:
             self.queued_at = time.monotonic()
-        received_at = self._received_at
-        if received_at is not None and (source, stream) not in received_at:
-            received_at[source, stream] = time.monotonic()
+        if self.joined and (source, stream) not in self._received_at:
+            self._received_at[source, stream] = time.monotonic()
 
     def began(self) -> None:
         if self.began_at is None:
@@ -254,15 +233,48 @@ class RequestWork:
             int((began - queued) * 1e6),
             int((now - began) * 1e6),
             time.time_ns() // 1000,
-            () if self._received_at is None else _after(queued, self._received_at.copy()),
-            tuple((target, int((now - at) * 1e6)) for target, at in self._streamed_at.copy().items()),
+            _after(queued, self._received_at.copy()) if self._received_at else (),
+            _until(now, self._streamed_at.copy()) if self._streamed_at else (),
         )
         return (*self.timings.values(), own)
 
-    def learn(self, timings: Any) -> None:
+    def learn(self, timings: Iterable[Timing]) -> None:
         for timing in timings:
             self.timings[timing.stage] = timing
 
 
+def begun(
+    header: Header,
+    *,
+    gathering: Gathering | None,
+    sources: tuple[str, ...],
+    inputs: tuple[str, ...] = (),
+    parking: Parking | None = None,
+    lockstep: bool = False,
+) -> RequestWork:
+    """The work of a request whose first message has this header. sources: of streams; inputs: of payloads."""
+    remaining_ms = header.remaining_ms
+    return RequestWork(
+        request_id=header.request_id,
+        attempt=header.attempt,
+        owner=header.owner,
+        bindings=header.bindings,
+        traceparent=header.traceparent,
+        members=header.members,
+        deadline=None if remaining_ms is None else time.monotonic() + remaining_ms / 1000,
+        merge=Merge(sources) if sources else _NO_STREAMS,
+        expecting=Expecting(inputs, sources),
+        fate=Fate(),
+        gathering=gathering,
+        parking=parking,
+        lockstep=lockstep,
+        joined=len(inputs) + len(sources) > 1,
+    )
+
+
 def _after(queued_at: float, received_at: dict[tuple[str, bool], float]) -> tuple[tuple[str, bool, int], ...]:
     return tuple((source, stream, int((at - queued_at) * 1e6)) for (source, stream), at in received_at.items())
+
+
+def _until(now: float, streamed_at: dict[str, float]) -> tuple[tuple[str, int], ...]:
+    return tuple((target, int((now - at) * 1e6)) for target, at in streamed_at.items())

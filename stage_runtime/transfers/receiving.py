@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from stage_runtime.errors import ProtocolError, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.profiler.recorder import recorder
@@ -23,14 +25,11 @@ NOTHING: Final = Body()
 log = logging.getLogger(__name__)
 
 
-class Fetched:
+class Fetched(msgspec.Struct, eq=False):
     """A payload that has arrived. Its tensors are views of one buffer; when they are gone, its slot is free."""
 
-    __slots__ = ("_body", "_buffer")
-
-    def __init__(self, body: Body, buffer: memoryview | bytearray | bytes | None) -> None:
-        self._body = body
-        self._buffer: memoryview | bytearray | bytes | None = buffer
+    _body: Body
+    _buffer: memoryview | bytearray | bytes | None
 
     def open(self, *, torch: bool = True) -> Any:
         """Decode it, once. Raises: ProtocolError: it is no payload."""

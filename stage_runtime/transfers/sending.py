@@ -115,7 +115,7 @@ class SendQueues:
         to.
         """
         extracted = pending.extracted
-        refs = tuple(extracted.refs)
+        refs = extracted.refs
         if extracted.is_inline:
             return self._send(edge[2], pending.make(Body(extracted.value_bytes, refs, extracted.flat())))
         codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), copy_now=True)))
@@ -272,7 +272,7 @@ class SendQueues:
         with self._lock:
             self._out[key] = Outstanding(operation, queue, grant, nbytes, recorded)
             self._sent_bytes[named] = self._sent_bytes.get(named, 0) + nbytes
-        refs = tuple(extracted.refs)
+        refs = extracted.refs
         last = grant is Grant.LAST_CREDIT
         body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=last)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.

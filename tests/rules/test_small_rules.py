@@ -66,6 +66,17 @@ def test_an_attempt_and_all_before_it_are_dead_and_later_ones_are_not() -> None:
     assert dead.has("cc", "r1", 5)
 
 
+def test_an_attempt_that_gave_its_result_is_known_until_a_later_one_is_over() -> None:
+    dead = Tombstones()
+    dead.add("cc", "r1", 4, now=0.0, served=True)
+    dead.add("cc", "r1", 4, now=1.0)  # the coordinator ends what is over
+    dead.add("cc", "r1", 3, now=2.0)
+    assert [dead.served("cc", "r1", attempt) for attempt in (3, 4, 5)] == [False, True, False]
+    dead.add("cc", "r1", 5, now=3.0)
+    dead.add("cc", "r1", 4, now=4.0, served=True)  # it comes late
+    assert [dead.served("cc", "r1", attempt) for attempt in (4, 5)] == [False, False]
+
+
 def test_each_coordinators_dead_are_its_own() -> None:
     dead = Tombstones()
     dead.add("cc", "r1", 5, now=0.0)
