@@ -1,11 +1,14 @@
 """What the profiler costs: two stages that echo, 64 requests under way, in processor time of all their processes.
 
-    python -m benchmarks.profiler [--rounds 40] [--requests 500]
+    python -m benchmarks.profiler [--generations 8] [--pairs 30] [--requests 128]
 
-Three sides, in turns within one run: ``without`` is a copy of the runtime whose hooks are cut out of the source;
-``off`` is the runtime as it is, with nothing recorded; ``on`` is the same while events are recorded. A round gives each
-side's processor time per request; the differences within rounds give the cost, with a 95 % interval. Beside
-throughput, processor time hardly depends on who else uses the machine; with all processors busy it is the throughput.
+Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it is,
+with nothing recorded; ``on`` is the same processes while events are recorded. They take turns in short blocks, in
+random order: a block of each side is a group, and its differences are paired. A block ends when the writer of events
+has written them. Each generation starts all processes anew, since two processes of one program differ by a percent
+or so. The result is the median of the paired differences, with a 95 % interval by a bootstrap that draws generations,
+then groups within them. Beside throughput, processor time hardly depends on who else uses the machine; with all
+processors busy it is the throughput.
 """
 
 from __future__ import annotations
@@ -19,39 +22,98 @@ import random
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
+from urllib.parse import urlsplit
 
 import httpx
-import msgspec
 import psutil
 
 from benchmarks.hoplab.measuring import used
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalOptions, LocalPipeline
+from stage_runtime.profiler.recorder import FLUSH_EVERY_S
 
 CONCURRENCY: Final = 64
+WRITTEN_S: Final = 2.5 * FLUSH_EVERY_S  # after a block: its last events are written then
+SIDES: Final = ("without", "off", "on")
 RUNTIME: Final = Path(__file__).parents[1] / "stage_runtime"
 ECHO: Final = "def echo():\n    return lambda payload: payload.data\n"
+BODY: Final = json.dumps({"inputs": "hello"}).encode()
 
 
-class Side(msgspec.Struct):
-    """One running pipeline."""
+class Connection(asyncio.Protocol):
+    """One keep-alive connection, for all blocks: a request, its whole answer, the next request."""
 
-    url: str
-    pids: list[int]
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._answer = b""
+        self._left = [0]  #: Requests of the block that no connection has begun; shared.
+        self._ended: asyncio.Future[None]
 
-    def cpu_us(self, requests: int) -> float:
-        """Processor time per request."""
-        before = used(self.pids)
-        client = Path(__file__).parent / "hoplab" / "client.py"
-        body = json.dumps({"inputs": "hello"}).encode()
-        command = [sys.executable, str(client), f"{self.url}/v1/pipeline", str(CONCURRENCY), str(requests)]
-        subprocess.run(command, input=body, check=True, stdout=subprocess.DEVNULL)
+    def begin(self, left: list[int]) -> asyncio.Future[None]:
+        """Take part in a block. Returns: when there is nothing left to ask."""
+        self._left, self._ended = left, asyncio.get_running_loop().create_future()
+        self._next()
+        return self._ended
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._answer += data
+        head, end, body = self._answer.partition(b"\r\n\r\n")
+        if not end:
+            return
+        if not head.startswith(b"HTTP/1.1 200"):
+            self._ended.set_exception(SystemExit(self._answer.decode(errors="replace")[:500]))
+            return
+        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+        if len(body) >= length:
+            self._next()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error or EOFError("the server closed the connection"))
+
+    def _next(self) -> None:
+        self._answer = b""
+        if self._left[0] > 0:
+            self._left[0] -= 1
+            self.transport.write(self._request)
+        else:
+            self._ended.set_result(None)
+
+
+class Pipeline:
+    """One running pipeline and the connections to it."""
+
+    def __init__(self, url: str, pids: list[int]) -> None:
+        self.url = url
+        self.pids = pids
+        self._connections: list[Connection] = []
+
+    async def connect(self) -> None:
+        where = urlsplit(self.url)
+        head = f"POST /v1/pipeline HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
+        request = f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY
+        loop = asyncio.get_running_loop()
+        for _ in range(CONCURRENCY):
+            _, one = await loop.create_connection(lambda: Connection(request), where.hostname, where.port)
+            self._connections.append(one)
+
+    def close(self) -> None:
+        for each in self._connections:
+            each.transport.close()
+
+    async def cpu_us(self, requests: int) -> float:
+        """A block: its processor time per request."""
+        before, left = used(self.pids), [requests]
+        await asyncio.gather(*(each.begin(left) for each in self._connections))
+        await asyncio.sleep(WRITTEN_S)
         return (used(self.pids) - before).cpu_s / requests * 1e6
 
 
@@ -69,7 +131,7 @@ def without_hooks(folder: Path) -> int:
     return cut
 
 
-async def start(stack: contextlib.AsyncExitStack, folder: Path, path: Sequence[Path]) -> Side:
+async def start(stack: contextlib.AsyncExitStack, folder: Path, path: Sequence[Path]) -> Pipeline:
     """A pipeline whose processes import from ``path`` first."""
     folder.mkdir()
     (folder / "echoes.py").write_text(ECHO)
@@ -85,65 +147,87 @@ async def start(stack: contextlib.AsyncExitStack, folder: Path, path: Sequence[P
     await stack.enter_async_context(pipeline)
     found = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     # of the processes of a run: the coordinator and the stages, not what watches over them
-    pids = [child.pid for child in found if {"stage", "coordinator"} & set(child.cmdline())]
-    return Side(pipeline.url, pids)
+    made = Pipeline(pipeline.url, [child.pid for child in found if {"stage", "coordinator"} & set(child.cmdline())])
+    await made.connect()
+    stack.callback(made.close)
+    return made
 
 
-async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
-    """side -> microseconds of processor time per request, by round."""
-    found: dict[str, list[float]] = {"without": [], "off": [], "on": []}
-    with tempfile.TemporaryDirectory(prefix="profiler-") as name:
-        root = Path(name)
-        cut = without_hooks(root / "cut")
-        print(f"{cut} hooks were cut out of the runtime", flush=True)
-        async with contextlib.AsyncExitStack() as stack:
-            bare = await start(stack, root / "bare", [root / "cut"])
-            whole = await start(stack, root / "whole", [])
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=whole.url, timeout=60))
+Group = dict[str, float]  #: side -> microseconds of processor time per request, of one block each
 
-            async def once(side: str) -> float:
-                if side == "on":
-                    (await http.post("/start_request_profile", content=b"{}")).raise_for_status()
-                took = await asyncio.to_thread((bare if side == "without" else whole).cpu_us, requests)
-                if side == "on":
-                    stopped = (await http.post("/stop_request_profile", content=b"{}")).json()
-                    shutil.rmtree(stopped["event_dir"])
-                return took
 
-            for index in range(-1, rounds):
-                for side in sorted(found, reverse=bool(index % 2)):  # neither side always goes first
-                    took = await once(side)
-                    if index >= 0:  # the round before the first one warms them up
-                        found[side].append(took)
-                print(
-                    f"round {index}: " + "  ".join(f"{side} {v[-1]:.0f}" for side, v in found.items() if v), flush=True
-                )
-                await asyncio.sleep(1.1)  # names of runs are made of the second
+async def generation(root: Path, cut: Path, pairs: int, requests: int, chance: random.Random) -> list[Group]:
+    """Fresh processes, and ``pairs`` groups of them."""
+    root.mkdir()
+    found: list[Group] = []
+    async with contextlib.AsyncExitStack() as stack:
+        bare = await start(stack, root / "bare", [cut])
+        whole = await start(stack, root / "whole", [])
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=whole.url, timeout=60))
+
+        async def block(side: str) -> float:
+            if side != "on":
+                return await (bare if side == "without" else whole).cpu_us(requests)
+            run_id = f"g{len(found)}-{chance.getrandbits(32):x}"
+            started = await http.post("/start_request_profile", json={"run_id": run_id})
+            started.raise_for_status()
+            took = await whole.cpu_us(requests)
+            (await http.post("/stop_request_profile", json={})).raise_for_status()
+            shutil.rmtree(started.json()["event_dir"])
+            return took
+
+        for side in SIDES * 5:  # they warm up
+            await block(side)
+        for _ in range(pairs):
+            found.append({side: await block(side) for side in chance.sample(SIDES, len(SIDES))})
     return found
 
 
-def difference(base: list[float], other: list[float]) -> tuple[float, float, float]:
-    """How much more ``other`` takes, in percent of ``base``: median over rounds, and its 95 % interval (bootstrap).
+async def measure(generations: int, pairs: int, requests: int) -> list[list[Group]]:
+    """Groups by generation."""
+    found, chance = [], random.Random()
+    with tempfile.TemporaryDirectory(prefix="profiler-") as name:
+        root = Path(name)
+        print(f"{without_hooks(root / 'cut')} hooks were cut out of the runtime", flush=True)
+        for index in range(generations):
+            groups = await generation(root / str(index), root / "cut", pairs, requests, chance)
+            found.append(groups)
+            told = "  ".join(f"{side} {statistics.median(each[side] for each in groups):.0f}" for side in SIDES)
+            print(f"generation {index}: {told} us of processor time per request", flush=True)
+    return found
 
-    Medians: on a machine that others use, some rounds are disturbed by far more than what is measured.
+
+def difference(found: Sequence[Sequence[Group]], base: str, other: str) -> tuple[float, float, float]:
+    """How much more ``other`` takes, in percent of ``base``: median over groups, and its 95 % interval (bootstrap).
+
+    Medians: on a machine that others use, some blocks are disturbed by far more than what is measured.
     """
-    changes = [100 * (b - a) / a for a, b in zip(base, other, strict=True)]
+    changes = [[100 * (group[other] / group[base] - 1) for group in groups] for groups in found]
     chance = random.Random(0)
-    drawn = sorted(statistics.median(chance.choices(changes, k=len(changes))) for _ in range(2000))
-    return statistics.median(changes), drawn[50], drawn[-51]
+
+    def drawn() -> float:
+        generations = chance.choices(changes, k=len(changes))
+        return statistics.median(each for groups in generations for each in chance.choices(groups, k=len(groups)))
+
+    draws = sorted(drawn() for _ in range(2000))
+    return statistics.median(each for groups in changes for each in groups), draws[50], draws[-51]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--requests", type=int, default=500, help="of one side in one round")
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=30, help="groups in one generation")
+    parser.add_argument("--requests", type=int, default=128, help="of one block")
     chosen = parser.parse_args()
-    found = asyncio.run(measure(chosen.rounds, chosen.requests))
-    for side, took in found.items():
-        print(f"{side:>8}: {statistics.median(took):7.0f} us of processor time per request (median of {len(took)})")
+    began = time.monotonic()
+    found = asyncio.run(measure(chosen.generations, chosen.pairs, chosen.requests))
+    print(f"{sum(map(len, found))} groups in {time.monotonic() - began:.0f} s")
+    for side in SIDES:
+        middle = statistics.median(group[side] for groups in found for group in groups)
+        print(f"{side:>8}: {middle:7.0f} us of processor time per request (median)")
     for base, other in (("without", "off"), ("off", "on")):
-        middle, low, high = difference(found[base], found[other])
-        print(f"{other} beside {base}: {middle:+.2f} %, 95 % interval {low:+.2f} % to {high:+.2f} % (paired rounds)")
+        middle, low, high = difference(found, base, other)
+        print(f"{other} beside {base}: {middle:+.2f} %, 95 % interval {low:+.2f} % to {high:+.2f} %")
 
 
 if __name__ == "__main__":

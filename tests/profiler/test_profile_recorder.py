@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pytest
@@ -143,6 +145,55 @@ def test_a_full_file_counts_what_it_drops(mine: Recorder, tmp_path: Path) -> Non
     assert lines(path)[-1]["metadata"]["dropped"] == 100 - len(kept)
 
 
+class NarrowDisk(io.RawIOBase):
+    """Takes ``room`` bytes, then fails; as a disk that is full in the middle of a line."""
+
+    def __init__(self, room: int) -> None:
+        self.taken = bytearray()
+        self.room = room
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        taken = bytes(data)[: self.room]
+        if not taken:
+            raise OSError(28, "No space left on device")
+        self.room -= len(taken)
+        self.taken += taken
+        return len(taken)
+
+
+def test_a_line_that_a_full_disk_cuts_spoils_no_later_line(mine: Recorder, tmp_path: Path) -> None:
+    run = recording._Run("demo", tmp_path / "x", 1 << 20)
+    mine._run = run
+    for number in range(3):
+        mine.emit("early", str(number), "a")
+    disk = NarrowDisk(150)
+    with pytest.raises(OSError):
+        mine._flush(run, cast(BinaryIO, disk))
+    disk.room = 10_000
+    mine.emit("late", "r", "a")
+    mine._flush(run, cast(BinaryIO, disk))
+    mine._run = None
+    read = []
+    for line in bytes(disk.taken).splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            read.append(json.loads(line)["event_name"])
+    assert read == ["early", "late"]
+    assert run.dropped == 2
+
+
+def test_one_event_that_is_no_json_costs_no_other(mine: Recorder, tmp_path: Path) -> None:
+    path = mine.start("demo", tmp_path, "a")
+    for number in range(200):
+        mine.record("x", str(number), "a", {"odd": object()} if number == 100 else {"ids": "n" * 100})
+    mine.emit("y", "long", "a", {str(each): "n" * 2000 for each in range(20)})
+    mine.stop()
+    assert [each["request_id"] for each in of_requests(path)] == [str(each) for each in range(200) if each != 100]
+    assert lines(path)[-1]["metadata"]["dropped"] == 2
+
+
 def test_a_disk_that_fails_is_logged_once_and_the_caller_learns_nothing(
     mine: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,7 +273,7 @@ def test_more_than_the_queue_holds_is_dropped_and_counted(mine: Recorder, tmp_pa
     path = mine.start("demo", tmp_path, "a")
     run = mine._run
     assert run is not None
-    run.queue.extend([("r", "a", "x", 1, {})] * recording.MAX_QUEUED)
+    run.queue.extend([run.line("x", "r", "a", 1, {})] * recording.MAX_QUEUED)
     before = run.dropped
     mine.emit("over", "r", "a")
     dropped = run.dropped - before
