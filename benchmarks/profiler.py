@@ -1,14 +1,14 @@
 """What the profiler costs: two stages that echo, 64 requests under way, in processor time of all their processes.
 
-    python -m benchmarks.profiler [--generations 8] [--pairs 30] [--requests 128]
+    python -m benchmarks.profiler [--generations 6] [--blocks 40] [--seconds 0.5]
 
-Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it is,
-with nothing recorded; ``on`` is the same processes while events are recorded. They take turns in short blocks, in
-random order: a block of each side is a group, and its differences are paired. A block ends when the writer of events
-has written them. Each generation starts all processes anew, since two processes of one program differ by a percent
-or so. The result is the median of the paired differences, with a 95 % interval by a bootstrap that draws generations,
-then groups within them. Beside throughput, processor time hardly depends on who else uses the machine; with all
-processors busy it is the throughput.
+Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it
+is, with nothing recorded; ``on`` is the same while events are recorded. In a block all three serve at the same moment,
+so that whatever else the machine does disturbs them alike; their differences within the block are paired. ``off`` and
+``on`` change places with each block. Each generation starts all processes anew, since two processes of one program
+differ by a percent or so. The result is the median of the paired differences, with a 95 % interval by a bootstrap that
+draws generations, then blocks within them. Beside throughput, processor time hardly depends on who else uses the
+machine; with all processors busy it is the throughput.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from stage_runtime.profiler.recorder import FLUSH_EVERY_S
 
 CONCURRENCY: Final = 64
 WRITTEN_S: Final = 2.5 * FLUSH_EVERY_S  # after a block: its last events are written then
+WARM_UP: Final = 6  # blocks
 SIDES: Final = ("without", "off", "on")
 RUNTIME: Final = Path(__file__).parents[1] / "stage_runtime"
 ECHO: Final = "def echo():\n    return lambda payload: payload.data\n"
@@ -51,12 +52,13 @@ class Connection(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._answer = b""
-        self._left = [0]  #: Requests of the block that no connection has begun; shared.
+        self._until = 0.0
         self._ended: asyncio.Future[None]
+        self.asked = 0
 
-    def begin(self, left: list[int]) -> asyncio.Future[None]:
-        """Take part in a block. Returns: when there is nothing left to ask."""
-        self._left, self._ended = left, asyncio.get_running_loop().create_future()
+    def begin(self, until: float) -> asyncio.Future[None]:
+        """Ask until then, by the monotonic clock. Returns: when the last one is answered."""
+        self._until, self._ended = until, asyncio.get_running_loop().create_future()
         self._next()
         return self._ended
 
@@ -81,8 +83,8 @@ class Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         self._answer = b""
-        if self._left[0] > 0:
-            self._left[0] -= 1
+        if time.monotonic() < self._until:
+            self.asked += 1
             self.transport.write(self._request)
         else:
             self._ended.set_result(None)
@@ -109,12 +111,15 @@ class Pipeline:
         for each in self._connections:
             each.transport.close()
 
-    async def cpu_us(self, requests: int) -> float:
+    async def cpu_us(self, until: float) -> float:
         """A block: its processor time per request."""
-        before, left = used(self.pids), [requests]
-        await asyncio.gather(*(each.begin(left) for each in self._connections))
+        before, asked = used(self.pids), self._asked()
+        await asyncio.gather(*(each.begin(until) for each in self._connections))
         await asyncio.sleep(WRITTEN_S)
-        return (used(self.pids) - before).cpu_s / requests * 1e6
+        return (used(self.pids) - before).cpu_s / (self._asked() - asked) * 1e6
+
+    def _asked(self) -> int:
+        return sum(each.asked for each in self._connections)
 
 
 def without_hooks(folder: Path) -> int:
@@ -153,77 +158,76 @@ async def start(stack: contextlib.AsyncExitStack, folder: Path, path: Sequence[P
     return made
 
 
-Group = dict[str, float]  #: side -> microseconds of processor time per request, of one block each
+Block = dict[str, float]  #: side -> microseconds of processor time per request
 
 
-async def generation(root: Path, cut: Path, pairs: int, requests: int, chance: random.Random) -> list[Group]:
-    """Fresh processes, and ``pairs`` groups of them."""
+async def record(pipeline: Pipeline, http: httpx.AsyncClient, run_id: str) -> str:
+    """Record events from now on. Returns: the folder of their files."""
+    started = await http.post(f"{pipeline.url}/start_request_profile", json={"run_id": run_id})
+    folder: str = started.raise_for_status().json()["event_dir"]
+    return folder
+
+
+async def generation(root: Path, cut: Path, blocks: int, seconds: float) -> list[Block]:
+    """Fresh processes, and so many blocks of them."""
     root.mkdir()
-    found: list[Group] = []
+    found: list[Block] = []
     async with contextlib.AsyncExitStack() as stack:
         bare = await start(stack, root / "bare", [cut])
-        whole = await start(stack, root / "whole", [])
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=whole.url, timeout=60))
-
-        async def block(side: str) -> float:
-            if side != "on":
-                return await (bare if side == "without" else whole).cpu_us(requests)
-            run_id = f"g{len(found)}-{chance.getrandbits(32):x}"
-            started = await http.post("/start_request_profile", json={"run_id": run_id})
-            started.raise_for_status()
-            took = await whole.cpu_us(requests)
-            (await http.post("/stop_request_profile", json={})).raise_for_status()
-            shutil.rmtree(started.json()["event_dir"])
-            return took
-
-        for side in SIDES * 5:  # they warm up
-            await block(side)
-        for _ in range(pairs):
-            found.append({side: await block(side) for side in chance.sample(SIDES, len(SIDES))})
-    return found
+        whole = [await start(stack, root / name, []) for name in ("first", "second")]
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
+        for number in range(blocks + WARM_UP):
+            off, on = whole if number % 2 else reversed(whole)
+            folder = await record(on, http, f"block-{number}")
+            until = time.monotonic() + seconds
+            took = await asyncio.gather(bare.cpu_us(until), off.cpu_us(until), on.cpu_us(until))
+            (await http.post(f"{on.url}/stop_request_profile", json={})).raise_for_status()
+            shutil.rmtree(folder)
+            found.append(dict(zip(SIDES, took, strict=True)))
+    return found[WARM_UP:]
 
 
-async def measure(generations: int, pairs: int, requests: int) -> list[list[Group]]:
-    """Groups by generation."""
-    found, chance = [], random.Random()
+async def measure(generations: int, blocks: int, seconds: float) -> list[list[Block]]:
+    """Blocks by generation."""
+    found = []
     with tempfile.TemporaryDirectory(prefix="profiler-") as name:
         root = Path(name)
         print(f"{without_hooks(root / 'cut')} hooks were cut out of the runtime", flush=True)
         for index in range(generations):
-            groups = await generation(root / str(index), root / "cut", pairs, requests, chance)
-            found.append(groups)
-            told = "  ".join(f"{side} {statistics.median(each[side] for each in groups):.0f}" for side in SIDES)
+            measured = await generation(root / str(index), root / "cut", blocks, seconds)
+            found.append(measured)
+            told = "  ".join(f"{side} {statistics.median(each[side] for each in measured):.0f}" for side in SIDES)
             print(f"generation {index}: {told} us of processor time per request", flush=True)
     return found
 
 
-def difference(found: Sequence[Sequence[Group]], base: str, other: str) -> tuple[float, float, float]:
-    """How much more ``other`` takes, in percent of ``base``: median over groups, and its 95 % interval (bootstrap).
+def difference(found: Sequence[Sequence[Block]], base: str, other: str) -> tuple[float, float, float]:
+    """How much more ``other`` takes, in percent of ``base``: median over blocks, and its 95 % interval (bootstrap).
 
     Medians: on a machine that others use, some blocks are disturbed by far more than what is measured.
     """
-    changes = [[100 * (group[other] / group[base] - 1) for group in groups] for groups in found]
+    changes = [[100 * (block[other] / block[base] - 1) for block in blocks] for blocks in found]
     chance = random.Random(0)
 
     def drawn() -> float:
         generations = chance.choices(changes, k=len(changes))
-        return statistics.median(each for groups in generations for each in chance.choices(groups, k=len(groups)))
+        return statistics.median(each for blocks in generations for each in chance.choices(blocks, k=len(blocks)))
 
     draws = sorted(drawn() for _ in range(2000))
-    return statistics.median(each for groups in changes for each in groups), draws[50], draws[-51]
+    return statistics.median(each for blocks in changes for each in blocks), draws[50], draws[-51]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=30, help="groups in one generation")
-    parser.add_argument("--requests", type=int, default=128, help="of one block")
+    parser.add_argument("--generations", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=40, help="of one generation")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one block")
     chosen = parser.parse_args()
     began = time.monotonic()
-    found = asyncio.run(measure(chosen.generations, chosen.pairs, chosen.requests))
-    print(f"{sum(map(len, found))} groups in {time.monotonic() - began:.0f} s")
+    found = asyncio.run(measure(chosen.generations, chosen.blocks, chosen.seconds))
+    print(f"{sum(map(len, found))} blocks in {time.monotonic() - began:.0f} s")
     for side in SIDES:
-        middle = statistics.median(group[side] for groups in found for group in groups)
+        middle = statistics.median(block[side] for blocks in found for block in blocks)
         print(f"{side:>8}: {middle:7.0f} us of processor time per request (median)")
     for base, other in (("without", "off"), ("off", "on")):
         middle, low, high = difference(found, base, other)

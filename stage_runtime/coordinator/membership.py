@@ -233,11 +233,12 @@ class Membership:
         }
 
     def gauges(self) -> Mapping[str, planes.Gauges]:
-        """The planes' numbers of each instance, by group and incarnation, as of its last heartbeat."""
+        """The planes' numbers of each process, by group, incarnation and rank, as of its instance's last heartbeat."""
         return {
-            f"{instance.member.group}.{incarnation}": self._beats[incarnation].gauges
+            f"{instance.member.group}.{incarnation}{f'.rank{rank}' if rank else ''}": gauges
             for incarnation, instance in self.state.instances.items()
             if incarnation in self._beats
+            for rank, gauges in planes.by_rank(self._beats[incarnation].gauges).items()
         }
 
     def counters(self) -> dict[str, int]:

@@ -12,9 +12,9 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,9 +24,18 @@ from stage_runtime.errors import ConfigurationError, RequestError
 from stage_runtime.profiler import events, paths, torch_trace
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, Order, Session
-from stage_runtime.wire.messages import Member, Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
+from stage_runtime.wire.messages import (
+    Member,
+    Message,
+    ProfilerRead,
+    ProfilerReply,
+    ProfilerStart,
+    ProfilerStop,
+    RankQuestion,
+)
 
 Made = TypeVar("Made")
+Question: TypeAlias = ProfilerStart | ProfilerStop | ProfilerRead
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +63,7 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     state: str  #: ``started``, ``stopped``, ``not recording``, ``failed``, ``no answer``
     error: str | None = None
+    rank: int = 0  #: Of a TP stage's processes.
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +100,19 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     instance: str  #: Empty: on this process's disk.
     path: str
     nbytes: int
+    rank: int = 0
+
+
+class Process(NamedTuple):
+    """Which one is asked. Ranks 1.. of a TP stage are no members: rank 0 passes on what they are asked and answer."""
+
+    instance: str
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        """As event files and clocks have it."""
+        return f"{self.instance}.rank{self.rank}" if self.rank else self.instance
 
 
 class Profiling:
@@ -114,7 +137,7 @@ class Profiling:
         self._measured_at = loop.time()
         self._runs: dict[str, Run] = {}
         self._order: tuple[str, Order] | None = None  #: (run id, what was ordered) of the run that is recorded.
-        self._calls: dict[str, tuple[str, int, asyncio.Future[ProfilerReply]]] = {}  #: call -> (instance, sent at, …)
+        self._calls: dict[str, tuple[Process, int, asyncio.Future[ProfilerReply]]] = {}  #: call -> (asked, sent at, …)
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
 
@@ -208,15 +231,16 @@ class Profiling:
         here |= dict(await self._here(lambda: self._session.files(run_id)))
         found = [RunFile(name=_name("", path), instance="", path=path, nbytes=size) for path, size in here.items()]
         members = dict(self._members())
-        replies = await self._replies(members, lambda call: ProfilerRead(call, run_id))
-        for instance, reply in replies.items():
+        replies = await self._replies(_processes(members), lambda call: ProfilerRead(call, run_id))
+        for process, reply in replies.items():
             if isinstance(reply, ProfilerReply):
                 found += [
                     RunFile(
-                        name=_name(f"{members[instance].group}-{instance}", path),
-                        instance=instance,
+                        name=_name(f"{members[process.instance].group}-{process.name}", path),
+                        instance=process.instance,
                         path=path,
                         nbytes=size,
+                        rank=process.rank,
                     )
                     for path, size in reply.files
                     if path not in here  # of this machine: read already
@@ -241,17 +265,17 @@ class Profiling:
     def replied(self, sender: str, message: ProfilerReply) -> None:
         """A process has answered."""
         known = self._calls.get(message.call_id)
-        if known is None or known[0] != sender:
+        if known is None or known[0].instance != sender:
             return
-        _, sent_ns, future = self._calls.pop(message.call_id)
-        self._note_clock(sender, sent_ns, message)
+        process, sent_ns, future = self._calls.pop(message.call_id)
+        self._note_clock(process.name, sent_ns, message)
         if not future.done():
             future.set_result(message)
 
     def lost(self, instance: str) -> None:
         """A process is gone: nobody waits for its answer."""
         for call_id, (asked, _, future) in list(self._calls.items()):
-            if asked == instance:
+            if asked.instance == instance:
                 del self._calls[call_id]
                 if not future.done():
                     future.set_exception(ConfigurationError("the process is gone"))
@@ -260,14 +284,15 @@ class Profiling:
         """A process that comes while a run is recorded takes part in it. Its answer tells its clock."""
         order = self._order[1] if self._order is not None else None
         make = _clock_question if order is None else lambda call: _start_message(call, order)
-        self._loop.create_task(self._replies([instance], make))
+        member = self._members().get(instance)
+        self._loop.create_task(self._replies(_processes({} if member is None else {instance: member}), make))
 
     def beat(self) -> None:
         """Called every now and then: a run ends when its time is over, here as everywhere. Clocks are measured."""
         now = self._loop.time()
         if now - self._measured_at >= CLOCKS_S and (self._measuring is None or self._measuring.done()):
             self._measured_at = now
-            self._measuring = self._loop.create_task(self._replies(self._members(), _clock_question))
+            self._measuring = self._loop.create_task(self._replies(_processes(self._members()), _clock_question))
         if self._given is not None and self._given.recording is not None:
             self._given.thread.submit(self._given.expire)
 
@@ -288,36 +313,38 @@ class Profiling:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOCKS_MOST_S):
                 for _ in range(CLOCK_QUESTIONS):
-                    await self._replies(self._members(), _clock_question)
+                    await self._replies(_processes(self._members()), _clock_question)
 
-    async def _ask_all(self, make: Callable[[str], Message]) -> list[StageState]:
+    async def _ask_all(self, make: Callable[[str], Question]) -> list[StageState]:
         members = dict(self._members())
         states = []
-        for instance, reply in (await self._replies(members, make)).items():
-            member = members[instance]
+        for process, reply in (await self._replies(_processes(members), make)).items():
+            member = members[process.instance]
             if isinstance(reply, ProfilerReply):
                 answered = {stage: reply.stages.get(stage, "") for stage in member.stages}
                 if reply.error is not None:
                     answered = dict.fromkeys(member.stages, f"failed: {reply.error}")
             else:
                 answered = dict.fromkeys(member.stages, reply)
-            states += [_state(stage, member.group, instance, said) for stage, said in answered.items()]
+            states += [_state(stage, member.group, process, said) for stage, said in answered.items()]
         return states
 
     async def _replies(
-        self, instances: Iterable[str], make: Callable[[str], Message]
-    ) -> dict[str, ProfilerReply | str]:
+        self, asked: Sequence[Process], make: Callable[[str], Question]
+    ) -> dict[Process, ProfilerReply | str]:
         """Each process's answer, or why there is none."""
-        asked = list(instances)
-        answers = await asyncio.gather(*(self._call(instance, make) for instance in asked))
+        answers = await asyncio.gather(*(self._call(process, make) for process in asked))
         return dict(zip(asked, answers, strict=True))
 
-    async def _call(self, instance: str, make: Callable[[str], Message]) -> ProfilerReply | str:
+    async def _call(self, process: Process, make: Callable[[str], Question]) -> ProfilerReply | str:
         call_id = f"profile-{next(self._numbers)}"
         future: asyncio.Future[ProfilerReply] = self._loop.create_future()
-        self._calls[call_id] = (instance, time.time_ns(), future)
+        self._calls[call_id] = (process, time.time_ns(), future)
+        question = make(call_id)
         try:
-            if not self._send(instance, make(call_id)):
+            if not self._send(
+                process.instance, RankQuestion(process.rank, process.name, question) if process.rank else question
+            ):
                 return "no answer: the process is gone"
             async with asyncio.timeout(ANSWER_S):
                 return await future
@@ -331,7 +358,8 @@ class Profiling:
     async def _piece(self, run_id: str, file: RunFile, offset: int) -> bytes:
         if not file.instance:
             return await self._here(lambda: _read(Path(file.path), offset))
-        reply = await self._call(file.instance, lambda call: ProfilerRead(call, run_id, path=file.path, offset=offset))
+        owner = Process(file.instance, file.rank)
+        reply = await self._call(owner, lambda call: ProfilerRead(call, run_id, path=file.path, offset=offset))
         if not isinstance(reply, ProfilerReply):
             raise ConfigurationError(f"{file.name}: {reply}")
         if reply.error is not None:
@@ -341,17 +369,17 @@ class Profiling:
     async def _here(self, work: Callable[[], Made]) -> Made:
         return await self._loop.run_in_executor(self._session.thread, work)
 
-    def _note_clock(self, instance: str, sent_ns: int, reply: ProfilerReply) -> None:
+    def _note_clock(self, name: str, sent_ns: int, reply: ProfilerReply) -> None:
         """How far the process's clock is from ours, for records of requests and for whoever reads its events."""
         distance = self._clocks.measured(
-            instance,
+            name,
             sent_ns=sent_ns,
             there_received_ns=reply.received_ns,
             there_sent_ns=reply.sent_ns,
             received_ns=time.time_ns(),
         )
         facts = {
-            "incarnation": instance,
+            "incarnation": name,
             "offset_ns": distance.offset_ns,
             "uncertainty_ns": distance.uncertainty_ns,
             "reference": _NAME,
@@ -364,19 +392,25 @@ class Profiling:
             del self._runs[next(iter(self._runs))]
 
     def _own(self, states: Mapping[str, str]) -> StageState:
-        return _state(_NAME, _NAME, "", states[_NAME])
+        return _state(_NAME, _NAME, Process(""), states[_NAME])
 
 
-def _state(stage: str, group: str, instance: str, said: str) -> StageState:
+def _processes(members: Mapping[str, Member]) -> list[Process]:
+    """All ranks of all members."""
+    return [Process(instance, rank) for instance, member in members.items() for rank in range(member.ranks)]
+
+
+def _state(stage: str, group: str, process: Process, said: str) -> StageState:
     word, _, why = said.partition(": ")
+    state, error = word, None
     if word == "failed":
-        return StageState(stage=stage, group=group, instance=instance, state="failed", error=why)
-    if word.startswith("no answer"):
-        return StageState(stage=stage, group=group, instance=instance, state="no answer", error=why or word)
-    return StageState(stage=stage, group=group, instance=instance, state=word)
+        error = why
+    elif word.startswith("no answer"):
+        state, error = "no answer", why or word
+    return StageState(stage=stage, group=group, instance=process.instance, state=state, error=error, rank=process.rank)
 
 
-def _clock_question(call_id: str) -> Message:
+def _clock_question(call_id: str) -> Question:
     """Any question does: each answer carries the process's time."""
     return ProfilerRead(call_id, "")
 

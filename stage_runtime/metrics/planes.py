@@ -6,6 +6,7 @@ Called by `coordinator` and `stage`, which read their own, and by `web` and the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Final, TypeAlias
 
@@ -20,6 +21,7 @@ _SLOTS: Final = "relay_slots_"
 _EVENT: Final = "control_"
 _RELAYS: Final[Mapping[str, Metric]] = {**catalog.RELAY, **catalog.NIXL}
 _ENGINE: Final = "engine_"
+_RANK: Final = re.compile(r"rank(\d+)/(.+)")
 _EDGE: Final[Mapping[str, Metric]] = {
     "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,
     "edge_transfers_in_flight": catalog.EDGE_TRANSFERS_IN_FLIGHT,
@@ -62,6 +64,21 @@ def gauges(
             for name, value in values.items()
         },
     }
+
+
+def of_ranks(gauges: Mapping[int, Gauges]) -> dict[str, float]:
+    """Rank → its gauges, as rank 0 carries them beside its own."""
+    return {f"rank{rank}/{name}": value for rank, values in gauges.items() for name, value in values.items()}
+
+
+def by_rank(gauges: Gauges) -> dict[int, dict[str, float]]:
+    """What `of_ranks` has put beside rank 0's own, apart again."""
+    found: dict[int, dict[str, float]] = {0: {}}
+    for name, value in gauges.items():
+        ranked = _RANK.fullmatch(name)
+        rank, own = (0, name) if ranked is None else (int(ranked[1]), ranked[2])
+        found.setdefault(rank, {})[own] = value
+    return found
 
 
 def samples(processes: Mapping[str, Gauges]) -> Samples:

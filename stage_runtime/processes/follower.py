@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 
-from stage_runtime.processes import incarnations, statuspipe
+from stage_runtime.processes import incarnations, process_context, statuspipe
 from stage_runtime.processes.rank import EXIT_CRASHED, EXIT_DRAINED, THREADS_S, RankProcess
+from stage_runtime.processes.tasks import Tasks
 from stage_runtime.stage.follower import FollowerHost
 
 log = logging.getLogger(__name__)
@@ -28,12 +29,21 @@ class FollowerProcess(RankProcess):
                 on_loaded=self.loaded,
                 on_failed=self.failed,
                 on_lost=self._lost_leader,
+                profiles=lambda name: process_context.profiles(settings, name),
             )
+            stack.callback(host.profiles.close)
             channels = self._listen(host, host.release, stack, incarnation=incarnations.fresh())
             host.wire(channels, self._relays, endpoint=self._endpoint)
             stack.callback(host.close, THREADS_S)
             host.load(self._make)
+            tasks = stack.enter_context(Tasks(self._task_ended))
+            tasks.start("beat", self._beat(host))
             return await self._over
+
+    async def _beat(self, host: FollowerHost) -> None:
+        while True:
+            await asyncio.sleep(self._settings.plan.heartbeat_s)
+            statuspipe.report_stats(self._settings.status_fd, host.beat())
 
     def loaded(self) -> None:
         self._loaded = True

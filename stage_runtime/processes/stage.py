@@ -165,6 +165,7 @@ class StageProcess(RankProcess):
             self._relays.facts(),
             tuple(stage.name for stage in settings.stages()),
             self._loaded and not self._stopping,
+            settings.group.tp_size,
         )
 
     # --- what happens -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Moment(NamedTuple):
     """One event of a request. ``time_ns`` is on the reference clock."""
 
     time_ns: int
-    stage: str
+    stage: str  #: Of a TP stage's rank 1.. with its rank: ``thinker rank 1``.
     name: str
     process: int  #: Index into `Events.processes`.
     raw: bytes  #: The metadata as JSON.
@@ -49,6 +49,7 @@ class Process(msgspec.Struct, kw_only=True):
     pid: int = 0
     host: str = ""
     incarnation: str = ""
+    rank: int = 0  #: Of a TP stage.
     offset_ns: int = 0  #: Added to its times.
     uncertainty_ns: int = 0
     dropped: int = 0
@@ -76,9 +77,12 @@ def read(folder: Path) -> Events:
     for path in files:
         _read_file(path, found, shared, clocks)
     offsets = [_take_clock(process, clocks) for process in found.processes]
+    suffixes = [f" rank {process.rank}" if process.rank else "" for process in found.processes]
     for moments in found.requests.values():
         if any(offsets):
             moments[:] = [each._replace(time_ns=each.time_ns + offsets[each.process]) for each in moments]
+        if any(suffixes):  # what one rank begins, another one does not end
+            moments[:] = [each._replace(stage=each.stage + suffixes[each.process]) for each in moments]
         moments.sort()
     return found
 
@@ -139,6 +143,7 @@ def _take_fact(process: Process, event: events.Event, clocks: dict[str, Clock]) 
         said = _metadata.decode(event.metadata)
         if event.event_name == events.RECORDER_STARTED:
             process.host, process.incarnation = str(said.get("host", "")), str(said.get("incarnation", ""))
+            process.rank = int(said.get("rank", 0))
         elif event.event_name == events.RECORDER_STOPPED:
             process.dropped += int(said.get("dropped", 0))
             process.stopped = True

@@ -207,6 +207,7 @@ def _process(process: reading.Process) -> dict[str, Any]:
         "host": process.host,
         "pid": process.pid,
         "incarnation": process.incarnation,
+        "rank": process.rank,
         "clock_offset_ms": round(process.offset_ns / 1e6, 6),
         "clock_uncertainty_ms": round(process.uncertainty_ns / 1e6, 6),
         "dropped": process.dropped,

@@ -13,14 +13,28 @@ from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.errors import ProtocolError
+from stage_runtime.metrics import planes
+from stage_runtime.profiler.recorder import set_active_stage
+from stage_runtime.profiler.session import Session
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage.profiling import Profiling
 from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.stage.tensor_parallel import WorkKey, check
 from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.transfers.sending import attempt_key
-from stage_runtime.wire.messages import Message, RankFailed, RankHello, RankWork, RequestRef
+from stage_runtime.wire.messages import (
+    Beat,
+    Message,
+    ProfilerReply,
+    RankAnswer,
+    RankFailed,
+    RankHello,
+    RankQuestion,
+    RankWork,
+    RequestRef,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +51,9 @@ class FollowerHost:
         on_loaded: Callable[[], None],
         on_failed: Callable[[str, BaseException], None],
         on_lost: Callable[[str], None],
+        profiles: Callable[[Callable[[], str]], Session],
     ) -> None:
+        """profiles: makes this process's, of what returns its name."""
         self.counters: Counter[str] = Counter()
         self._plan = plan
         self._rank = rank
@@ -53,6 +69,10 @@ class FollowerHost:
         self._releases = Releases(loop, lambda peer, message: self._channels.send(peer, message))
         self._endpoint = ""
         self._thread: Thread | None = None
+        self._name = ""  #: Which the coordinators use.
+        self.profiles = profiles(lambda: self._name)
+        # The engine learns of a profile in its place among rank 0's steps, as of every operation.
+        self._profiling = Profiling(self.profiles, self._answer_coordinator, loop, notify=lambda _: None)
         self._channels: Channels
         self._relays: Relays
         self._fetching: Fetching
@@ -101,6 +121,23 @@ class FollowerHost:
                 )
         elif isinstance(message, RankHello):
             self._answer()
+        elif isinstance(message, RankQuestion):
+            self._name = message.incarnation
+            self._profiling.handlers[type(message.question)](message.asker, message.question)
+
+    def beat(self) -> dict[str, float]:
+        """Send the numbers of this process's planes to rank 0. Returns: them."""
+        self._profiling.beat()
+        gauges = planes.gauges(
+            relays=self._relays.stats(),
+            transfers_in_flight=0,  # a follower sends nothing by relay
+            sends_queued=0,
+            events=self._channels.counters + self.counters,
+            engines={self._plan.name: self._inbox.gauges},
+        )
+        if self._leader is not None:
+            self._channels.hint(self._leader, Beat({}, {}, {}, gauges))
+        return gauges
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None:
         """A step is missing and no later one can be taken: the ranks have diverged."""
@@ -119,11 +156,18 @@ class FollowerHost:
             message = RankHello(self._rank, self._endpoint, self._relays.facts(), self._via, self._loaded)
             self._channels.send(self._leader, message)
 
+    def _answer_coordinator(self, coordinator: str, reply: Message) -> bool:
+        assert isinstance(reply, ProfilerReply)
+        return self._leader is not None and self._channels.send(self._leader, RankAnswer(coordinator, reply))
+
     def _run(self, make: Callable[[StagePlan], Engine]) -> None:
+        set_active_stage(self._plan.name)
         engine = make(self._plan)
         check(engine, self._plan.name)
         self._loop.call_soon_threadsafe(self._now_loaded)
-        silence = FollowerOutput(over=self._follower.over, failed=self._send_failed, crashed=self._crashed)
+        silence = FollowerOutput(
+            self._plan.name, over=self._follower.over, failed=self._send_failed, crashed=self._crashed
+        )
         engine.run(self._inbox, silence, Event())
         if not self._inbox.closed:
             raise EngineCrashed("the engine's loop ended before it was told to stop")

@@ -39,6 +39,7 @@ from stage_runtime.wire.messages import (
     DataReady,
     Failure,
     Message,
+    RankQuestion,
     Rejected,
     RequestRef,
     Shutdown,
@@ -132,7 +133,9 @@ class Host:
             on_ready=self._startup.check,
             on_apart=lambda error: self._lifecycle.failed(stage.plan.name, error),
             on_lost=lambda error: self._stage_crashed(stage.plan.name, error),
+            answer=self.process.send,
         )
+        self._handlers[RankQuestion] = self._ranks.ask
         return self._ranks
 
     def load(self, make: Callable[[StagePlan], Engine]) -> None:
@@ -192,16 +195,17 @@ class Host:
         self._releases.add(peer, transfer)
 
     def beat(self) -> dict[str, float]:
-        """Send load and progress to every coordinator. Returns: the gauges that were sent."""
+        """Send load and progress to every coordinator. Returns: the gauges of this process."""
         self._idle_trimming.beat(self.process.relays)
         if self._profiling is not None:
             self._profiling.beat()
         gauges = self.gauges()
+        of_ranks = {} if self._ranks is None else self._ranks.gauges
         beat = Beat(
             {name: stage.waiting for name, stage in self.stages.items()},
             {name: stage.running for name, stage in self.stages.items()},
             {name: stage.inbox.taken for name, stage in self.stages.items()},
-            gauges,
+            gauges | planes.of_ranks(of_ranks),
         )
         self.membership.hint(beat)
         return gauges

@@ -14,6 +14,8 @@ from typing import Any, Final
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.errors import RequestError, describe
+from stage_runtime.profiler import events as profile
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.rules.streams import Inbound
 from stage_runtime.stage.tensor_parallel import NO_WORK, WorkKey
@@ -99,21 +101,26 @@ class FollowerOutput:
 
     def __init__(
         self,
+        stage: str,
         *,
         over: Callable[[WorkKey], None],
         failed: Callable[[WorkKey, str], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
+        self._stage = stage
         self._over = over
         self._failed = failed
         self._crashed = crashed
 
-    def began(self, work: Work) -> None: ...
+    def began(self, work: Work) -> None:
+        if recorder.active:
+            self._record(profile.STAGE_RUN_START, work)
 
     def emit(self, work: Work, chunk: Any) -> Gate | None:
         return None
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
+        self._ended(work)
         self._over(_followed(work).key)
 
     def consumed(self, work: Work, source: str, count: int) -> int:
@@ -128,11 +135,19 @@ class FollowerOutput:
     def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
         log_failure(work.request_id, failure_of(error, "this rank", hook), error)
         key = _followed(work).key
+        self._ended(work, error=type(error).__name__)
         self._over(key)
         self._failed(key, describe(error))
 
     def crashed(self, error: BaseException) -> None:
         self._crashed(error)
+
+    def _ended(self, work: Work, **facts: Any) -> None:
+        if recorder.active and not _followed(work).over:
+            self._record(profile.STAGE_RUN_END, work, **facts)
+
+    def _record(self, event: str, work: Work, **facts: Any) -> None:
+        recorder.record(event, work.request_id, self._stage, {**facts, "attempt": work.attempt})
 
 
 class Follower:

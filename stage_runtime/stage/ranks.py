@@ -9,8 +9,11 @@ So this plane has an incarnation that no coordinator knows. Where it breaks, all
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Final
+
+import msgspec
 
 from stage_runtime.errors import ProtocolError
 from stage_runtime.relays.dispatch import Relays
@@ -18,7 +21,17 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.transfers.sending import SendQueues
-from stage_runtime.wire.messages import Message, RankFailed, RankHello, Release, RequestRef
+from stage_runtime.wire.messages import (
+    Beat,
+    Message,
+    ProfilerReply,
+    RankAnswer,
+    RankFailed,
+    RankHello,
+    RankQuestion,
+    Release,
+    RequestRef,
+)
 
 GREET_EVERY_S: Final = 0.1
 RANKS_AGREE_S: Final = 5.0  # within which all ranks have raised what one has raised
@@ -36,9 +49,10 @@ class RankPlane:
         on_ready: Callable[[], None],
         on_apart: Callable[[BaseException], None],
         on_lost: Callable[[BaseException], None],
+        answer: Callable[[str, Message], object],
     ) -> None:
         """on_ready: a follower has loaded its engine. on_apart: computing failed on one rank alone. on_lost, in any
-        thread: a follower is gone or cannot follow.
+        thread: a follower is gone or cannot follow. answer: sends to a coordinator.
         """
         self._leader = leader
         self._stage = stage
@@ -46,6 +60,9 @@ class RankPlane:
         self._on_ready = on_ready
         self._on_apart = on_apart
         self._on_lost = on_lost
+        self._answer = answer
+        self.gauges: dict[int, Mapping[str, float]] = {}  #: rank -> the numbers of its planes, as of its last beat.
+        self._unasked: list[RankQuestion] = []  #: For followers that have not answered yet.
         self._endpoint = ""
         self._channels: Channels
         self._relays: Relays
@@ -69,12 +86,31 @@ class RankPlane:
         """Whether every follower has received all steps."""
         return not self._send_queues.outstanding and not self._send_queues.queued
 
+    def ask(self, coordinator: str, message: RankQuestion) -> None:
+        """Pass a coordinator's question on to a follower, as soon as it has answered rank 0's first message."""
+        self._unasked.append(msgspec.structs.replace(message, asker=coordinator))
+        self._ask_who_is_here()
+
+    def _ask_who_is_here(self) -> None:
+        waiting, self._unasked = self._unasked, []
+        for message in waiting:
+            follower = self._leader.follower(message.rank)
+            if follower is not None:
+                self._channels.send(follower, message)
+            elif 0 < message.rank <= len(self._leader.endpoints):
+                self._unasked.append(message)
+            else:
+                now = time.time_ns()
+                problem = f"this stage has no rank {message.rank}"
+                self._answer(message.asker, ProfilerReply(message.question.call_id, now, now, error=problem))
+
     # --- sockets.channels.Handler -------------------------------------------------------------------------------
 
     def introduced(self, sender: str, message: Message) -> bool:
         if not isinstance(message, RankHello) or not self._leader.introduced(sender, message):
             return False
         self._relays.open(sender, message.relays)
+        self._loop.call_soon(self._ask_who_is_here)  # once it has its link
         return True
 
     def received(self, sender: str, message: Message) -> None:
@@ -84,6 +120,10 @@ class RankPlane:
                 self._on_ready()
             case RankFailed():
                 self._loop.call_later(RANKS_AGREE_S, self._check_agreement, message)
+            case RankAnswer():
+                self._answer(message.asker, message.answer)
+            case Beat():
+                self.gauges[self._leader.rank_of(sender)] = message.gauges
             case Release():
                 self._send_queues.released(sender, message.transfers)
 

@@ -150,6 +150,13 @@ class Leader:
         """All followers are here and loaded."""
         return len(self.ready) == len(self.endpoints)
 
+    def follower(self, rank: int) -> str | None:
+        """Its incarnation on this plane."""
+        return next((peer for peer, known in self._followers.items() if known == rank), None)
+
+    def rank_of(self, follower: str) -> int:
+        return self._followers[follower]
+
     def is_follower(self, peer: str) -> bool:
         return peer in self._followers
 

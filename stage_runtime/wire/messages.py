@@ -44,6 +44,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     relays: dict[str, Any]
     stages: tuple[str, ...]
     ready: bool = False
+    ranks: Count = 1  #: Of a TP stage: the processes of which this one is rank 0.
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -413,6 +414,22 @@ class RankFailed(BaseMessage, frozen=True, tag=72):
     error: str
 
 
+class RankQuestion(BaseMessage, frozen=True, tag=73):
+    """Coordinator → rank 0 → the follower of this rank: a profiler message for it. Answered by `RankAnswer`."""
+
+    rank: Count
+    incarnation: Name  #: What the coordinator calls the follower, of which it knows no more.
+    question: ProfilerStart | ProfilerStop | ProfilerRead
+    asker: Name = ""  #: The coordinator; rank 0 fills it in.
+
+
+class RankAnswer(BaseMessage, frozen=True, tag=74):
+    """Follower → rank 0, which passes the answer on to the coordinator that asked."""
+
+    asker: Name
+    answer: ProfilerReply
+
+
 Message: TypeAlias = (
     Submit
     | DataReady
@@ -447,6 +464,8 @@ Message: TypeAlias = (
     | RankHello
     | RankWork
     | RankFailed
+    | RankQuestion
+    | RankAnswer
 )
 
 

@@ -45,6 +45,22 @@ def test_concurrent_encoders_of_one_request_are_told_apart_by_modality(tmp_path:
     assert (found["count"], found["p50_ms"], found["max_ms"]) == (2, 1.0, 5.0)
 
 
+def test_ranks_of_one_stage_are_told_apart(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(
+            tmp_path / f"events_thinker_{rank}.jsonl",
+            line("", "thinker", "recorder_started", 0, incarnation=f"i{rank}", rank=rank),
+            line("r", "thinker", "encoder_start", 1_000_000 * rank),
+            line("r", "thinker", "encoder_end", 10_000_000 - 2_000_000 * rank),
+        )
+    report = build_report(tmp_path)
+    assert [(each["stage"], each["max_ms"]) for each in report["stage_breakdown"]] == [
+        ("thinker", 10.0),
+        ("thinker rank 1", 7.0),
+    ]
+    assert [each["rank"] for each in report["processes"]] == [0, 1]
+
+
 def test_spans_of_authors_are_intervals_too(tmp_path: Path) -> None:
     write(tmp_path / "e.jsonl", line("r", "s", "detokenise_start", 0), line("r", "s", "detokenise_end", 4_000_000))
     [found] = build_report(tmp_path)["stage_breakdown"]

@@ -122,7 +122,7 @@ def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind
 
     inbox = FollowerInbox()
     follower = Follower(inbox)
-    silence = FollowerOutput(over=follower.over, failed=lambda key, error: None, crashed=lambda error: None)
+    silence = FollowerOutput("s", over=follower.over, failed=lambda key, error: None, crashed=lambda error: None)
     engine = as_engine(omni.Streaming(consume, concurrency=1), sources=("a",))
     thread = threading.Thread(target=engine.run, args=(inbox, silence, threading.Event()))
     thread.start()

@@ -34,8 +34,10 @@ from stage_runtime.wire.messages import (
     ProfilerReply,
     ProfilerStart,
     ProfilerStop,
+    RankAnswer,
     RankFailed,
     RankHello,
+    RankQuestion,
     RankWork,
     Ready,
     Rejected,
@@ -59,7 +61,7 @@ BODY: Final = Body(
 FAILURE: Final = Failure("stage_failed", "ValueError: no", "talker", "run", "voice")
 TIMING: Final = Timing("thinker", 120, 3400, 1_717_000_000_000_000, (("a", False, 0), ("b", True, 5)), (("talker", 9),))
 
-_MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True]
+_MEMBER: Final = ["aa", "voice", "front", "12ab34cd", "ipc:///run/a", {"tcp": {"port": 7}}, ["s1", "s2"], True, 1]
 _HEADER: Final = ["r1", 2, "c0ffee", {"thinker": "aa", "talker": "bb"}, 900, "00-ab-cd-01", [_MEMBER]]
 _BODY: Final = [b"\x80", [["payload.data['h']", [2, 3], "float32", 64, 24, "numpy"]], b"in", b"shm:x", True]
 _FAILURE: Final = ["stage_failed", "ValueError: no", "talker", "run", "voice"]
@@ -112,4 +114,6 @@ SAMPLES: Final[list[tuple[Message, list[Any]]]] = [
     (RankHello(1, "ipc:///b", {"shm": {}}, "ipc:///c", True), [70, 1, "ipc:///b", {"shm": {}}, "ipc:///c", True]),
     (RankWork(5, "start", "r1", "cc", 2, BODY), [71, 5, "start", "r1", "cc", 2, _BODY]),
     (RankFailed(1, "r1", "cc", 2, "ValueError"), [72, 1, "r1", "cc", 2, "ValueError"]),
+    (RankQuestion(1, "aa.rank1", ProfilerStop("c2", "run1"), "cc"), [73, 1, "aa.rank1", [42, "c2", "run1"], "cc"]),
+    (RankAnswer("cc", ProfilerReply("c3", 1, 2)), [74, "cc", [46, "c3", 1, 2, {}, [], b"", None]]),
 ]
