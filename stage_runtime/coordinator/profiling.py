@@ -1,69 +1,52 @@
 """Profiles of a whole pipeline: every process is told to record, its answer is waited for, its files are fetched.
 
-Here: runs, answers, the distance of the clocks. Not here: HTTP (`web.profiling`), writing events (`profiler`). On the
-I/O thread. A process that dies, is silent or refuses is named in the answer; serving goes on.
+Here: runs, their files, their ends. Not here: HTTP (`web.profiling`), writing events (`profiler`), the messages
+(`profile_questions`). On the I/O thread. A process that dies, is silent or refuses is named in the answer; serving goes
+on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.clocks import Clocks
+from stage_runtime.coordinator.profile_questions import (
+    Members,
+    Process,
+    Questions,
+    StageState,
+    clock_question,
+    processes,
+    state_of,
+)
 from stage_runtime.errors import ConfigurationError, RequestError
-from stage_runtime.profiler import events, paths, torch_trace
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler import paths, torch_trace
 from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, Order, Session
 from stage_runtime.wire.messages import (
-    Member,
     Message,
     ProfilerRead,
     ProfilerReply,
     ProfilerStart,
     ProfilerStop,
-    RankQuestion,
 )
 
 Made = TypeVar("Made")
-Question: TypeAlias = ProfilerStart | ProfilerStop | ProfilerRead
 
 log = logging.getLogger(__name__)
 
-ANSWER_S: Final = 120.0  # of a process that lives: torch takes seconds to start a trace, and longer to write one
 TOGETHER_S: Final = 10.0  # how long the coordinator waits with its own start for a process that does not answer
 CLOCKS_S: Final = 60.0  # clocks without NTP drift apart by about 3 ms in this time
-CLOCK_QUESTIONS: Final = 8  # at the start and at the end of a run
-CLOCKS_MOST_S: Final = 1.0
 RUNS_KEPT: Final = 200
-_NAME: Final = COORDINATOR
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
-
-
-class Members(Protocol):
-    """Who takes part now, by incarnation."""
-
-    def __call__(self) -> Mapping[str, Member]: ...
-
-
-class StageState(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage of one process has answered."""
-
-    stage: str
-    group: str
-    instance: str
-    state: str  #: ``started``, ``stopped``, ``not recording``, ``failed``, ``no answer``
-    error: str | None = None
-    rank: int = 0  #: Of a TP stage's processes.
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,18 +86,6 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-class Process(NamedTuple):
-    """Which one is asked. Ranks 1.. of a TP stage are no members: rank 0 passes on what they are asked and answer."""
-
-    instance: str
-    rank: int = 0
-
-    @property
-    def name(self) -> str:
-        """As event files and clocks have it."""
-        return f"{self.instance}.rank{self.rank}" if self.rank else self.instance
-
-
 class Profiling:
     """All profiles that this coordinator has started."""
 
@@ -130,15 +101,12 @@ class Profiling:
         self._given = session
         self._limits = Limits()
         self._members = members
-        self._send = send
         self._loop = loop
-        self._clocks = clocks
+        self._questions = Questions(members, send, loop, clocks)
         self._measuring: asyncio.Task[Any] | None = None
         self._measured_at = loop.time()
         self._runs: dict[str, Run] = {}
         self._order: tuple[str, Order] | None = None  #: (run id, what was ordered) of the run that is recorded.
-        self._calls: dict[str, tuple[Process, int, asyncio.Future[ProfilerReply]]] = {}  #: call -> (asked, sent at, …)
-        self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
 
     # --- what a client asks for ---------------------------------------------------------------------------------
@@ -176,17 +144,17 @@ class Profiling:
             )
             self._order = run_id, order
             # The coordinator starts last and stops first: a request that it has recorded is recorded in every stage.
-            answers = self._loop.create_task(self._ask_all(lambda call: _start_message(call, order)))
+            answers = self._loop.create_task(self._questions.ask_all(lambda call: _start_message(call, order)))
             await asyncio.wait([answers], timeout=TOGETHER_S)
             # The coordinator's own process has no kernels: it records events, and takes no trace.
             own = await self._here(lambda: self._session.start(msgspec.structs.replace(order, torch_template=None)))
             states = [self._own(own), *await answers]
             if states[0].state == STARTED:
                 self._remember(Run(run_id=run_id, event_dir=folder, started_at=time.time(), torch=torch))
-                await self._measure_clocks()
+                await self._questions.measure_clocks()
             else:
                 self._order = None
-                states[1:] = await self._ask_all(lambda call: ProfilerStop(call, run_id))
+                states[1:] = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
             return ProfileAnswer(
                 run_id=run_id,
                 event_dir=folder,
@@ -205,10 +173,10 @@ class Profiling:
             run = self._runs.get(known) if known is not None else None
             if run_id is not None and run is None:
                 raise RequestError("not_found", f"no profile run {run_id[:80]!r} is known here", param="run_id")
-            await self._measure_clocks()
+            await self._questions.measure_clocks()
             own = self._own(await self._here(lambda: self._session.stop(run_id)))
             self._order = None
-            states = await self._ask_all(lambda call: ProfilerStop(call, run_id))
+            states = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
             if run is not None:
                 run.recording = False
             return ProfileAnswer(
@@ -231,7 +199,7 @@ class Profiling:
         here |= dict(await self._here(lambda: self._session.files(run_id)))
         found = [RunFile(name=_name("", path), instance="", path=path, nbytes=size) for path, size in here.items()]
         members = dict(self._members())
-        replies = await self._replies(_processes(members), lambda call: ProfilerRead(call, run_id))
+        replies = await self._questions.replies(processes(members), lambda call: ProfilerRead(call, run_id))
         for process, reply in replies.items():
             if isinstance(reply, ProfilerReply):
                 found += [
@@ -264,35 +232,27 @@ class Profiling:
 
     def replied(self, sender: str, message: ProfilerReply) -> None:
         """A process has answered."""
-        known = self._calls.get(message.call_id)
-        if known is None or known[0].instance != sender:
-            return
-        process, sent_ns, future = self._calls.pop(message.call_id)
-        self._note_clock(process.name, sent_ns, message)
-        if not future.done():
-            future.set_result(message)
+        self._questions.replied(sender, message)
 
     def lost(self, instance: str) -> None:
         """A process is gone: nobody waits for its answer."""
-        for call_id, (asked, _, future) in list(self._calls.items()):
-            if asked.instance == instance:
-                del self._calls[call_id]
-                if not future.done():
-                    future.set_exception(ConfigurationError("the process is gone"))
+        self._questions.lost(instance)
 
     def joined(self, instance: str) -> None:
         """A process that comes while a run is recorded takes part in it. Its answer tells its clock."""
         order = self._order[1] if self._order is not None else None
-        make = _clock_question if order is None else lambda call: _start_message(call, order)
+        make = clock_question if order is None else lambda call: _start_message(call, order)
         member = self._members().get(instance)
-        self._loop.create_task(self._replies(_processes({} if member is None else {instance: member}), make))
+        self._loop.create_task(self._questions.replies(processes({} if member is None else {instance: member}), make))
 
     def beat(self) -> None:
         """Called every now and then: a run ends when its time is over, here as everywhere. Clocks are measured."""
         now = self._loop.time()
         if now - self._measured_at >= CLOCKS_S and (self._measuring is None or self._measuring.done()):
             self._measured_at = now
-            self._measuring = self._loop.create_task(self._replies(_processes(self._members()), _clock_question))
+            self._measuring = self._loop.create_task(
+                self._questions.replies(processes(self._members()), clock_question)
+            )
         if self._given is not None and self._given.recording is not None:
             self._given.thread.submit(self._given.expire)
 
@@ -308,58 +268,13 @@ class Profiling:
             raise RequestError("unsupported_endpoint", "this process takes no profiles")
         return self._given
 
-    async def _measure_clocks(self) -> None:
-        """Several times: of the measurements the most certain one counts, and a busy process is not always busy."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOCKS_MOST_S):
-                for _ in range(CLOCK_QUESTIONS):
-                    await self._replies(_processes(self._members()), _clock_question)
-
-    async def _ask_all(self, make: Callable[[str], Question]) -> list[StageState]:
-        members = dict(self._members())
-        states = []
-        for process, reply in (await self._replies(_processes(members), make)).items():
-            member = members[process.instance]
-            if isinstance(reply, ProfilerReply):
-                answered = {stage: reply.stages.get(stage, "") for stage in member.stages}
-                if reply.error is not None:
-                    answered = dict.fromkeys(member.stages, f"failed: {reply.error}")
-            else:
-                answered = dict.fromkeys(member.stages, reply)
-            states += [_state(stage, member.group, process, said) for stage, said in answered.items()]
-        return states
-
-    async def _replies(
-        self, asked: Sequence[Process], make: Callable[[str], Question]
-    ) -> dict[Process, ProfilerReply | str]:
-        """Each process's answer, or why there is none."""
-        answers = await asyncio.gather(*(self._call(process, make) for process in asked))
-        return dict(zip(asked, answers, strict=True))
-
-    async def _call(self, process: Process, make: Callable[[str], Question]) -> ProfilerReply | str:
-        call_id = f"profile-{next(self._numbers)}"
-        future: asyncio.Future[ProfilerReply] = self._loop.create_future()
-        self._calls[call_id] = (process, time.time_ns(), future)
-        question = make(call_id)
-        try:
-            if not self._send(
-                process.instance, RankQuestion(process.rank, process.name, question) if process.rank else question
-            ):
-                return "no answer: the process is gone"
-            async with asyncio.timeout(ANSWER_S):
-                return await future
-        except ConfigurationError as error:
-            return f"no answer: {error}"
-        except TimeoutError:
-            return f"no answer within {ANSWER_S:g} s"
-        finally:
-            self._calls.pop(call_id, None)
-
     async def _piece(self, run_id: str, file: RunFile, offset: int) -> bytes:
         if not file.instance:
             return await self._here(lambda: _read(Path(file.path), offset))
         owner = Process(file.instance, file.rank)
-        reply = await self._call(owner, lambda call: ProfilerRead(call, run_id, path=file.path, offset=offset))
+        reply = await self._questions.call(
+            owner, lambda call: ProfilerRead(call, run_id, path=file.path, offset=offset)
+        )
         if not isinstance(reply, ProfilerReply):
             raise ConfigurationError(f"{file.name}: {reply}")
         if reply.error is not None:
@@ -369,50 +284,13 @@ class Profiling:
     async def _here(self, work: Callable[[], Made]) -> Made:
         return await self._loop.run_in_executor(self._session.thread, work)
 
-    def _note_clock(self, name: str, sent_ns: int, reply: ProfilerReply) -> None:
-        """How far the process's clock is from ours, for records of requests and for whoever reads its events."""
-        distance = self._clocks.measured(
-            name,
-            sent_ns=sent_ns,
-            there_received_ns=reply.received_ns,
-            there_sent_ns=reply.sent_ns,
-            received_ns=time.time_ns(),
-        )
-        facts = {
-            "incarnation": name,
-            "offset_ns": distance.offset_ns,
-            "uncertainty_ns": distance.uncertainty_ns,
-            "reference": _NAME,
-        }
-        recorder.emit(events.CLOCK_OFFSET, "", _NAME, facts)
-
     def _remember(self, run: Run) -> None:
         self._runs[run.run_id] = run
         if len(self._runs) > RUNS_KEPT:
             del self._runs[next(iter(self._runs))]
 
     def _own(self, states: Mapping[str, str]) -> StageState:
-        return _state(_NAME, _NAME, Process(""), states[_NAME])
-
-
-def _processes(members: Mapping[str, Member]) -> list[Process]:
-    """All ranks of all members."""
-    return [Process(instance, rank) for instance, member in members.items() for rank in range(member.ranks)]
-
-
-def _state(stage: str, group: str, process: Process, said: str) -> StageState:
-    word, _, why = said.partition(": ")
-    state, error = word, None
-    if word == "failed":
-        error = why
-    elif word.startswith("no answer"):
-        state, error = "no answer", why or word
-    return StageState(stage=stage, group=group, instance=process.instance, state=state, error=error, rank=process.rank)
-
-
-def _clock_question(call_id: str) -> Question:
-    """Any question does: each answer carries the process's time."""
-    return ProfilerRead(call_id, "")
+        return state_of(COORDINATOR, COORDINATOR, Process(""), states[COORDINATOR])
 
 
 def _start_message(call_id: str, order: Order) -> ProfilerStart:
