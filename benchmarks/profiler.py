@@ -100,11 +100,13 @@ class Pipeline:
 
     async def connect(self) -> None:
         where = urlsplit(self.url)
+        assert where.hostname is not None and where.port is not None
+        host, port = where.hostname, where.port
         head = f"POST /v1/pipeline HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
         request = f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY
         loop = asyncio.get_running_loop()
         for _ in range(CONCURRENCY):
-            _, one = await loop.create_connection(lambda: Connection(request), where.hostname, where.port)
+            _, one = await loop.create_connection(lambda: Connection(request), host, port)
             self._connections.append(one)
 
     def close(self) -> None:
