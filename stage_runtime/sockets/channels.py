@@ -1,43 +1,38 @@
 """The control plane of one process: one socket that receives, a link per peer, PUB or SUB for broadcasts.
 
 Owned by the process's one I/O thread (an asyncio loop; uvloop in production); `Link.send` alone may be called from
-other threads. `opening` makes the sockets; `rules.links` keeps sequence numbers and acknowledgements. This module
-counts, orders and acknowledges messages, passes them to a `Handler`, and detects dead peers by libzmq's heartbeats
-and disconnects, which work while Python holds the GIL.
-
-Over 450 lines and one module: every method reads or changes the table of links, which has one owner.
+other threads. `opening` makes the sockets, `reading` reads them, `connecting` connects links and detects dead peers;
+`rules.links` keeps sequence numbers and acknowledgements. This module has the table of links: it counts, orders and
+acknowledges messages, and passes them to a `Handler`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
-import math
-import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Final, Protocol
 
 import zmq
 
-from stage_runtime.errors import LimitReached, OtherProtocol, ProtocolError, describe
+from stage_runtime.errors import LimitReached, ProtocolError, describe
 from stage_runtime.rules.links import Incoming, Standing, Verdict
 from stage_runtime.sockets import limits
 from stage_runtime.sockets.addresses import Security
-from stage_runtime.sockets.dialing import Connection, Dialers
+from stage_runtime.sockets.broadcasts import Broadcasts
+from stage_runtime.sockets.connecting import Connecting
+from stage_runtime.sockets.dialing import Dialers
 from stage_runtime.sockets.links import Link
 from stage_runtime.sockets.opening import Sockets
+from stage_runtime.sockets.reading import Reading
 from stage_runtime.sockets.resending import Acknowledging, Resending
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
     FRAME_LIMIT,
-    PROTOCOL,
     Abort,
     Ack,
     Envelope,
-    Frame,
     Message,
     RequestRef,
 )
@@ -45,11 +40,6 @@ from stage_runtime.wire.messages import (
 log = logging.getLogger(__name__)
 
 SETTLED_POLL_S: Final = 0.01
-READABLE: Final = int(zmq.POLLIN)  # an operation on the enumeration costs as much as the look itself
-DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop gets its turn
-DRAIN_S: Final = 0.01  # as well: a Hello takes longer than an ack
-CLOCK_EVERY: Final = 16  # frames
-RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer: kill is seen in < 1 s
 DISMISS_S: Final = 5.0  # to connect and be acknowledged
 DISMISSING_MOST: Final = 16  # of them at once
 GIVEN_UP_KEPT: Final = 1000  # peers
@@ -95,32 +85,42 @@ class Channels:
         """
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
-        self.interrupted: set[str] = set()  #: Peers whose connection broke and is not back: most are lost soon.
-        #: Monotonic time of the last frame of another protocol, or connection that ended at once.
-        self.other_protocol_at = -math.inf
         self._handler = handler
         self._loop = loop
-        self._dead_after_s = dead_after_s
+        self._reading = Reading(loop, self.counters)
         self._sockets = Sockets(
             loop,
             security=security,
             dead_after_s=dead_after_s,
-            handshake_failed=lambda why: self._refuse("handshake_failures", why),
-            short_connection=self._short_connection,
+            handshake_failed=lambda why: self._reading.refuse("handshake_failures", why),
+            short_connection=self._reading.short_connection,
         )
         self._dialers = Dialers(self._sockets, loop)
         self._pulls: list[zmq.Socket[bytes]] = []
-        self._subscriptions: dict[str, zmq.Socket[bytes]] = {}
-        self._publisher: zmq.Socket[bytes] | None = None
+        self._broadcasts = Broadcasts(
+            incarnation,
+            sockets=self._sockets,
+            reading=self._reading,
+            counters=self.counters,
+            heard=self._take_broadcast,
+        )
         self._sessions = itertools.count(1)
         self._links: dict[str, Link] = {}  #: By incarnation.
         self._unnamed: dict[str, Link] = {}  #: By endpoint: connected, not introduced yet.
         self._given_up: dict[str, Incoming] = {}  #: Of the last link to a peer that was dropped, the oldest first.
-        self._watchers: dict[Link, Callable[[bool], None]] = {}
         self._acks = Acknowledging(loop, self._wake)
         self._resending = Resending(loop, self.counters, self._dialers.turn)
+        self._connecting = Connecting(
+            loop,
+            self._dialers,
+            self.counters,
+            dead_after_s=dead_after_s,
+            current=lambda link: not self._closed and self._links.get(link.peer) is link,
+            connected=self._connected,
+            flush=self._resending.flush,
+            gone=self._gone,
+        )
         self._dismissing = 0  #: Connections that were opened for one message.
-        self._logged_refusals: set[str] = set()
         self._closed = False
         self._idle_after_s = idle_after_s
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -136,28 +136,18 @@ class Channels:
         pull.maxmsgsize = FRAME_LIMIT
         bound = self._sockets.bind(pull, endpoint)
         self._pulls.append(pull)
-        self._sockets.read(pull, lambda: self._drain(pull, self._take))
+        self._sockets.read(pull, lambda: self._reading.drain(pull, self._take))
         return bound
 
     def bind_publisher(self, endpoint: str) -> str:
-        self._publisher = self._sockets.make(zmq.PUB)
-        return self._sockets.bind(self._publisher, endpoint)
+        return self._broadcasts.bind(endpoint)
 
     def subscribe(self, endpoint: str) -> None:
         """Receive a coordinator's broadcasts."""
-        if endpoint in self._subscriptions:
-            return
-        subscription = self._sockets.make(zmq.SUB)
-        subscription.maxmsgsize = FRAME_LIMIT
-        subscription.subscribe(b"")
-        self._sockets.connect(subscription, endpoint)
-        self._subscriptions[endpoint] = subscription
-        self._sockets.read(subscription, lambda: self._drain(subscription, self._take_broadcast))
+        self._broadcasts.subscribe(endpoint)
 
     def unsubscribe(self, endpoint: str) -> None:
-        subscription = self._subscriptions.pop(endpoint, None)
-        if subscription is not None:
-            self._sockets.forget(subscription)
+        self._broadcasts.unsubscribe(endpoint)
 
     def connect(self, peer: str, endpoint: str, *, asleep: bool = False) -> Link:
         """The link to ``peer``, made if need be; ``peer`` may be empty until it introduces itself (`name`).
@@ -173,7 +163,7 @@ class Channels:
         if not asleep:
             limits.check()
             try:
-                self._dial(link)
+                self._connecting.dial(link)
             except zmq.ZMQError as error:
                 raise LimitReached(f"no socket can be opened: {error}") from error
         if peer:
@@ -226,16 +216,21 @@ class Channels:
 
     def publish(self, message: Message) -> None:
         """Broadcast ``message`` to all subscribers; it may be lost."""
-        if self._publisher is not None:
-            frame = codec.encode(Frame(PROTOCOL, self.incarnation, "", 0, 0, 0, 0, message))
-            try:
-                self._publisher.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                self.counters["publish_dropped"] += 1
+        self._broadcasts.publish(message)
 
     @property
     def peers(self) -> list[str]:
         return list(self._links)
+
+    @property
+    def interrupted(self) -> set[str]:
+        """Peers whose connection broke and is not back: most are lost soon."""
+        return self._connecting.interrupted
+
+    @property
+    def other_protocol_at(self) -> float:
+        """Monotonic time of the last frame of another protocol, or connection that ended at once."""
+        return self._reading.other_protocol_at
 
     async def settled(self, timeout_s: float) -> bool:
         """Wait until every sent frame is acknowledged. False after ``timeout_s``."""
@@ -281,27 +276,16 @@ class Channels:
             self._close_link(link)
         self._links.clear()
         self._unnamed.clear()
-        for socket in [*self._pulls, *self._subscriptions.values()]:
+        for socket in self._pulls:
             self._sockets.forget(socket)
-        if self._publisher is not None:
-            self._publisher.close(linger=0)
+        self._broadcasts.close()
         self._dialers.close()
         self._sockets.close()
 
     # --- hearing ------------------------------------------------------------------------------------------------
 
-    def _opened(self, data: bytes) -> Envelope | None:
-        try:
-            return codec.opened(data)
-        except OtherProtocol as error:
-            self.other_protocol_at = time.monotonic()
-            self._refuse("other_protocol", str(error))
-        except ProtocolError as error:
-            self._refuse("malformed", str(error))
-        return None
-
     def _take(self, data: bytes) -> None:
-        frame = self._opened(data)
+        frame = self._reading.opened(data)
         if frame is None:
             return
         if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
@@ -369,76 +353,31 @@ class Channels:
         return None
 
     def _introduce(self, frame: Envelope) -> Link | None:
-        message = self._read(frame)
+        message = self._reading.message(frame)
         if message is None:
             return None
         if self._handler.introduced(frame.sender, message):
             return self._links.get(frame.sender)
-        self._refuse("unknown_peers", f"{type(message).__name__} from {frame.sender!r}, which is not registered")
+        self._reading.refuse(
+            "unknown_peers", f"{type(message).__name__} from {frame.sender!r}, which is not registered"
+        )
         return None
 
-    def _take_broadcast(self, data: bytes) -> None:
-        frame = self._opened(data)
-        message = self._read(frame) if frame is not None and frame.sender in self._links else None
-        if frame is not None and isinstance(message, Abort):
+    def _take_broadcast(self, frame: Envelope) -> None:
+        message = self._reading.message(frame) if frame.sender in self._links else None
+        if isinstance(message, Abort):
             self._handler.received(frame.sender, message)
 
-    def _read(self, frame: Envelope) -> Message | None:
-        """Decode a message outside the order; None: it is malformed."""
-        try:
-            return codec.read(frame)
-        except ProtocolError as error:
-            self._refuse("malformed", str(error))
-            return None
-
-    def _short_connection(self) -> None:
-        self.other_protocol_at = time.monotonic()
-
-    def _refuse(self, kind: str, why: str) -> None:
-        self.counters[kind] += 1
-        if why not in self._logged_refusals and len(self._logged_refusals) < 100:
-            self._logged_refusals.add(why)
-            log.warning("dropped (%s): %s", kind, why)
-
-    def _drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
-        """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves."""
-        began = time.monotonic()
-        for number in range(1, DRAIN_BUDGET + 1):
-            try:
-                data = socket.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return  # nothing is left to read, or it was closed under us
-            try:
-                take(data)
-            except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
-                self.counters["handler_errors"] += 1
-                log.exception("a message could not be dealt with")
-            if not _readable(socket):  # costs less than `zmq.Again`
-                return
-            if not number % CLOCK_EVERY and time.monotonic() - began > DRAIN_S:
-                break
-        self._loop.call_soon(self._drain, socket, take)
-
     # --- watching lives -----------------------------------------------------------------------------------------
-
-    def _dial(self, link: Link) -> None:
-        watcher = functools.partial(self._connection_changed, link)
-        connection = self._dialers.dial(link.endpoint, watcher)
-        self._watchers[link] = watcher
-        link.connection = connection
-        if connection.connected:
-            self._resending.flush(link)
-        else:
-            self._loop.call_later(self._dead_after_s, self._must_be_connected, link, connection, connection.breaks)
 
     def _wake(self, link: Link) -> None:
         """Connect a link that sleeps."""
         if link.connection is None and not link.closed and not self._closed:
             self.counters["woken"] += 1
             try:
-                self._dial(link)
+                self._connecting.dial(link)
             except zmq.ZMQError as error:
-                self._refuse("limits", f"{link.peer} cannot be connected to: {error}")
+                self._reading.refuse("limits", f"{link.peer} cannot be connected to: {error}")
                 self._loop.call_soon(self._lose, link)
 
     def _stalled(self, link: Link) -> None:
@@ -450,47 +389,18 @@ class Channels:
         self._wake(link)
         self._resending.flush(link)
 
-    def _connection_changed(self, link: Link, connected: bool) -> None:
-        connection = link.connection
-        if connection is None:
-            return
-        if connected:
-            self.interrupted.discard(link.peer)
-            self.counters["connected"] += 1
-            self._resending.again(link)
-            self._acks.connected(link)
-            return
-        self.interrupted.add(link.peer)
-        self.counters["disconnected"] += 1
-        self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, connection.breaks)
+    def _connected(self, link: Link) -> None:
+        self._resending.again(link)
+        self._acks.connected(link)
 
-    def _must_be_connected(self, link: Link, connection: Connection, since: int, again: bool = True) -> None:
-        """since: the break that this is the grace of; one after it has a grace of its own.
-
-        again: an end that accepts connections may only be slow to shake hands, and gets a second grace. No more: a
-        frozen one accepts them, too.
-        """
-        if self._closed or self._links.get(link.peer) is not link or link.connection is not connection:
-            return
-        connection.look()
-        if connection.connected or connection.breaks != since:
-            return
-        if connection.reached and again:
-            self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, since, False)
-            return
+    def _gone(self, link: Link) -> None:
         log.info("peer %s at %s is gone", link.peer, link.endpoint)
         self._lose(link)
 
     def _close_idle(self, every_s: float) -> None:
         """Let the links sleep that were not used since the last look."""
         self._idle_timer = self._loop.call_later(every_s, self._close_idle, every_s)
-        for link in self._links.values():
-            if not link.used and not link.keep_awake:
-                connection = link.sleep()
-                if connection is not None:
-                    self.counters["idle_closed"] += 1
-                    connection.leave(self._watchers.pop(link))
-            link.used = False
+        self._connecting.let_sleep(self._links.values())
 
     def _lose(self, link: Link) -> None:
         if self._links.get(link.peer) is link:
@@ -502,12 +412,4 @@ class Channels:
         self._acks.forget(link)
         self._resending.forget(link)
         link.close()
-        if link.connection is not None:
-            link.connection.leave(self._watchers.pop(link))
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    try:
-        return bool(int(socket.getsockopt(zmq.EVENTS)) & READABLE)
-    except zmq.ZMQError:  # closed under us
-        return False
+        self._connecting.leave(link)

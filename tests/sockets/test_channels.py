@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from stage_runtime.errors import ConfigurationError, ValueRefused
-from stage_runtime.sockets import channels, opening
+from stage_runtime.sockets import broadcasts, channels, opening
 from stage_runtime.sockets.addresses import Security, check, resolve
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import (
@@ -477,7 +477,7 @@ async def test_broadcasts_of_another_protocol_are_counted_as_such(
     async with ends(a, b):
         introduce(a, b)
         b.channels.subscribe(a.channels.bind_publisher(f"ipc://{short_path}/pub"))
-        monkeypatch.setattr(channels, "PROTOCOL", PROTOCOL + 1)
+        monkeypatch.setattr(broadcasts, "PROTOCOL", PROTOCOL + 1)
         while not b.channels.counters["other_protocol"]:
             a.channels.publish(Abort("r1", 1, "aa", "cancelled"))
             await asyncio.sleep(0.02)

@@ -1,0 +1,95 @@
+"""Reads a process's sockets: frames are taken one after the other, and what cannot be taken is counted and logged.
+
+Here: envelopes and refusals. Not here: links, order and delivery (`channels`). On the process's I/O thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+
+from stage_runtime.errors import OtherProtocol, ProtocolError
+from stage_runtime.wire import codec
+from stage_runtime.wire.messages import Envelope, Message
+
+log = logging.getLogger(__name__)
+
+READABLE: Final = int(zmq.POLLIN)  # an operation on the enumeration costs as much as the look itself
+DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop gets its turn
+DRAIN_S: Final = 0.01  # as well: a Hello takes longer than an ack
+CLOCK_EVERY: Final = 16  # frames
+LOGGED_MOST: Final = 100  # reasons
+
+
+class Reading:
+    """What a process reads and refuses."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, counters: Counter[str]) -> None:
+        #: Monotonic time of the last frame of another protocol, or connection that ended at once.
+        self.other_protocol_at = -math.inf
+        self._loop = loop
+        self._counters = counters
+        self._logged: set[str] = set()
+
+    def drain(self, socket: zmq.Socket[bytes], take: Callable[[bytes], None]) -> None:
+        """The descriptor is edge-triggered: read until nothing is left, or come back by ourselves."""
+        began = time.monotonic()
+        for number in range(1, DRAIN_BUDGET + 1):
+            try:
+                data = socket.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return  # nothing is left to read, or it was closed under us
+            try:
+                take(data)
+            except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
+                self._counters["handler_errors"] += 1
+                log.exception("a message could not be dealt with")
+            if not _readable(socket):  # costs less than `zmq.Again`
+                return
+            if not number % CLOCK_EVERY and time.monotonic() - began > DRAIN_S:
+                break
+        self._loop.call_soon(self.drain, socket, take)
+
+    def opened(self, data: bytes) -> Envelope | None:
+        """Decode an envelope; None: it is malformed, or of another protocol."""
+        try:
+            return codec.opened(data)
+        except OtherProtocol as error:
+            self.other_protocol_at = time.monotonic()
+            self.refuse("other_protocol", str(error))
+        except ProtocolError as error:
+            self.refuse("malformed", str(error))
+        return None
+
+    def message(self, frame: Envelope) -> Message | None:
+        """Decode a message outside the order; None: it is malformed."""
+        try:
+            return codec.read(frame)
+        except ProtocolError as error:
+            self.refuse("malformed", str(error))
+            return None
+
+    def short_connection(self) -> None:
+        """A peer connected and left at once."""
+        self.other_protocol_at = time.monotonic()
+
+    def refuse(self, kind: str, why: str) -> None:
+        """Count it, and log each reason once."""
+        self._counters[kind] += 1
+        if why not in self._logged and len(self._logged) < LOGGED_MOST:
+            self._logged.add(why)
+            log.warning("dropped (%s): %s", kind, why)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    try:
+        return bool(int(socket.getsockopt(zmq.EVENTS)) & READABLE)
+    except zmq.ZMQError:  # closed under us
+        return False
