@@ -34,6 +34,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: LogFormat = "text"
     arena_bytes: int | None = None  #: Size of the relay's arena; None: derived from the plan.
     status_fd: int | None = None  #: Write end of the pipe to the supervisor; None: started by hand.
+    pod_uid: str = ""  #: Of Kubernetes; a fact by which a relay is chosen.
     code_dir: Path | None = None  #: Where the supervisor has put ``code.inline`` already (it is on PYTHONPATH).
 
 
@@ -250,7 +251,7 @@ class _Reader:
             raise ConfigurationError(f"{name}: {path}: {error.strerror}") from error
 
 
-_PASSED_ON = ("OMNI_CONTROL_KEY_FILE", "OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_ARENA_MB")
+_PASSED_ON = ("OMNI_CONTROL_KEY_FILE", "OMNI_PROFILE_ROOT", "OMNI_LOG_FORMAT", "OMNI_ARENA_MB", "OMNI_POD_UID")
 
 
 def _plan(read: _Reader, kind: type[Plan]) -> Plan:
@@ -299,6 +300,7 @@ def _common(read: _Reader) -> dict[str, Any]:
         "arena_bytes": arena_mb << 20 or None,
         "status_fd": None if status_fd < 0 else status_fd,
         "code_dir": None if code_dir is None else Path(code_dir),
+        "pod_uid": read.optional("OMNI_POD_UID") or "",
     }
 
 

@@ -248,9 +248,9 @@ class DataPlane(Spec, frozen=True, kw_only=True):
     """Transport of tensors between pods."""
 
     rdma: Annotated[Rdma | None, doc("RDMA devices for the stages' pods.")] = None
-    allow_tcp: Annotated[bool, doc("Whether tensors may use plain TCP where no faster transport works.")] = field(
-        name="allowTCP", default=True
-    )
+    allow_tcp: Annotated[
+        bool, doc("Whether tensors between stages may use TCP; false: refused where no faster way works.")
+    ] = field(name="allowTCP", default=True)
 
 
 class Prefetch(Spec, frozen=True, kw_only=True):

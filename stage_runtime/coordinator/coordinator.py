@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.membership import Membership
@@ -32,6 +33,7 @@ from stage_runtime.wire.messages import (
     PeerUnreachable,
     ProfilerReply,
     Ready,
+    RelayFailure,
     Release,
     RequestRef,
     Shutdown,
@@ -56,6 +58,7 @@ class Coordinator:
         self._loop = loop
         self._releases = Releases(loop, lambda peer, message: self._channels.send(peer, message))
         self._channels: Channels
+        self._relays: Relays
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             Stream: lambda sender, message: self.manager.answers.stream(sender, message),
             Complete: lambda sender, message: self.manager.answers.complete(sender, message),
@@ -63,6 +66,7 @@ class Coordinator:
             Stalled: lambda sender, message: self.manager.readers.stalled(sender, message.source, message.stalled),
             ForwardAbort: self._forward_abort,
             ForwardAbortReply: lambda sender, message: self.manager.abort_forwarding.answered(sender, message),
+            RelayFailure: self._relay_failed,
             Release: lambda sender, message: self.manager.send_queues.released(sender, message.transfers),
             Beat: lambda sender, message: self.membership.beat(sender, message),
             Ready: self._ready,
@@ -90,6 +94,7 @@ class Coordinator:
         terminal_stages: the pipeline's terminalStagesFn. tracing: None: requests are not traced.
         """
         self._channels = channels
+        self._relays = relays
         self.membership = Membership(
             pipeline=self._plan.pipeline,
             incarnation=self.incarnation,
@@ -144,6 +149,13 @@ class Coordinator:
             self.profiling.lost(peer)
 
     # --- what the process does with it --------------------------------------------------------------------------
+
+    def relay_failed(self, peer: str, relay: str, reason: str) -> None:
+        """Called by the relays, in any thread."""
+        self._channels.send(peer, RelayFailure(relay, clipped(reason)))
+
+    def _relay_failed(self, sender: str, message: RelayFailure) -> None:
+        self._relays.fail(sender, message.relay, message.reason, tell=False)
 
     def release(self, peer: str, transfer: int) -> None:
         """The last view of a stage's transfer is gone: release it."""

@@ -151,6 +151,7 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         loop=loop,
         incarnation=incarnation,
         on_release=coordinator.release,
+        on_failed=coordinator.relay_failed,
         security=security,
         settings=process_context.relay_settings(settings),
     )

@@ -87,6 +87,9 @@ def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettin
     arena = settings.arena_bytes or min(defaults.arena_bytes, int(memory_limit() * ARENA_SHARE))
     return RelaySettings(
         asked=_asked(settings),
+        allow_tcp=not isinstance(settings, StageSettings) or settings.plan.allow_tcp,
+        pod=settings.pod_uid,
+        coordinator=not isinstance(settings, StageSettings),
         arena_bytes=arena,
         prefault_bytes=min(defaults.prefault_bytes, arena),
         bind=bind,

@@ -55,8 +55,11 @@ class RankProcess:
         *,
         incarnation: Incarnation,
         idle_after_s: float | None = None,
+        relay_failed: Callable[[str, str, str], None] = lambda peer, relay, reason: None,
     ) -> Channels:
-        """Open both planes under ``incarnation``; ``stack`` closes them, relays first. idle_after_s: of links."""
+        """Open both planes under ``incarnation``; ``stack`` closes them, relays first. idle_after_s: of links.
+        relay_failed: `Relays`' ``on_failed``.
+        """
         settings = self._settings
         loop = asyncio.get_running_loop()
         security = process_context.security(settings.control_key)
@@ -74,6 +77,7 @@ class RankProcess:
             loop=loop,
             incarnation=incarnation,
             on_release=release,
+            on_failed=relay_failed,
             security=security,
             settings=process_context.relay_settings(settings),
         )

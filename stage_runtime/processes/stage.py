@@ -109,7 +109,12 @@ class StageProcess(RankProcess):
         """Open the planes under the current incarnation and register."""
         settings, host = self._settings, self._host
         channels = self._listen(
-            host, host.release, stack, incarnation=self._incarnations.current, idle_after_s=IDLE_AFTER_S
+            host,
+            host.release,
+            stack,
+            incarnation=self._incarnations.current,
+            idle_after_s=IDLE_AFTER_S,
+            relay_failed=host.relay_failed,
         )
         self._registration = Registration(
             channels,

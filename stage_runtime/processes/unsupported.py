@@ -40,7 +40,7 @@ HONOURED: Final = frozenset(
     coordinator.retries coordinator.drain.timeoutSeconds
     profiling.enabled profiling.maxSeconds
     observability.tracing.endpoint observability.tracing.sampleRatio
-    control.heartbeatSeconds control.deadAfterSeconds
+    control.heartbeatSeconds control.deadAfterSeconds dataPlane.allowTCP
     """.split()
 )
 
@@ -54,7 +54,6 @@ NOT_IN_THIS_VERSION: Final[Mapping[str, str]] = {
     "stages[].relay.worldSize": "there is no NCCL relay",
     "stages[].relay.device": "tensors travel through the host's memory",
     "dataPlane.rdma": "no relay uses RDMA devices",
-    "dataPlane.allowTCP": "between pods tensors travel over tcp all the same",
 }
 
 #: Field, with all that is in it -> what one machine has instead.

@@ -71,7 +71,9 @@ class Choices:
         return choice
 
     def fail(self, peer: Peer, relay: str, reason: str) -> bool:
-        """``relay`` does not reach ``peer``: use the next one. False: that was known, or the peer is not."""
+        """``relay`` does not reach ``peer``: use the next one. False: that was known, or the peer is not, or nothing is
+        left to use: then this one is tried again.
+        """
         with self._lock:
             known = self._peers.get(peer)
             used = [each for each in known.reached if each.relay == relay and each.failed is None] if known else []
@@ -80,6 +82,11 @@ class Choices:
             reached = tuple(
                 msgspec.structs.replace(each, failed=reason) if each.relay == relay else each for each in known.reached
             )
+            try:
+                choosing.choose("auto", reached, own=self._own, peer=known.facts, allow_tcp=self._allow_tcp)
+            except RelayRefused:
+                log.warning("relay %s to %s failed: %s; there is no other", relay, peer, reason)
+                return False
             self._peers[peer] = _Known(known.facts, reached, {})
         return True
 
@@ -88,10 +95,7 @@ class Choices:
         if peer not in self._peers:
             return
         self.failovers[relay] += 1
-        try:
-            log.warning("relay %s to %s failed: %s; using %s", relay, peer, reason, self.choose(peer, relay).relay)
-        except RelayRefused as error:
-            log.error("relay %s to %s failed: %s; nothing takes over: %s", relay, peer, reason, error)
+        log.warning("relay %s to %s failed: %s; using %s", relay, peer, reason, self.choose(peer, relay).relay)
 
     def used(self) -> dict[str, dict[str, str]]:
         """Peer -> relay -> medium, of what was chosen since its facts came."""

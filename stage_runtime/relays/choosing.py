@@ -70,8 +70,10 @@ def choose(
     wanted: ``auto``, or the relay that the pipeline names. That one is used or refused, except to and from a
     coordinator, where it is a preference: large bodies of clients travel there, and ``shm`` never crosses pods.
     After a failure of the one that was used, the next one follows, and ``tcp`` is the last.
+    allow_tcp: of the pipeline, for its stages: what clients send travels over TCP anyway.
     Raises: RelayRefused: says why each relay is not used.
     """
+    allow_tcp = allow_tcp or own.coordinator or peer.coordinator
     usable = [each for each in reached if each.failed is None and (allow_tcp or each.medium != "tcp")]
     failed = {each.relay: each.failed for each in reached if each.failed is not None}
     named = next((each for each in usable if each.relay == wanted), None)

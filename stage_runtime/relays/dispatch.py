@@ -163,6 +163,11 @@ class Relays:
         relay, rest = self._announced(metadata, peer)
         return relay.get(rest, request_id=request_id, peer=Peer(peer), holder=holder)
 
+    def report(self, metadata: bytes, *, peer: str, error: RelayFailed) -> None:
+        """What ``peer`` put does not come: by its relay, nothing more is sent between the two."""
+        name, _, _ = bytes(metadata).partition(b":")
+        self.fail(peer, name.decode("ascii", "replace"), str(error))
+
     def decline(self, metadata: bytes, *, peer: str) -> None:
         """Let go of what ``peer`` has announced without fetching it: its request is not known here, or over.
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.relays.base import Peer, TransferId
 
 NOTHING: Final = memoryview(b"")
@@ -45,7 +45,7 @@ class Completion:
     async def wait(self, timeout: float | None, what: str, moved: Callable[[], float] = lambda: 0.0) -> None:
         """moved: when something last moved, on `time.monotonic`.
 
-        Raises: TransferError: as it ended, or nothing of ``what`` moved for ``timeout`` seconds.
+        Raises: TransferError: as it ended. RelayFailed: nothing of ``what`` moved for ``timeout`` seconds.
         """
         if not self._over:
             if self._future is None:
@@ -54,7 +54,7 @@ class Completion:
             while not self._over:
                 left = None if timeout is None else max(begun, last) + timeout - time.monotonic()
                 if left is not None and left <= 0:
-                    raise TransferError(f"{what}: not complete after {timeout:.3g} s without progress")
+                    raise RelayFailed(f"{what}: not complete after {timeout:.3g} s without progress")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(self._future), left)
                 last = moved()

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ValueRefused
@@ -41,6 +42,7 @@ from stage_runtime.wire.messages import (
     Message,
     RankQuestion,
     Rejected,
+    RelayFailure,
     RequestRef,
     Shutdown,
     Skip,
@@ -193,6 +195,10 @@ class Host:
     def release(self, peer: str, transfer: int) -> None:
         """The last view of a peer's transfer is gone: release it."""
         self._releases.add(peer, transfer)
+
+    def relay_failed(self, peer: str, relay: str, reason: str) -> None:
+        """Called by the relays, in any thread."""
+        self.process.send(peer, RelayFailure(relay, clipped(reason)))
 
     def beat(self) -> dict[str, float]:
         """Send load and progress to every coordinator. Returns: the gauges of this process."""

@@ -30,6 +30,7 @@ from stage_runtime.wire.messages import (
     HandBack,
     Header,
     Member,
+    RelayFailure,
     Release,
     Skip,
     Stalled,
@@ -69,6 +70,7 @@ class Requests:
             Abort: self._abort,
             Ended: self._ended,
             Release: self._release,
+            RelayFailure: self._relay_failed,
             Consumed: self._consumed,
         }
 
@@ -202,6 +204,9 @@ class Requests:
 
     def _release(self, sender: str, message: Release) -> None:
         self._process.send_queues.released(sender, message.transfers)
+
+    def _relay_failed(self, sender: str, message: RelayFailure) -> None:
+        self._process.relays.fail(sender, message.relay, message.reason, tell=False)
 
     def _consumed(self, sender: str, message: Consumed) -> None:
         stage_input = self._process.sibling(message.source)

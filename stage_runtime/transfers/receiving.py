@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.errors import ProtocolError, TransferError
+from stage_runtime.errors import ProtocolError, RelayFailed, TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.base import RelayOperation
@@ -104,9 +104,11 @@ class Fetching:
             with contextlib.suppress(TransferError):
                 self._relays.decline(body.transfer, peer=peer)
             self._relays.cleanup(request_id)
+            if isinstance(error, RelayFailed):
+                self._relays.report(body.transfer, peer=peer, error=error)
             failed(error)
             return
-        task = self._loop.create_task(self._await(operation, body, request_id, then, failed))
+        task = self._loop.create_task(self._await(operation, peer, body, request_id, then, failed))
         self._tasks[task] = request_id
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
@@ -124,6 +126,7 @@ class Fetching:
     async def _await(
         self,
         operation: RelayOperation,
+        peer: str,
         body: Body,
         request_id: str,
         then: Callable[[Fetched], None],
@@ -133,6 +136,8 @@ class Fetching:
             buffer = await operation.wait_for_completion(self._stalled_s)
         except (TransferError, ProtocolError) as error:
             self._relays.cleanup(request_id)  # or its claim would stay until the peer is forgotten
+            if isinstance(error, RelayFailed):  # its sender learns of it first: the request may be tried again at once
+                self._relays.report(body.transfer, peer=peer, error=error)
             failed(error)
             return
         try:

@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import RelayRefused, TransferError
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.base import RelayOperation
@@ -234,6 +234,8 @@ class SendQueues:
                 try:
                     if not pending.work.aborted and not self._start(queue, pending):
                         break
+                except RelayRefused as error:
+                    lost.append((pending, error))
                 except TransferError:
                     log.info(
                         "a payload to %s is kept: no relay reaches it; its request ends when it is lost",

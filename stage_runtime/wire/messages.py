@@ -164,6 +164,13 @@ class Release(BaseMessage, frozen=True, tag=6):
     transfers: tuple[int, ...]
 
 
+class RelayFailure(BaseMessage, frozen=True, tag=14):
+    """Either end of an edge → the other: ``relay`` does not move bytes between the two. Use the next one."""
+
+    relay: Name
+    reason: str
+
+
 class Consumed(BaseMessage, frozen=True, tag=7):
     """Stream consumer → producer: chunks of this weight in all have been taken; send as much again."""
 
@@ -437,6 +444,7 @@ Message: TypeAlias = (
     | Complete
     | Abort
     | Release
+    | RelayFailure
     | Consumed
     | Ended
     | HandBack

@@ -561,6 +561,13 @@ CASES: dict[str, tuple[Document, list[str]]] = {
             "connect them without TCP",
         ],
     ),
+    "a library's own sockets are TCP, too": (
+        pair(relayBackend="nixl", dataPlane={"allowTCP": False}),
+        [
+            "dataPlane.allowTCP: is false, but 'a' and 'b' run in different pods and relayBackend 'nixl' cannot "
+            "connect them without TCP: set dataPlane.rdma",
+        ],
+    ),
     "rdma is a way between pods": (
         pair(dataPlane={"allowTCP": False, "rdma": {"resourceName": "rdma/hca"}}),
         [],

@@ -109,6 +109,7 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "stages[].streamDoneToFn": ("stages.a.streamDoneToFn=m:g",),
     "stages[].projectPayload": ("stages.a.projectPayload={b: 'm:g'}",),
     "stages[].relay.credits": ("stages.a.relay.credits=5",),
+    "dataPlane.allowTCP": ("dataPlane={allowTCP: false, rdma: {resourceName: rdma/hca}}",),
     "env[].name": ("env[0].name=C",),
     "env[].value": ("env[0].value=x",),
     "env[].valueFrom.secretKeyRef.name": ("env[1].valueFrom.secretKeyRef.name=s2",),

@@ -45,6 +45,7 @@ def broken(reached: Reached) -> Reached:
         ("nixl", [SHM, NIXL, TCP], {}, ("nixl", "tcp", None)),
         ("tcp", [SHM, NIXL, TCP], {}, ("tcp", "tcp", None)),
         ("shm", [TCP], {"peer": COORDINATOR}, ("tcp", "tcp", None)),
+        ("auto", [TCP], {"peer": COORDINATOR, "allow_tcp": False}, ("tcp", "tcp", None)),
         ("nixl", [broken(NIXL), MOONCAKE, TCP], {}, ("tcp", "tcp", "nixl")),
         ("nixl", [SHM, broken(NIXL), TCP], {}, ("shm", "memory", "nixl")),
         ("auto", [broken(SHM), TCP], {}, ("tcp", "tcp", "shm")),

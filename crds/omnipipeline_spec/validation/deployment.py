@@ -145,10 +145,11 @@ def _storage(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _transports(spec: PipelineConfig) -> Iterator[Fault]:
-    """Without TCP an edge between pods needs a backend that works between pods, and its devices."""
-    if spec.data_plane.allow_tcp or spec.relay_backend in ("nixl", "mooncake", "nccl"):
-        return
-    if spec.relay_backend == "auto" and spec.data_plane.rdma is not None:
+    """Without TCP an edge between pods needs RDMA devices, and a backend that uses them: the others write to sockets,
+    each by its own library.
+    """
+    by_rdma = spec.relay_backend in ("auto", "nixl", "mooncake", "nccl")
+    if spec.data_plane.allow_tcp or (by_rdma and spec.data_plane.rdma is not None):
         return
     groups = grouping.group(spec)
     unit_of = {stage.name: groups.unit_of(name) for name, members in groups.groups.items() for stage in members}
@@ -158,5 +159,6 @@ def _transports(spec: PipelineConfig) -> Iterator[Fault]:
         if far:
             message = f"is false, but {stage.name!r} and {far[0]!r} run in different pods and relayBackend "
             message += f"{spec.relay_backend!r} cannot connect them without TCP"
+            message += ": set dataPlane.rdma" if by_rdma else ""
             yield Fault(path="dataPlane.allowTCP", message=message, names=(stage.name, far[0]))
             return

@@ -220,6 +220,7 @@ def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
     environment = [
         _variable("OMNI_PLAN", f"{volumes.PLAN_DIR}/plan.json"),
         {"name": "OMNI_POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
+        {"name": "OMNI_POD_UID", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.uid"}}},
         _variable("OMNI_LOG_FORMAT", "json"),
         _variable("OMNI_PROFILE_ROOT", volumes.PROFILES_DIR),
     ]

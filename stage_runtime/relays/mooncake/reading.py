@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays import arena, pages
@@ -66,10 +66,11 @@ class Incoming:
 
 
 class _Failure(msgspec.Struct, frozen=True):
-    """Why a transfer is not here. moves: its bytes may still come."""
+    """Why a transfer is not here. moves: its bytes may still come. broken: nothing is read from that peer."""
 
     reason: str
     moves: bool
+    broken: bool = False
 
 
 class Reading:
@@ -192,7 +193,7 @@ class Reading:
         is_here = self._engine.read(route.facts.session, ours, theirs, nbytes)
         now = time.monotonic()
         if not is_here:
-            return _Failure(f"{route.peer} is not reached", moves=now - begun >= LATE_S)
+            return _Failure(f"{route.peer} is not reached", moves=now - begun >= LATE_S, broken=True)
         route.moved_at = now
         return None
 
@@ -204,7 +205,7 @@ class Reading:
             return
         if failure is not None:
             why = f"transfer {incoming.key[1]} from {incoming.key[0]}: {failure.reason}"
-            incoming.operation.fail(TransferError(why))
+            incoming.operation.fail((RelayFailed if failure.broken else TransferError)(why))
         if not route.gone:
             self._on_release(*incoming.key)
         if failure is not None and failure.moves:

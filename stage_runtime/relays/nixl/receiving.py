@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.relays import pages
 from stage_runtime.relays.arena import PAGE, Arena
@@ -122,7 +122,8 @@ class Receiving:
         if found is None:
             return False
         incoming = found[1]
-        incoming.operation.fail(TransferError(f"transfer {notice.transfer} from {peer}: {notice.reason[:200]}"))
+        kind = TransferError if notice.settled else RelayFailed  # unsettled: the connection broke while it moved
+        incoming.operation.fail(kind(f"transfer {notice.transfer} from {peer}: {notice.reason[:200]}"))
         self._give_up(incoming.key)
         if notice.settled:
             self._settled(incoming)
@@ -231,7 +232,8 @@ class Receiving:
         if reason is None:
             self._complete(incoming)
             return
-        incoming.operation.fail(TransferError(f"transfer {incoming.key[1]} from {incoming.key[0]}: {reason}"))
+        kind = RelayFailed if broken else TransferError
+        incoming.operation.fail(kind(f"transfer {incoming.key[1]} from {incoming.key[0]}: {reason}"))
         self._give_up(incoming.key)
         self._settled(incoming)
 

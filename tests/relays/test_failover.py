@@ -1,0 +1,199 @@
+"""A relay that fails between two living processes: the next one takes over, counted, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from stage_runtime.errors import RelayFailed, TransferError
+from stage_runtime.payloads import encoding
+from stage_runtime.payloads.pack import Pack
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.registry import RELAYS, Entry
+from stage_runtime.relays.shm.relay import ShmRelay
+from stage_runtime.transfers.receiving import Fetched, Fetching
+from stage_runtime.wire.messages import Body
+from tests.relays.relay_pairs import MIB, SMALL, FarEnd
+
+ARRAY = np.arange(3 * MIB, dtype=np.uint8)
+
+
+class Refusing(ShmRelay):
+    """A relay whose puts find their peer unreachable."""
+
+    name = "refusing"
+
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None:
+        raise RelayFailed("its socket is closed")
+
+
+class Silent(ShmRelay):
+    """A relay whose bytes never come."""
+
+    name = "silent"
+
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
+        announced = self._decoded(metadata, peer)
+        return GetOperation(Completion(self._loop), TransferId(announced.transfer), peer, metadata)
+
+
+def refusing(context: RelayContext) -> Refusing:
+    return Refusing(context)
+
+
+def silent(context: RelayContext) -> Silent:
+    return Silent(context)
+
+
+TABLE: Mapping[str, Entry] = {
+    "refusing": Entry(factory=f"{__name__}:refusing", auto=False),
+    "silent": Entry(factory=f"{__name__}:silent", auto=False),
+    "shm": RELAYS["shm"],
+    "tcp": RELAYS["tcp"],
+}
+
+
+class Two:
+    """``a`` and ``b`` in this process; a failure that one reports is told to the other at once."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.a, self.b = (self._end(name, other) for name, other in ("ab", "ba"))
+        self.a.open("b", self.b.facts())
+        self.b.open("a", self.a.facts())
+
+    def _end(self, name: str, other: str) -> Relays:
+        def failed(peer: str, relay: str, reason: str) -> None:
+            self.told.append((name, relay))
+            {"a": self.a, "b": self.b}[peer].fail(name, relay, reason, tell=False)
+
+        return Relays(
+            loop=asyncio.get_running_loop(),
+            incarnation=name,
+            on_release=lambda peer, transfer: self.a.released("b", transfer),
+            on_failed=failed,
+            settings=msgspec.structs.replace(SMALL, asked=frozenset({"refusing", "silent"})),
+            table=TABLE,
+        )
+
+    def put(self, backend: str) -> RelayOperation:
+        operation = self.a.put(encoding.extract(ARRAY), request_id="r", peer="b", backend=backend)
+        assert operation is not None
+        return operation
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
+
+
+async def test_a_put_that_fails_goes_by_the_next_relay_and_both_ends_know(caplog: pytest.LogCaptureFixture) -> None:
+    two = Two()
+    try:
+        assert (two.a.choose("b", "refusing"), two.b.choose("a", "refusing")) == ("refusing", "refusing")
+        put = two.put("refusing")
+        assert put.metadata.startswith(b"shm:")
+        view = await two.b.get(put.metadata, request_id="r", peer="a").wait_for_completion(5)
+        assert bytes(view) == ARRAY.tobytes()
+        assert (two.a.choose("b", "refusing"), two.b.choose("a", "refusing")) == ("shm", "shm")
+        assert two.told == [("a", "refusing")]
+        for _ in range(3):
+            two.put("refusing")
+        async with asyncio.timeout(10):
+            while not two.a.stats()["refusing_failovers"]:
+                await asyncio.sleep(0.01)
+        said = [record.message for record in caplog.records if "refusing to b failed" in record.message]
+        assert said == ["relay refusing to b failed: its socket is closed; using shm"]
+        del view
+    finally:
+        two.close()
+
+
+async def test_bytes_that_do_not_come_fail_their_request_and_the_next_one_goes_by_another_relay() -> None:
+    two = Two()
+    fetching = Fetching(two.b, asyncio.get_running_loop(), stalled_s=0.1)
+    over: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    try:
+        put = two.put("silent")
+
+        def fetch(transfer: bytes) -> None:
+            fetching.fetch("a", Body(b"", (), transfer=transfer), "r", over.set_result, over.set_result)
+
+        fetch(put.metadata)
+        failure = await asyncio.wait_for(over, 10)
+        assert isinstance(failure, TransferError) and "without progress" in str(failure)
+        assert two.told == [("b", "silent")]
+        over = asyncio.get_running_loop().create_future()
+        fetch(two.put("silent").metadata)
+        fetched = await asyncio.wait_for(over, 10)
+        assert isinstance(fetched, Fetched) and fetched.nbytes == ARRAY.nbytes
+        fetched.discard()
+    finally:
+        fetching.close()
+        two.close()
+
+
+async def test_the_last_relay_is_never_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    two = Two()
+    try:
+        for relay in ("shm", "tcp", "tcp"):
+            two.a.fail("b", relay, "it stalled")
+        assert two.a.choose("b") == "tcp"
+        assert two.told == [("a", "shm")]
+        assert "relay tcp to b failed: it stalled; there is no other" in caplog.text
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+async def test_a_library_that_cannot_reach_a_living_peer_is_replaced(backend: str) -> None:
+    """The far end is alive, and what it announced of its backend leads nowhere."""
+    far = FarEnd()
+    near = Relays(
+        loop=asyncio.get_running_loop(),
+        incarnation="near",
+        on_release=lambda peer, transfer: None,
+        settings=msgspec.structs.replace(SMALL, asked=frozenset({backend})),
+    )
+    try:
+        facts = dict(far.facts)
+        facts[backend] = NOWHERE[backend](dict(facts[backend]))
+        near.open("far", facts)
+        far.ask(do="open", facts=near.facts())
+        fetching = Fetching(near, asyncio.get_running_loop())
+        over: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        metadata = base64.b64decode(far.ask(do="put", nbytes=MIB, mark=3, backend=backend))
+        assert near.choose("far", backend) == backend
+        fetching.fetch("far", Body(b"", (), transfer=metadata), "r", over.set_result, over.set_result)
+        assert isinstance(await asyncio.wait_for(over, 30), RelayFailed)
+        assert near.choose("far", backend) == "shm"
+        again = near.put(encoding.extract(ARRAY), request_id="r", peer="far", backend=backend)
+        assert again is not None
+        got = far.ask(do="get", metadata=base64.b64encode(again.metadata).decode())
+        assert got["sha"] == hashlib.sha256(ARRAY.data).hexdigest()
+        fetching.close()
+    finally:
+        near.close()
+        far.close()
+
+
+def _closed_session(facts: dict[str, Any]) -> dict[str, Any]:
+    return {**facts, "session": "127.0.0.1:1"}
+
+
+def _other_metadata(facts: dict[str, Any]) -> dict[str, Any]:
+    return {**facts, "metadata": "00" * 64}
+
+
+NOWHERE = {"mooncake": _closed_session, "nixl": _other_metadata}
