@@ -129,6 +129,10 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     keep the gaps between tokens of the other requests small. kv_cache_bytes: None takes what the device offers, at
     most what ``max_requests`` of full length need. policy: ``fcfs`` or ``priority``.
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``.
+    own_process: compute in a process of its own, so that nothing else of the stage delays a step.
+    data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
+    cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
+    frozen_after_s: an engine process that gives no sign of life for so long is killed; its requests fail.
     """
 
     model: str
@@ -147,6 +151,10 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "fcfs"
     prefix_caching: bool = True
     linears: str = "auto"
+    own_process: bool = False
+    data_parallel_size: int = 1
+    cores: Sequence[Sequence[int]] = ()
+    frozen_after_s: float = 10.0
 
 
 class Session(Protocol):

@@ -202,14 +202,11 @@ def _takes_one(fn: Callable[..., Any], what: str, blame: str) -> None:
 
 def _autoregressive(made: Autoregressive, blame: str, context: StageContext | None) -> Engine:
     """Load its model. Imports torch and transformers, which other stages do not need."""
-    from stage_runtime.engines.autoregressive import loading as models
-    from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+    from stage_runtime.engines.autoregressive import making
 
     if context is not None and context.tp_size > 1:
         raise ConfigurationError(f"{blame} returned omni.Autoregressive, which takes no tpSize above 1 yet")
-    device = "cpu" if context is None else context.device
-    loaded = models.load(made, device=device, say=(lambda text: None) if context is None else context.progress)
-    return AutoregressiveEngine(made, loaded.core, loaded.tokenizer, context)
+    return making.make(made, context)
 
 
 def _simple(made: Simple, blame: str) -> Engine:

@@ -100,6 +100,7 @@ class Context:
         socket.maxmsgsize = FRAME_MOST
         if kind == "ROUTER":
             socket.router_mandatory = True  # else frames to a peer that is gone are dropped silently
+            socket.router_handover = True  # a peer that takes the place of one that was killed is no duplicate of it
         if kind == "XPUB":
             socket.xpub_verbose = True  # tells of each subscriber, not of the first one alone
         return socket

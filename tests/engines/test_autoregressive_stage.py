@@ -112,6 +112,11 @@ class Stage:
         assert rig.inbox.parking.all == 0
 
 
+def deliver_text(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
+    if generation.finish is not None:
+        yield omni.Result(generation.answer)
+
+
 def prompt(payload: omni.StagePayload) -> omni.Prompt:
     data = payload.data
     if isinstance(data, Exception):
@@ -217,6 +222,52 @@ def test_an_engine_that_ends_waits_for_readers_that_lag() -> None:
         rig.inbox.close()
         threading.Timer(0, held.set_result, [None]).start()
         assert rig.outbox.several(2) == [("a", "chunk", [8, 9]), ("a", "done", {"finish": "length", "tokens": 2})]
+
+
+class GatedTokenizer:
+    """Encodes long texts only when ``gate`` is set; one token a character."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.asked = threading.Semaphore(0)
+
+    def __deepcopy__(self, memo: object) -> GatedTokenizer:
+        return self
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        if len(text) > 100:
+            self.asked.release()
+            assert self.gate.wait(100)
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_a_long_text_is_encoded_while_other_requests_are_computed_and_refused_if_it_is_too_long() -> None:
+    def text(payload: omni.StagePayload) -> omni.Prompt:
+        return omni.Prompt(text=payload.data, params={"max_tokens": 3, "temperature": 0})
+
+    tokenizer = GatedTokenizer()
+    core = scripted_core(ScriptedExecutor(), blocks=2600, max_model_len=9_000)
+    spec = omni.Autoregressive(model="", prompt=text, deliver=deliver_text, params={"temperature": 0})
+    with running(AutoregressiveEngine(spec, core, tokenizer, None)) as rig:
+        rig.start("long", "a" * 100_000)
+        assert tokenizer.asked.acquire(timeout=100)
+        rig.start("fits", "a" * 8_500)
+        rig.start("aborted", "a" * 8_500)
+        for name in "bcd":
+            rig.start(name, name)
+        assert sorted(rig.outbox.several(3)) == [("b", "done", "cde"), ("c", "done", "def"), ("d", "done", "efg")]
+        rig.abort("aborted")
+        tokenizer.gate.set()
+        assert rig.outbox.next() == (
+            "long",
+            "failed",
+            "InvalidRequest: the prompt has 100000 tokens; with an answer it may have 9000",
+        )
+        assert rig.outbox.next() == ("fits", "done", "bcd")
+    assert core.scheduler.pool.free == core.scheduler.pool.capacity
 
 
 def test_an_aborted_request_is_computed_no_further_and_its_id_may_come_again() -> None:

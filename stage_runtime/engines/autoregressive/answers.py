@@ -7,11 +7,13 @@ opens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from stage_runtime.api import Autoregressive, Generation, StageContext
+from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
 from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive import parameters, prompting
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
@@ -23,10 +25,25 @@ from stage_runtime.engines.autoregressive.output_processor import (
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
-from stage_runtime.errors import RequestError
+from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.profiler import events as profile
-from stage_runtime.rules.autoregressive.requests import Finish
+from stage_runtime.rules.autoregressive.requests import Finish, Request
 from stage_runtime.wire.values import StagePayload
+
+LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
+
+#: A request for the engine, and what its check has made of it.
+Entered: TypeAlias = tuple[EngineCoreRequest, Request | None]
+
+
+class _Coming(NamedTuple):
+    """A request that has not become tokens yet."""
+
+    name: str
+    work: Work
+    payload: StagePayload
+    prompt: Prompt
+    params: parameters.SamplingParams
 
 
 class _Answer:
@@ -54,8 +71,11 @@ class Answers:
         *,
         wake: Callable[[], None],
         abort: Callable[[Sequence[str]], None],
+        check: Callable[[EngineCoreRequest], Request | None] = lambda request: None,
     ) -> None:
-        """wake: a gate has opened; called in any thread. abort: these are to be computed no further."""
+        """wake: a gate has opened, or a long prompt is encoded; called in any thread. abort: these are to be computed
+        no further. check: whether the engine could compute a request; in any thread; raises ValueError if not.
+        """
         from stage_runtime.engines.autoregressive.loading import decoder
 
         self.outbox: Outbox  #: Set before anything arrives.
@@ -69,6 +89,11 @@ class Answers:
         self._context = context
         self._wake = wake
         self._abort = abort
+        self._check = check
+        self._own_tokenizer = copy.deepcopy(tokenizer)  #: Of the encoder's thread: none is for two threads at once.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
+        self._encoded: SimpleQueue[tuple[_Coming, Entered | BaseException]] = SimpleQueue()
         self._processor = OutputProcessor(decoder(tokenizer))
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}
@@ -76,7 +101,7 @@ class Answers:
         self._opened: SimpleQueue[str] = SimpleQueue()  #: Requests whose gates are done.
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._answers) + len(self._encoding)
 
     def name(self, work: Work) -> str | None:
         """By which the engine knows a request. In any thread."""
@@ -84,44 +109,98 @@ class Answers:
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
-    def start(self, event: events.Start, check: Callable[[EngineCoreRequest], None]) -> EngineCoreRequest | None:
-        """Prompt to tokens. None: it has failed, alone, whatever was wrong. check: raises what the engine refuses."""
+    def start(self, event: events.Start) -> Entered | None:
+        """Prompt to tokens. None: it has failed, alone, whatever was wrong; or its prompt is long, see `encoded`."""
         work = event.work
         name = self._ids.of(work)
         try:
             self._emit(profile.SCHEDULER_REQUEST_BUILD_START, work)
             prompt = self._prompt(event.payload)
             params = parameters.from_params(prompt.params, self._defaults)
-            tokens = prompting.encode(prompt, self._tokenizer)
-            request = EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=tokens,
-                params=params,
-                priority=prompt.priority,
-                cache_salt=prompt.cache_salt,
-            )
-            check(request)
-            answer = _Answer(work, event.payload.detach(), self.outbox, len(tokens))
-            self._answers[name] = answer
-            self._names[work] = name
-            self._processor.add_request(name, params, len(tokens), answer.collector)
-            self._emit(profile.SCHEDULER_REQUEST_BUILD_END, work)
-            if not self._give(name, answer, Generation(begins=True, prompt_tokens=len(tokens))):
+            coming = _Coming(name, work, event.payload.detach(), prompt, params)
+            if prompting.size(prompt) > LONG:
+                self._encoding[name] = work
+                self._names[work] = name
+                self._encoder.submit(self._encode_apart, coming)
                 return None
+            return self._enter(coming, *self._encode(coming, self._tokenizer))
         except BaseException as error:  # SystemExit too: one request's code must not end the engine
-            self.outbox.fail(work, error)
-            self._drop(name)
-            self._ids.end(name)
+            self._refuse(name, work, error)
             return None
-        self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=len(tokens))
-        return request
+
+    def encoded(self) -> Entered | None:
+        """The next request with a long prompt that has become tokens; None: none now."""
+        while True:
+            try:
+                coming, found = self._encoded.get_nowait()
+            except Empty:
+                return None
+            if self._encoding.pop(coming.name, None) is not coming.work:
+                continue  # aborted meanwhile
+            if isinstance(found, BaseException):
+                self._refuse(coming.name, coming.work, found)
+                continue
+            try:
+                entered = self._enter(coming, *found)
+            except BaseException as error:
+                self._refuse(coming.name, coming.work, error)
+                continue
+            if entered is not None:
+                return entered
+
+    def _encode(self, coming: _Coming, tokenizer: Any) -> Entered:
+        """In any thread, one at a time with the same tokenizer."""
+        prompt = coming.prompt
+        request = EngineCoreRequest(
+            request_id=coming.name,
+            prompt_token_ids=prompting.encode(prompt, tokenizer),
+            params=coming.params,
+            priority=prompt.priority,
+            cache_salt=prompt.cache_salt,
+        )
+        try:
+            return request, self._check(request)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _encode_apart(self, coming: _Coming) -> None:
+        """On the encoder's thread: steps go on meanwhile."""
+        if coming.work.cancelled:
+            return
+        try:
+            found: Entered | BaseException = self._encode(coming, self._own_tokenizer)
+        except BaseException as error:
+            found = error
+        self._encoded.put((coming, found))
+        self._wake()
+
+    def _enter(self, coming: _Coming, request: EngineCoreRequest, prepared: Request | None) -> Entered | None:
+        name, work, count = coming.name, coming.work, len(request.prompt_token_ids)
+        answer = _Answer(work, coming.payload, self.outbox, count)
+        self._answers[name] = answer
+        self._names[work] = name
+        self._processor.add_request(name, coming.params, count, answer.collector)
+        self._emit(profile.SCHEDULER_REQUEST_BUILD_END, work)
+        if not self._give(name, answer, Generation(begins=True, prompt_tokens=count)):
+            return None
+        self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=count)
+        return request, prepared
+
+    def _refuse(self, name: str, work: Work, error: BaseException) -> None:
+        self.outbox.fail(work, error)
+        self._names.pop(work, None)
+        self._drop(name)
+        self._ids.end(name)
 
     def forget(self, work: Work) -> str | None:
         """A request was aborted. Returns: its name, if the engine may have it."""
-        name = self._names.get(work)
-        if name is not None:
-            self._drop(name)
-            self._ids.abort(work)
+        name = self._names.pop(work, None)
+        if name is None:
+            return None
+        self._ids.abort(work)
+        if self._encoding.pop(name, None) is not None:
+            return None
+        self._drop(name)
         return name
 
     # --- what goes out --------------------------------------------------------------------------------------------

@@ -31,11 +31,12 @@ class Loaded(NamedTuple):
     tokenizer: Any
     num_blocks: int
     linears: dict[linears.Backend, int]
+    runner: ModelRunner
 
 
 def load(spec: Autoregressive, *, device: str = "cpu", say: Callable[[str], None] = lambda text: None) -> Loaded:
     """Raises: ConfigurationError: transformers is missing, or the values or the model do not fit."""
-    _check(spec)
+    check(spec)
     if spec.threads is not None and device == "cpu":
         torch.set_num_threads(spec.threads)
     say(f"loading {spec.model}")
@@ -48,7 +49,7 @@ def assemble(
     spec: Autoregressive, model: Any, tokenizer: Any, *, say: Callable[[str], None] = lambda text: None
 ) -> Loaded:
     """As `load`, of a model at hand, whose linear layers are replaced."""
-    _check(spec)
+    check(spec)
     paged = PagedModel(model)
     used: dict[linears.Backend, int] = {}
     if paged.device.type == "cpu":
@@ -72,7 +73,10 @@ def assemble(
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     core = EngineCore(scheduler, InlineExecutor(runner), end_ids=paged.end_ids, vocab_size=paged.vocab_size)
-    return Loaded(core, tokenizer, num_blocks, used)
+    say("warming up")
+    for tokens in {1, spec.max_chunk}:  # the first pass of a shape chooses kernels and allocates
+        runner.execute_dummy_batch(tokens)
+    return Loaded(core, tokenizer, num_blocks, used, runner)
 
 
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
@@ -106,7 +110,8 @@ def _device_budget(device: torch.device) -> int:
     return int(left * DEVICE_SHARE)
 
 
-def _check(spec: Autoregressive) -> None:
+def check(spec: Autoregressive) -> None:
+    """Raises: ConfigurationError: a value is not allowed."""
     for name in ("max_requests", "max_batched_tokens", "max_chunk", "block_size"):
         if getattr(spec, name) < 1:
             raise ConfigurationError(f"omni.Autoregressive({name}={getattr(spec, name)}): at least 1")

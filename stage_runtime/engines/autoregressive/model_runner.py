@@ -49,6 +49,22 @@ class ModelRunner:
             self._execute(step.rows, output)
         return output
 
+    def execute_dummy_batch(self, tokens: int = 1) -> None:
+        """A pass over padding: for a rank in lockstep that has nothing to compute, and to warm up."""
+        device = self.model.device
+        count = max(min(tokens, self.model.positions), 1)
+        blocks = -(-count // self._block_size)
+        meta = BatchMeta([0, count], [0], [[0] * blocks], torch.zeros(count, dtype=torch.long, device=device))
+        with torch.inference_mode():
+            self.model.forward(
+                self._backend,
+                self._backend.plan(meta),
+                torch.zeros(count, dtype=torch.long, device=device),
+                torch.arange(count, device=device),
+                torch.tensor([count - 1], device=device),
+            )
+            self._backend.clear([0])
+
     def _execute(self, rows: Sequence[Row], output: ModelOutput) -> None:
         try:
             with torch.inference_mode():

@@ -45,6 +45,13 @@ def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[C
         yield Result([usage, Finish(generation.finish)])
 
 
+def size(prompt: Prompt) -> int:
+    """About how many characters are to be encoded."""
+    if prompt.tokens is not None:
+        return len(prompt.tokens)
+    return len(prompt.text or "") + sum(len(str(one.get("content", ""))) for one in prompt.messages or ())
+
+
 def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Token ids of a prompt.
 

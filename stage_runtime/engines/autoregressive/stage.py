@@ -13,11 +13,9 @@ from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.answers import Answers
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
-from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
-from stage_runtime.errors import InvalidRequest
-from stage_runtime.rules.autoregressive.requests import Request
 from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
 
 
@@ -32,8 +30,14 @@ class AutoregressiveEngine:
     def __init__(self, spec: Autoregressive, core: EngineCore, tokenizer: Any, context: StageContext | None) -> None:
         self._core = core
         self._arrived = Event()
-        self._answers = Answers(spec, tokenizer, context, wake=self._arrived.set, abort=core.abort_requests)
-        self._prepared: Request | None = None
+        self._answers = Answers(
+            spec,
+            tokenizer,
+            context,
+            wake=self._arrived.set,
+            abort=core.abort_requests,
+            check=core.preprocess_add_request,
+        )
         self._outbox: Outbox
         self._inbox: Inbox
         self._loop: BusyLoop
@@ -62,6 +66,8 @@ class AutoregressiveEngine:
         while True:
             self._arrived.clear()  # before looking: what comes from here on sets it again
             self._answers.flush_opened()
+            if (entered := self._answers.encoded()) is not None:
+                return RequestType.ADD, entered
             while (event := self._inbox.get_nowait()) is not None:
                 item = self._on_event(event)
                 if item is not None:
@@ -89,8 +95,8 @@ class AutoregressiveEngine:
     def _on_event(self, event: events.Incoming) -> tuple[RequestType, Any] | None:
         match event:
             case events.Start():
-                request = self._answers.start(event, self._check)
-                return None if request is None else (RequestType.ADD, (request, self._prepared))
+                entered = self._answers.start(event)
+                return None if entered is None else (RequestType.ADD, entered)
             case events.Abort():
                 name = self._answers.forget(event.work)
                 return None if name is None else (RequestType.ABORT, [name])
@@ -99,12 +105,6 @@ class AutoregressiveEngine:
             case events.StreamDone():
                 self._outbox.fail(event.work, TakesNoChunks(event.source))
         return None
-
-    def _check(self, request: EngineCoreRequest) -> None:
-        try:
-            self._prepared = self._core.preprocess_add_request(request)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
 
     def _forget(self, work: Work) -> None:
         """Nobody waits for it: the step under way is its last. In any thread; an `Abort` event follows."""

@@ -66,6 +66,11 @@ class Balancer:
         """This one gets nothing more: it is dead, or being removed."""
         self._closed.add(rank)
 
+    def open_again(self, rank: int) -> None:
+        """Another engine has the rank of one that was closed."""
+        self._closed.discard(rank)
+        self._counts[rank] = [0, 0]
+
     def _score(self, rank: int) -> int:
         waiting, running = self._counts[rank]
         return waiting * WAITING_WEIGHT + running

@@ -47,6 +47,12 @@ class Scaled(msgspec.Struct, frozen=True):
     engines: int
 
 
+class Replaced(msgspec.Struct, frozen=True):
+    """An engine has ended, and another one has its rank: its steps are counted from the start again."""
+
+    engine: int
+
+
 class Subscribed(msgspec.Struct, frozen=True):
     """A client has come that knows nothing yet."""
 
@@ -55,7 +61,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event: TypeAlias = FirstRequest | StartWave | WaveComplete | Counts | Scaled | Subscribed | Tick
+Event: TypeAlias = FirstRequest | StartWave | WaveComplete | Counts | Scaled | Replaced | Subscribed | Tick
 
 
 class PublishState(msgspec.Struct, frozen=True):
@@ -122,6 +128,8 @@ class Waves:
                 return self._count(event, now)
             case Scaled(engines):
                 return self._scale(engines, now)
+            case Replaced(engine):
+                return self._replace(engine, now)
             case Subscribed():
                 return [self._publish(now)]
             case Tick():
@@ -153,6 +161,12 @@ class Waves:
             # New engines are paused and know no wave: the next request starts all of them together.
             self.running = False
         self._engines = (self._engines + [_Engine() for _ in range(engines - len(self._engines))])[:engines]
+        return [self._publish(now)]
+
+    def _replace(self, engine: int, now: float) -> list[Instruction]:
+        if not 0 <= engine < len(self._engines):
+            return []
+        self._engines[engine] = _Engine()
         return [self._publish(now)]
 
     def _publish_due(self, now: float) -> list[Instruction]:

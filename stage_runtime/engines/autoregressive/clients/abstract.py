@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     EngineCoreRequestType,
     Ready,
     Refused,
+    SchedulerStats,
     UtilityCall,
     UtilityOutput,
     identity,
@@ -35,6 +37,7 @@ from stage_runtime.sockets import multipart
 log = logging.getLogger(__name__)
 
 END_WITHIN_S: Final = 5.0  # of engines that are told to stop
+LOOK_EVERY_S: Final = 1.0  # at whether engines give signs of life
 CONNECT_WITHIN_S: Final = 60.0
 
 
@@ -61,6 +64,11 @@ class MPClient:
         self.reqs_in_flight: dict[str, int] = {}  #: Which engine computes a request.
         self.num_gpu_blocks: dict[int, int] = {}  #: Of each engine.
         self.misread = 0  #: Messages of engines that could not be understood.
+        self.stats: dict[int, SchedulerStats] = {}  #: The newest of each engine.
+        #: Called with requests that are computed from now on: id, and how many tokens of its prompt were cached.
+        self.on_scheduled: Callable[[Sequence[tuple[str, int]]], None] = lambda scheduled: None
+        self._silent: dict[int, int] = {}  #: How often in turn each engine was looked at and had given nothing.
+        self._frozen: set[int] = set()  #: Engines that were killed for their silence.
         self._coordination = coordination
         self._dead: EngineDeadError | None = None
         self._calls = itertools.count()
@@ -137,7 +145,24 @@ class MPClient:
             return []
         code = process.exit_code
         process.close()
+        self.stats.pop(rank, None)
+        self._silent.pop(rank, None)
+        if rank in self._frozen:
+            self._frozen.discard(rank)
+            return self._on_dead(rank, f"engine {rank} gave no sign of life for {self.launch.frozen_after_s:g} s")
         return self._on_dead(rank, f"engine {rank} has ended, exit code {code}")
+
+    def _look(self) -> None:
+        """Kill engines that have been silent for too long; called every `LOOK_EVERY_S`.
+
+        Looks are counted, not seconds: when this process was stopped, too, engines are given their time again.
+        """
+        for rank, engine in self._engines.items():
+            silent = self._silent.get(rank, 0)
+            self._silent[rank] = silent + 1
+            if silent * LOOK_EVERY_S >= self.launch.frozen_after_s:
+                self._frozen.add(rank)
+                engine.signal(signal.SIGKILL)
 
     def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
         """All who wait are told."""
@@ -212,9 +237,14 @@ class MPClient:
                 self.misread += 1
                 log.warning("dropped a message of an engine: %s", error)
                 continue
+            self._silent[outputs.engine_index] = 0
+            if outputs.scheduler_stats is not None and outputs.engine_index in self._engines:
+                self.stats[outputs.engine_index] = outputs.scheduler_stats
+            if outputs.scheduled:
+                self.on_scheduled(outputs.scheduled)
             if outputs.utility_output is not None:
                 on_utility(outputs.utility_output)
-            else:
+            elif outputs.outputs or outputs.refused:
                 taken.append(self._note(outputs))
         return taken
 

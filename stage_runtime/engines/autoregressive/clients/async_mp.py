@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from stage_runtime.engines.autoregressive.clients.abstract import MPClient, result_of
+from stage_runtime.engines.autoregressive.clients.abstract import LOOK_EVERY_S, MPClient, result_of
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.messages import Coordination, EngineCoreOutputs, UtilityOutput
@@ -31,19 +31,28 @@ class AsyncMPClient(MPClient):
         self._results: dict[int, tuple[int, asyncio.Future[Any]]] = {}  #: Rank and future of each call.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: dict[int, int] = {}  #: pidfd of each engine that is watched.
+        self._looking: asyncio.TimerHandle | None = None
 
     @classmethod
     async def start(cls, launch: EngineLaunch, **options: Any) -> Self:
         """Raises: ConfigurationError: an engine could not start."""
         client = await asyncio.to_thread(cls, launch, **options)
-        client._attach()
+        client.attach()
         return client
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Serve the running loop from now on. For who has made the client where no loop runs."""
         self._loop = asyncio.get_running_loop()
+        self._looking = self._loop.call_later(LOOK_EVERY_S, self._look_again)
         self._loop.add_reader(self._output.fileno(), self._read)
         self._loop.call_soon(self._read)  # an edge may have come before we listened
         self._watch()
+
+    def _look_again(self) -> None:
+        assert self._loop is not None
+        self._read()  # what has come since the last turn of the loop counts
+        self._look()
+        self._looking = self._loop.call_later(LOOK_EVERY_S, self._look_again)
 
     def _watch(self) -> None:
         assert self._loop is not None
@@ -129,6 +138,8 @@ class AsyncMPClient(MPClient):
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         """End the engines; ``drain_s``: how long they may finish what is under way."""
+        if self._looking is not None:
+            self._looking.cancel()
         if self._loop is not None:
             self._loop.remove_reader(self._output.fileno())
             for rank in list(self._watched):

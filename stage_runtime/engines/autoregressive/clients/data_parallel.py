@@ -16,7 +16,13 @@ from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, FirstRequest, Scale, identity
+from stage_runtime.engines.autoregressive.process.messages import (
+    EngineCoreOutputs,
+    FirstRequest,
+    Replaced,
+    Scale,
+    identity,
+)
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState
@@ -43,8 +49,8 @@ class DPAsyncMPClient(AsyncMPClient):
         if not multipart.Poller(self._stats).wait(HEAR_WITHIN_S):
             raise ConfigurationError("the coordinator of the engines says nothing")
 
-    def _attach(self) -> None:
-        super()._attach()
+    def attach(self) -> None:
+        super().attach()
         assert self._loop is not None
         self._loop.add_reader(self._stats.fileno(), self._read_stats)
         self._loop.call_soon(self._read_stats)
@@ -71,7 +77,7 @@ class DPAsyncMPClient(AsyncMPClient):
         if self._coordinator.lockstep and not self.engines_running:
             self._tell(FirstRequest(self.current_wave, chosen))
 
-    def _tell(self, said: FirstRequest | Scale) -> None:
+    def _tell(self, said: FirstRequest | Scale | Replaced) -> None:
         self._stats.send([msgspec.msgpack.encode(said)])
         self._read_stats()  # sending may have taken the edge of what has come
 
@@ -93,6 +99,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
 
     def __init__(self, launch: EngineLaunch, coordinator: DPCoordinator, *, elastic: bool = False) -> None:
         self._balancer = Balancer(coordinator.engines)
+        self.lost: set[int] = set()  #: Independent engines that have ended and were not replaced.
         super().__init__(launch, coordinator, ranks=range(coordinator.engines), elastic=elastic)
 
     @classmethod
@@ -124,13 +131,31 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         return self._balancer.choose(rank=rank, pin=pin)
 
     def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
+        serving = rank in self._balancer.open  # and not removed on purpose
         self._balancer.close(rank)
         if self._coordinator.lockstep or not self._balancer.open:
             return super()._on_dead(rank, reason)
+        if serving:
+            log.error("%s; %d others go on", reason, len(self._balancer.open))
+            self.lost.add(rank)
         ended = [name for name, engine in self.reqs_in_flight.items() if engine == rank]
         for name in ended:
             del self.reqs_in_flight[name]
-        return [lost(ended, reason)] if ended else []
+        return [lost(ended, reason)]
+
+    async def replace_async(self, rank: int) -> None:
+        """Start an engine in place of one that has ended; the others serve meanwhile. The client must be elastic.
+
+        Raises: ConfigurationError: it could not start.
+        """
+        while rank in self._engines:  # it has said that it ends
+            self._engines[rank].signal(signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        self.ensure_alive()
+        await self._add_engines([rank])
+        self.lost.discard(rank)
+        self._tell(Replaced(rank))
+        self._balancer.open_again(rank)
 
     async def scale_async(self, engines: int, *, drain_s: float = 60.0) -> None:
         """Add engines, or remove the last ones when they have finished; the others serve meanwhile.

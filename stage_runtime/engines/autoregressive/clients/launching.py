@@ -24,6 +24,7 @@ _Greeting: TypeAlias = Hello | Ready | Failed
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """factory: a dotted name of what returns a `serving.Served`; called in the engine's process with ``kwargs``.
     env: of the processes, over this one's. cores: a list of processors for each engine, in turn; empty: any.
+    frozen_after_s: an engine that gives no sign of life for so long is killed; it gives one each second.
     """
 
     factory: str
@@ -31,6 +32,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     cores: tuple[tuple[int, ...], ...] = ()
     ready_within_s: float = 600.0
+    frozen_after_s: float = 10.0
 
 
 class EngineProcess:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from stage_runtime.engines.autoregressive.clients.abstract import MPClient, result_of
+from stage_runtime.engines.autoregressive.clients.abstract import LOOK_EVERY_S, MPClient, result_of
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, UtilityOutput
@@ -57,9 +57,12 @@ class SyncMPClient(MPClient):
             self._poller.unregister(self._engines[rank].pidfd)
             self._on_exit(rank)
         self.ensure_alive()
-        left = None if deadline is None else deadline - time.monotonic()
-        if not self._poller.wait(left):
+        left = float("inf") if deadline is None else deadline - time.monotonic()
+        if self._poller.wait(max(min(left, LOOK_EVERY_S), 0.0)):
+            return
+        if left <= LOOK_EVERY_S:
             raise TimeoutError("the engine has given nothing")
+        self._look()
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """End the engine; ``drain_s``: how long it may finish what is under way."""

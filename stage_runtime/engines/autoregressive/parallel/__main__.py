@@ -20,6 +20,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     READY,
     EngineCoreRequestType,
     FirstRequest,
+    Replaced,
     Scale,
     SchedulerStats,
     StartWave,
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 SUBSCRIBED: Final = b"\x01"
 UNSUBSCRIBED: Final = b"\x00"
-_FromClient: TypeAlias = FirstRequest | Scale
+_FromClient: TypeAlias = FirstRequest | Replaced | Scale
 
 
 class _FromEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +84,8 @@ class DPCoordinatorProc:
         match self._from_client.decode(said):
             case FirstRequest(wave, engine):
                 self._on(waves.FirstRequest(wave, engine))
+            case Replaced(engine):
+                self._on(waves.Replaced(engine))
             case Scale(engines):
                 self._on(waves.Scaled(engines))
 

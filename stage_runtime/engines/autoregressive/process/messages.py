@@ -54,7 +54,7 @@ class StartWave(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
-    """After a step. kv_blocks: all there are, and those in use."""
+    """After a step, or now and then: an engine's sign of life. kv_blocks: all there are, and those in use."""
 
     waiting: int
     running: int
@@ -62,6 +62,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     current_wave: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
@@ -81,9 +87,13 @@ class UtilityOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step gave one client. timestamp: of the engine's monotonic clock."""
+    """What one step gave one client. timestamp: of the engine's monotonic clock.
+
+    scheduled: requests that are computed from now on, each with how many tokens of its prompt were cached.
+    """
 
     engine_index: int = 0
+    scheduled: tuple[tuple[str, int], ...] = ()
     outputs: tuple[EngineCoreOutput, ...] = ()
     refused: tuple[Refused, ...] = ()
     scheduler_stats: SchedulerStats | None = None
@@ -136,6 +146,12 @@ class Failed(msgspec.Struct, frozen=True, tag="FAILED"):
 
 class FirstRequest(msgspec.Struct, frozen=True, tag="FIRST_REQ"):
     wave: Natural
+    engine: Natural
+
+
+class Replaced(msgspec.Struct, frozen=True, tag="REPLACED"):
+    """An engine has ended, and another one has its rank."""
+
     engine: Natural
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import msgspec
@@ -20,19 +21,24 @@ from stage_runtime.engines.autoregressive.process.messages import (
     identity,
 )
 from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder, Relay
-from stage_runtime.errors import ValueRefused
+from stage_runtime.errors import PeerError, ValueRefused
 from stage_runtime.sockets import multipart
 
 log = logging.getLogger(__name__)
 
 JOIN_S: Final = 6.0
+BEAT_S: Final = 1.0  # an engine that has nothing to say says that it lives
 
 
 class Outputs:
     """``put`` in any thread; the rest is the thread's. It waits for a client that reads nothing."""
 
-    def __init__(self, engine_index: int, *, relay: Relay | None = None) -> None:
+    def __init__(
+        self, engine_index: int, *, alive: Callable[[], EngineCoreOutputs], relay: Relay | None = None
+    ) -> None:
+        """alive: what to say to every client after a second of silence; called in the thread."""
         self._engine_index = engine_index
+        self._alive = alive
         self._queue: SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = SimpleQueue()
         self._encoder = MsgpackEncoder(relay=relay)
         self._thread: threading.Thread | None = None
@@ -66,7 +72,7 @@ class Outputs:
 
     def _write(self, sockets: dict[int, multipart.FrameSocket]) -> None:
         pool = BufferPool(len(sockets) + 1)
-        while (item := self._queue.get()) is not None:
+        while (item := self._next(sockets)) is not None:
             if isinstance(item, bytes):
                 for client, socket in sockets.items():
                     if client != COORDINATOR:
@@ -76,6 +82,19 @@ class Outputs:
             buffer = pool.take()
             frames = self._encode(msgspec.structs.replace(outputs, engine_index=self._engine_index), buffer)
             pool.sent(sockets[client].send(frames, track=True, block=True), buffer, frames)
+
+    def _next(self, sockets: dict[int, multipart.FrameSocket]) -> tuple[int, EngineCoreOutputs] | bytes | None:
+        """The next item of the queue. Meanwhile clients are told that the engine lives."""
+        while True:
+            try:
+                return self._queue.get(timeout=BEAT_S)
+            except Empty:
+                alive = msgspec.structs.replace(self._alive(), engine_index=self._engine_index)
+                frames = self._encoder.encode(alive)
+                for client, socket in sockets.items():
+                    if client != COORDINATOR:
+                        with contextlib.suppress(PeerError):  # it reads nothing: it has messages enough
+                            socket.send(frames)
 
     def _encode(self, outputs: EngineCoreOutputs, buffer: bytearray) -> list[multipart.Buffer]:
         try:

@@ -21,6 +21,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
 from stage_runtime.engines.autoregressive.process.outputs import Outputs
 from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.errors import InvalidRequest, describe
+from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
 from stage_runtime.sockets import multipart
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class EngineCoreProc:
         self._utilities: dict[str, Callable[..., Any]] = {"stats": lambda core: self.stats(), **served.utilities}
         self._init = init
         self._context = multipart.Context()
-        self.outputs = Outputs(engine_index)
+        self.outputs = Outputs(engine_index, alive=lambda: EngineCoreOutputs(scheduler_stats=self.stats()))
+        self._announced: set[str] = set()  #: Requests of which clients know that they are computed.
         self.inputs = Inputs(
             served.core,
             refuse=lambda client, refused: self.outputs.put(client, EngineCoreOutputs(refused=(refused,))),
@@ -45,6 +47,7 @@ class EngineCoreProc:
             utilities=self._utilities.get,
             clients=len(init.inputs),
         )
+        served.core.on_scheduled = self._on_scheduled
         self.loop = self._make_loop()
 
     def _make_loop(self) -> BusyLoop:
@@ -84,6 +87,20 @@ class EngineCoreProc:
         self.inputs.draining = True
         self.loop.request_shutdown(drain=drain)
 
+    def _on_scheduled(self, step: SchedulerOutput) -> None:
+        """Tell clients which requests are computed for the first time."""
+        self._announced.difference_update(step.finished)
+        by_client: dict[int, list[tuple[str, int]]] = {}
+        for row in step.rows:
+            request = row.request
+            if request.generated == 0 and request.id not in self._announced:
+                self._announced.add(request.id)
+                client = self.inputs.owners.get(request.id)
+                if client is not None:
+                    by_client.setdefault(client, []).append((request.id, request.hit_tokens))
+        for client, scheduled in by_client.items():
+            self.outputs.put(client, EngineCoreOutputs(scheduled=tuple(scheduled)))
+
     def deliver(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
         """A step's outputs, to the clients that asked; those of aborted requests to nobody."""
         owners = self.inputs.owners
@@ -103,14 +120,22 @@ class EngineCoreProc:
         return []
 
     def stats(self) -> SchedulerStats:
+        """In any thread: single numbers are read."""
         scheduler = self._core.scheduler
+        pool, stats = scheduler.pool, scheduler.stats
         return SchedulerStats(
             scheduler.waiting,
             scheduler.running,
             self.step_counter,
             self.current_wave,
-            scheduler.pool.capacity,
-            scheduler.pool.capacity - scheduler.pool.free,
+            pool.capacity,
+            pool.capacity - pool.free,
+            pool.cached,
+            self._core.steps,
+            stats.preemptions,
+            stats.prompt_tokens,
+            stats.hit_tokens,
+            stats.generated_tokens,
         )
 
     def _answer(self, client: int, output: UtilityOutput) -> None:

@@ -26,4 +26,4 @@ def autoregressive(**fields: Any) -> Served:
 
     device = fields.pop("device", "cpu")
     loaded = load(Autoregressive(**fields), device=device)
-    return Served(loaded.core, loaded.num_blocks)
+    return Served(loaded.core, loaded.num_blocks, dummy_batch=loaded.runner.execute_dummy_batch)

@@ -1,0 +1,83 @@
+"""From `omni.Autoregressive` to the engine of a stage: in the stage's own thread, or in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from stage_runtime.api import Autoregressive, StageContext
+from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
+from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
+from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
+from stage_runtime.engines.autoregressive.process_stage import ProcessEngine
+from stage_runtime.engines.base import Engine
+from stage_runtime.errors import ConfigurationError
+
+FACTORY: Final = "stage_runtime.engines.autoregressive.process.serving:autoregressive"
+MOST_ENGINES: Final = 64
+#: What an engine process needs not know: functions of the author, and what its client does.
+_OF_THE_STAGE: Final = frozenset(
+    {"prompt", "deliver", "params", "own_process", "data_parallel_size", "cores", "frozen_after_s"}
+)
+
+
+def make(spec: Autoregressive, context: StageContext | None) -> Engine:
+    """Load the model, here or in its processes. Raises: ConfigurationError: it cannot be loaded, or values do not fit.
+
+    Blocks until all is loaded.
+    """
+    from stage_runtime.engines.autoregressive import loading
+
+    loading.check(spec)
+    device = "cpu" if context is None else context.device
+    say = (lambda text: None) if context is None else context.progress
+    if not 1 <= spec.data_parallel_size <= MOST_ENGINES:
+        raise ConfigurationError(
+            f"omni.Autoregressive(data_parallel_size={spec.data_parallel_size}): from 1 to {MOST_ENGINES}"
+        )
+    if not spec.own_process and spec.data_parallel_size == 1:
+        from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+
+        loaded = loading.load(spec, device=device, say=say)
+        return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context)
+    tokenizer = loading.load_tokenizer(spec.model, revision=spec.revision)
+    say(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
+    return _with_processes(spec, launch_of(spec, device), tokenizer, context)
+
+
+def _with_processes(spec: Autoregressive, launch: EngineLaunch, tokenizer: Any, context: StageContext | None) -> Engine:
+    if spec.data_parallel_size == 1:
+        return ProcessEngine(spec, AsyncMPClient(launch), tokenizer, context)
+    coordinator = DPCoordinator(spec.data_parallel_size)
+    try:
+        client = DPLBAsyncMPClient(launch, coordinator, elastic=True)
+    except BaseException:
+        coordinator.close()
+        raise
+    return ProcessEngine(spec, client, tokenizer, context)
+
+
+def launch_of(spec: Autoregressive, device: str) -> EngineLaunch:
+    """How the engine processes of ``spec`` are started."""
+    fields = {name: getattr(spec, name) for name in spec.__struct_fields__ if name not in _OF_THE_STAGE}
+    cores = tuple(tuple(one) for one in spec.cores)
+    if not cores and device == "cpu" and spec.data_parallel_size > 1:
+        cores = divided(sorted(os.sched_getaffinity(0)), spec.data_parallel_size)
+    if cores and spec.threads is None:
+        fields["threads"] = len(cores[0])
+    return EngineLaunch(
+        factory=FACTORY, kwargs={**fields, "device": device}, cores=cores, frozen_after_s=spec.frozen_after_s
+    )
+
+
+def divided(processors: Sequence[int], engines: int) -> tuple[tuple[int, ...], ...]:
+    """Processors for each engine, as many for each: with more threads than processors, engines are many times slower.
+
+    Fewer processors than engines: they share.
+    """
+    each = len(processors) // engines
+    if each == 0:
+        return tuple((processors[rank % len(processors)],) for rank in range(engines))
+    return tuple(tuple(processors[rank * each : (rank + 1) * each]) for rank in range(engines))

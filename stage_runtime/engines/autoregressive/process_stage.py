@@ -1,0 +1,209 @@
+"""Engines in processes of their own as a stage: the stage is their client, on an event loop in its thread.
+
+One engine, or several, among which the client's balancer chooses. The coordinator's bindings choose the instance; what
+is chosen here is only which engine inside it computes a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from threading import Event
+from typing import Any, Final
+
+from stage_runtime.api import Autoregressive, StageContext
+from stage_runtime.engines import events
+from stage_runtime.engines.autoregressive.answers import Answers
+from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
+from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
+from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs
+from stage_runtime.engines.base import Inbox, Outbox, Work
+from stage_runtime.engines.simple import TakesNoChunks
+from stage_runtime.errors import EngineDeadError, RequestError, describe
+
+log = logging.getLogger(__name__)
+
+DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
+
+
+class ProcessEngine:
+    """`engines.base.Engine`."""
+
+    takes_chunks = False
+    takes_admin = False
+    concurrency = 1
+
+    def __init__(
+        self,
+        spec: Autoregressive,
+        client: AsyncMPClient,
+        tokenizer: Any,
+        context: StageContext | None,
+    ) -> None:
+        """client: not attached to a loop yet."""
+        self._client = client
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived = asyncio.Event()
+        self._answers = Answers(spec, tokenizer, context, wake=self._wake, abort=self._abort)
+        self._told = 0  #: Messages of engines that were taken.
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._outbox: Outbox
+        self._inbox: Inbox
+
+    @property
+    def ticks(self) -> int:
+        """Steps of the engines, and what came of them: their progress, for the watchdog."""
+        return self._told + sum(one.steps for one in list(self._client.stats.values()))
+
+    def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
+        """Raises: EngineDeadError: no engine is left. All requests have failed, or fail by that."""
+        self._inbox, self._outbox = inbox, outbox
+        self._answers.outbox = outbox
+        with asyncio.Runner() as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._client.on_scheduled = self._answers.scheduled
+        self._client.attach()
+        reader = asyncio.create_task(self._read())
+        reader.add_done_callback(lambda _task: self._arrived.set())
+        self._inbox.on_abort(self._forget)
+        self._inbox.on_arrival(self._wake)
+        try:
+            while not reader.done():
+                self._arrived.clear()  # before looking: what comes from here on sets it again
+                self._answers.flush_opened()
+                while (entered := self._answers.encoded()) is not None:
+                    await self._add(entered[0])
+                while (event := self._inbox.get_nowait()) is not None:
+                    await self._on_event(event)
+                self._report()
+                if self._inbox.closed and not self._answers:
+                    return
+                await self._wait()
+            reader.result()
+        finally:
+            reader.cancel()
+            self._loop = None
+            with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
+                await reader
+            await asyncio.gather(*self._replacing)  # or their processes would be nobody's
+            await self._client.close(drain_s=DRAIN_S if self._client.reqs_in_flight else 0.0)
+
+    async def _wait(self) -> None:
+        """Until something arrives. Requests that no engine computes any more wait for gates."""
+        parking = self._inbox.parking
+        if not self._answers:
+            parking.rest()
+            try:
+                await self._arrived.wait()
+            finally:
+                parking.resume()
+        elif not self._client.reqs_in_flight:
+            with parking.at_gate():
+                await self._arrived.wait()
+        else:
+            await self._arrived.wait()
+
+    def _wake(self) -> None:
+        """Look again. In any thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just been closed
+                loop.call_soon_threadsafe(self._arrived.set)
+
+    # --- what comes in --------------------------------------------------------------------------------------------
+
+    async def _on_event(self, event: events.Incoming) -> None:
+        match event:
+            case events.Start():
+                entered = self._answers.start(event)
+                if entered is not None:
+                    await self._add(entered[0])
+            case events.Abort():
+                name = self._answers.forget(event.work)
+                if name is not None:
+                    self._abort([name])
+            case events.ChunkIn():
+                self._outbox.fail(event.work, TakesNoChunks(event.chunk.source))
+            case events.StreamDone():
+                self._outbox.fail(event.work, TakesNoChunks(event.source))
+
+    async def _add(self, request: EngineCoreRequest) -> None:
+        """Whatever is wrong with it fails it alone; that engines are dead fails all, by `_read`."""
+        try:
+            await self._client.add_request_async(request)
+        except Exception as error:
+            self._answers.fail(request.request_id, _of_request(error))
+
+    def _abort(self, names: Any) -> None:
+        loop = self._loop
+        if loop is not None:
+            loop.create_task(self._client.abort_requests_async(names)).add_done_callback(_log_failure)
+
+    def _forget(self, work: Work) -> None:
+        """Nobody waits for it. In any thread; an `Abort` event follows."""
+        self._wake()
+
+    # --- what goes out --------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Raises: EngineDeadError."""
+        while True:
+            self._take(await self._client.get_output_async())
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
+        self._told += 1
+        for refused in outputs.refused:
+            self._answers.fail(refused.request_id, RequestError(refused.code, refused.message))
+        if outputs.outputs:
+            aborts = self._answers.deliver(outputs.outputs)
+            if aborts:
+                self._abort(aborts)
+        if isinstance(self._client, DPLBAsyncMPClient) and self._client.lost and not self._replacing:
+            task = asyncio.create_task(self._replace(self._client))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+        self._arrived.set()  # the report, and the end of what is drained
+
+    async def _replace(self, client: DPLBAsyncMPClient) -> None:
+        """Start engines in place of those that have ended, while the others serve."""
+        while client.lost:
+            rank = min(client.lost)
+            try:
+                await client.replace_async(rank)
+            except Exception as error:
+                log.error("engine %d could not be replaced, the stage goes on without it: %s", rank, describe(error))
+                return
+            log.warning("engine %d was replaced", rank)
+
+    def _report(self) -> None:
+        """What `/metrics` shows of all engines of this instance."""
+        stats = list(self._client.stats.values())
+        self._inbox.gauges = {
+            "waiting": sum(one.waiting for one in stats),
+            "running": sum(one.running for one in stats),
+            "kv_blocks": sum(one.kv_blocks for one in stats),
+            "kv_blocks_used": sum(one.kv_blocks_used for one in stats),
+            "kv_blocks_cached": sum(one.kv_blocks_cached for one in stats),
+            "steps_total": sum(one.steps for one in stats),
+            "preemptions_total": sum(one.preemptions for one in stats),
+            "prompt_tokens_total": sum(one.prompt_tokens for one in stats),
+            "prefix_hit_tokens_total": sum(one.prefix_hit_tokens for one in stats),
+            "generated_tokens_total": sum(one.generated_tokens for one in stats),
+        }
+
+
+def _of_request(error: Exception) -> Exception:
+    """The error that a client sees."""
+    if isinstance(error, EngineDeadError):
+        return RequestError("stage_failed", f"the engine has ended: {error}")
+    return error
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("an abort failed: %s", describe(error))

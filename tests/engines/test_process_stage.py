@@ -1,0 +1,179 @@
+"""A stage whose engines are processes of their own: its answers, and what becomes of requests when engines end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stage_runtime as omni
+from stage_runtime.engines.autoregressive import making
+from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
+from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
+from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
+from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
+from stage_runtime.engines.autoregressive.process_stage import ProcessEngine
+from stage_runtime.errors import EngineDeadError
+from stage_runtime.metrics import catalog
+from tests.engines.counting_core import LAUNCHED
+from tests.engines.engine_kit import Rig, running
+from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
+
+PATIENCE_S = 20.0
+SLOW = 200
+LAUNCH = EngineLaunch(factory=LAUNCHED, kwargs={"step_s": 0.001, "slow": SLOW}, frozen_after_s=2.0)
+
+
+def prompt(payload: omni.StagePayload) -> omni.Prompt:
+    data = payload.data
+    return omni.Prompt(tokens=data["tokens"], params={"max_tokens": data.get("count", 3), "temperature": 0})
+
+
+def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
+    if payload.data.get("raises") == generation.completion_tokens:
+        raise ValueError("cannot say that")
+    if generation.finish is not None:
+        yield omni.Result([generation.finish, generation.completion_tokens])
+
+
+def engine(client: AsyncMPClient) -> ProcessEngine:
+    spec = omni.Autoregressive(model="", prompt=prompt, deliver=deliver, params={"max_tokens": 100_000})
+    return ProcessEngine(spec, client, tiny_tokenizer(), None)
+
+
+@contextmanager
+def one() -> Iterator[tuple[Rig, AsyncMPClient]]:
+    client = AsyncMPClient(LAUNCH)
+    with running(engine(client)) as rig:
+        yield rig, client
+
+
+@contextmanager
+def two() -> Iterator[tuple[Rig, DPLBAsyncMPClient]]:
+    client = DPLBAsyncMPClient(LAUNCH, DPCoordinator(2), elastic=True)
+    with running(engine(client)) as rig:
+        yield rig, client
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def answers(rig: Rig, count: int) -> dict[str, tuple[Any, ...]]:
+    return {said[0]: said[1:] for said in rig.outbox.several(count)}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("where", [{"own_process": True}, {"data_parallel_size": 2}])
+def test_engines_in_processes_give_the_tokens_that_transformers_gives_alone(
+    checkpoint: Path, where: dict[str, Any]
+) -> None:
+    def tokens(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
+        if generation.tokens:
+            yield omni.Chunk(list(generation.tokens))
+        if generation.finish is not None:
+            yield omni.Result(generation.prompt_tokens)
+
+    def factory(**settings: Any) -> omni.Autoregressive:
+        params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+        return omni.Autoregressive(
+            model=str(checkpoint), deliver=tokens, params=params, max_chunk=5, block_size=4, threads=1, **where
+        )
+
+    texts = ["a", "the quick brown fox", "the quick brown cat", "zzz" * 9]
+    found = omni.testing.run_stage(factory, texts, threads=1)
+    for text, one in zip(texts, found, strict=True):
+        assert [token for piece in one.data for token in piece] == alone(
+            "llama", tiny_tokenizer()(text)["input_ids"], 12
+        )
+        assert one.result == len(text)
+
+
+def test_what_is_wrong_with_a_request_fails_it_alone_and_the_engines_numbers_are_reported() -> None:
+    with one() as (rig, _client):
+        rig.start("a", {"tokens": [1] * 600})
+        rig.start("b", {"tokens": [9999]})
+        rig.start("c", {"tokens": [7], "count": -1})
+        rig.start("d", {"tokens": [7], "raises": 2})
+        rig.start("e", {"tokens": [7]})
+        found = answers(rig, 5)
+        until(lambda: rig.inbox.gauges.get("steps_total", 0) >= 3)
+        assert set(rig.inbox.gauges) == set(catalog.ENGINE)
+        assert rig.outbox.began_ids == ["d", "e"]
+    assert {name: said[0] for name, said in found.items()} == {**dict.fromkeys("abcd", "failed"), "e": "done"}
+    assert found["a"][1].startswith("RequestError: the prompt has 600 tokens")
+    assert found["e"] == ("done", ["length", 3])
+
+
+def test_an_aborted_request_is_computed_no_further() -> None:
+    with one() as (rig, client):
+        rig.start("a", {"tokens": [1], "count": 100_000 // 250})
+        until(lambda: bool(client.reqs_in_flight))
+        rig.abort("a")
+        until(lambda: not client.reqs_in_flight)
+        rig.start("b", {"tokens": [7]})
+        assert answers(rig, 1) == {"b": ("done", ["length", 3])}
+        until(lambda: client.stats[0].running == 0)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "no sign of life")])
+def test_a_stage_crashes_when_its_only_engine_is_killed_or_frozen(number: int, reason: str) -> None:
+    with pytest.raises(EngineDeadError, match=reason), one() as (rig, client):
+        rig.start("a", {"tokens": [SLOW]})
+        until(lambda: bool(client.reqs_in_flight))
+        os.kill(client.pids[0], number)
+        rig.thread.join(PATIENCE_S)
+        assert not rig.thread.is_alive()
+    assert client.pids == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_of_two_engines_that_ends_takes_its_requests_alone_and_is_replaced(number: int) -> None:
+    with two() as (rig, client):
+        rig.start("a", {"tokens": [SLOW]})
+        rig.start("b", {"tokens": [SLOW]})
+        until(lambda: set(client.reqs_in_flight.values()) == {0, 1})
+        dead, alive = client.reqs_in_flight["a"], client.reqs_in_flight["b"]
+        pids = client.pids
+        os.kill(client._engines[dead].pid, number)
+        name, *said = rig.outbox.next()
+        assert (name, said[0]) == ("a", "failed")
+        assert said[1].startswith(f"RequestError: engine {dead} ")
+        until(lambda: len(client.pids) == 2 and not client.lost)
+        assert client.reqs_in_flight == {"b": alive}
+        rig.start("c", {"tokens": [7]})
+        assert answers(rig, 1) == {"c": ("done", ["length", 3])}
+        os.kill(client._engines[alive].pid, signal.SIGKILL)  # its step has no end
+        assert rig.outbox.next()[:2] == ("b", "failed")
+        until(lambda: len(client.pids) == 2 and not client.lost)
+        assert not set(pids) & set(client.pids)
+
+
+@pytest.mark.parametrize(
+    ("processors", "engines", "expected"),
+    [
+        ([0, 1], 2, ((0,), (1,))),
+        ([4, 5, 6, 7, 8], 2, ((4, 5), (6, 7))),
+        ([3], 2, ((3,), (3,))),
+    ],
+)
+def test_processors_are_divided_among_engines(
+    processors: list[int], engines: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert making.divided(processors, engines) == expected
