@@ -105,10 +105,10 @@ class Membership:
         replaced = self.state.join(msgspec.structs.replace(member, ready=False), message.edges)
         for gone in replaced:
             self.fence(gone)
-        self._adapt_beats()
         me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, self._relays.facts(), ())
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
+        self._adapt_beats()  # after it: whoever was not welcomed yet knows no link that Members could come on
         if not known:
             log.info(
                 "%s (%s, unit revision %s) has joined from %s", member.group, sender, member.revision, member.endpoint

@@ -1,14 +1,24 @@
-"""How often members report their load, by how many there are. Pure."""
+"""How often members report their load, and how often connections are checked, by how many there are. Pure."""
 
 from __future__ import annotations
 
 import math
 from typing import Final
 
-BEAT_COST_S: Final = 20e-6  # processor time of the coordinator for one beat
-SHARE: Final = 0.05  # of a core, for all beats
+BEAT_COST_S: Final = 60e-6  # processor time of the coordinator for a beat that comes alone and wakes two threads
+SHARE: Final = 0.02  # of a core, for all beats
 SHORTEST_S: Final = 0.05  # below it, the plan's `heartbeatSeconds` alone decides
 LONGEST_S: Final = 8.0  # a load that is older is of no use for a binding
+
+
+#: With more connections than this, a process checks the later ones less often: each check costs it 50 us.
+CHECKED_OFTEN: Final = 64
+RAREST: Final = 4.0  # times the interval of the first ones
+
+
+def check_factor(connections: int) -> float:
+    """How many times as long as the first connections' the interval is, between two heartbeats of the next one."""
+    return min(max(connections / CHECKED_OFTEN, 1.0), RAREST)
 
 
 def interval_s(members: int, told_s: float = 0.0) -> float:

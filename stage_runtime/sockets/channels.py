@@ -160,6 +160,7 @@ class Channels:
             return known
         incoming = Incoming(next(self._sessions), self._given_up.get(peer))
         link = Link(self.incarnation, peer, endpoint, incoming, stalled=self._stalled, watch=self._resending.watch)
+        link.keep_awake = not peer
         if not asleep:
             limits.check()
             try:
@@ -169,7 +170,6 @@ class Channels:
         if peer:
             self._links[peer] = link
         else:
-            link.keep_awake = True
             self._unnamed[endpoint] = link
         return link
 

@@ -15,6 +15,9 @@ from typing import Final
 from stage_runtime.sockets.dialing import Connection, Dialers
 from stage_runtime.sockets.links import Link
 
+#: Of links to coordinators. Each of its members checks it, so that it costs it most; and nothing of a frozen one waits
+#: for its members to notice it.
+COORDINATOR_FACTOR: Final = 8.0
 RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer: kill is seen in < 1 s
 
 
@@ -50,7 +53,7 @@ class Connecting:
     def dial(self, link: Link) -> None:
         """Raises: ZMQError: no socket can be opened."""
         watcher = functools.partial(self._changed, link)
-        connection = self._dialers.dial(link.endpoint, watcher)
+        connection = self._dialers.dial(link.endpoint, watcher, COORDINATOR_FACTOR if link.keep_awake else 1.0)
         self._watchers[link] = watcher
         link.connection = connection
         if connection.connected:

@@ -19,6 +19,7 @@ from typing import Final
 
 import zmq
 
+from stage_runtime.rules import beats
 from stage_runtime.sockets.addresses import is_local
 from stage_runtime.sockets.opening import Event, Sockets
 
@@ -45,8 +46,9 @@ MORE: Final = int(zmq.SNDMORE) | NOBLOCK
 class Connection:
     """To one endpoint; links to successive incarnations there share it."""
 
-    def __init__(self, dialer: _Dialer, endpoint: str) -> None:
+    def __init__(self, dialer: _Dialer, endpoint: str, factor: float) -> None:
         self.endpoint = endpoint
+        self.factor = factor  #: How many times as long as usual it waits between heartbeats, at least.
         self.connected = False
         self.breaks = 0  #: How often it has broken.
         self.watchers: list[Callable[[bool], None]] = []  #: Called when it is connected (True) or broken. One per link.
@@ -82,9 +84,10 @@ class Dialers:
         self._shared: dict[bool, _Dialer] = {}  #: By whether its endpoints are on this machine.
         self._named: dict[str, _Dialer] = {}  #: By endpoint: what libzmq calls a name in its events is not known.
 
-    def dial(self, endpoint: str, watcher: Callable[[bool], None]) -> Connection:
+    def dial(self, endpoint: str, watcher: Callable[[bool], None], factor: float = 1.0) -> Connection:
         """The connection to ``endpoint``, made if need be. watcher: called when it is connected or broken.
 
+        factor: how many times as long as usual a new one waits between heartbeats, at least.
         Raises: ZMQError: no socket can be opened. ConfigurationError: that is no endpoint.
         """
         identifier = canonical(endpoint)
@@ -97,7 +100,7 @@ class Dialers:
             if local not in self._shared:
                 self._shared[local] = _Dialer(self._sockets, self._loop, local=local)
             dialer = self._shared[local]
-        return dialer.dial(identifier or endpoint, watcher)
+        return dialer.dial(identifier or endpoint, watcher, factor)
 
     def turn(self) -> None:
         """Let libzmq finish what was closed; now and then."""
@@ -141,10 +144,10 @@ class _Dialer:
     def idle(self) -> bool:
         return not self._connections
 
-    def dial(self, endpoint: str, watcher: Callable[[bool], None]) -> Connection:
+    def dial(self, endpoint: str, watcher: Callable[[bool], None], factor: float) -> Connection:
         connection = self._connections.get(endpoint)
         if connection is None:
-            connection = Connection(self, endpoint)
+            connection = Connection(self, endpoint, factor)
             self._connect(connection)
             self._connections[endpoint] = connection
         elif connection.closing is not None:
@@ -209,6 +212,8 @@ class _Dialer:
             self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, connection.routing_id)
             # An IPv4 address in an IPv6 socket would have another name in events.
             self._socket.ipv6 = self._only or connection.endpoint.startswith("tcp://[")
+            factor = max(connection.factor, beats.check_factor(len(self._connections)))
+            self._sockets.heartbeats(factor).set(self._socket)
             self._sockets.connect(self._socket, connection.endpoint)
 
     def _redial(self, connection: Connection, routing_id: bytes) -> None:

@@ -19,7 +19,7 @@ from stage_runtime.sockets.addresses import Security, check, is_local
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
 MAX_TTL_MS: Final = 6_553_599  # it goes over the wire as 16 bits of tenths of a second
-SUBSCRIPTION_FACTOR: Final = 10
+SUBSCRIPTION_FACTOR: Final = 40.0
 BUFFERED: Final = 2000  # frames on either side of a socket
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
@@ -41,14 +41,37 @@ class Event(NamedTuple):
     endpoint: str  #: The remote one of an outgoing connection, our own of an incoming one.
 
 
-def heartbeats(dead_after_s: float) -> tuple[int, int]:
-    """libzmq's interval and timeout in ms, for any time that a spec can set.
+class Heartbeats(NamedTuple):
+    """libzmq's times of one connection, in ms."""
+
+    interval: int
+    timeout: int
+    ttl: int  #: How long the other end waits for the next heartbeat; 0: for ever.
+
+    rare: bool  #: A machine that vanishes is not found by them in time.
+
+    def set(self, socket: zmq.Socket[bytes]) -> None:
+        """For the connections that are opened from now on."""
+        socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = self.interval, self.timeout, self.ttl
+        # Where they are rare, the kernel notices a machine that is gone, at no cost of ours: probes while nothing is
+        # sent, else by what is not acknowledged.
+        third_s = max(self.timeout // 2000, 1)
+        socket.tcp_keepalive = int(self.rare)
+        socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = third_s, third_s, 2
+        socket.tcp_maxrt = 3 * self.timeout // 2 if self.rare else 0
+
+
+def heartbeats(dead_after_s: float, factor: float = 1.0) -> Heartbeats:
+    """For any time that a spec can set. factor: how many times as long as usual the interval is.
 
     A frozen peer is seen one timeout after a beat, so at most an interval later: within ``dead_after_s`` in all, which
-    leaves the grace for reconnecting to the promised 4 s.
+    leaves the grace for reconnecting to the promised 4 s. Each time more of the factor adds a third of it.
     """
-    third = min(max(int(dead_after_s * 1000 / 3), 1), MAX_HEARTBEAT_MS // 2)  # 0 would mean that there are none
-    return third, max(min(int(dead_after_s * 2000 / 3), MAX_HEARTBEAT_MS), 1)
+    third = max(min(int(dead_after_s * 1000 / 3), MAX_HEARTBEAT_MS // 2), 1)  # 0 would mean that there are none
+    interval = max(min(int(dead_after_s * 1000 / 3 * factor), MAX_HEARTBEAT_MS // 2), 1)
+    timeout = max(min(int(dead_after_s * 2000 / 3), MAX_HEARTBEAT_MS), 1)
+    ttl = interval + timeout + third
+    return Heartbeats(interval, timeout, ttl if ttl <= MAX_TTL_MS else 0, factor > 1)
 
 
 class Sockets:
@@ -84,13 +107,13 @@ class Sockets:
             # Whoever connects beats, and tells how long to wait for it: beats of both ends cost twice as much.
             socket.heartbeat_ivl = 0
         else:
-            socket.heartbeat_ivl, socket.heartbeat_timeout = heartbeats(self._dead_after_s)
-            socket.heartbeat_ttl = min(2 * socket.heartbeat_timeout, MAX_TTL_MS)
-        if kind == zmq.SUB:  # what is broadcast may be lost, and its publisher has a link
-            socket.heartbeat_ivl = min(SUBSCRIPTION_FACTOR * socket.heartbeat_ivl, MAX_HEARTBEAT_MS)
-            socket.heartbeat_ttl = min(SUBSCRIPTION_FACTOR * socket.heartbeat_ttl, MAX_TTL_MS)
+            # What is broadcast may be lost, and its publisher has a link.
+            self.heartbeats(SUBSCRIPTION_FACTOR if kind == zmq.SUB else 1.0).set(socket)
         socket.ipv6 = True
         return socket
+
+    def heartbeats(self, factor: float = 1.0) -> Heartbeats:
+        return heartbeats(self._dead_after_s, factor)
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         """Returns the endpoint as bound. Failed handshakes at it are reported with their reason."""

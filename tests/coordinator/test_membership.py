@@ -32,6 +32,16 @@ async def test_who_joins_is_welcomed_and_nobody_is_told_before_a_request_is_boun
         assert said(made, "f1", Members) == said(made, "v1", Members) == []
 
 
+async def test_the_first_message_to_any_member_of_a_growing_fleet_is_its_welcome() -> None:
+    async with coordinator_harness(joined=False) as made:
+        for number in range(60):  # at some of them, the time between beats grows
+            assert made.hello(f"v{number}", "voice")
+        for number in range(60):
+            first, *rest = made.channels.said[f"v{number}"]
+            assert isinstance(first, Welcome)
+            assert not any(isinstance(one, Welcome) for one in rest)
+
+
 def told(made: CoordinatorHarness, incarnation: str) -> list[list[str]]:
     """The members that each Members message to it named."""
     return [[one.incarnation for one in news.joined] for news in said(made, incarnation, Members)]  # type: ignore[attr-defined]

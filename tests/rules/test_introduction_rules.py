@@ -71,6 +71,15 @@ def test_beats_cost_at_most_their_share_and_their_time_changes_seldom(sizes: lis
 
 
 def test_the_time_between_beats_grows_in_steps_and_falls_late() -> None:
-    assert [beats.interval_s(members) for members in (100, 1000, 3000, 100_000)] == [0.0, 0.5, 2.0, 8.0]
-    assert beats.interval_s(2000, told_s=2.0) == 2.0
-    assert beats.interval_s(1000, told_s=2.0) == 0.5
+    assert [beats.interval_s(members) for members in (100, 1000, 3000, 100_000)] == [0.5, 4.0, 8.0, 8.0]
+    assert beats.interval_s(10) == 0.0
+    assert beats.interval_s(300, told_s=2.0) == 2.0
+    assert beats.interval_s(100, told_s=2.0) == 0.5
+
+
+@given(st.integers(1, 100_000))
+def test_connections_are_checked_less_often_the_more_there_are_and_never_too_rarely(count: int) -> None:
+    factor = beats.check_factor(count)
+    assert 1.0 <= factor <= beats.RAREST
+    assert factor <= beats.check_factor(count + 1)
+    assert (factor == 1.0) == (count <= beats.CHECKED_OFTEN)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from stage_runtime.sockets import opening
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.dialing import canonical
 from tests.sockets.peers import SECRET, End, ends, introduce
@@ -134,3 +135,14 @@ async def test_one_who_uses_other_sockets_is_taken_for_another_protocol() -> Non
         await b.listener.until(lambda: b.channels.other_protocol_at >= began)
         push.close(linger=0)
     context.term()
+
+
+@pytest.mark.parametrize("dead_after_s", [0.3, 3.0, 86_400.0])
+@pytest.mark.parametrize("factor", [1.0, 2.5, 40.0])
+def test_whoever_is_checked_waits_longer_for_a_heartbeat_than_they_are_apart(
+    dead_after_s: float, factor: float
+) -> None:
+    times = opening.heartbeats(dead_after_s, factor)
+    assert times.ttl > times.interval or times.ttl == 0
+    assert times.interval + times.timeout <= dead_after_s * 1000 * (1 + (factor - 1) / 3)
+    assert times.rare == (factor > 1)
