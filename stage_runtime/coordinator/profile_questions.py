@@ -31,6 +31,7 @@ from stage_runtime.wire.messages import (
 
 Question: TypeAlias = ProfilerStart | ProfilerStop | ProfilerRead
 
+FAILED: Final = "failed"
 ANSWER_S: Final = 120.0  # of a process that lives: torch takes seconds to start a trace, and longer to write one
 CLOCK_QUESTIONS: Final = 8  # at the start and at the end of a run
 CLOCKS_MOST_S: Final = 1.0
@@ -174,7 +175,7 @@ def processes(members: Mapping[str, Member]) -> list[Process]:
 def state_of(stage: str, group: str, process: Process, said: str) -> StageState:
     word, _, why = said.partition(": ")
     state, error = word, None
-    if word == "failed":
+    if word == FAILED:
         error = why
     elif word.startswith("no answer"):
         state, error = "no answer", why or word

@@ -20,6 +20,7 @@ import msgspec
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.profile_questions import (
+    FAILED,
     Members,
     Process,
     Questions,
@@ -129,7 +130,7 @@ class Profiling:
         if not self._limits.enabled:
             raise RequestError("unsupported_endpoint", "profiling is switched off: profiling.enabled is false")
         async with self._changing:
-            run_id = paths.check_run_id(run_id if run_id is not None else time.strftime("run-%Y%m%d-%H%M%S"))
+            run_id = paths.check_run_id(run_id) if run_id is not None else self._fresh_id()
             if self._session.recording is not None:
                 raise RequestError("duplicate_request", f"run {self._session.recording!r} is recorded: stop it first")
             folder = str(paths.event_dir(self._session.root, run_id, event_dir))
@@ -154,7 +155,9 @@ class Profiling:
                 await self._questions.measure_clocks()
             else:
                 self._order = None
-                states[1:] = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
+                stopped = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
+                # of those that could not start either, why they could not
+                states[1:] = [each for each in states[1:] if each.state == FAILED] or stopped
             return ProfileAnswer(
                 run_id=run_id,
                 event_dir=folder,
@@ -166,21 +169,24 @@ class Profiling:
     async def stop(self, run_id: str | None) -> ProfileAnswer:
         """Stop a run on every process; None: whatever is recorded.
 
-        Raises: RequestError: not_found: no run of this id is known, or none is recorded.
+        A run that this coordinator does not know may have been started by one that is gone: the stages are asked.
+        Raises: RequestError: not_found: no run of this id is known, and no stage has stopped one.
         """
         async with self._changing:
             known = run_id if run_id is not None else self._session.recording
             run = self._runs.get(known) if known is not None else None
             if run_id is not None and run is None:
-                raise RequestError("not_found", f"no profile run {run_id[:80]!r} is known here", param="run_id")
+                paths.check_run_id(run_id)
             await self._questions.measure_clocks()
             own = self._own(await self._here(lambda: self._session.stop(run_id)))
             self._order = None
             states = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
             if run is not None:
                 run.recording = False
+            elif run_id is not None and all(each.state != STOPPED for each in states):
+                raise RequestError("not_found", f"no profile run {run_id[:80]!r} is known here", param="run_id")
             return ProfileAnswer(
-                run_id=run.run_id if run is not None else "",
+                run_id=run.run_id if run is not None else run_id or "",
                 event_dir=run.event_dir if run is not None else "",
                 complete=all(each.state == STOPPED for each in (own, *states)),
                 stages=(own, *states),
@@ -283,6 +289,12 @@ class Profiling:
 
     async def _here(self, work: Callable[[], Made]) -> Made:
         return await self._loop.run_in_executor(self._session.thread, work)
+
+    def _fresh_id(self) -> str:
+        """Of the time, and different from all that are known."""
+        name = time.strftime("run-%Y%m%d-%H%M%S")
+        names = (name, *(f"{name}-{number}" for number in range(2, RUNS_KEPT + 2)))
+        return next(each for each in names if each not in self._runs)
 
     def _remember(self, run: Run) -> None:
         self._runs[run.run_id] = run

@@ -6,7 +6,7 @@ Source: seed 001, "Standard event names".
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -53,14 +53,18 @@ RECORDER_STOPPED: Final = "recorder_stopped"  #: metadata: dropped, why
 CLOCK_OFFSET: Final = "clock_offset"  #: metadata: incarnation, offset_ns to add to its times, uncertainty_ns, reference
 
 
+MAX_TIME_NS: Final = 1 << 62  # the year 2116; two such times and their clocks' offsets still differ by 64 bits
+MAX_OFFSET_NS: Final = 1 << 60  # 36 years: a machine whose clock was never set
+
+
 class Event(msgspec.Struct, frozen=True, gc=False):
     """One line of an event file. ``timestamp_ns``: since the epoch, by the clock of the machine that wrote it."""
 
     request_id: str
-    stage: str
+    stage: str | None  #: None: the author named none, and none was active.
     event_name: str
-    timestamp_ns: int
-    run_id: str = ""
+    timestamp_ns: Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_NS)]
+    run_id: str | None = ""
     pid: int = 0
     metadata: msgspec.Raw = msgspec.Raw(b"{}")
 
@@ -70,6 +74,7 @@ INTERVALS: Final[tuple[tuple[str, str], ...]] = (
     (REQUEST_ADMISSION, TERMINAL_RESPONSE),
     (STAGE_INPUT_RECEIVED, STAGE_AGGREGATE_READY),
     (STAGE_INPUT_RECEIVED, STAGE_DISPATCH),
+    (STAGE_INPUT_RECEIVED, STAGE_COMPLETE),
     (STAGE_DISPATCH, STAGE_RUN_START),
     (STAGE_DISPATCH, STAGE_COMPLETE),
     (STAGE_RUN_START, STAGE_RUN_END),

@@ -10,13 +10,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events
 
+MAX_LINE: Final = 1 << 20  # bytes; the recorder writes up to 16 KiB, and a binary file may be one line
+
+_NOTHING: Final = msgspec.Raw(b"null")
 _decoder = msgspec.json.Decoder(events.Event)
 _metadata = msgspec.json.Decoder(dict[str, Any])
 
@@ -68,7 +71,7 @@ class Events(msgspec.Struct, kw_only=True):
 
 def read(folder: Path) -> Events:
     """All events below ``folder``, or of one file. Raises: ConfigurationError: there is no event file."""
-    files = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
+    files = [folder] if folder.is_file() else sorted(each for each in folder.rglob("*.jsonl") if each.is_file())
     if not files:
         raise ConfigurationError(f"{folder}: no event files (*.jsonl) in this folder")
     found = Events(run_ids=set(), processes=[], requests={}, count=0)
@@ -99,7 +102,7 @@ def _read_file(path: Path, found: Events, shared: dict[Any, Any], clocks: dict[s
     process, index = Process(path=path), len(found.processes)
     found.processes.append(process)
     for event in _lines(path, process):
-        raw = bytes(event.metadata)
+        raw = b"{}" if event.metadata == _NOTHING else bytes(event.metadata)
         if raw not in shared:
             try:
                 _metadata.decode(raw)
@@ -112,22 +115,27 @@ def _read_file(path: Path, found: Events, shared: dict[Any, Any], clocks: dict[s
             continue
         moment = Moment(
             event.timestamp_ns,
-            shared.setdefault(event.stage, event.stage),
+            shared.setdefault(event.stage or "", event.stage or ""),
             shared.setdefault(event.event_name, event.event_name),
             index,
             shared.setdefault(raw, raw),
         )
         found.requests.setdefault(event.request_id, []).append(moment)
-        found.run_ids.add(event.run_id)
+        found.run_ids.add(event.run_id or "")
         found.count += 1
 
 
 def _lines(path: Path, process: Process) -> Iterator[events.Event]:
     try:
         with path.open("rb") as file:
-            for line in file:
+            whole = True  # this piece begins a line
+            while line := file.readline(MAX_LINE):
+                begins, whole = whole, line.endswith(b"\n") or len(line) < MAX_LINE
                 try:
-                    yield _decoder.decode(line)
+                    if begins and whole:
+                        yield _decoder.decode(line)
+                    else:
+                        process.unreadable += begins
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     process.unreadable += bool(line.strip())
     except OSError as error:
@@ -150,8 +158,10 @@ def _take_fact(process: Process, event: events.Event, clocks: dict[str, Clock]) 
         else:  # of several measurements the most certain one
             clock = Clock(uncertainty_ns=int(said.get("uncertainty_ns", 0)), offset_ns=int(said["offset_ns"]))
             measured = str(said["incarnation"])
+            if abs(clock.offset_ns) > events.MAX_OFFSET_NS:
+                raise ValueError("no clock is so far away")
             clocks[measured] = min(clock, clocks.get(measured, clock))
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, OverflowError):
         process.unreadable += 1
 
 

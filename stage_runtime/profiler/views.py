@@ -43,9 +43,10 @@ class Hop(NamedTuple):
     source: str
     destination: str
     kind: str  #: ``payload`` or ``stream``
-    chunk_id: int | None
+    chunk_id: int | str | None
     start_ns: int
     end_ns: int
+    processes: tuple[int, int]  #: of the source, of the destination
 
 
 class Pairs(NamedTuple):
@@ -152,28 +153,37 @@ def _distinction(pair: tuple[str, str], facts: Mapping[str, Any]) -> tuple[Any, 
 
 def _hops(moments: Sequence[Moment]) -> tuple[list[Hop], Counter[str]]:
     """By (source, destination, kind, chunk, attempt). A reception may be seen before its sending: clocks differ."""
-    sent: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    received: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    sent: dict[tuple[Any, ...], list[Moment]] = defaultdict(list)
+    received: dict[tuple[Any, ...], list[Moment]] = defaultdict(list)
     for moment in moments:
         if moment.name in events.HOPS:
             facts, kind = moment.metadata, events.HOPS[moment.name][1]
-            key = (moment.stage, str(facts.get("to_stage")), kind, facts.get("chunk_id"), facts.get("attempt"))
-            sent[key].append(moment.time_ns)
+            key = (moment.stage, str(facts.get("to_stage")), kind, _key(facts, "chunk_id"), _key(facts, "attempt"))
+            sent[key].append(moment)
         elif moment.name in _RECEIVES:
             facts, kind = moment.metadata, _RECEIVES[moment.name][1]
             source = str(facts.get("from_stage"))
             if kind == "payload" and source in (COORDINATOR, "None"):
                 continue  # the request itself, whose sending is its admission
-            received[source, moment.stage, kind, facts.get("chunk_id"), facts.get("attempt")].append(moment.time_ns)
+            received[source, moment.stage, kind, _key(facts, "chunk_id"), _key(facts, "attempt")].append(moment)
     hops, unpaired = [], Counter[str]()
     for key, starts in sent.items():
         ends = received.pop(key, [])
-        hops += [Hop(*key[:4], start, end) for start, end in zip(starts, ends, strict=False)]
+        hops += [
+            Hop(*key[:4], start.time_ns, end.time_ns, (start.process, end.process))
+            for start, end in zip(starts, ends, strict=False)
+        ]
         _count(unpaired, f"{key[2]} sent, not received", len(starts) - len(ends))
         _count(unpaired, f"{key[2]} received, not sent", len(ends) - len(starts))
     for key, ends in received.items():
         _count(unpaired, f"{key[2]} received, not sent", len(ends))
     return hops, unpaired
+
+
+def _key(facts: Mapping[str, Any], name: str) -> int | str | None:
+    """What tells messages apart; whatever a file holds, it can be compared."""
+    value = facts.get(name)
+    return value if value is None or isinstance(value, int | str) else str(value)
 
 
 def _count(counter: Counter[str], what: str, number: int) -> None:

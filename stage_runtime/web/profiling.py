@@ -19,6 +19,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.coordinator.profile_questions import FAILED
 from stage_runtime.coordinator.profiling import ProfileAnswer, Profiling, RunFile, check_config
 from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestError
 from stage_runtime.web import strictjson
@@ -103,7 +105,7 @@ class Profiles:
     async def stop(self, exchange: Exchange) -> None:
         """POST /stop_profile and /stop_request_profile."""
         body = await _read(exchange, _stop_bodies)
-        await _reply(exchange, await self._profiling.stop(body.run_id))
+        await _reply(exchange, await _as_request(lambda: self._profiling.stop(body.run_id)))
 
     async def list(self, exchange: Exchange) -> None:
         """GET /profiles: the runs of this coordinator, newest first."""
@@ -175,8 +177,8 @@ async def _as_request(work: Callable[[], Awaitable[ProfileAnswer]]) -> ProfileAn
 
 
 async def _reply(exchange: Exchange, answer: ProfileAnswer) -> None:
-    """200 with every stage's answer; 503 when all of them failed."""
-    failed = all(each.state == "failed" for each in answer.stages)
+    """200 with every stage's answer; 503 when the coordinator itself has failed, so that there is no run."""
+    failed = any(each.state == FAILED for each in answer.stages if each.stage == COORDINATOR)
     await exchange.reply(msgspec.json.encode(answer), status=503 if failed else 200)
 
 

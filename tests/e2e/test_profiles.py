@@ -132,6 +132,26 @@ async def test_a_torch_trace_of_every_process_is_written_where_the_template_says
         ("/start_request_profile", {"max_seconds": 0}, 400, "max_seconds"),
         ("/stop_profile", {"run_id": "never"}, 404, "no profile run 'never' is known here"),
         ("/stop_profile", [1], 400, "object"),
+        ("/stop_profile", {"run_id": "../x"}, 400, "run_id: '../x' is not"),
+        ("/stop_request_profile", {"run_id": 7}, 400, "run_id"),
+        ("/start_profile", {"config": {"with_stack": None}}, 400, "config.with_stack: must be true or false"),
+        ("/start_profile", {"config": []}, 400, "config"),
+        ("/start_profile", {"trace_path_template": "{}"}, 400, "is no placeholder"),
+        ("/start_profile", {"trace_path_template": "{0}"}, 400, "{0} is no placeholder"),
+        ("/start_profile", {"trace_path_template": "{stage!r}"}, 400, "is no placeholder"),
+        ("/start_profile", {"trace_path_template": "{pid:>9999999}"}, 400, "is no placeholder"),
+        ("/start_profile", {"trace_path_template": "/"}, 400, "is not below"),
+        ("/start_profile", {"trace_path_template": "a\0b"}, 400, "is no path"),
+        ("/start_profile", {"trace_path_template": 7}, 400, "trace_path_template"),
+        ("/start_profile", {"trace_path_template": "x" * 5000}, 400, "is no path"),
+        ("/start_request_profile", {"event_dir": "../../etc"}, 400, "is not below"),
+        ("/start_request_profile", {"event_dir": "a\0b"}, 400, "is no path"),
+        ("/start_request_profile", {"event_dir": ["x"]}, 400, "event_dir"),
+        ("/start_request_profile", {"enable_torch": False}, 400, "unknown field `enable_torch`"),
+        ("/start_request_profile", {"run_id": ""}, 400, "run_id: '' is not"),
+        ("/start_request_profile", {"run_id": "é"}, 400, "run_id"),
+        ("/start_request_profile", {"max_seconds": 1e9}, 400, "max_seconds"),
+        ("/start_request_profile", {"max_seconds": True}, 400, "max_seconds"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(
@@ -166,6 +186,52 @@ async def test_a_second_run_is_refused_and_a_stop_without_a_name_stops_the_first
     assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_request")
     assert (await post(refusing, "/stop_profile", {})).json()["run_id"] == "one"
     assert set(states(await post(refusing, "/stop_profile", {})).values()) == {"not recording"}
+
+
+async def test_of_two_starts_at_once_one_records_and_a_run_stopped_twice_says_so(refusing: httpx.AsyncClient) -> None:
+    both = await asyncio.gather(*(post(refusing, "/start_request_profile", {"run_id": name}) for name in ("x", "y")))
+    assert sorted(each.status_code for each in both) == [200, 409]
+    [first] = [each.json()["run_id"] for each in both if each.status_code == 200]
+    stops = await asyncio.gather(*(post(refusing, "/stop_profile", {"run_id": first}) for _ in range(2)))
+    assert [set(states(each).values()) for each in stops] == [{"stopped"}, {"not recording"}]
+    assert [each.json()["complete"] for each in stops] == [True, False]
+
+
+async def test_runs_without_a_name_have_different_ones(refusing: httpx.AsyncClient) -> None:
+    names = []
+    for _ in range(3):
+        names.append((await post(refusing, "/start_request_profile")).json()["run_id"])
+        await post(refusing, "/stop_request_profile")
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"null", b"{", b"\xff", b"[]", b'{"run_id": "a", "run_id": "b"}', b"[" * 9000]
+)
+async def test_a_body_is_read_or_refused_whatever_it_is(refusing: httpx.AsyncClient, body: bytes) -> None:
+    answer = await refusing.post("/stop_request_profile", content=body)
+    assert answer.status_code == (200 if body in (b"", b"{}") else 400), answer.text
+
+
+async def test_a_folder_that_cannot_be_written_is_named_and_requests_are_served(base: Path) -> None:
+    root = base / "profiles"
+    root.mkdir()
+    (root / "taken").write_text("a file where the folder should be")
+    async with (
+        running(diamond(TOGETHER), base, environ={"OMNI_PROFILE_ROOT": str(root)}) as pipeline,
+        Client(pipeline.url) as client,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+    ):
+        answer = await post(http, "/start_request_profile", {"event_dir": "taken/events"})
+        assert answer.status_code == 503
+        assert {each["state"] for each in answer.json()["stages"]} == {"failed"}
+        assert all("taken" in each["error"] for each in answer.json()["stages"])
+        traced = await post(http, "/start_profile", {"trace_path_template": "taken/{stage}"})
+        assert states(traced)["coordinator"] == "started"
+        assert {each["state"] for each in traced.json()["stages"] if each["stage"] != "coordinator"} == {"failed"}
+        assert not traced.json()["complete"]
+        await client.answer(WORDS)
+        assert states(await post(http, "/stop_profile"))["coordinator"] == "stopped"
 
 
 async def test_no_events_is_an_answer_too(refusing: httpx.AsyncClient) -> None:

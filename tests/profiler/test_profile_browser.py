@@ -66,7 +66,7 @@ def test_the_page_draws_requests_waterfall_and_tables(chromium: str, page: Path)
     assert drawn.count('class="row') == 30
     waterfall = re.search(r'<svg id="waterfall".*?</svg>', drawn, re.DOTALL)
     assert waterfall is not None
-    assert waterfall[0].count("<rect") == 18  # 11 intervals, 7 hops
+    assert waterfall[0].count("<rect") == 20  # 13 intervals, 7 hops
     assert "thinker ⇒ talker (payload)" in waterfall[0]
     assert "Waterfall of request-&lt;b&gt;" in drawn
     assert drawn.count("<tr>") > 10

@@ -76,6 +76,11 @@ def test_the_trace_nests_and_its_arrows_have_both_ends(run: Path) -> None:
     for spans in tracks.values():
         spans.sort()
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    slices = {(each["pid"], each["tid"], each["ts"]) for each in entries if each["ph"] == "X"}
+    for each in entries:  # Perfetto draws an arrow between slices that are open at its ends, and no other
+        assert each["ph"] not in "sf" or (each["pid"], each["tid"], each["ts"]) in slices
+        assert set(each) >= {"ph", "name", "pid"} and (each["ph"] == "M" or {"ts", "tid"} <= set(each))
+        assert each["ph"] in "XisfM"
     starts = {each["id"] for each in entries if each["ph"] == "s"}
     assert starts == {each["id"] for each in entries if each["ph"] == "f"}
     assert len(starts) == 3 * (1 + 2 * 2)

@@ -1,19 +1,22 @@
 """Events as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
 A process of the run is a process of the trace, a stage in it a thread per overlapping interval, a hop an arrow between
-the events of its sending and receiving. Times are microseconds since the run's first event.
+two slices of `TOUCH_US`, at its sending and its receiving: an arrow begins and ends in slices, or it is not drawn.
+Times are microseconds since the run's first event.
 Source: "Trace Event Format", the Chromium project.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
 from stage_runtime.profiler import views
 from stage_runtime.profiler.reading import Events, Moment, Process
+
+TOUCH_US: Final = 1.0
 
 Entry = dict[str, Any]
 
@@ -58,11 +61,7 @@ def trace(found: Events) -> Iterator[Entry]:
             }
         for hop in pairs.hops:
             flow += 1
-            name = f"{hop.source} → {hop.destination}"
-            places = _places(moments, threads, hop)
-            for phase, time_ns, (pid, tid) in zip("sf", (hop.start_ns, hop.end_ns), places, strict=True):
-                entry = {"ph": phase, "name": name, "cat": hop.kind, "id": flow, "pid": pid, "tid": tid}
-                yield entry | {"ts": (time_ns - zero) / 1e3} | ({"bp": "e"} if phase == "f" else {})
+            yield from _arrow(hop, flow, zero, request_id, threads)
     yield from _names(found.processes, threads)
 
 
@@ -79,6 +78,12 @@ class _Threads:
         ends[queue:] = [interval.end_ns, *ends[queue + 1 :]]
         return self._number(interval.process, interval.stage, queue + 1)
 
+    def touch(self, process: int, stage: str, time_ns: int) -> int:
+        """Of a slice of `TOUCH_US` at one end of a hop."""
+        name = f"{stage}: hops"
+        touch = views.Interval(name, "", "", time_ns, time_ns + int(TOUCH_US * 1e3), process)
+        return self.of(touch)
+
     def mark(self, moment: Moment) -> int:
         return self._number(moment.process, moment.stage, 0)
 
@@ -86,12 +91,18 @@ class _Threads:
         return self.numbers.setdefault((process, stage, queue), len(self.numbers) + 1)
 
 
-def _places(moments: Sequence[Moment], threads: _Threads, hop: views.Hop) -> list[tuple[int, int]]:
-    found = []
-    for stage, time_ns in ((hop.source, hop.start_ns), (hop.destination, hop.end_ns)):
-        [moment, *_] = [each for each in moments if each.stage == stage and each.time_ns == time_ns]
-        found.append((moment.process + 1, threads.mark(moment)))
-    return found
+def _arrow(hop: views.Hop, flow: int, zero: int, request_id: str, threads: _Threads) -> Iterator[Entry]:
+    """A slice at either end, and in each of them its end of the arrow."""
+    name = f"{hop.source} → {hop.destination}"
+    ends: tuple[tuple[str, int, str, Entry], ...] = (
+        (hop.source, hop.start_ns, "s", {}),
+        (hop.destination, hop.end_ns, "f", {"bp": "e"}),
+    )
+    for process, (stage, time_ns, phase, binding) in zip(hop.processes, ends, strict=True):
+        tid = threads.touch(process, stage, time_ns)
+        place = {"name": name, "cat": hop.kind, "ts": (time_ns - zero) / 1e3, "pid": process + 1, "tid": tid}
+        yield {"ph": "X", **place, "dur": TOUCH_US, "args": {"request_id": request_id, "chunk_id": hop.chunk_id}}
+        yield {"ph": phase, **place, "id": flow, **binding}
 
 
 def _names(processes: Sequence[Process], threads: _Threads) -> Iterator[Entry]:

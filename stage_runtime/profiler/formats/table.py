@@ -52,4 +52,9 @@ def _table(title: str, rows: list[Mapping[str, Any]], columns: tuple[str, ...]) 
 
 
 def _cell(value: Any) -> str:
-    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+    return f"{value:,.3f}" if isinstance(value, float) else printable(str(value))
+
+
+def printable(text: str) -> str:
+    """Without control characters: a request's id is its client's choice, and a terminal obeys some of them."""
+    return "".join(each if each.isprintable() else "�" for each in text)
