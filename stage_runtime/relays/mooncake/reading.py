@@ -8,22 +8,20 @@ has come is copied out, so that transfers never wait for authors. On the loop, e
 from __future__ import annotations
 
 import asyncio
-import collections
 import errno
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from stage_runtime.errors import RelayFailed, TransferError
-from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import ALIGNMENT
-from stage_runtime.relays import arena, pages
+from stage_runtime.relays import arena
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Peer, Release, TransferId
+from stage_runtime.relays.base import Peer, Release
+from stage_runtime.relays.gets import Get, Gets, Key
 from stage_runtime.relays.mooncake.engine import Engine
 from stage_runtime.relays.mooncake.messages import Facts, Metadata
 from stage_runtime.relays.operations import GetOperation
@@ -31,12 +29,9 @@ from stage_runtime.relays.pins import Pins
 
 THREADS: Final = 2  # each burns a core while it reads
 PIECE_NBYTES: Final = 16 << 20  # progress is seen, and an abort is heeded, once a piece
-ROOM_S: Final = 2e-3  # how often memory is looked for by what found none
 LATE_S: Final = 4.0  # a read that failed after so long has timed out; else its connection is broken
 SETTLE_S: Final = 2.0  # after a broken connection: what had reached this machine is read by then
 ASK_S: Final = 2.0  # how often it is looked whether a frozen peer's process is gone
-
-Key = tuple[Peer, TransferId]
 
 
 class Route:
@@ -49,19 +44,14 @@ class Route:
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
 
 
-class Incoming:
-    """One get under way."""
+class Incoming(Get):
+    """One get under way. ``region`` has room for the slot's header behind the bytes."""
 
-    __slots__ = ("here_nbytes", "holder", "key", "metadata", "operation", "region", "request_id", "stopping")
+    __slots__ = ("metadata", "stopping")
 
     def __init__(self, operation: GetOperation, metadata: Metadata, request_id: str, holder: str) -> None:
-        self.operation = operation
-        self.key: Key = (operation.peer, operation.transfer)
+        super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
-        self.request_id = request_id
-        self.holder = holder
-        self.region: Any = None  #: Its memory, and behind it room for the slot's header.
-        self.here_nbytes = 0
         self.stopping = False
 
 
@@ -82,41 +72,23 @@ class Reading:
         self._loop = loop
         self._engine = engine
         self._memory = memory
-        self._pins = pins
         self._on_release = on_release
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="omni-relay-mooncake")
-        self._waiting: collections.deque[tuple[Route, Incoming]] = collections.deque()
-        self._coming: dict[Key, tuple[Route, Incoming]] = {}
-        self._quarantined: dict[Key, tuple[Route, Incoming]] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._counts = dict.fromkeys(("received_transfers", "received_bytes", "copied_out_bytes"), 0)
+        self._asking: asyncio.TimerHandle | None = None
+        self._gets: Gets[Route, Incoming] = Gets(
+            loop, memory, pins, on_release, room_nbytes=3 * arena.PAGE, begin=self._begun
+        )
+        self.claim = self._gets.claim
+        self.stats = self._gets.stats
 
     @property
     def still(self) -> bool:
         """Whether nothing is being read, nor may be."""
-        return not self._coming and not self._quarantined
-
-    def claim(self, route: Route, incoming: Incoming) -> None:
-        """Fetch a transfer, now or as soon as there is memory for it.
-
-        Raises: TransferError: it was fetched before, or no memory is as large.
-        """
-        key, nbytes = incoming.key, incoming.metadata.nbytes
-        waits = any(other.key == key for _, other in self._waiting)
-        if waits or key in self._coming or key in self._quarantined or key in self._pins:
-            raise TransferError(f"transfer {key[1]} from {key[0]} was fetched twice")
-        if nbytes + 3 * arena.PAGE > self._memory.nbytes:
-            room = f"this process receives into {self._memory.nbytes} bytes"
-            raise TransferError(f"transfer {key[1]} from {key[0]} has {nbytes} bytes, and {room}")
-        if not nbytes:
-            self._arrived(incoming, pages.fresh(0))
-        elif self._waiting or not self._begun(route, incoming):
-            self._waiting.append((route, incoming))
-            self._later("room", ROOM_S, self._look)
+        return not self._gets.coming and not self._gets.quarantined
 
     def last_moved(self, route: Route, key: Key) -> float:
         """When something last came from that peer. What waits here, for memory or a thread, does not wait for it."""
-        return route.moved_at if key in self._coming and route.moved_at else time.monotonic()
+        return route.moved_at if key in self._gets.coming and route.moved_at else time.monotonic()
 
     def cleanup(self, request_id: str) -> None:
         """A request was aborted: what is to come for it is not wanted."""
@@ -126,24 +98,12 @@ class Reading:
         """A peer is gone: nothing is awaited from it."""
         self._end(lambda route, _: route.peer == peer, f"its sender {peer} is gone")
 
-    def stats(self) -> dict[str, int]:
-        held = [incoming.metadata.nbytes for _, incoming in list(self._quarantined.values())]
-        return {
-            **self._counts,
-            "receive_bytes_in_use": self._memory.in_use,
-            "waiting_transfers": len(self._waiting),
-            "coming_transfers": len(self._coming),
-            "coming_here_bytes": sum(incoming.here_nbytes for _, incoming in list(self._coming.values())),
-            "quarantined_receives": len(held),
-            "quarantined_receive_bytes": sum(held),
-        }
-
     def close(self) -> None:
         """What is being read goes on: its memory stays, as long as the process does if need be."""
         self._end(lambda *_: True, "the relay was closed")
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+        self._gets.close()
+        if self._asking is not None:
+            self._asking.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -153,7 +113,7 @@ class Reading:
         incoming.region = self._memory.allocate_region(nbytes + -nbytes % ALIGNMENT + arena.HEADER.size)
         if incoming.region is None:
             return False
-        self._coming[incoming.key] = (route, incoming)
+        self._gets.coming[incoming.key] = (route, incoming)
         self._pool.submit(self._read, route, incoming)
         return True
 
@@ -199,61 +159,40 @@ class Reading:
 
     def _over(self, route: Route, incoming: Incoming, failure: _Failure | None) -> None:
         """Nothing is read for it any more, except by a read that timed out."""
-        del self._coming[incoming.key]
+        del self._gets.coming[incoming.key]
         if failure is None and not incoming.stopping:
-            self._landed(incoming)
+            region, incoming.region = incoming.region[: incoming.nbytes], None
+            self._gets.landed(incoming, region)
             return
         if failure is not None:
-            why = f"transfer {incoming.key[1]} from {incoming.key[0]}: {failure.reason}"
-            incoming.operation.fail((RelayFailed if failure.broken else TransferError)(why))
+            incoming.fail(failure.reason, broken=failure.broken)
         if not route.gone:
             self._on_release(*incoming.key)
         if failure is not None and failure.moves:
-            self._quarantined[incoming.key] = (route, incoming)
-            self._later("gone", ASK_S, self._ask)
+            self._gets.quarantined[incoming.key] = (route, incoming)
+            self._ask_later()
         elif failure is not None:
             self._loop.call_later(SETTLE_S, setattr, incoming, "region", None)
 
-    def _landed(self, incoming: Incoming) -> None:
-        region, incoming.region = incoming.region[: incoming.metadata.nbytes], None
-        if self._memory.in_use > self._memory.nbytes // 2:
-            copy = pages.fresh(len(region))
-            copy[:] = region
-            self._counts["copied_out_bytes"] += len(region)
-            region = copy
-        self._arrived(incoming, region)
-
-    def _arrived(self, incoming: Incoming, region: Any) -> None:
-        nbytes = incoming.metadata.nbytes
-        self._pins.add(region, *incoming.key, request_id=incoming.request_id, holder=incoming.holder, nbytes=nbytes)
-        self._counts["received_transfers"] += 1
-        self._counts["received_bytes"] += nbytes
-        incoming.operation.arrived(buffers.view(region))
-
     def _end(self, which: Callable[[Route, Incoming], bool], why: str) -> None:
-        for route, incoming in [pair for pair in self._waiting if which(*pair)]:
-            self._waiting.remove((route, incoming))
-            incoming.operation.fail(TransferError(f"transfer {incoming.key[1]} from {incoming.key[0]}: {why}"))
-            if not route.gone:
-                self._on_release(*incoming.key)
-        for _, incoming in [pair for pair in self._coming.values() if which(*pair)]:
+        self._gets.fail_waiting(which, why)
+        for _, incoming in [pair for pair in self._gets.coming.values() if which(*pair)]:
             incoming.stopping = True
-            incoming.operation.fail(TransferError(f"transfer {incoming.key[1]} from {incoming.key[0]}: {why}"))
-
-    def _look(self) -> None:
-        while self._waiting and self._begun(*self._waiting[0]):
-            self._waiting.popleft()
-        if self._waiting:
-            self._later("room", ROOM_S, self._look)
+            incoming.fail(why)
 
     # --- quarantine ---------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
         """Look whether the processes are gone that may still send into quarantined memory."""
-        for peer in {route.peer: route for route, _ in self._quarantined.values()}.values():
+        self._asking = None
+        for peer in {route.peer: route for route, _ in self._gets.quarantined.values()}.values():
             self._pool.submit(self._look_for, peer)
-        if self._quarantined:
-            self._later("gone", ASK_S, self._ask)
+        if self._gets.quarantined:
+            self._ask_later()
+
+    def _ask_later(self) -> None:
+        if self._asking is None:
+            self._asking = self._loop.call_later(ASK_S, self._ask)
 
     def _look_for(self, route: Route) -> None:
         """In a thread of the pool."""
@@ -265,18 +204,8 @@ class Reading:
             pass
 
     def _settle(self, route: Route) -> None:
-        for key in [key for key, (other, _) in self._quarantined.items() if other is route]:
-            del self._quarantined[key]
-
-    def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it once, unless it is to be called already."""
-        if name not in self._timers:
-
-            def due() -> None:
-                del self._timers[name]
-                call()
-
-            self._timers[name] = self._loop.call_later(delay_s, due)
+        for key in [key for key, (other, _) in self._gets.quarantined.items() if other is route]:
+            del self._gets.quarantined[key]
 
 
 def _listens(session: str) -> bool:

@@ -12,43 +12,32 @@ On the loop, except where a method says otherwise.
 from __future__ import annotations
 
 import asyncio
-import collections
 import itertools
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from stage_runtime.errors import RelayFailed, TransferError
-from stage_runtime.payloads import buffers
-from stage_runtime.relays import pages
 from stage_runtime.relays.arena import PAGE, Arena
 from stage_runtime.relays.base import Peer, Release, TransferId
+from stage_runtime.relays.gets import Get, Gets, Key
 from stage_runtime.relays.nixl.messages import Cancel, Grant, Memory, Metadata, Stopped, Written
 from stage_runtime.relays.nixl.worker import Move, Route, Worker
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
-ROOM_S: Final = 2e-3  # how often memory is looked for by what found none
 ASK_S: Final = 1.0  # how often a peer is asked whether it still writes into quarantined memory
 SETTLE_S: Final = 2.0  # after a broken connection: what had reached this machine is read by then
 
-Key = tuple[Peer, TransferId]
 
-
-class Incoming:
+class Incoming(Get):
     """One get under way."""
 
-    __slots__ = ("generation", "here_nbytes", "holder", "key", "metadata", "move", "operation", "region", "request_id")
+    __slots__ = ("generation", "metadata", "move")
 
     def __init__(self, operation: GetOperation, metadata: Metadata, request_id: str, holder: str) -> None:
-        self.operation = operation
-        self.key: Key = (operation.peer, operation.transfer)
+        super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
-        self.request_id = request_id
-        self.holder = holder
         self.generation = 0
-        self.here_nbytes = 0
-        self.region: Any = None  #: Its memory; the last reference to it gives it back.
         self.move: Move | None = None  #: Of a transfer that is read.
 
 
@@ -61,15 +50,12 @@ class Receiving:
         self._loop = loop
         self._worker = worker
         self._arena = arena
-        self._pins = pins
         self._on_release = on_release
         self._generations = itertools.count(1)
-        self._waiting: collections.deque[tuple[Route, Incoming]] = collections.deque()
-        self._coming: dict[Key, tuple[Route, Incoming]] = {}
-        self._quarantined: dict[Key, tuple[Route, Incoming]] = {}
-        self._looking: asyncio.TimerHandle | None = None
         self._asking: asyncio.TimerHandle | None = None
-        self._counts = dict.fromkeys(("received_transfers", "received_bytes", "copied_out_bytes"), 0)
+        self._gets: Gets[Route, Incoming] = Gets(loop, arena, pins, on_release, room_nbytes=2 * PAGE, begin=self._begun)
+        self.claim = self._gets.claim
+        self.stats = self._gets.stats
 
     @property
     def memory(self) -> Memory:
@@ -78,31 +64,13 @@ class Receiving:
     @property
     def expects(self) -> bool:
         """Whether some peer is to notify this process. From any thread."""
-        return bool(self._coming or self._quarantined)
-
-    def claim(self, route: Route, incoming: Incoming) -> None:
-        """Fetch a transfer, now or as soon as there is memory for it.
-
-        Raises: TransferError: it was fetched before, or no memory is as large.
-        """
-        key, nbytes = incoming.key, incoming.metadata.nbytes
-        waits = any(other.key == key for _, other in self._waiting)
-        if waits or key in self._coming or key in self._quarantined or key in self._pins:
-            raise TransferError(f"transfer {key[1]} from {key[0]} was fetched twice")
-        if nbytes + 2 * PAGE > self._arena.nbytes:
-            room = f"this process receives into {self._arena.nbytes} bytes"
-            raise TransferError(f"transfer {key[1]} from {key[0]} has {nbytes} bytes, and {room}")
-        if not nbytes:
-            self._arrived(incoming, pages.fresh(0))
-        elif self._waiting or not self._begun(route, incoming):
-            self._waiting.append((route, incoming))
-            self._look_later()
+        return bool(self._gets.coming or self._gets.quarantined)
 
     def last_moved(self, route: Route, key: Key) -> float:
         """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
         its peer.
         """
-        return route.moved_at if key in self._coming else time.monotonic()
+        return route.moved_at if key in self._gets.coming else time.monotonic()
 
     def written(self, peer: Peer, notice: Written) -> bool:
         """More of a transfer is here. False: there is no such transfer."""
@@ -122,8 +90,8 @@ class Receiving:
         if found is None:
             return False
         incoming = found[1]
-        kind = TransferError if notice.settled else RelayFailed  # unsettled: the connection broke while it moved
-        incoming.operation.fail(kind(f"transfer {notice.transfer} from {peer}: {notice.reason[:200]}"))
+        # unsettled: the connection broke while it moved
+        incoming.fail(notice.reason[:200], broken=not notice.settled)
         self._give_up(incoming.key)
         if notice.settled:
             self._settled(incoming)
@@ -141,28 +109,14 @@ class Receiving:
 
     def keeps(self, peer: Peer) -> bool:
         """Whether memory is quarantined because of that peer."""
-        return any(key[0] == peer for key in self._quarantined)
-
-    def stats(self) -> dict[str, int]:
-        held = [incoming.metadata.nbytes for _, incoming in list(self._quarantined.values())]
-        return {
-            **self._counts,
-            "receive_bytes_in_use": self._arena.in_use,
-            "waiting_transfers": len(self._waiting),
-            "coming_transfers": len(self._coming),
-            "coming_here_bytes": sum(incoming.here_nbytes for _, incoming in list(self._coming.values())),
-            "quarantined_receives": len(held),
-            "quarantined_receive_bytes": sum(held),
-        }
+        return any(key[0] == peer for key in self._gets.quarantined)
 
     def close(self) -> None:
-        for timer in (self._looking, self._asking):
-            if timer is not None:
-                timer.cancel()
+        self._gets.close()
         self._end(lambda *_: True, "the relay was closed", released=False)
         if self._asking is not None:
             self._asking.cancel()
-        self._quarantined.clear()
+        self._gets.quarantined.clear()
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -173,7 +127,7 @@ class Receiving:
             return False
         incoming.generation = next(self._generations)
         route.moved_at = max(route.moved_at, time.monotonic())
-        self._coming[incoming.key] = (route, incoming)
+        self._gets.coming[incoming.key] = (route, incoming)
         address = incoming.region.ctypes.data
         if route.reads:
             incoming.move = Move(
@@ -191,39 +145,16 @@ class Receiving:
             self._worker.post(self._grant, route, grant, incoming)
         return True
 
-    def _look(self) -> None:
-        self._looking = None
-        while self._waiting and self._begun(*self._waiting[0]):
-            self._waiting.popleft()
-        if self._waiting:
-            self._look_later()
-
-    def _look_later(self) -> None:
-        if self._looking is None:
-            self._looking = self._loop.call_later(ROOM_S, self._look)
-
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def _complete(self, incoming: Incoming) -> None:
         """All is here, and nothing of it moves any more."""
         region, incoming.region = incoming.region, None
-        if self._quarantined.pop(incoming.key, None) is not None:
+        if self._gets.quarantined.pop(incoming.key, None) is not None:
             self._on_release(*incoming.key)
             return
-        del self._coming[incoming.key]
-        if self._arena.in_use > self._arena.nbytes // 2:
-            copy = pages.fresh(len(region))
-            copy[:] = region
-            self._counts["copied_out_bytes"] += len(region)
-            region = copy
-        self._arrived(incoming, region)
-
-    def _arrived(self, incoming: Incoming, region: Any) -> None:
-        nbytes = incoming.metadata.nbytes
-        self._pins.add(region, *incoming.key, request_id=incoming.request_id, holder=incoming.holder, nbytes=nbytes)
-        self._counts["received_transfers"] += 1
-        self._counts["received_bytes"] += nbytes
-        incoming.operation.arrived(buffers.view(region))
+        del self._gets.coming[incoming.key]
+        self._gets.landed(incoming, region)
 
     def _read(self, incoming: Incoming, broken: bool, reason: str | None) -> None:
         """A transfer that is read by this process moves no more."""
@@ -232,42 +163,34 @@ class Receiving:
         if reason is None:
             self._complete(incoming)
             return
-        kind = RelayFailed if broken else TransferError
-        incoming.operation.fail(kind(f"transfer {incoming.key[1]} from {incoming.key[0]}: {reason}"))
+        incoming.fail(reason, broken=broken)
         self._give_up(incoming.key)
         self._settled(incoming)
 
     def _end(self, which: Callable[[Route, Incoming], bool], why: str, *, released: bool) -> None:
         """released: its sender is told of what had not begun."""
-        for route, incoming in [pair for pair in self._waiting if which(*pair)]:
-            self._waiting.remove((route, incoming))
-            self._fail(incoming, why)
-            if released:
-                self._on_release(*incoming.key)
-        for route, incoming in [pair for pair in self._coming.values() if which(*pair)]:
-            self._fail(incoming, why)
+        self._gets.fail_waiting(which, why, released=released)
+        for route, incoming in [pair for pair in self._gets.coming.values() if which(*pair)]:
+            incoming.fail(why)
             self._give_up(incoming.key)
             if incoming.move is not None:
                 incoming.move.stopping = incoming.move.stopping or why
             else:
                 self._ask_for(route, incoming)
 
-    def _fail(self, incoming: Incoming, why: str) -> None:
-        incoming.operation.fail(TransferError(f"transfer {incoming.key[1]} from {incoming.key[0]}: {why}"))
-
     # --- quarantine ---------------------------------------------------------------------------------------------
 
     def _give_up(self, key: Key) -> None:
         """Quarantine what may still be written."""
-        found = self._coming.pop(key, None)
+        found = self._gets.coming.pop(key, None)
         if found is not None:
-            self._quarantined[key] = found
+            self._gets.quarantined[key] = found
             if self._asking is None:
                 self._asking = self._loop.call_later(ASK_S, self._ask)
 
     def _settled(self, incoming: Incoming) -> None:
         """Nothing is written there any more."""
-        found = self._quarantined.pop(incoming.key, None)
+        found = self._gets.quarantined.pop(incoming.key, None)
         if found is None:
             return
         incoming.region = None
@@ -279,8 +202,8 @@ class Receiving:
 
     def _ask(self) -> None:
         """Ask who has not said that nothing moves."""
-        self._asking = self._loop.call_later(ASK_S, self._ask) if self._quarantined else None
-        for route, incoming in self._quarantined.values():
+        self._asking = self._loop.call_later(ASK_S, self._ask) if self._gets.quarantined else None
+        for route, incoming in self._gets.quarantined.values():
             if incoming.move is None:
                 self._ask_for(route, incoming)
 
@@ -289,7 +212,7 @@ class Receiving:
 
     def _find(self, peer: Peer, transfer: int, generation: int) -> tuple[Route, Incoming] | None:
         key = (peer, TransferId(transfer))
-        found = self._coming.get(key) or self._quarantined.get(key)
+        found = self._gets.coming.get(key) or self._gets.quarantined.get(key)
         return found if found is not None and found[1].generation == generation else None
 
     # --- in the worker's thread ---------------------------------------------------------------------------------
