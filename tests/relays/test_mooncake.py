@@ -155,6 +155,9 @@ async def test_what_finds_no_memory_waits_for_it_and_large_holdings_are_copied_o
     [
         {"session": "no port"},
         {"session": "host:1 2"},
+        {"session": "127.0.0.1:65536"},
+        {"session": f"{'h' * 64}.invalid:80"},
+        {"session": "a..b:80"},
         {"session": None},
         {"sends": {"address": -1, "nbytes": 1}},
         {"sends": {"address": 2**63 - 1, "nbytes": 1}},

@@ -355,6 +355,19 @@ async def test_who_shares_memory_with_its_sender_reads(sharing: Pair, nbytes: in
     assert sharing.a.stats()["nixl_stray_notices"] == sharing.b.stats()["nixl_stray_notices"] == 0
 
 
+async def test_what_was_read_from_a_slot_that_has_another_use_is_no_payload(sharing: Pair) -> None:
+    """A sender that takes its receiver for gone uses the slot again; the receiver may only have been frozen."""
+    _, operation = sharing.put(np.ones(MIB, np.uint8))
+    metadata = operation.metadata
+    sharing.a.forget("b")
+    assert sharing.a.open("b", sharing.b.facts())
+    _, other = sharing.put(np.zeros(MIB, np.uint8))
+    with pytest.raises(TransferError, match="its slot has another use now"):
+        await sharing.b.get(metadata, request_id="r", peer="a").wait_for_completion(10)
+    assert set(await sharing.get(other)) == {0}
+    await sharing.until(lambda: sharing.b.stats()["nixl_receive_bytes_in_use"] == 0)
+
+
 async def test_an_author_who_writes_after_a_put_in_place_does_not_change_what_arrives() -> None:
     """The arena gives his tensor other pages; what is registered shows those that were sent."""
     with pair("nixl") as both:

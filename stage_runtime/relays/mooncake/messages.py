@@ -27,6 +27,19 @@ class Facts(msgspec.Struct, frozen=True):
     sends: Memory
 
 
+def address_of(session: str) -> tuple[str, int]:
+    """Host and port.
+
+    Raises: ValueError: no socket can have that address.
+    """
+    host, _, port = session.rpartition(":")
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(f"port {port}")
+    host = host.strip("[]")
+    host.encode("idna")
+    return host, int(port)
+
+
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
     """Where a transfer lies in the sender's arena; the slot at ``start`` must still be of that generation."""
 

@@ -23,7 +23,7 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, Release
 from stage_runtime.relays.gets import Get, Gets, Key
 from stage_runtime.relays.mooncake.engine import Engine
-from stage_runtime.relays.mooncake.messages import Facts, Metadata
+from stage_runtime.relays.mooncake.messages import Facts, Metadata, address_of
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
@@ -210,9 +210,8 @@ class Reading:
 
 def _listens(session: str) -> bool:
     """Whether some process listens there, frozen or not; True when that cannot be known."""
-    host, _, port = session.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=1.0).close()
+        socket.create_connection(address_of(session), timeout=1.0).close()
     except OSError as error:
         return error.errno != errno.ECONNREFUSED
     return True

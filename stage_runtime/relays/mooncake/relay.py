@@ -19,7 +19,7 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.mooncake.engine import Engine, has_rdma
-from stage_runtime.relays.mooncake.messages import Facts, Memory, Metadata
+from stage_runtime.relays.mooncake.messages import Facts, Memory, Metadata, address_of
 from stage_runtime.relays.mooncake.reading import Incoming, Reading, Route
 from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
 from stage_runtime.relays.placing import Placing
@@ -107,7 +107,8 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
         """Mooncake connects by the first read."""
         try:
             told = msgspec.convert(facts, Facts)
-        except ValueError:  # ValidationError is one
+            address_of(told.session)
+        except ValueError:  # ValidationError and UnicodeError are
             return None
         return Route(peer, told) if told.sends.holds(0, 0) else None
 

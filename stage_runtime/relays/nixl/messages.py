@@ -44,11 +44,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """A transfer: where it lies in what its sender sends from."""
+    """A transfer: where it lies in what its sender sends from.
+
+    start, generation: of its slot. Who reads looks afterwards whether the slot is still of that generation; 0: it is
+    of a sender that does not say.
+    """
 
     transfer: int
     offset: Count
     nbytes: Count
+    start: Count = 0
+    generation: Count = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from stage_runtime.relays.arena import PAGE, Arena
+from stage_runtime.payloads.pack import ALIGNMENT
+from stage_runtime.relays.arena import HEADER, PAGE, Arena
 from stage_runtime.relays.base import Peer, Release, TransferId
 from stage_runtime.relays.gets import Get, Gets, Key
 from stage_runtime.relays.nixl.messages import Cancel, Grant, Memory, Metadata, Stopped, Written
@@ -41,6 +42,11 @@ class Incoming(Get):
         self.move: Move | None = None  #: Of a transfer that is read.
 
 
+def _header_at(incoming: Incoming) -> int:
+    """Where in its memory the header of its slot is read to."""
+    return incoming.nbytes + -incoming.nbytes % ALIGNMENT
+
+
 class Receiving:
     """Gets by peer and transfer. Each is waiting for memory, coming, or quarantined."""
 
@@ -53,7 +59,7 @@ class Receiving:
         self._on_release = on_release
         self._generations = itertools.count(1)
         self._asking: asyncio.TimerHandle | None = None
-        self._gets: Gets[Route, Incoming] = Gets(loop, arena, pins, on_release, room_nbytes=2 * PAGE, begin=self._begun)
+        self._gets: Gets[Route, Incoming] = Gets(loop, arena, pins, on_release, room_nbytes=3 * PAGE, begin=self._begun)
         self.claim = self._gets.claim
         self.stats = self._gets.stats
 
@@ -122,7 +128,8 @@ class Receiving:
 
     def _begun(self, route: Route, incoming: Incoming) -> bool:
         metadata = incoming.metadata
-        incoming.region = self._arena.allocate_region(metadata.nbytes)
+        behind = _header_at(incoming) + HEADER.size if route.reads else 0
+        incoming.region = self._arena.allocate_region(max(metadata.nbytes, behind))
         if incoming.region is None:
             return False
         incoming.generation = next(self._generations)
@@ -130,15 +137,8 @@ class Receiving:
         self._gets.coming[incoming.key] = (route, incoming)
         address = incoming.region.ctypes.data
         if route.reads:
-            incoming.move = Move(
-                route,
-                address,
-                route.facts.sends.address + metadata.offset,
-                metadata.nbytes,
-                write=False,
-                over=lambda move, reason: self._on_loop(self._read, incoming, move.broken, reason),
-            )
-            self._worker.post(self._worker.move, incoming.move)
+            theirs = route.facts.sends.address + metadata.offset
+            self._read_next(route, incoming, address, theirs, metadata.nbytes, self._read)
         else:
             offset = address - self._arena.address
             grant = Grant(route.token, metadata.transfer, incoming.generation, offset, metadata.nbytes)
@@ -149,15 +149,53 @@ class Receiving:
 
     def _complete(self, incoming: Incoming) -> None:
         """All is here, and nothing of it moves any more."""
-        region, incoming.region = incoming.region, None
+        region, incoming.region = incoming.region[: incoming.nbytes], None
         if self._gets.quarantined.pop(incoming.key, None) is not None:
             self._on_release(*incoming.key)
             return
         del self._gets.coming[incoming.key]
         self._gets.landed(incoming, region)
 
-    def _read(self, incoming: Incoming, broken: bool, reason: str | None) -> None:
-        """A transfer that is read by this process moves no more."""
+    def _read_next(
+        self,
+        route: Route,
+        incoming: Incoming,
+        ours: int,
+        theirs: int,
+        nbytes: int,
+        over: Callable[[Route, Incoming, str | None], None],
+    ) -> None:
+        move = Move(
+            route,
+            ours,
+            theirs,
+            nbytes,
+            write=False,
+            over=lambda move, reason: self._on_loop(over, route, incoming, reason),
+        )
+        incoming.move = move
+        self._worker.post(self._worker.move, move)
+
+    def _read(self, route: Route, incoming: Incoming, reason: str | None) -> None:
+        """The bytes of a transfer that is read by this process move no more."""
+        if reason is None and incoming.metadata.generation and incoming.key in self._gets.coming:
+            # A sender that has forgotten this process uses the slot again: then its header is another one by now.
+            ours = incoming.region.ctypes.data + _header_at(incoming)
+            theirs = route.facts.sends.address + incoming.metadata.start
+            self._read_next(route, incoming, ours, theirs, HEADER.size, self._checked)
+        else:
+            self._read_through(incoming, reason)
+
+    def _checked(self, route: Route, incoming: Incoming, reason: str | None) -> None:
+        """The header of its slot is here, too."""
+        if reason is None and incoming.region is not None:
+            generation, _ = HEADER.unpack_from(incoming.region, _header_at(incoming))
+            if generation != incoming.metadata.generation:
+                reason = "its slot has another use now"
+        self._read_through(incoming, reason)
+
+    def _read_through(self, incoming: Incoming, reason: str | None) -> None:
+        """Nothing of it moves any more."""
         if incoming.region is None:
             return
         if reason is None:

@@ -21,7 +21,7 @@ import numpy as np
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
-from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.arena import HEADER, Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
@@ -89,7 +89,8 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
         placed = self._placing.place(pack, shared)
         if placed is None:
             return None
-        metadata = Metadata(next(self._context.ids), placed[1], pack.nbytes)
+        slot, offset = placed
+        metadata = Metadata(next(self._context.ids), offset, pack.nbytes, slot.start, slot.generation)
         outgoing = Outgoing(placed, peer, metadata.transfer, pack.nbytes, read=route.reads)
         self._sending.add(outgoing)
         put = self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer)
@@ -101,7 +102,8 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
         route = self._connections.get(peer)
         if route is None:
             raise TransferError(f"nixl transfer {announced.transfer} from {peer}, which is not open")
-        if not route.facts.sends.holds(announced.offset, announced.nbytes):
+        sends = route.facts.sends
+        if not sends.holds(announced.offset, announced.nbytes) or not sends.holds(announced.start, HEADER.size):
             raise TransferError(f"nixl transfer {announced.transfer} from {peer}: not inside its arena")
         key = (peer, TransferId(announced.transfer))
         operation = GetOperation(
