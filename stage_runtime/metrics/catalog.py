@@ -247,7 +247,7 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
-#: As `RELAY`, of keys that only the relays nixl and mooncake have.
+#: As `RELAY`, of keys that only the relays nixl, mooncake and nccl have.
 NIXL: Final[Mapping[str, Metric]] = {
     "stray_notices": _of_relay("stray_notices_total", "Notices of peers that belong to no transfer"),
     "copied_out_bytes": _of_relay("copied_out_bytes_total", "Bytes copied out of the receive arena to free it"),
@@ -328,7 +328,7 @@ PLANES: Final = (
 )
 #: Of stages that generate tokens; served as `PLANES`.
 ENGINES: Final = tuple(ENGINE.values())
-#: Of processes that have opened the relay nixl or mooncake, beside `PLANES`.
+#: Of processes that have opened the relay nixl, mooncake or nccl, beside `PLANES`.
 PLANES_WITH_NIXL: Final = tuple(NIXL.values())
 #: Of the operating system's processes in a stage's pod, served by the pod.
 PROCESSES: Final = (PROCESS_READY, PROCESS_RESTARTS, PROCESS_RESIDENT_MEMORY, PROCESS_CPU)

@@ -55,6 +55,7 @@ RELAYS: Final[Mapping[str, Entry]] = {
     "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
     "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", needs="rdma"),
     "mooncake": Entry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", needs="rdma"),
+    "nccl": Entry(factory="stage_runtime.relays.nccl.relay:NcclRelay", auto=False),
     "tcp": Entry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
 }
 

@@ -1,0 +1,108 @@
+"""What two nccl relays tell each other: facts in Hello, metadata in control messages, orders on a connection per world.
+
+The receiver connects to the sender, and the world lives as long as the connection.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+
+MOST_NBYTES: Final = 4096  # of a message: an order has less than 200
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer must know to receive from us.
+
+    orders, store: where we listen for the connections of receivers, and where the worlds' TCPStore is.
+    gpu: the device that NCCL is used with, no other process's; empty: gloo, on the CPU.
+    """
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    orders: Port
+    store: Port
+    token: Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
+    gpu: Annotated[str, msgspec.Meta(max_length=255)] = ""
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """A transfer."""
+
+    transfer: int
+    nbytes: Count
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Receiver to sender, first: be rank 1 of the world of that name. token: the sender's, as it is told in Hello."""
+
+    token: str
+    receiver: str
+    world: Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
+    backend: Literal["gloo", "nccl"]
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Receiver to sender: I have memory for that transfer. They are sent in the order of the grants."""
+
+    transfer: int
+    nbytes: Count
+
+
+class Sending(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Sender to receiver: that transfer is the next in the world."""
+
+    transfer: int
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Sender to receiver: that transfer does not come."""
+
+    transfer: int
+    reason: str
+
+
+Order: TypeAlias = Join | Grant
+Answer: TypeAlias = Sending | Refused
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def tell(connection: socket.socket, message: Any) -> None:
+    """Raises: OSError: the other end is gone, or takes nothing."""
+    body = encode(message)
+    connection.sendall(len(body).to_bytes(4, "big") + body)
+
+
+def hear(connection: socket.socket) -> bytes:
+    """Wait for a message.
+
+    Raises: OSError: the other end is gone, nothing came in time, or what came is no message.
+    """
+    nbytes = int.from_bytes(_exactly(connection, 4), "big")
+    if nbytes > MOST_NBYTES:
+        raise OSError(f"a message of {nbytes} bytes")
+    return _exactly(connection, nbytes)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within 4 s that the machine at the other end does not answer, also while nothing is sent."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes:
+        piece = connection.recv(nbytes - len(found))
+        if not piece:
+            raise ConnectionResetError("the connection was closed")
+        found += piece
+    return found

@@ -1,0 +1,266 @@
+"""What the nccl relay receives: memory for each transfer, a thread and a world for each sender.
+
+A transfer that was given up keeps its memory until its thread has received it, or has ended the world: then the library
+has let go of it, and nothing can be written there. On the loop, except where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from stage_runtime.relays.arena import PAGE, Arena
+from stage_runtime.relays.base import Peer, Release
+from stage_runtime.relays.gets import Get, Gets, Key
+from stage_runtime.relays.nccl import messages, worlds
+from stage_runtime.relays.nccl.messages import Facts, Grant, Join, Metadata, Refused
+from stage_runtime.relays.nccl.worlds import Backend, Broken, World
+from stage_runtime.relays.operations import GetOperation
+from stage_runtime.relays.pins import Pins
+
+GRANTED: Final = 4  # transfers that a sender knows it is to send next
+PIECES: Final = 2  # of a transfer, under way at once
+CONNECT_S: Final = 3.0
+
+
+class Incoming(Get):
+    """One get under way."""
+
+    __slots__ = ("metadata",)
+
+    def __init__(self, operation: GetOperation, metadata: Metadata, request_id: str, holder: str) -> None:
+        super().__init__(operation, metadata.nbytes, request_id, holder)
+        self.metadata = metadata
+
+
+class Route:
+    """The way from one peer, with the thread that receives from it: begun by the first get."""
+
+    def __init__(self, peer: Peer, facts: Facts, own: Facts, own_name: str, backend: Backend) -> None:
+        self.peer = peer
+        self.facts = facts
+        self.backend = backend
+        self.gone = False
+        self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
+        self.due: queue.SimpleQueue[Incoming | None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+        self._own = own
+        self._own_name = own_name
+        self._connection: socket.socket | None = None
+        self._world: World | None = None
+
+    def end(self) -> None:
+        """What its thread waits for fails, and the world ends. From any thread."""
+        connection, world = self._connection, self._world
+        if connection is not None:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        if world is not None:
+            world.abort()
+
+    # --- in its thread ------------------------------------------------------------------------------------------
+
+    def connected(self) -> tuple[socket.socket, World]:
+        """The connection and the world, which are made if there are none.
+
+        Raises: OSError, Broken: the sender is not reached.
+        """
+        if self._connection is None or self._world is None:
+            name = secrets.token_hex(16)
+            where = (self.facts.host, self.facts.orders)
+            self._connection = socket.create_connection(where, timeout=CONNECT_S)
+            messages.keep_alive(self._connection)
+            messages.tell(self._connection, Join(self.facts.token, self._own_name, name, self.backend))
+            store = (self.facts.host, self.facts.store)
+            self._world = World.join(name, self.backend, worlds.RECEIVER, host=self._own.host, store=store)
+            self._connection.settimeout(worlds.STALL_S)
+        if self.gone:
+            raise Broken("it is gone")
+        return self._connection, self._world
+
+    def drop(self) -> None:
+        """Nothing comes on the connection any more."""
+        self.end()
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._world = None
+
+
+class Receiving:
+    """Gets by peer and transfer. Each is waiting for memory, coming, or quarantined."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, memory: Arena, pins: Pins, on_release: Release) -> None:
+        self._loop = loop
+        self._memory = memory
+        self._on_release = on_release
+        self._closing = False
+        self._routes: set[Route] = set()
+        self._gets: Gets[Route, Incoming] = Gets(
+            loop, memory, pins, on_release, room_nbytes=2 * PAGE, begin=self._begun
+        )
+        self.claim = self._gets.claim
+        self.stats = self._gets.stats
+
+    def last_moved(self, route: Route, key: Key) -> float:
+        """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
+        its peer.
+        """
+        return route.moved_at if key in self._gets.coming else time.monotonic()
+
+    def cleanup(self, request_id: str) -> None:
+        """A request was aborted: what is to come for it is not wanted. What comes already is received to its end."""
+        self._give_up(lambda _, incoming: incoming.request_id == request_id, "its request was aborted")
+
+    def forget(self, route: Route) -> None:
+        """A peer is gone: nothing is awaited from it."""
+        self._give_up(lambda other, _: other is route, f"its sender {route.peer} is gone")
+        self._end(route)
+
+    def aside(self, call: Callable[[], None]) -> None:
+        """Call it off the loop: it waits for the library, a few milliseconds."""
+        if self._closing:
+            call()
+        else:
+            threading.Thread(target=call, name="omni-relay-nccl-end").start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._gets.close()
+        self._give_up(lambda *_: True, "the relay was closed")
+        routes = list(self._routes)
+        for route in routes:
+            self._end(route)
+        for route in routes:
+            if route.thread is not None:
+                route.thread.join(2 * worlds.JOIN_S)
+        self._gets.quarantined.clear()
+
+    # --- on the loop --------------------------------------------------------------------------------------------
+
+    def _begun(self, route: Route, incoming: Incoming) -> bool:
+        incoming.region = self._memory.allocate_region(incoming.nbytes)
+        if incoming.region is None:
+            return False
+        route.moved_at = max(route.moved_at, time.monotonic())
+        self._gets.coming[incoming.key] = (route, incoming)
+        if route.thread is None:
+            route.thread = threading.Thread(
+                target=self._run, args=(route,), name="omni-relay-nccl-receive", daemon=True
+            )
+            self._routes.add(route)
+            route.thread.start()
+        route.due.put(incoming)
+        return True
+
+    def _give_up(self, which: Callable[[Route, Incoming], bool], why: str) -> None:
+        self._gets.fail_waiting(which, why)
+        for pair in [pair for pair in self._gets.coming.values() if which(*pair)]:
+            incoming = pair[1]
+            incoming.fail(why)
+            del self._gets.coming[incoming.key]
+            self._gets.quarantined[incoming.key] = pair
+
+    def _end(self, route: Route) -> None:
+        route.gone = True
+        if route in self._routes:
+            self._routes.discard(route)
+            route.due.put(None)
+            self.aside(route.end)
+
+    def _over(self, route: Route, incoming: Incoming, reason: str | None) -> None:
+        """Its thread is through with it: nothing is written to its memory any more."""
+        region, incoming.region = incoming.region, None
+        was_given_up = self._gets.quarantined.pop(incoming.key, None) is not None
+        self._gets.coming.pop(incoming.key, None)
+        if reason is None and not was_given_up:
+            self._gets.landed(incoming, region)
+            return
+        if reason is not None:
+            incoming.fail(reason)
+        if not route.gone:
+            self._on_release(*incoming.key)
+
+    # --- in the thread of a route ---------------------------------------------------------------------------------
+
+    def _run(self, route: Route) -> None:
+        granted: collections.deque[Incoming] = collections.deque()
+        while True:
+            incoming: Incoming | None = None
+            try:
+                incoming = self._next(route, granted)
+                if incoming is None:
+                    break
+                reason = self._receive(route, incoming)
+            except (OSError, Broken, msgspec.MsgspecError) as error:
+                reason = f"{route.peer} is not reached: {error}"[:200]
+            except Exception as error:  # outermost of its thread: the gets fail, and it goes on
+                reason = f"{type(error).__name__}: {error}"[:200]
+            else:
+                granted.popleft()
+                self._on_loop(self._over, route, incoming, reason)
+                continue
+            route.drop()
+            while granted:  # what was granted on that connection does not come
+                self._on_loop(self._over, route, granted.popleft(), reason)
+        route.drop()
+
+    def _next(self, route: Route, granted: collections.deque[Incoming]) -> Incoming | None:
+        """The next transfer to receive, granted. None: the route has ended."""
+        while len(granted) < GRANTED:
+            try:
+                found = route.due.get(block=not granted)
+            except queue.Empty:
+                break
+            if found is None:
+                return None
+            granted.append(found)
+            connection, _ = route.connected()
+            messages.tell(connection, Grant(found.metadata.transfer, found.nbytes))
+        return granted[0]
+
+    def _receive(self, route: Route, incoming: Incoming) -> str | None:
+        """Returns: why it does not come; None when it is here."""
+        connection, world = route.connected()
+        answer = messages.decode_answer(messages.hear(connection))
+        if answer.transfer != incoming.metadata.transfer:
+            raise Broken(f"it sends {answer.transfer} for {incoming.metadata.transfer}")
+        if isinstance(answer, Refused):
+            return answer.reason[:200]
+        route.moved_at = time.monotonic()
+        works: collections.deque[tuple[int, worlds.Work]] = collections.deque()
+        try:
+            for start in range(0, incoming.nbytes, worlds.PIECE_NBYTES):
+                end = min(start + worlds.PIECE_NBYTES, incoming.nbytes)
+                works.append((end - start, world.post_receive(incoming.region[start:end])))
+                if len(works) == PIECES:
+                    self._wait(route, incoming, *works.popleft())
+            while works:
+                self._wait(route, incoming, *works.popleft())
+        except Broken:
+            world.abort()
+            raise
+        finally:
+            works.clear()  # with its memory: the library lets go of it here
+        return None
+
+    def _wait(self, route: Route, incoming: Incoming, nbytes: int, work: worlds.Work) -> None:
+        work.wait()
+        route.moved_at = time.monotonic()
+        incoming.here_nbytes += nbytes
+
+    def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass

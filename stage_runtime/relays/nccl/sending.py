@@ -1,0 +1,242 @@
+"""What the nccl relay has put, and the threads that send it: one for each connection of a receiver.
+
+A slot from which the library may still read stays taken, whatever has become of its put, until the thread that sends it
+has ended the piece or the world.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from stage_runtime.relays.base import Peer
+from stage_runtime.relays.nccl import messages, worlds
+from stage_runtime.relays.nccl.messages import Grant, Join, Refused
+from stage_runtime.relays.nccl.messages import Sending as Ready
+from stage_runtime.relays.nccl.worlds import Broken, World
+from stage_runtime.relays.placing import Placed
+
+log = logging.getLogger(__name__)
+
+JOIN_S: Final = 5.0  # in which a receiver that has connected says who it is
+CONNECTIONS: Final = 1024  # of receivers, at once
+PIECES: Final = 2  # of a transfer, under way at once
+
+
+class Outgoing:
+    """One put; its `PutOperation.resource`."""
+
+    __slots__ = ("is_moving", "is_over", "nbytes", "peer", "placed", "transfer")
+
+    def __init__(self, placed: Placed, peer: Peer, transfer: int, nbytes: int) -> None:
+        self.placed = placed
+        self.peer = peer
+        self.transfer = transfer
+        self.nbytes = nbytes
+        self.is_moving = False
+        self.is_over = False  #: Released or given up: its slot is freed when nothing moves.
+
+
+class Sending:
+    """Puts by peer and transfer, and the connections of those that receive them. From any thread."""
+
+    def __init__(
+        self, sent: Any, facts: messages.Facts, listening: socket.socket, free: Callable[[Outgoing], None]
+    ) -> None:
+        """sent: the arena as an array of bytes. free: called when a slot is used no more."""
+        self._sent = sent
+        self._facts = facts
+        self._listening = listening
+        self._free = free
+        self._lock = threading.Lock()
+        self._puts: dict[tuple[Peer, int], Outgoing] = {}
+        self._moving: set[Outgoing] = set()
+        self._sessions: set[_Session] = set()
+        self._known: Callable[[Peer], bool] = lambda peer: False
+        self._closing = False
+        self.strays = 0
+        self._accepting = threading.Thread(target=self._accept, name="omni-relay-nccl-accept", daemon=True)
+
+    def start(self, known: Callable[[Peer], bool]) -> None:
+        """known: whether that peer is open."""
+        self._known = known
+        self._accepting.start()
+
+    def add(self, outgoing: Outgoing) -> None:
+        with self._lock:
+            self._puts[outgoing.peer, outgoing.transfer] = outgoing
+
+    def free(self, outgoing: Outgoing) -> None:
+        """The put is over: free its slot, now or when nothing moves any more."""
+        with self._lock:
+            self._puts.pop((outgoing.peer, outgoing.transfer), None)
+            outgoing.is_over = True
+            if outgoing.is_moving:
+                return
+        self._free(outgoing)
+
+    def forget(self, peer: Peer) -> None:
+        """End what is being sent to a peer."""
+        with self._lock:
+            sessions = [session for session in self._sessions if session.peer == peer]
+        for session in sessions:
+            session.end()
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            held = [outgoing.nbytes for outgoing in self._moving if outgoing.is_over]
+            return {
+                "writing_transfers": len(self._moving),
+                "quarantined_sends": len(held),
+                "quarantined_send_bytes": sum(held),
+            }
+
+    def close(self) -> None:
+        self._closing = True
+        with self._lock:
+            sessions = list(self._sessions)
+        try:
+            self._listening.shutdown(socket.SHUT_RDWR)  # `close` does not wake who accepts
+        except OSError:
+            pass
+        self._listening.close()
+        for session in sessions:
+            session.end()
+        for thread in (self._accepting, *(session.thread for session in sessions)):
+            if thread.is_alive():
+                thread.join(worlds.JOIN_S)
+
+    # --- threads ------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                if self._closing:
+                    return
+                continue  # that one is gone again
+            with self._lock:
+                refused = len(self._sessions) >= CONNECTIONS
+                session = _Session(self, connection)
+                if not refused:
+                    self._sessions.add(session)
+            if refused:
+                connection.close()
+            else:
+                session.thread.start()
+
+    def serve(self, session: _Session) -> None:
+        """In the thread of a connection, until it ends."""
+        try:
+            join = self._joined(session)
+            if join is None:
+                self.strays += 1
+                return
+            store = (self._facts.host, self._facts.store)
+            session.world = World.join(join.world, join.backend, worlds.SENDER, host=self._facts.host, store=store)
+            session.connection.settimeout(None)
+            while not session.is_over:
+                order = messages.decode_order(messages.hear(session.connection))
+                if not isinstance(order, Grant):
+                    return
+                self._send(session, order)
+        except (OSError, msgspec.MsgspecError, Broken) as error:
+            log.debug("nccl relay: the world with %s has ended: %s", session.peer, error)
+        except Exception:  # outermost of its thread: this world ends
+            log.exception("nccl relay: sending to %s met what it should not have", session.peer)
+        finally:
+            session.end()
+            session.connection.close()
+            with self._lock:
+                self._sessions.discard(session)
+
+    def _joined(self, session: _Session) -> Join | None:
+        """Who has connected; None when it is nobody that was opened."""
+        session.connection.settimeout(JOIN_S)
+        join = messages.decode_order(messages.hear(session.connection))
+        if not isinstance(join, Join) or not hmac.compare_digest(join.token.encode(), self._facts.token.encode()):
+            return None
+        if not self._known(Peer(join.receiver)):
+            return None
+        session.peer = Peer(join.receiver)
+        return join
+
+    def _send(self, session: _Session, grant: Grant) -> None:
+        with self._lock:
+            outgoing = self._puts.get((session.peer, grant.transfer))
+            refusal = _refusal(outgoing, grant)
+            if outgoing is not None and refusal is None:
+                outgoing.is_moving = True
+                self._moving.add(outgoing)
+        if outgoing is None or refusal is not None:
+            messages.tell(session.connection, Refused(grant.transfer, refusal or ""))
+            return
+        try:
+            messages.tell(session.connection, Ready(grant.transfer))
+            self._pieces(session, outgoing)
+        finally:
+            with self._lock:
+                outgoing.is_moving = False
+                self._moving.discard(outgoing)
+                is_over = outgoing.is_over
+            if is_over:
+                self._free(outgoing)
+
+    def _pieces(self, session: _Session, outgoing: Outgoing) -> None:
+        world, start = session.world, outgoing.placed[1]
+        assert world is not None
+        works: list[worlds.Work] = []
+        try:
+            for at in range(start, start + outgoing.nbytes, worlds.PIECE_NBYTES):
+                end = min(at + worlds.PIECE_NBYTES, start + outgoing.nbytes)
+                works.append(world.post_send(self._sent[at:end]))
+                if len(works) == PIECES:
+                    works.pop(0).wait()
+            while works:
+                works.pop(0).wait()
+        except Broken:
+            world.abort()
+            raise
+        finally:
+            works.clear()  # with its memory: the library lets go of it here
+
+
+class _Session:
+    """One connection of a receiver, and the world that it has joined."""
+
+    def __init__(self, sending: Sending, connection: socket.socket) -> None:
+        messages.keep_alive(connection)
+        self.connection = connection
+        self.peer = Peer("")
+        self.world: World | None = None
+        self.is_over = False
+        self.thread = threading.Thread(target=sending.serve, args=(self,), name="omni-relay-nccl-send", daemon=True)
+
+    def end(self) -> None:
+        """What its thread waits for fails. From any thread; waits for nothing longer than a few milliseconds."""
+        self.is_over = True
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        world = self.world
+        if world is not None:
+            world.abort()
+
+
+def _refusal(outgoing: Outgoing | None, grant: Grant) -> str | None:
+    """Why a grant is not served; None when it is."""
+    if outgoing is None:
+        return "its sender has it no more"
+    if outgoing.is_moving:
+        return "it was granted before"
+    if grant.nbytes != outgoing.nbytes:
+        return f"{grant.nbytes} bytes were granted for {outgoing.nbytes}"
+    return None
