@@ -51,7 +51,8 @@ class Get:
 
     def fail(self, why: str, *, broken: bool = False) -> None:
         """broken: the relay does not reach the peer."""
-        self.operation.fail((RelayFailed if broken else TransferError)(f"transfer {self.key[1]} from {self.key[0]}: {why}"))
+        kind = RelayFailed if broken else TransferError
+        self.operation.fail(kind(f"transfer {self.key[1]} from {self.key[0]}: {why}"))
 
 
 W = TypeVar("W", bound=Way)

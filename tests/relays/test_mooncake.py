@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,9 +16,9 @@ from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
+from tests.relays.near_end import LARGE, Near, digest, processor_s, run_to_its_end, until
 from tests.relays.relay_pairs import MIB, SMALL, FarEnd, pair
 
-LARGE = 128 * MIB  # long enough on its way to be frozen there
 ASKED = RelaySettings(asked=frozenset({"mooncake"}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 
@@ -34,51 +30,16 @@ def far() -> Iterator[FarEnd]:
     end.close()
 
 
-class Near:
-    """This process's end."""
-
-    def __init__(self, far: FarEnd) -> None:
-        self.released: list[tuple[str, int]] = []
-        self.relays = Relays(
-            loop=asyncio.get_running_loop(),
-            incarnation="near",
-            on_release=lambda peer, transfer: self.released.append((peer, transfer)),
-            settings=ASKED,
-        )
-        self.meet(far, "far")
-
-    def meet(self, far: FarEnd, name: str) -> None:
-        assert "mooncake" in self.relays.open(name, far.facts)
-        assert "mooncake" in far.ask(do="open", facts=self.relays.facts())
-
-    def stat(self, name: str) -> int:
-        return self.relays.stats()[name]
-
-    def fetch(self, far: FarEnd, nbytes: int, mark: int, peer: str = "far") -> RelayOperation:
-        metadata = base64.b64decode(far.ask(do="put", nbytes=nbytes, mark=mark, backend="mooncake"))
-        return self.relays.get(metadata, request_id="r", peer=peer)
-
-
 @pytest.fixture
 async def near(far: FarEnd) -> AsyncIterator[Near]:
-    end = Near(far)
+    end = Near(far, "mooncake")
     yield end
     end.relays.close()
 
 
-async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-def digest(nbytes: int, mark: int) -> str:
-    return hashlib.sha256(bytes([mark]) * nbytes).hexdigest()
-
-
 async def being_read(near: Near, far: FarEnd) -> RelayOperation:
     operation = near.fetch(far, LARGE, 1)
-    await until(lambda: near.stat("mooncake_coming_here_bytes") > 0)
+    await until(lambda: near.stat("coming_here_bytes") > 0)
     return operation
 
 
@@ -89,7 +50,7 @@ async def test_what_a_frozen_sender_sends_when_it_goes_on_lands_in_no_memory_tha
     far.process.send_signal(signal.SIGSTOP)
     with pytest.raises(TransferError, match="far is not reached"):
         await late.wait_for_completion(30)
-    assert near.stat("mooncake_quarantined_receive_bytes") == LARGE
+    assert near.stat("quarantined_receive_bytes") == LARGE
     near.relays.forget("far")
     other = FarEnd(name="other")
     try:
@@ -101,7 +62,7 @@ async def test_what_a_frozen_sender_sends_when_it_goes_on_lands_in_no_memory_tha
         assert hashlib.sha256(view).hexdigest() == digest(100 * MIB, 2)
         far.process.kill()
         far.process.wait(10)
-        await until(lambda: near.stat("mooncake_quarantined_receive_bytes") == 0)
+        await until(lambda: near.stat("quarantined_receive_bytes") == 0)
     finally:
         other.close()
 
@@ -114,7 +75,7 @@ async def test_a_sender_that_is_killed_on_the_way_fails_the_get_at_once_and_give
     far.process.wait(10)
     with pytest.raises(TransferError, match="far is not reached"):
         await operation.wait_for_completion(30)
-    await until(lambda: near.stat("mooncake_receive_bytes_in_use") == 0)
+    await until(lambda: near.stat("receive_bytes_in_use") == 0)
     near.relays.forget("far")
 
 
@@ -124,7 +85,7 @@ async def test_an_aborted_get_stops_within_a_piece_and_is_released(near: Near, f
     with pytest.raises(TransferError, match="aborted"):
         await operation.wait_for_completion(5)
     await until(lambda: near.released == [("far", operation.transfer)])
-    await until(lambda: near.stat("mooncake_receive_bytes_in_use") == 0)
+    await until(lambda: near.stat("receive_bytes_in_use") == 0)
     assert set(await near.fetch(far, MIB, 7).wait_for_completion(10)) == {7}
 
 
@@ -172,24 +133,8 @@ async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_an_interpreter_ends_with_0_whether_or_not_the_relay_was_closed(closes: bool) -> None:
-    program = f"""
-import asyncio
-from tests.relays.relay_pairs import Pair
-import numpy as np
-async def main():
-    both = Pair("mooncake")
-    await both.carry(np.ones(9000))
-    if {closes}:
-        both.close()
-asyncio.run(main())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = run_to_its_end("mooncake", closes=closes)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-
-
-def processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(near: Near, far: FarEnd) -> None:

@@ -7,10 +7,7 @@ import base64
 import hashlib
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -18,15 +15,14 @@ import numpy as np
 import pytest
 
 from stage_runtime.errors import ConfigurationError, TransferError
-from stage_runtime.payloads import encoding
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.nixl import agent, environment, messages
 from stage_runtime.relays.nixl.agent import Agent
+from tests.relays.near_end import LARGE, Near, ask_to_fetch, digest, processor_s, run_to_its_end, until
 from tests.relays.relay_pairs import MIB, SMALL, FarEnd, Pair, pair
 
-LARGE = 128 * MIB  # long enough on its way to be frozen there
 ASKED = RelaySettings(asked=frozenset({"nixl"}), arena_bytes=256 * MIB, prefault_bytes=0)
 
 
@@ -38,67 +34,24 @@ def far() -> Iterator[FarEnd]:
     end.close()
 
 
-class Near:
-    """This process's end."""
-
-    def __init__(self, far: FarEnd) -> None:
-        self.released: list[tuple[str, int]] = []
-        self.relays = Relays(
-            loop=asyncio.get_running_loop(),
-            incarnation="near",
-            on_release=lambda peer, transfer: self.released.append((peer, transfer)),
-            settings=ASKED,
-        )
-        assert "nixl" in self.relays.open("far", far.facts)
-        assert "nixl" in far.ask(do="open", facts=self.relays.facts())
-
-    def stat(self, name: str) -> int:
-        return self.relays.stats()[name]
-
-    def put(self, nbytes: int, mark: int) -> RelayOperation:
-        value = encoding.extract(np.full(nbytes, mark, np.uint8))
-        operation = self.relays.put(value, request_id="r", peer="far", backend="nixl")
-        assert operation is not None
-        return operation
-
-    def fetch(self, far: FarEnd, nbytes: int, mark: int) -> RelayOperation:
-        metadata = base64.b64decode(far.ask(do="put", nbytes=nbytes, mark=mark, backend="nixl"))
-        return self.relays.get(metadata, request_id="r", peer="far")
-
-
 @pytest.fixture
 async def near(far: FarEnd) -> AsyncIterator[Near]:
-    end = Near(far)
+    end = Near(far, "nixl")
     yield end
     end.relays.close()
-
-
-async def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-def ask_to_fetch(far: FarEnd, operation: RelayOperation) -> None:
-    """Without waiting for the answer, which `FarEnd.answer` reads."""
-    far.tell(do="get", metadata=base64.b64encode(operation.metadata).decode(), timeout=60)
-
-
-def digest(nbytes: int, mark: int) -> str:
-    return hashlib.sha256(bytes([mark]) * nbytes).hexdigest()
 
 
 async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
     operation = near.put(LARGE, 1)
     ask_to_fetch(far, operation)
-    await until(lambda: near.stat("nixl_writing_transfers") == 1)
+    await until(lambda: near.stat("writing_transfers") == 1)
     far.process.send_signal(signal.SIGSTOP)
     return operation
 
 
 async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
     operation = near.fetch(far, LARGE, 1)
-    await until(lambda: near.stat("nixl_coming_here_bytes") > 0)
+    await until(lambda: near.stat("coming_here_bytes") > 0)
     far.process.send_signal(signal.SIGSTOP)
     assert not operation.done()
     return operation
@@ -115,8 +68,8 @@ async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_not_used_before
     others = near.relays.allocate((32 * MIB,), __import__("torch").uint8)
     others[:] = 2
     far.process.send_signal(signal.SIGCONT)
-    await until(lambda: near.stat("nixl_quarantined_send_bytes") == 0)
-    assert near.stat("arena_bytes_in_use") < LARGE
+    await until(lambda: near.stat("quarantined_send_bytes") == 0)
+    assert near.in_use() < LARGE
     assert int(others.min()) == int(others.max()) == 2
 
 
@@ -127,7 +80,7 @@ async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_th
     near.relays.forget("far")
     with pytest.raises(TransferError, match="far is gone"):
         await late.wait_for_completion(5)
-    assert near.stat("nixl_quarantined_receive_bytes") == LARGE
+    assert near.stat("quarantined_receive_bytes") == LARGE
     other = FarEnd(name="other")
     try:
         near.relays.open("other", other.facts)
@@ -135,7 +88,7 @@ async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_th
         metadata = base64.b64decode(other.ask(do="put", nbytes=100 * MIB, mark=2, backend="nixl"))
         view = await near.relays.get(metadata, request_id="r", peer="other").wait_for_completion(10)
         far.process.send_signal(signal.SIGCONT)
-        await until(lambda: near.stat("nixl_quarantined_receive_bytes") == 0)
+        await until(lambda: near.stat("quarantined_receive_bytes") == 0)
         assert hashlib.sha256(view).hexdigest() == digest(100 * MIB, 2)
     finally:
         other.close()
@@ -148,10 +101,10 @@ async def test_an_aborted_get_keeps_its_memory_until_the_sender_says_that_nothin
     near.relays.cleanup("r")
     with pytest.raises(TransferError, match="aborted"):
         await late.wait_for_completion(5)
-    assert (near.stat("nixl_quarantined_receive_bytes"), near.released) == (LARGE, [])
+    assert (near.stat("quarantined_receive_bytes"), near.released) == (LARGE, [])
     far.process.send_signal(signal.SIGCONT)
     await until(lambda: near.released == [("far", late.transfer)])
-    assert (near.stat("nixl_quarantined_receives"), near.stat("nixl_receive_bytes_in_use")) == (0, 0)
+    assert (near.stat("quarantined_receives"), near.stat("receive_bytes_in_use")) == (0, 0)
     assert near.relays.open("far", far.facts)
     again = near.fetch(far, MIB, 7)
     assert set(await again.wait_for_completion(10)) == {7}
@@ -162,8 +115,8 @@ async def test_a_sender_that_is_killed_on_the_way_gives_the_memory_back(near: Ne
     far.process.kill()
     far.process.wait(10)
     near.relays.forget("far")
-    await until(lambda: near.stat("nixl_receive_bytes_in_use") == 0)
-    assert near.stat("nixl_quarantined_receives") == 0
+    await until(lambda: near.stat("receive_bytes_in_use") == 0)
+    assert near.stat("quarantined_receives") == 0
 
 
 async def test_a_receiver_that_is_killed_on_the_way_gives_the_slot_back(near: Near, far: FarEnd) -> None:
@@ -172,7 +125,7 @@ async def test_a_receiver_that_is_killed_on_the_way_gives_the_slot_back(near: Ne
     far.process.wait(10)
     near.relays.forget("far")
     assert operation.done()
-    await until(lambda: near.stat("arena_bytes_in_use") == 0)
+    await until(lambda: near.in_use() == 0)
 
 
 async def test_a_frozen_sender_is_late_and_what_it_sends_when_it_goes_on_is_whole(near: Near, far: FarEnd) -> None:
@@ -192,24 +145,8 @@ async def test_a_process_ends_cleanly_after_it_has_moved_something(near: Near, f
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_an_interpreter_ends_with_0_whether_or_not_the_relay_was_closed(closes: bool) -> None:
-    program = f"""
-import asyncio
-from tests.relays.relay_pairs import Pair
-import numpy as np
-async def main():
-    both = Pair("nixl")
-    await both.carry(np.ones(9000))
-    if {closes}:
-        both.close()
-asyncio.run(main())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = run_to_its_end("nixl", closes=closes)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-
-
-def processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(near: Near, far: FarEnd) -> None:

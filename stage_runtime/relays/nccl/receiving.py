@@ -14,9 +14,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from stage_runtime.relays.arena import PAGE, Arena
 from stage_runtime.relays.base import Peer, Release
@@ -28,7 +29,6 @@ from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
 GRANTED: Final = 4  # transfers that a sender knows it is to send next
-PIECES: Final = 2  # of a transfer, under way at once
 CONNECT_S: Final = 3.0
 
 
@@ -59,15 +59,13 @@ class Route:
         self._world: World | None = None
 
     def end(self) -> None:
-        """What its thread waits for fails, and the world ends. From any thread."""
-        connection, world = self._connection, self._world
+        """What its thread waits for fails, and it ends the world. From any thread."""
+        connection = self._connection
         if connection is not None:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
-        if world is not None:
-            world.abort()
 
     # --- in its thread ------------------------------------------------------------------------------------------
 
@@ -91,7 +89,8 @@ class Route:
 
     def drop(self) -> None:
         """Nothing comes on the connection any more."""
-        self.end()
+        if self._world is not None:
+            self._world.abort()
         if self._connection is not None:
             self._connection.close()
         self._connection = self._world = None
@@ -104,7 +103,8 @@ class Receiving:
         self._loop = loop
         self._memory = memory
         self._on_release = on_release
-        self._closing = False
+        #: All of it: what the library may hold for longer keeps no transfer's memory.
+        self._bytes: np.ndarray[Any, Any] = np.frombuffer(memory.map_again(), np.uint8)
         self._routes: set[Route] = set()
         self._gets: Gets[Route, Incoming] = Gets(
             loop, memory, pins, on_release, room_nbytes=2 * PAGE, begin=self._begun
@@ -127,15 +127,7 @@ class Receiving:
         self._give_up(lambda other, _: other is route, f"its sender {route.peer} is gone")
         self._end(route)
 
-    def aside(self, call: Callable[[], None]) -> None:
-        """Call it off the loop: it waits for the library, a few milliseconds."""
-        if self._closing:
-            call()
-        else:
-            threading.Thread(target=call, name="omni-relay-nccl-end").start()
-
     def close(self) -> None:
-        self._closing = True
         self._gets.close()
         self._give_up(lambda *_: True, "the relay was closed")
         routes = list(self._routes)
@@ -176,7 +168,7 @@ class Receiving:
         if route in self._routes:
             self._routes.discard(route)
             route.due.put(None)
-            self.aside(route.end)
+            route.end()
 
     def _over(self, route: Route, incoming: Incoming, reason: str | None) -> None:
         """Its thread is through with it: nothing is written to its memory any more."""
@@ -238,26 +230,11 @@ class Receiving:
         if isinstance(answer, Refused):
             return answer.reason[:200]
         route.moved_at = time.monotonic()
-        works: collections.deque[tuple[int, worlds.Work]] = collections.deque()
-        try:
-            for start in range(0, incoming.nbytes, worlds.PIECE_NBYTES):
-                end = min(start + worlds.PIECE_NBYTES, incoming.nbytes)
-                works.append((end - start, world.post_receive(incoming.region[start:end])))
-                if len(works) == PIECES:
-                    self._wait(route, incoming, *works.popleft())
-            while works:
-                self._wait(route, incoming, *works.popleft())
-        except Broken:
-            world.abort()
-            raise
-        finally:
-            works.clear()  # with its memory: the library lets go of it here
+        start = incoming.region.ctypes.data - self._memory.address
+        for nbytes in world.receive(self._bytes[start : start + incoming.nbytes], connection):
+            route.moved_at = time.monotonic()
+            incoming.here_nbytes += nbytes
         return None
-
-    def _wait(self, route: Route, incoming: Incoming, nbytes: int, work: worlds.Work) -> None:
-        work.wait()
-        route.moved_at = time.monotonic()
-        incoming.here_nbytes += nbytes
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
         try:

@@ -140,7 +140,7 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
 
     def _disconnect(self, peer: Peer, connection: Route) -> None:
         self._receiving.forget(connection)
-        self._receiving.aside(lambda: self._sending.forget(peer))
+        self._sending.forget(peer)
 
     def _free(self, put: PutOperation) -> None:
         self._sending.free(put.resource)

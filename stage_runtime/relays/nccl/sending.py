@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 JOIN_S: Final = 5.0  # in which a receiver that has connected says who it is
 CONNECTIONS: Final = 1024  # of receivers, at once
-PIECES: Final = 2  # of a transfer, under way at once
 
 
 class Outgoing:
@@ -152,7 +151,9 @@ class Sending:
         except Exception:  # outermost of its thread: this world ends
             log.exception("nccl relay: sending to %s met what it should not have", session.peer)
         finally:
-            session.end()
+            session.is_over = True
+            if session.world is not None:
+                session.world.abort()
             session.connection.close()
             with self._lock:
                 self._sessions.discard(session)
@@ -169,6 +170,7 @@ class Sending:
         return join
 
     def _send(self, session: _Session, grant: Grant) -> None:
+        assert session.world is not None
         with self._lock:
             outgoing = self._puts.get((session.peer, grant.transfer))
             refusal = _refusal(outgoing, grant)
@@ -180,7 +182,9 @@ class Sending:
             return
         try:
             messages.tell(session.connection, Ready(grant.transfer))
-            self._pieces(session, outgoing)
+            start = outgoing.placed[1]
+            for _ in session.world.send(self._sent[start : start + outgoing.nbytes], session.connection):
+                pass
         finally:
             with self._lock:
                 outgoing.is_moving = False
@@ -188,24 +192,6 @@ class Sending:
                 is_over = outgoing.is_over
             if is_over:
                 self._free(outgoing)
-
-    def _pieces(self, session: _Session, outgoing: Outgoing) -> None:
-        world, start = session.world, outgoing.placed[1]
-        assert world is not None
-        works: list[worlds.Work] = []
-        try:
-            for at in range(start, start + outgoing.nbytes, worlds.PIECE_NBYTES):
-                end = min(at + worlds.PIECE_NBYTES, start + outgoing.nbytes)
-                works.append(world.post_send(self._sent[at:end]))
-                if len(works) == PIECES:
-                    works.pop(0).wait()
-            while works:
-                works.pop(0).wait()
-        except Broken:
-            world.abort()
-            raise
-        finally:
-            works.clear()  # with its memory: the library lets go of it here
 
 
 class _Session:
@@ -220,15 +206,12 @@ class _Session:
         self.thread = threading.Thread(target=sending.serve, args=(self,), name="omni-relay-nccl-send", daemon=True)
 
     def end(self) -> None:
-        """What its thread waits for fails. From any thread; waits for nothing longer than a few milliseconds."""
+        """What its thread waits for fails, and it ends the world. From any thread."""
         self.is_over = True
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        world = self.world
-        if world is not None:
-            world.abort()
 
 
 def _refusal(outgoing: Outgoing | None, grant: Grant) -> str | None:

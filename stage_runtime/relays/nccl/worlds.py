@@ -6,9 +6,14 @@ that does not move within `STALL_S` ends the world. Methods block, without the G
 
 from __future__ import annotations
 
+import collections
 import datetime
+import queue
+import select
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 from stage_runtime.errors import ConfigurationError
@@ -16,6 +21,7 @@ from stage_runtime.errors import ConfigurationError
 RECEIVER: Final = 0
 SENDER: Final = 1
 PIECE_NBYTES: Final = 16 << 20  # in STALL_S: 1.6 MB/s are enough to be no stalled transfer
+PIECES: Final = 2  # of a transfer, under way at once
 STALL_S: Final = 10.0
 JOIN_S: Final = 5.0
 TAG: Final = 0
@@ -71,13 +77,20 @@ class Store:
 
 
 class World:
-    """One world, from `join` to `close`."""
+    """One world, from `join` to `abort`, of one thread. Gloo's waits cannot be ended from outside, so another thread
+    has them.
+    """
 
     def __init__(self, group: Any, backend: Backend, other: int) -> None:
         self._group = group
         self._backend = backend
         self._other = other
         self._is_over = False
+        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        #: A byte for each piece that is over, in the order in which they began.
+        self._over, self._ended = socket.socketpair()
+        self._waiting = threading.Thread(target=self._wait, name="omni-relay-nccl-wait", daemon=True)
+        self._waiting.start()
 
     @classmethod
     def join(cls, name: str, backend: Backend, rank: int, *, host: str, store: tuple[str, int]) -> World:
@@ -99,90 +112,141 @@ class World:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             return cls(dist.ProcessGroupGloo(prefixed, rank, 2, options), backend, 1 - rank)
         except RuntimeError as error:  # DistError is one
-            raise Broken(str(error).partition("\n")[0]) from None
+            raise Broken(_plain(str(error))) from None
 
-    def post_send(self, array: Any) -> Work:
-        """Begin to send an array of bytes, which nothing may write to before `Work.wait`."""
-        tensor = self._tensor(array)
-        if self._backend == "nccl":
-            tensor = tensor.cuda()
-        return Work(self, self._begun(self._group.send, tensor, TAG), tensor, None)
+    def send(self, array: Any, connection: socket.socket) -> Iterator[int]:
+        """Send an array of bytes, which nothing may write to meanwhile. Gives the size of each piece that is through.
 
-    def post_receive(self, array: Any) -> Work:
-        """Begin to receive into an array of bytes, which is written to until `Work.wait` returns or raises."""
-        import torch
+        connection: to the other rank; its end is the world's.
+        Raises: Broken: it does not move, or its peer is gone; the world is over, and nothing is read any more.
+        """
+        return self._pieces(self._send, array, connection)
 
-        tensor = self._tensor(array)
-        target = torch.empty_like(tensor, device="cuda") if self._backend == "nccl" else tensor
-        return Work(self, self._begun(self._group.recv, target, TAG), target, tensor)
+    def receive(self, array: Any, connection: socket.socket) -> Iterator[int]:
+        """As `send`, into an array of bytes."""
+        return self._pieces(self._receive, array, connection)
 
     def abort(self) -> None:
-        """End it: what waits in another thread raises `Broken`, and when that has happened nothing moves any more."""
+        """End it. When this returns, the library neither reads nor writes memory for it."""
         if self._is_over:
             return
         self._is_over = True
-        group = self._group
+        self._works.put(None)
+        self._over.close()
+        self._ended.close()
+        if self._backend == "nccl":
+            self._group.abort()
+            return
+        # Gloo has no abort. A receive that times out closes the connection; a further one raises when that is done.
+        import torch
+
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        while True:
+            try:
+                self._group.recv([nothing], self._other, NO_TAG).wait(datetime.timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" not in str(error):
+                    return
+
+    def _pieces(self, begin: Callable[[Any], Work], array: Any, connection: socket.socket) -> Iterator[int]:
+        works: collections.deque[Work] = collections.deque()
         try:
-            if self._backend == "nccl":
-                group.abort()
-            else:
-                # Gloo has no abort. A receive that times out closes the connection, and with it ends all that waits.
-                import torch
+            for start in range(0, len(array), PIECE_NBYTES):
+                works.append(begin(array[start : start + PIECE_NBYTES]))
+                if len(works) == PIECES:
+                    yield self._through(works.popleft(), connection)
+            while works:
+                yield self._through(works.popleft(), connection)
+        finally:
+            if works:
+                self.abort()
 
-                late = group.recv([torch.zeros(1, dtype=torch.uint8)], self._other, NO_TAG)
-                late.wait(datetime.timedelta(milliseconds=1))
-        except RuntimeError:
-            pass  # which is what is wanted of gloo; or it has ended before
+    def _through(self, work: Work, connection: socket.socket) -> int:
+        """Wait for the oldest piece. Returns: its size."""
+        looking = select.poll()
+        looking.register(self._over, select.POLLIN)
+        looking.register(connection, select.POLLRDHUP)
+        if self._over.fileno() not in {descriptor for descriptor, _ in looking.poll()}:
+            self.abort()
+            raise Broken("the connection was closed")
+        self._over.recv(1)
+        if work.reason is not None:
+            self.abort()
+            raise Broken(work.reason)
+        return work.take()
 
-    def _begun(self, call: Any, tensor: Any, tag: int) -> Any:
+    def _send(self, array: Any) -> Work:
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return self._begun(self._group.send, tensor.cuda() if self._backend == "nccl" else tensor, None)
+
+    def _receive(self, array: Any) -> Work:
+        import torch
+
+        tensor = torch.from_numpy(array)
+        if self._backend == "nccl":
+            return self._begun(self._group.recv, torch.empty_like(tensor, device="cuda"), tensor)
+        return self._begun(self._group.recv, tensor, None)
+
+    def _begun(self, call: Callable[..., Any], tensor: Any, host: Any) -> Work:
         if self._is_over:
             raise Broken("it was given up")
         try:
-            return call([tensor], self._other, tag)
+            work = Work(call([tensor], self._other, TAG), tensor, host)
         except RuntimeError as error:
-            raise Broken(str(error).partition("\n")[0]) from None
+            self.abort()
+            raise Broken(_plain(str(error))) from None
+        self._works.put(work)
+        return work
 
-    def _tensor(self, array: Any) -> Any:
-        import torch
+    # --- in its other thread --------------------------------------------------------------------------------------
 
-        return torch.from_numpy(array)
+    def _wait(self) -> None:
+        while (work := self._works.get()) is not None:
+            work.wait(self._poll if self._backend == "nccl" else self._wait_for)
+            del work
+            try:
+                self._ended.send(b"\0")
+            except OSError:  # it was aborted
+                return
+
+    def _wait_for(self, work: Any) -> None:
+        work.wait(datetime.timedelta(seconds=STALL_S))
+
+    def _poll(self, work: Any) -> None:
+        """Of NCCL, whose `wait` makes a stream wait, not this thread."""
+        end = time.monotonic() + STALL_S
+        while not work.is_completed():
+            if time.monotonic() > end or self._is_over:
+                raise RuntimeError("it does not move")
+            time.sleep(POLL_S)
+        work.wait()
 
 
 class Work:
-    """One piece on its way. The library lets go of its memory when this object dies, at the latest."""
+    """One piece on its way."""
 
-    __slots__ = ("_host", "_tensor", "_work", "_world")
-
-    def __init__(self, world: World, work: Any, tensor: Any, host: Any) -> None:
-        """host: where a received tensor is copied to when it is another's."""
-        self._world = world
+    def __init__(self, work: Any, tensor: Any, host: Any) -> None:
+        """host: where a received tensor is copied to; None: it is there already."""
+        self.reason: str | None = None  #: Why it did not come through.
         self._work = work
         self._tensor = tensor
         self._host = host
 
-    def wait(self) -> None:
-        """Raises: Broken: it does not move, or its peer is gone; the world is over then."""
+    def wait(self, wait: Callable[[Any], None]) -> None:
+        """In the world's other thread."""
         try:
-            if self._world._backend == "gloo":
-                self._work.wait(datetime.timedelta(seconds=STALL_S))
-            else:
-                self._poll()
+            wait(self._work)
         except RuntimeError as error:
-            self._world.abort()
-            raise Broken(_plain(str(error))) from None
-        finally:
-            self._work = None
-        if self._host is not None and self._host is not self._tensor:
-            self._host.copy_(self._tensor)
+            self.reason = _plain(str(error))
+        self._work = None
 
-    def _poll(self) -> None:
-        """Of NCCL, whose `wait` makes a stream wait, not this thread."""
-        end = time.monotonic() + STALL_S
-        while not self._work.is_completed():
-            if time.monotonic() > end or self._world._is_over:
-                raise RuntimeError("it does not move")
-            time.sleep(POLL_S)
-        self._work.wait()
+    def take(self) -> int:
+        """It is through. Returns: its size."""
+        if self._host is not None:
+            self._host.copy_(self._tensor)
+        return len(self._tensor)
 
 
 def _plain(reason: str) -> str:

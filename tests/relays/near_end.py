@@ -1,0 +1,94 @@
+"""This process's end for tests of one relay towards `relay_pairs.FarEnd`, and what such tests look at."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from stage_runtime.payloads import encoding
+from stage_runtime.relays.base import RelayOperation
+from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.dispatch import Relays
+from tests.relays.relay_pairs import MIB, FarEnd
+
+LARGE = 128 * MIB  # long enough on its way to be frozen there
+
+
+class Near:
+    """Relays of this process, open towards ``far``."""
+
+    def __init__(self, far: FarEnd, backend: str) -> None:
+        self.backend = backend
+        self.released: list[tuple[str, int]] = []
+        self.relays = Relays(
+            loop=asyncio.get_running_loop(),
+            incarnation="near",
+            on_release=lambda peer, transfer: self.released.append((peer, transfer)),
+            settings=RelaySettings(asked=frozenset({backend}), arena_bytes=256 * MIB, prefault_bytes=0),
+        )
+        self.meet(far, "far")
+
+    def meet(self, far: FarEnd, name: str) -> None:
+        assert self.backend in self.relays.open(name, far.facts)
+        assert self.backend in far.ask(do="open", facts=self.relays.facts())
+
+    def stat(self, name: str) -> int:
+        """A number of the backend's."""
+        return self.relays.stats()[f"{self.backend}_{name}"]
+
+    def in_use(self) -> int:
+        return self.relays.stats()["arena_bytes_in_use"]
+
+    def put(self, nbytes: int, mark: int) -> RelayOperation:
+        value = encoding.extract(np.full(nbytes, mark, np.uint8))
+        operation = self.relays.put(value, request_id="r", peer="far", backend=self.backend)
+        assert operation is not None
+        return operation
+
+    def fetch(self, far: FarEnd, nbytes: int, mark: int, peer: str = "far") -> RelayOperation:
+        metadata = base64.b64decode(far.ask(do="put", nbytes=nbytes, mark=mark, backend=self.backend))
+        return self.relays.get(metadata, request_id="r", peer=peer)
+
+
+async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def ask_to_fetch(far: FarEnd, operation: RelayOperation) -> None:
+    """Without waiting for the answer, which `FarEnd.answer` reads."""
+    far.tell(do="get", metadata=base64.b64encode(operation.metadata).decode(), timeout=60)
+
+
+def digest(nbytes: int, mark: int) -> str:
+    return hashlib.sha256(bytes([mark]) * nbytes).hexdigest()
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run_to_its_end(backend: str, *, closes: bool) -> subprocess.CompletedProcess[str]:
+    """An interpreter that has moved something."""
+    program = f"""
+import asyncio
+from tests.relays.relay_pairs import Pair
+import numpy as np
+async def main():
+    both = Pair({backend!r})
+    await both.carry(np.ones(9000))
+    if {closes}:
+        both.close()
+asyncio.run(main())
+"""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,279 @@
+"""What only the nccl relay promises: worlds of two that end with their peers, and memory that is theirs until then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch.distributed
+
+from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.relays.base import RelayOperation
+from stage_runtime.relays.context import RelaySettings
+from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.nccl import messages, worlds
+from tests.relays.near_end import (
+    LARGE,
+    Near,
+    ask_to_fetch,
+    digest,
+    processor_s,
+    run_to_its_end,
+    until,
+)
+from tests.relays.relay_pairs import MIB, SMALL, FarEnd, pair
+
+
+@pytest.fixture
+def far() -> Iterator[FarEnd]:
+    end = FarEnd()
+    yield end
+    end.process.send_signal(signal.SIGCONT)
+    end.close()
+
+
+@pytest.fixture
+async def near(far: FarEnd) -> AsyncIterator[Near]:
+    end = Near(far, "nccl")
+    yield end
+    end.relays.close()
+
+
+async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
+    operation = near.put(LARGE, 1)
+    ask_to_fetch(far, operation)
+    await until(lambda: near.stat("writing_transfers") == 1)
+    far.process.send_signal(signal.SIGSTOP)
+    return operation
+
+
+async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
+    operation = near.fetch(far, LARGE, 1)
+    await until(lambda: near.stat("coming_here_bytes") > 0)
+    far.process.send_signal(signal.SIGSTOP)
+    assert not operation.done()
+    return operation
+
+
+async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_free_when_its_world_has_ended(
+    near: Near, far: FarEnd
+) -> None:
+    await frozen_while_it_reads_from_us(near, far)
+    near.relays.forget("far")
+    await until(lambda: near.in_use() == 0)
+    assert (near.stat("quarantined_sends"), near.stat("writing_transfers")) == (0, 0)
+    near.relays.allocate((32 * MIB,), torch.uint8)[:] = 2
+    far.process.send_signal(signal.SIGCONT)
+    assert "is not reached" in far.answer()["error"]
+
+
+async def test_what_a_frozen_sender_writes_when_it_goes_on_lands_in_no_memory_that_is_used(
+    near: Near, far: FarEnd
+) -> None:
+    late = await frozen_while_it_writes_to_us(near, far)
+    near.relays.forget("far")
+    with pytest.raises(TransferError, match="far is gone"):
+        await late.wait_for_completion(5)
+    await until(lambda: near.stat("receive_bytes_in_use") == 0)
+    other = FarEnd(name="other")
+    try:
+        near.meet(other, "other")
+        view = await near.fetch(other, 100 * MIB, 2, "other").wait_for_completion(20)
+        far.process.send_signal(signal.SIGCONT)
+        far.ask(do="stats")
+        assert set(await near.fetch(other, MIB, 3, "other").wait_for_completion(20)) == {3}
+        assert hashlib.sha256(view).hexdigest() == digest(100 * MIB, 2)
+    finally:
+        other.close()
+
+
+async def test_an_aborted_get_keeps_its_memory_until_all_has_come_and_then_releases(near: Near, far: FarEnd) -> None:
+    late = await frozen_while_it_writes_to_us(near, far)
+    near.relays.cleanup("r")
+    with pytest.raises(TransferError, match="aborted"):
+        await late.wait_for_completion(5)
+    assert (near.stat("quarantined_receive_bytes"), near.released) == (LARGE, [])
+    far.process.send_signal(signal.SIGCONT)
+    await until(lambda: near.released == [("far", late.transfer)])
+    assert (near.stat("quarantined_receives"), near.stat("receive_bytes_in_use")) == (0, 0)
+    assert set(await near.fetch(far, MIB, 7).wait_for_completion(10)) == {7}
+
+
+async def test_a_sender_that_is_killed_on_the_way_fails_the_get_at_once_and_gives_the_memory_back(
+    near: Near, far: FarEnd
+) -> None:
+    operation = near.fetch(far, LARGE, 1)
+    await until(lambda: near.stat("coming_here_bytes") > 0)
+    far.process.kill()
+    with pytest.raises(TransferError, match="far is not reached"):
+        await operation.wait_for_completion(worlds.STALL_S / 2)
+    await until(lambda: near.stat("receive_bytes_in_use") == 0)
+
+
+async def test_a_receiver_that_is_killed_on_the_way_gives_the_slot_back(near: Near, far: FarEnd) -> None:
+    operation = await frozen_while_it_reads_from_us(near, far)
+    far.process.kill()
+    far.process.wait(10)
+    near.relays.forget("far")
+    assert operation.done()
+    await until(lambda: near.in_use() == 0)
+
+
+async def test_a_frozen_sender_is_late_and_what_it_sends_when_it_goes_on_is_whole(near: Near, far: FarEnd) -> None:
+    operation = await frozen_while_it_writes_to_us(near, far)
+    with pytest.raises(TransferError, match=r"not complete after 0\.1 s without progress"):
+        await operation.wait_for_completion(0.1)
+    far.process.send_signal(signal.SIGCONT)
+    view = await operation.wait_for_completion(30)
+    assert hashlib.sha256(view).hexdigest() == digest(LARGE, 1)
+
+
+async def test_a_process_that_restarts_under_the_same_name_is_a_new_world(near: Near, far: FarEnd) -> None:
+    late = await frozen_while_it_writes_to_us(near, far)
+    far.process.kill()
+    near.relays.forget("far")
+    again = FarEnd()
+    try:
+        await until(lambda: near.stat("quarantined_receives") == 0)
+        near.meet(again, "far")
+        assert set(await near.fetch(again, MIB, 5).wait_for_completion(10)) == {5}
+        with pytest.raises(TransferError, match="far is gone"):
+            await late.wait_for_completion(5)
+    finally:
+        again.close()
+
+
+async def test_the_death_of_one_peer_ends_its_world_alone(near: Near, far: FarEnd) -> None:
+    other = FarEnd(name="other")
+    try:
+        near.meet(other, "other")
+        coming = near.fetch(other, LARGE, 4, "other")
+        await until(lambda: near.stat("coming_here_bytes") > 0)
+        late = near.fetch(far, LARGE, 1)
+        far.process.kill()
+        with pytest.raises(TransferError):
+            await late.wait_for_completion(10)
+        assert hashlib.sha256(await coming.wait_for_completion(30)).hexdigest() == digest(LARGE, 4)
+    finally:
+        other.close()
+
+
+async def test_both_directions_of_a_pair_move_at_once(near: Near, far: FarEnd) -> None:
+    sent = near.put(LARGE, 8)
+    ask_to_fetch(far, sent)
+    await until(lambda: near.stat("writing_transfers") == 1)
+    # `far` answers the get first: its own put is asked for by a command behind it.
+    assert far.answer()["sha"] == digest(LARGE, 8)
+    operations = [near.fetch(far, 3 * MIB, mark) for mark in range(5)]
+    for mark, operation in enumerate(operations):
+        assert set(await operation.wait_for_completion(20)) == {mark}
+
+
+async def test_a_put_that_was_taken_back_is_refused_and_the_next_ones_come() -> None:
+    with pair("nccl") as both:
+        _, operation = both.put(np.ones(9000))
+        metadata = operation.metadata
+        both.a.forget("b")
+        assert "nccl" in both.a.open("b", both.b.facts())
+        _, other = both.put(np.zeros(9000))
+        with pytest.raises(TransferError, match="its sender has it no more"):
+            await both.b.get(metadata, request_id="r", peer="a").wait_for_completion(10)
+        assert set(await both.get(other)) == {0}
+
+
+async def test_what_finds_no_memory_waits_for_it_and_large_holdings_are_copied_out() -> None:
+    with pair("nccl") as both:  # of 64 MiB
+        puts = [both.put(np.full(20 * MIB, mark, np.uint8))[1] for mark in range(3)]
+        fetching = [both.b.get(put.metadata, request_id="r", peer="a") for put in puts]
+        views = [await fetch.wait_for_completion(20) for fetch in fetching]
+        assert [set(view) for view in views] == [{0}, {1}, {2}]
+        assert 0 < both.b.stats()["nccl_copied_out_bytes"]
+
+
+async def test_the_default_group_stays_the_author_s() -> None:
+    with pair("nccl") as both:
+        await both.carry(np.ones(9000))
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": ""},
+        {"host": "a..b"},
+        {"orders": 0},
+        {"store": 65536},
+        {"token": "short"},
+        {"token": None},
+        {"gpu": 3},
+    ],
+    ids=str,
+)
+async def test_facts_that_are_none_do_not_reach(changes: dict[str, Any]) -> None:
+    with pair("nccl") as both:
+        assert both.a.open("c", {"nccl": {**both.b.facts()["nccl"], **changes}}) == ()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\xff\xff\xff\xff" + b"x" * 100,
+        b"\0\0\0\3abc",
+        messages.Grant(1, 72_000),
+        messages.Join("0" * 32, "b", "0" * 32, "gloo"),
+    ],
+    ids=str,
+)
+async def test_who_is_nobody_s_receiver_is_sent_nothing(said: Any) -> None:
+    with pair("nccl") as both:
+        told = both.a.facts()["nccl"]
+        with socket.create_connection((told["host"], told["orders"])) as stranger:
+            if isinstance(said, bytes):
+                with contextlib.suppress(OSError):  # it has closed it already
+                    stranger.sendall(said)
+                    stranger.shutdown(socket.SHUT_WR)
+            else:
+                messages.tell(stranger, said)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(stranger.recv, 1) == b""
+        assert (await both.carry(np.arange(9000)))[-1] == 8999
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_interpreter_ends_with_0_whether_or_not_the_relay_was_closed(closes: bool) -> None:
+    done = run_to_its_end("nccl", closes=closes)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(near: Near, far: FarEnd) -> None:
+    held = await near.fetch(far, MIB, 3).wait_for_completion(10)
+    window_s = 2.0
+    before = processor_s(far.process.pid)
+    await asyncio.sleep(window_s)
+    assert processor_s(far.process.pid) - before <= 0.02 * window_s
+    assert held is not None
+
+
+async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    settings = msgspec.structs.replace(SMALL, asked=frozenset({"nccl"}))
+    with pytest.raises(
+        ConfigurationError, match=r"^relay 'nccl' cannot be loaded .*pip install 'omnipipeline\[runtime\]'$"
+    ):
+        Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=settings)
+
+
+async def test_an_address_that_is_not_here_is_named() -> None:
+    settings = RelaySettings(asked=frozenset({"nccl"}), arena_bytes=MIB, bind="tcp://192.0.2.1:*")
+    with pytest.raises(ConfigurationError, match=r"relay 'nccl': 192\.0\.2\.1"):
+        Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=settings)
