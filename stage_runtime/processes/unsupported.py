@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.values import to_document
-from stage_runtime.relays.registry import RELAYS
 
 #: Every value of these fields reaches the processes of `omni up`.
 HONOURED: Final = frozenset(
@@ -90,9 +89,6 @@ def notices(spec: PipelineConfig, *, local: bool) -> tuple[str, ...]:
     local: on one machine; otherwise only what no program of this version reads.
     """
     found: dict[str, list[str]] = {}
-    if spec.relay_backend not in ("auto", *RELAYS):
-        reason = f"not in this version: tensors travel by {' or '.join(RELAYS)}"
-        found.setdefault(reason, []).append(f"relayBackend: {spec.relay_backend}")
     for place, field in _set(to_document(spec), "", ""):
         if field in NOT_IN_THIS_VERSION:
             found.setdefault(f"not in this version: {NOT_IN_THIS_VERSION[field]}", []).append(place)

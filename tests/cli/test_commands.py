@@ -14,7 +14,6 @@ from click.testing import CliRunner, Result
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime import cli
-from stage_runtime.relays.registry import RELAYS
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello" / "pipeline.yaml"
 
@@ -151,20 +150,6 @@ def test_every_command_has_help_and_loading_the_list_loads_no_command() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(loaded.stdout.replace("'", '"')) == []
-
-
-@pytest.mark.parametrize("backend", ["nccl"])
-def test_plan_draws_what_will_run_and_says_that_the_relay_asked_for_is_not_there(backend: str) -> None:
-    for form in ("table", "mermaid", "svg", "json"):
-        done = omni("plan", "-f", HELLO, "--set", f"relayBackend={backend}", "-o", form)
-        assert done.exit_code == 0
-        assert (
-            done.stderr
-            == f"note: relayBackend: {backend}: not in this version: tensors travel by {' or '.join(RELAYS)}\n"
-        )
-        assert "tcp" in done.stdout
-    assert backend not in omni("plan", "-f", HELLO, "--set", f"relayBackend={backend}").stdout
-    assert omni("validate", "-f", HELLO, "--set", f"relayBackend={backend}").stderr.startswith("note: relayBackend")
 
 
 NAMING = """\

@@ -23,7 +23,6 @@ from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig, StageConfig
 from omnipipeline_spec.types.values import fields_of, is_list, without_none
 from stage_runtime.processes import references, unsupported
 from stage_runtime.processes.unsupported import CLUSTER_ONLY, HONOURED, NOT_IN_THIS_VERSION
-from stage_runtime.relays.registry import RELAYS
 
 
 def leaves(kind: inspect.Type, path: str) -> Iterator[str]:
@@ -208,7 +207,6 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
         stages=STAGES,
         image="registry/omni:1",
         image_pull_policy="Always",
-        relay_backend="nccl",
         process_groups=[ProcessGroup(name="back", replicas=2, placement=Placement(node_selector={"gpu": "h100"}))],
         coordinator=Coordinator(placement=Placement(priority_class_name="high")),
         control=Control(heartbeat_seconds=2, security=Security(mode="None")),
@@ -218,7 +216,6 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
     )
     here = "not used by `omni up`"
     assert set(unsupported.notices(spec, local=True)) == {
-        f"relayBackend: nccl: not in this version: tensors travel by {' or '.join(RELAYS)}",
         "stages.a.relay.slotSizeMb: not in this version: a payload takes one slot of its own size",
         "dataPlane.rdma: not in this version: no relay uses RDMA devices",
         f"image, imagePullPolicy: {here}: processes run in the Python environment of `omni up`, not in an image",
@@ -230,9 +227,9 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
 
 
 def test_what_a_cluster_does_is_not_named_for_it() -> None:
-    spec = PipelineConfig(stages=STAGES, image="registry/omni:1", relay_backend="nccl")
+    spec = PipelineConfig(stages=STAGES, image="registry/omni:1")
     said = unsupported.notices(spec, local=False)
-    assert [line.split(":")[0] for line in said] == ["relayBackend", "stages.a.relay.slotSizeMb"]
+    assert [line.split(":")[0] for line in said] == ["stages.a.relay.slotSizeMb"]
 
 
 def test_what_is_as_by_default_is_not_named() -> None:

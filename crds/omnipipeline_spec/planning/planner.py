@@ -33,7 +33,8 @@ from omnipipeline_spec.validation.grouping import Grouping
 
 Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
 
-NAMED = ("tcp", "nixl", "mooncake")  # relays between any two processes: where a file names one, every edge uses it
+# Relays between any two processes: where a file names one, every edge uses it.
+NAMED = ("tcp", "nixl", "mooncake", "nccl")
 STUCK_AFTER_S = 300.0  # a long computation is allowed; five minutes without a step are not
 
 

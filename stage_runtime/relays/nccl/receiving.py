@@ -170,8 +170,8 @@ class Receiving:
             route.due.put(None)
             route.end()
 
-    def _over(self, route: Route, incoming: Incoming, reason: str | None) -> None:
-        """Its thread is through with it: nothing is written to its memory any more."""
+    def _over(self, route: Route, incoming: Incoming, reason: str | None, broken: bool = False) -> None:
+        """Its thread is through with it: nothing is written there any more. broken: the sender is not reached."""
         region, incoming.region = incoming.region, None
         was_given_up = self._gets.quarantined.pop(incoming.key, None) is not None
         self._gets.coming.pop(incoming.key, None)
@@ -179,7 +179,7 @@ class Receiving:
             self._gets.landed(incoming, region)
             return
         if reason is not None:
-            incoming.fail(reason)
+            incoming.fail(reason, broken=broken)
         if not route.gone:
             self._on_release(*incoming.key)
 
@@ -204,7 +204,7 @@ class Receiving:
                 continue
             route.drop()
             while granted:  # what was granted on that connection does not come
-                self._on_loop(self._over, route, granted.popleft(), reason)
+                self._on_loop(self._over, route, granted.popleft(), reason, True)
         route.drop()
 
     def _next(self, route: Route, granted: collections.deque[Incoming]) -> Incoming | None:

@@ -163,7 +163,7 @@ class Receiving:
         ours: int,
         theirs: int,
         nbytes: int,
-        over: Callable[[Route, Incoming, str | None], None],
+        over: Callable[[Route, Incoming, bool, str | None], None],
     ) -> None:
         move = Move(
             route,
@@ -171,12 +171,12 @@ class Receiving:
             theirs,
             nbytes,
             write=False,
-            over=lambda move, reason: self._on_loop(over, route, incoming, reason),
+            over=lambda move, reason: self._on_loop(over, route, incoming, move.broken, reason),
         )
         incoming.move = move
         self._worker.post(self._worker.move, move)
 
-    def _read(self, route: Route, incoming: Incoming, reason: str | None) -> None:
+    def _read(self, route: Route, incoming: Incoming, broken: bool, reason: str | None) -> None:
         """The bytes of a transfer that is read by this process move no more."""
         if reason is None and incoming.metadata.generation and incoming.key in self._gets.coming:
             # A sender that has forgotten this process uses the slot again: then its header is another one by now.
@@ -184,17 +184,17 @@ class Receiving:
             theirs = route.facts.sends.address + incoming.metadata.start
             self._read_next(route, incoming, ours, theirs, HEADER.size, self._checked)
         else:
-            self._read_through(incoming, reason)
+            self._read_through(incoming, broken, reason)
 
-    def _checked(self, route: Route, incoming: Incoming, reason: str | None) -> None:
+    def _checked(self, route: Route, incoming: Incoming, broken: bool, reason: str | None) -> None:
         """The header of its slot is here, too."""
         if reason is None and incoming.region is not None:
             generation, _ = HEADER.unpack_from(incoming.region, _header_at(incoming))
             if generation != incoming.metadata.generation:
                 reason = "its slot has another use now"
-        self._read_through(incoming, reason)
+        self._read_through(incoming, broken, reason)
 
-    def _read_through(self, incoming: Incoming, reason: str | None) -> None:
+    def _read_through(self, incoming: Incoming, broken: bool, reason: str | None) -> None:
         """Nothing of it moves any more."""
         if incoming.region is None:
             return
