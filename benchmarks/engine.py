@@ -169,6 +169,7 @@ def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], 
     for name, others in (
         ("engine", {}),
         ("engine-plain", {"linears": "plain"}),
+        ("engine-torch", {"kernels": "torch"}),
         ("engine-no-cache", {"prefix_caching": False}),
     ):
         if name in wanted:
@@ -233,7 +234,9 @@ def equal(one: Run, other: Run) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder in transformers' form")
-    parser.add_argument("--arms", default="engine,generate,continuous", help="also engine-plain, engine-no-cache")
+    parser.add_argument(
+        "--arms", default="engine,generate,continuous", help="also engine-plain, engine-torch, engine-no-cache"
+    )
     parser.add_argument("--workloads", default="S,M")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)

@@ -129,6 +129,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     keep the gaps between tokens of the other requests small. kv_cache_bytes: None takes what the device offers, at
     most what ``max_requests`` of full length need. policy: ``fcfs`` or ``priority``.
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``.
+    kernels: on a CPU, ``numba`` compiles attention for the processor (extra ``numba``) and ``torch`` takes torch's
+    operators; ``auto`` takes numba where it is installed.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
@@ -151,6 +153,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "fcfs"
     prefix_caching: bool = True
     linears: str = "auto"
+    kernels: str = "auto"
     own_process: bool = False
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()

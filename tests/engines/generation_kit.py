@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
 import torch
 import transformers as untyped
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stage_runtime.engines.autoregressive.attention import GatherAttention
+from stage_runtime.engines.autoregressive.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
@@ -26,6 +28,7 @@ transformers: Any = untyped
 
 VOCABULARY = 259  # 256 bytes and three special tokens
 END = 256
+BACKENDS = ("gather", "pages")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 _COMMON: dict[str, Any] = {
@@ -102,11 +105,21 @@ def alone(kind: str, prompt: Sequence[int], count: int) -> list[int]:
     return [int(token) for token in whole[0, len(prompt) :]]
 
 
-def core(kind: str = "llama", *, blocks: int = 64, overlapping: bool = False, **limits: Any) -> EngineCore:
+def attention(backend: str) -> GatherAttention:
+    """Skips the test where numba is missing."""
+    if backend == "pages":
+        pytest.importorskip("numba")
+        return PageAttention()
+    return GatherAttention()
+
+
+def core(
+    kind: str = "llama", *, backend: str = "gather", blocks: int = 64, overlapping: bool = False, **limits: Any
+) -> EngineCore:
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
     model = PagedModel(tiny_model(kind))
-    runner = ModelRunner(model, GatherAttention(), num_blocks=blocks, block_size=scheduler.limits.block_size)
+    runner = ModelRunner(model, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)
     executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
     return EngineCore(scheduler, executor, end_ids=frozenset({END}), vocab_size=VOCABULARY)
 

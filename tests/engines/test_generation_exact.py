@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from tests.engines.generation_kit import CONFIGS, GREEDY, VOCABULARY, Answers, alone, core
+from tests.engines.generation_kit import BACKENDS, CONFIGS, GREEDY, VOCABULARY, Answers, alone, core
 from tests.thoroughness import examples
 
 
@@ -25,10 +25,11 @@ def check(answers: Answers, kind: str, asked: dict[str, list[int]], count: int =
     assert pool.free == pool.capacity
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_mixed_lengths_chunks_and_late_joins_give_the_tokens_of_each_alone(kind: str) -> None:
+def test_mixed_lengths_chunks_and_late_joins_give_the_tokens_of_each_alone(kind: str, backend: str) -> None:
     asked = {str(index): prompt for index, prompt in enumerate(prompts([3, 17, 40, 9, 26, 1]))}
-    answers = Answers(core(kind))
+    answers = Answers(core(kind, backend=backend))
     for name in "0123":
         answers.ask(name, asked[name])
     for _ in range(4):
@@ -40,10 +41,11 @@ def test_mixed_lengths_chunks_and_late_joins_give_the_tokens_of_each_alone(kind:
     check(answers, kind, asked)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "gpt_neox"])
-def test_preempted_requests_are_computed_again_to_the_same_tokens(kind: str) -> None:
+def test_preempted_requests_are_computed_again_to_the_same_tokens(kind: str, backend: str) -> None:
     asked = {str(index): prompt for index, prompt in enumerate(prompts([14, 13, 15, 12]))}
-    answers = Answers(core(kind, blocks=18, prefix_caching=False))
+    answers = Answers(core(kind, backend=backend, blocks=18, prefix_caching=False))
     for name, prompt in asked.items():
         answers.ask(name, prompt)
     answers.run()
@@ -51,11 +53,12 @@ def test_preempted_requests_are_computed_again_to_the_same_tokens(kind: str) -> 
     check(answers, kind, asked)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3", "phi"])
-def test_a_shared_prefix_is_found_and_the_tokens_stay_the_same(kind: str) -> None:
+def test_a_shared_prefix_is_found_and_the_tokens_stay_the_same(kind: str, backend: str) -> None:
     shared, *tails = prompts([21, 5, 8, 1])
     asked = {str(index): shared + tail for index, tail in enumerate(tails)}
-    answers = Answers(core(kind))
+    answers = Answers(core(kind, backend=backend))
     for name, prompt in asked.items():
         answers.ask(name, prompt)
         answers.run()
@@ -73,15 +76,22 @@ def test_requests_of_one_step_share_a_prefix_that_the_same_step_computes() -> No
     check(answers, "llama", asked)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("overlapping", [False, True])
 @settings(max_examples=examples(10))
 @given(data=st.data())
 def test_any_interleaving_of_arrivals_and_aborts_gives_the_tokens_of_each_alone(
-    overlapping: bool, data: st.DataObject
+    overlapping: bool, backend: str, data: st.DataObject
 ) -> None:
     kind = data.draw(st.sampled_from(["llama", "gemma2", "gpt2", "qwen3"]))
     blocks = data.draw(st.integers(14, 40))
-    engine = core(kind, blocks=blocks, overlapping=overlapping, max_chunk=data.draw(st.sampled_from([3, 8, 32])))
+    engine = core(
+        kind,
+        blocks=blocks,
+        overlapping=overlapping,
+        backend=backend,
+        max_chunk=data.draw(st.sampled_from([3, 8, 32])),
+    )
     answers = Answers(engine)
     pool = prompts([6, 19, 11, 28, 19, 3], seed=5)
     pool[4] = pool[1][:12] + pool[4][:7]

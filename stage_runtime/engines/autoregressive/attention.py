@@ -78,6 +78,10 @@ class _Group:
         self.lengths = lengths  #: Tokens of each row, those of this step included.
         self._masks: dict[int | None, Tensor | None] = {}
 
+    def causal(self, window: int | None) -> bool:
+        """Whether the rows are whole prompts: a query sees all keys up to its own, so that no mask is needed."""
+        return self.queries > 1 and self.lengths == [self.queries] and (window is None or self.queries <= window)
+
     def mask(self, width: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores ``[rows, 1, queries, width]``; None: everything is seen."""
         if window not in self._masks:
@@ -85,6 +89,8 @@ class _Group:
         return self._masks[window]
 
     def _make_mask(self, width: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        if self.causal(window):
+            return None
         if self.queries == 1 and all(one == width and (window is None or one <= window) for one in self.lengths):
             return None
         device = self.blocks.device
@@ -122,22 +128,29 @@ class GatherAttention:
         for cache in (*self._keys.values(), *self._values.values()):
             cache[list(blocks)] = 0
 
-    def plan(self, batch: BatchMeta) -> tuple[list[_Group], Tensor]:
-        counts = [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]
-        lengths = [computed + count for computed, count in zip(batch.computed, counts, strict=True)]
-        decode = sorted((row for row, count in enumerate(counts) if count == 1), key=lambda row: lengths[row])
+    def plan(self, batch: BatchMeta) -> Any:
+        decode = [row for row, count in enumerate(_counts(batch)) if count == 1]
+        return self._decode_groups(batch, decode) + self._chunk_groups(batch), batch.slot_mapping
+
+    def _decode_groups(self, batch: BatchMeta, rows: Sequence[int]) -> list[_Group]:
+        lengths = _lengths(batch)
+        decode = sorted(rows, key=lambda row: lengths[row])
         same = bool(decode) and lengths[decode[0]] == lengths[decode[-1]]
         size = len(decode) if same else -(-len(decode) // GROUPS)
         groups = []
         for at in range(0, len(decode), size or 1):
-            rows = decode[at : at + size]
-            tokens = torch.tensor([batch.starts[row] for row in rows], device=self._device)
-            groups.append(_Group(tokens, self._tables(batch, rows), 1, [lengths[row] for row in rows]))
-        for row, count in enumerate(counts):
-            if count > 1:
-                tokens_of = slice(batch.starts[row], batch.starts[row + 1])
-                groups.append(_Group(tokens_of, self._tables(batch, [row]), count, [lengths[row]]))
-        return groups, batch.slot_mapping
+            chosen = decode[at : at + size]
+            tokens = torch.tensor([batch.starts[row] for row in chosen], device=self._device)
+            groups.append(_Group(tokens, self._tables(batch, chosen), 1, [lengths[row] for row in chosen]))
+        return groups
+
+    def _chunk_groups(self, batch: BatchMeta) -> list[_Group]:
+        lengths = _lengths(batch)
+        return [
+            _Group(slice(batch.starts[row], batch.starts[row + 1]), self._tables(batch, [row]), count, [lengths[row]])
+            for row, count in enumerate(_counts(batch))
+            if count > 1
+        ]
 
     def _tables(self, batch: BatchMeta, rows: Sequence[int]) -> Tensor:
         widest = max(len(batch.block_tables[row]) for row in rows)
@@ -150,17 +163,35 @@ class GatherAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: tuple[list[_Group], Tensor],
+        plan: Any,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
         groups, slots = plan
+        self._write(layer, k, v, slots)
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        self._attend_groups(layer, (q, k, v, out), groups, scale, window, softcap)
+        return out
+
+    def _write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         keys, values = self._keys[layer], self._values[layer]
         keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k)
         values.view(-1, *values.shape[2:]).index_copy_(0, slots, v)
-        out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
+
+    def _attend_groups(
+        self,
+        layer: int,
+        step: tuple[Tensor, Tensor, Tensor, Tensor],
+        groups: Sequence[_Group],
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Write the rows of ``groups`` into the last one of ``step``: q, k, v and the output."""
+        q, k, v, out = step
+        keys, values = self._keys[layer], self._values[layer]
         for group in groups:
             width = max(group.lengths)
             if group.queries > 1 and group.lengths[0] == group.queries:
@@ -169,9 +200,20 @@ class GatherAttention:
                 seen_k = keys[group.blocks].flatten(1, 2)[:, :width]
                 seen_v = values[group.blocks].flatten(1, 2)[:, :width]
             mask = group.mask(width, window, q.dtype)
-            attend = _attend_decode if group.queries == 1 else _attend_chunk
-            out[group.tokens] = attend(q[group.tokens], seen_k, seen_v, mask, scale, softcap)
-        return out
+            if group.queries == 1:
+                out[group.tokens] = _attend_decode(q[group.tokens], seen_k, seen_v, mask, scale, softcap)
+            else:
+                causal = group.causal(window)
+                out[group.tokens] = _attend_chunk(q[group.tokens], seen_k, seen_v, mask, scale, softcap, causal)
+
+
+def _counts(batch: BatchMeta) -> list[int]:
+    return [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]
+
+
+def _lengths(batch: BatchMeta) -> list[int]:
+    """Tokens of each row, those of this step included."""
+    return [computed + count for computed, count in zip(batch.computed, _counts(batch), strict=True)]
 
 
 def _attend_decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
@@ -182,19 +224,32 @@ def _attend_decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     return _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, scale, softcap).reshape(rows, heads, -1)
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, causal: bool
+) -> Tensor:
     """q ``[T, heads, D]``, k and v ``[1, width, kv_heads, D]``."""
     count, heads, _ = q.shape
     kv_heads = k.shape[2]
     grouped = q.view(count, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3)
     k, v = (one[0].transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for one in (k, v))
-    return _attend(grouped, k, v, mask, scale, softcap).permute(2, 0, 1, 3).reshape(count, heads, -1)
+    return _attend(grouped, k, v, mask, scale, softcap, causal).permute(2, 0, 1, 3).reshape(count, heads, -1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    causal: bool = False,
+) -> Tensor:
     if softcap is None:
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal)
     scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / softcap))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill_(later, float("-inf"))
     if mask is not None:
         scores = scores + mask
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v

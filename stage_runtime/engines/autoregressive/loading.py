@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import linears
-from stage_runtime.engines.autoregressive.attention import GatherAttention, LayerShape
+from stage_runtime.engines.autoregressive import attention_pages, linears
+from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
@@ -69,7 +69,7 @@ def assemble(
         policy=cast(Policy, spec.policy),
         prefix_caching=spec.prefix_caching,
     )
-    runner = ModelRunner(paged, GatherAttention(), num_blocks=num_blocks, block_size=spec.block_size)
+    runner = ModelRunner(paged, _attention(spec, paged), num_blocks=num_blocks, block_size=spec.block_size)
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     core = EngineCore(scheduler, InlineExecutor(runner), end_ids=paged.end_ids, vocab_size=paged.vocab_size)
@@ -77,6 +77,17 @@ def assemble(
     for tokens in {1, spec.max_chunk}:  # the first pass of a shape chooses kernels and allocates
         runner.execute_dummy_batch(tokens)
     return Loaded(core, tokenizer, num_blocks, used, runner)
+
+
+def _attention(spec: Autoregressive, paged: PagedModel) -> AttentionBackend:
+    """Raises: ConfigurationError: compiled loops are wanted, and cannot be had."""
+    found = attention_pages.available(paged.device, paged.dtype)
+    if spec.kernels == "numba" and not found:
+        raise ConfigurationError(
+            f"omni.Autoregressive(kernels='numba'): needs the extra `numba`, a CPU, and float32 or bfloat16; "
+            f"this is {paged.dtype} on {paged.device}"
+        )
+    return attention_pages.PageAttention() if found and spec.kernels != "torch" else GatherAttention()
 
 
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
@@ -119,6 +130,7 @@ def check(spec: Autoregressive) -> None:
         ("dtype", DTYPES),
         ("policy", ("fcfs", "priority")),
         ("linears", ("auto", "plain", "onednn", "mkl")),
+        ("kernels", ("auto", "torch", "numba")),
     ):
         if getattr(spec, name) not in allowed:
             raise ConfigurationError(

@@ -1,0 +1,186 @@
+"""The loops themselves, in the subset of Python that numba compiles. Imported only when `native.available`.
+
+Each takes the address of its arguments as `native.Loop` lays them out. Values are f32, or bf16 read and written as
+their 16 bits; sums are f32. Loops see no shapes beyond their arguments: the callers check.
+"""
+
+# numba has no types for mypy, and compiles functions by their source.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import cfunc, njit, types
+from numba.extending import intrinsic
+
+from stage_runtime.engines.autoregressive.native import Loop
+
+FAST = {"reassoc", "contract", "nsz", "arcp"}  # not nnan: NaN must reach the logits, which end the request
+SIGNATURE = types.void(types.intp)
+
+
+def _casting(build: Any, source: Any, target: Any) -> Any:
+    def typed(typing_context, value):
+        return target(source), lambda context, builder, signature, values: build(
+            builder, values[0], context.get_value_type(target)
+        )
+
+    return intrinsic(typed)
+
+
+f32_of = _casting(lambda builder, value, kind: builder.bitcast(value, kind), types.int32, types.float32)
+bits_of = _casting(lambda builder, value, kind: builder.bitcast(value, kind), types.float32, types.int32)
+f64_of = _casting(lambda builder, value, kind: builder.bitcast(value, kind), types.int64, types.float64)
+i64_at = _casting(lambda builder, value, kind: builder.inttoptr(value, kind), types.int64, types.CPointer(types.int64))
+f32_at = _casting(
+    lambda builder, value, kind: builder.inttoptr(value, kind), types.int64, types.CPointer(types.float32)
+)
+u16_at = _casting(lambda builder, value, kind: builder.inttoptr(value, kind), types.int64, types.CPointer(types.uint16))
+
+
+@intrinsic
+def next_part(typing_context, words):
+    """Take a part: adds 1 to the first word, and returns what it was. Threads do so at the same time."""
+
+    def build(context, builder, signature, values):
+        from llvmlite import ir
+
+        return builder.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.CPointer(types.int64)), build
+
+
+@njit(inline="always")
+def _load_f32(p, at):
+    return p[at]
+
+
+@njit(inline="always")
+def _store_f32(p, at, value):
+    p[at] = value
+
+
+@njit(inline="always")
+def _load_bf16(p, at):
+    return f32_of(np.int32(np.int32(p[at]) << np.int32(16)))
+
+
+@njit(inline="always")
+def _store_bf16(p, at, value):
+    """Rounded to the nearest, ties to even, as torch does."""
+    word = bits_of(value)
+    rounded = (word + np.int32(0x7FFF) + ((word >> np.int32(16)) & np.int32(1))) >> np.int32(16)
+    p[at] = np.uint16(rounded & np.int32(0xFFFF)) if value == value else np.uint16(0x7FC0)
+
+
+@njit(fastmath={"contract"})
+def _exp(x):
+    """e to the x to 2 units in the last place, in a form that vectorizes. NaN stays NaN."""
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(88.0) if x > np.float32(88.0) else x
+    shifted = x * np.float32(1.44269504) + np.float32(12582912.0)  # its low bits are round(x / ln 2)
+    n = shifted - np.float32(12582912.0)
+    r = x - n * np.float32(0.693359375)
+    r = r - n * np.float32(-2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * r + np.float32(1.3981999507e-3)
+    y = y * r + np.float32(8.3334519073e-3)
+    y = y * r + np.float32(4.1665795894e-2)
+    y = y * r + np.float32(1.6666665459e-1)
+    y = y * r + np.float32(5.0000001201e-1)
+    y = y * r * r + r + np.float32(1.0)
+    scale = (bits_of(shifted) - np.int32(0x4B400000) + np.int32(127)) << np.int32(23)
+    return y * f32_of(scale)
+
+
+def _access(bf16: bool) -> tuple[Any, Any, Any]:
+    return (u16_at, _load_bf16, _store_bf16) if bf16 else (f32_at, _load_f32, _store_f32)
+
+
+def _compiled(kernel: Any) -> Loop:
+    return Loop(cfunc(SIGNATURE, fastmath=FAST, error_model="numpy")(kernel))
+
+
+@functools.cache
+def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: int) -> Loop:
+    """Attention of one query token a row, over pages where they lie.
+
+    Arguments: queries, keys, values, output; rows' tokens ``[rows]``, lengths ``[rows]``, tables ``[rows, width]``,
+    bounds of the parts in units of (row, KV head); scratch, words of it for each part; width, KV heads, window, scale;
+    strides of queries by token and by head.
+    """
+    at, load, store = _access(bf16)
+    wide = max(key_dim, value_dim)
+
+    def kernel(data):
+        words = i64_at(data)
+        queries, keys, values, output = at(words[2]), at(words[3]), at(words[4]), at(words[5])
+        tokens, lengths, tables, bounds = i64_at(words[6]), i64_at(words[7]), i64_at(words[8]), i64_at(words[9])
+        width, heads, window = words[12], words[13], words[14]
+        scale = np.float32(f64_of(words[15]))
+        by_token, by_head = words[16], words[17]
+        while True:
+            part = next_part(words)
+            if part >= words[1]:
+                return
+            scratch = f32_at(words[10] + part * words[11] * 4)
+            query, total = scratch, scratch  # [group, wide]: the query, later the sum of values
+            for unit in range(bounds[part], bounds[part + 1]):
+                row = unit // heads
+                head = unit - row * heads
+                length = lengths[row]
+                first = max(0, length - window)
+                for g in range(group):
+                    base = tokens[row] * by_token + (head * group + g) * by_head
+                    for d in range(key_dim):
+                        query[g * wide + d] = load(queries, base + d) * scale
+                scores = group * wide
+                place = first
+                while place < length:
+                    block = place // block_size
+                    end = min(length, (block + 1) * block_size)
+                    page = (tables[row * width + block] * block_size - block * block_size) * heads + head
+                    for t in range(place, end):
+                        base = (page + t * heads) * key_dim
+                        for g in range(group):
+                            score = np.float32(0)
+                            for d in range(key_dim):
+                                score += query[g * wide + d] * load(keys, base + d)
+                            scratch[scores + g * length + t] = score
+                    place = end
+                for g in range(group):
+                    top = np.float32(-np.inf)
+                    at_g = scores + g * length
+                    for t in range(first, length):
+                        top = max(top, scratch[at_g + t])
+                    whole = np.float32(0)
+                    for t in range(first, length):
+                        weight = _exp(scratch[at_g + t] - top)
+                        scratch[at_g + t] = weight
+                        whole += weight
+                    share = np.float32(1) / whole
+                    for t in range(first, length):
+                        scratch[at_g + t] *= share
+                for d in range(group * wide):
+                    total[d] = np.float32(0)
+                place = first
+                while place < length:
+                    block = place // block_size
+                    end = min(length, (block + 1) * block_size)
+                    page = (tables[row * width + block] * block_size - block * block_size) * heads + head
+                    for g in range(group):
+                        for t in range(place, end):
+                            base = (page + t * heads) * value_dim
+                            weight = scratch[scores + g * length + t]
+                            for d in range(value_dim):
+                                total[g * wide + d] += weight * load(values, base + d)
+                    place = end
+                for g in range(group):
+                    base = (tokens[row] * heads * group + head * group + g) * value_dim
+                    for d in range(value_dim):
+                        store(output, base + d, total[g * wide + d])
+
+    return _compiled(kernel)
