@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ import torch
 import transformers as untyped
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from stage_runtime.engines.autoregressive import fusing
 from stage_runtime.engines.autoregressive.attention import GatherAttention
 from stage_runtime.engines.autoregressive.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
@@ -48,6 +50,7 @@ _GROUPED: dict[str, Any] = {**_COMMON, "intermediate_size": 48, "num_key_value_h
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_GROUPED),
     "qwen2": lambda: transformers.Qwen2Config(**_GROUPED),
+    "mistral": lambda: transformers.MistralConfig(**_GROUPED, sliding_window=6),
     "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, head_dim=8, sliding_window=6),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, head_dim=8, sliding_window=6),
@@ -114,11 +117,19 @@ def attention(backend: str) -> GatherAttention:
 
 
 def core(
-    kind: str = "llama", *, backend: str = "gather", blocks: int = 64, overlapping: bool = False, **limits: Any
+    kind: str = "llama",
+    *,
+    backend: str = "gather",
+    fused: bool = False,
+    blocks: int = 64,
+    overlapping: bool = False,
+    **limits: Any,
 ) -> EngineCore:
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
-    model = PagedModel(tiny_model(kind))
+    model = PagedModel(copy.deepcopy(tiny_model(kind)) if fused else tiny_model(kind))
+    if fused:
+        fusing.fuse(model.model)
     runner = ModelRunner(model, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)
     executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
     return EngineCore(scheduler, executor, end_ids=frozenset({END}), vocab_size=VOCABULARY)

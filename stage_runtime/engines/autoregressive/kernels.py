@@ -184,3 +184,86 @@ def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block
                         store(output, base + d, total[g * wide + d])
 
     return _compiled(kernel)
+
+
+@functools.cache
+def rms_norm(bf16: bool) -> Loop:
+    """Each ``[dim]`` divided by the root of its mean square, times a weight. May write where it reads.
+
+    Arguments: input, weight, output, rows, heads of a row, dim, input's and output's stride by row, epsilon.
+    """
+    at, load, store = _access(bf16)
+
+    def kernel(data):
+        words = i64_at(data)
+        source, weight, output = at(words[2]), at(words[3]), at(words[4])
+        rows, heads, dim, by_row, by_row_out = words[5], words[6], words[7], words[8], words[9]
+        epsilon = np.float32(f64_of(words[10]))
+        while True:
+            part = next_part(words)
+            if part >= words[1]:
+                return
+            for row in range(part * rows // words[1], (part + 1) * rows // words[1]):
+                for head in range(heads):
+                    base, base_out = row * by_row + head * dim, row * by_row_out + head * dim
+                    total = np.float32(0)
+                    for d in range(dim):
+                        value = load(source, base + d)
+                        total += value * value
+                    factor = np.float32(1) / np.sqrt(total / np.float32(dim) + epsilon)
+                    for d in range(dim):
+                        store(output, base_out + d, load(source, base + d) * factor * load(weight, d))
+
+    return _compiled(kernel)
+
+
+@functools.cache
+def silu_multiply(bf16: bool) -> Loop:
+    """``silu(gate) * up``, of rows ``[gate, up]``. Arguments: input ``[rows, 2 * dim]``, output, rows, dim."""
+    at, load, store = _access(bf16)
+
+    def kernel(data):
+        words = i64_at(data)
+        source, output, rows, dim = at(words[2]), at(words[3]), words[4], words[5]
+        while True:
+            part = next_part(words)
+            if part >= words[1]:
+                return
+            for row in range(part * rows // words[1], (part + 1) * rows // words[1]):
+                base, base_out = row * 2 * dim, row * dim
+                for d in range(dim):
+                    gate = load(source, base + d)
+                    store(output, base_out + d, gate / (np.float32(1) + _exp(-gate)) * load(source, base + dim + d))
+
+    return _compiled(kernel)
+
+
+@functools.cache
+def rotate(bf16: bool) -> Loop:
+    """Rotary embedding of the first heads of each row, in place: halves of a head are the two axes.
+
+    Arguments: values, cosines and sines ``[rows, dim]``, rows, heads, dim, stride by row.
+    """
+    at, load, store = _access(bf16)
+
+    def kernel(data):
+        words = i64_at(data)
+        values, cosines, sines = at(words[2]), at(words[3]), at(words[4])
+        rows, heads, dim, by_row = words[5], words[6], words[7], words[8]
+        half = dim // 2
+        while True:
+            part = next_part(words)
+            if part >= words[1]:
+                return
+            for row in range(part * rows // words[1], (part + 1) * rows // words[1]):
+                turn = row * dim
+                for head in range(heads):
+                    base = row * by_row + head * dim
+                    for d in range(half):
+                        x, y = load(values, base + d), load(values, base + half + d)
+                        c, s = load(cosines, turn + d), load(sines, turn + d)
+                        c2, s2 = load(cosines, turn + half + d), load(sines, turn + half + d)
+                        store(values, base + d, x * c - y * s)
+                        store(values, base + half + d, y * c2 + x * s2)
+
+    return _compiled(kernel)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import attention_pages, linears
+from stage_runtime.engines.autoregressive import attention_pages, fusing, linears
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.executors import InlineExecutor
@@ -52,6 +52,11 @@ def assemble(
     check(spec)
     paged = PagedModel(model)
     used: dict[linears.Backend, int] = {}
+    backend = _attention(spec, paged)
+    if isinstance(backend, attention_pages.PageAttention):
+        with torch.inference_mode():
+            fused = fusing.fuse(model)
+        log.info("fused layers: %s", ", ".join(f"{count} {name}" for name, count in fused.items()) or "none")
     if paged.device.type == "cpu":
         say("choosing the fastest form of the weights")
         with torch.inference_mode():
@@ -69,7 +74,7 @@ def assemble(
         policy=cast(Policy, spec.policy),
         prefix_caching=spec.prefix_caching,
     )
-    runner = ModelRunner(paged, _attention(spec, paged), num_blocks=num_blocks, block_size=spec.block_size)
+    runner = ModelRunner(paged, backend, num_blocks=num_blocks, block_size=spec.block_size)
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     core = EngineCore(scheduler, InlineExecutor(runner), end_ids=paged.end_ids, vocab_size=paged.vocab_size)

@@ -60,18 +60,23 @@ def _attention(
             raise UnsupportedModel(f"layer {layer} attends twice in a pass")
         _pass.probe[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    return attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)[None], None
+
+
+def attend(
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`AttentionBackend.forward` of the pass that this thread is in."""
     assert _pass.backend is not None, "the model was called outside of a pass"
-    out = _pass.backend.forward(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        _pass.plan,
-        scale=scale,
-        window=sliding_window,
-        softcap=softcap,
-    )
-    return out[None], None
+    return _pass.backend.forward(layer, q, k, v, _pass.plan, scale=scale, window=window, softcap=softcap)
 
 
 def _refuse(module: Any, others: dict[str, Any]) -> None:
