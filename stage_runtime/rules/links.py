@@ -18,10 +18,12 @@ ACK_EVERY: Final = 32  # frames received before an ack is sent on its own; when 
 class Outgoing:
     """The sender's half of one link. Not thread-safe: the caller holds the link's lock."""
 
+    __slots__ = ("_frames", "_given", "_last")  # one for each link
+
     def __init__(self) -> None:
         self._last = 0  #: The newest sequence number given out.
-        self._unacked: deque[tuple[int, bytes]] = deque()  #: Given to the socket, not acknowledged; ascending.
-        self._waiting: deque[tuple[int, bytes]] = deque()  #: Not given to the socket; all after ``_unheard``.
+        self._frames: deque[tuple[int, bytes]] = deque()  #: Not acknowledged; ascending.
+        self._given = 0  #: How many of them, from the first on, the socket has; the others wait.
 
     def number(self) -> int:
         """The next frame's sequence number. Spent by `keep` alone: a frame that cannot be written leaves no hole."""
@@ -30,49 +32,48 @@ class Outgoing:
     def keep(self, seq: int, frame: bytes, *, sent: bool = False) -> None:
         """Keep a frame until it is acknowledged. It waits to be sent; or the socket has taken it, with no backlog."""
         self._last = seq
-        (self._unacked if sent else self._waiting).append((seq, frame))
+        self._frames.append((seq, frame))
+        self._given += sent
 
     def next(self) -> bytes | None:
         """The frame to send now, if any; `sent` confirms that the socket took it."""
-        return self._waiting[0][1] if self._waiting else None
+        return self._frames[self._given][1] if self._given < len(self._frames) else None
 
     def sent(self) -> None:
-        self._unacked.append(self._waiting.popleft())
+        self._given += 1
 
     def acked(self, ack: int) -> bool:
         """The receiver has everything up to ``ack``. True when that freed frames.
 
-        An ack of frames never sent frees none.
+        An ack of frames never sent frees none. After a rewind, acknowledged frames may be among those that wait.
         """
         if ack > self._last:
             return False
-        freed = False
-        for queue in (self._unacked, self._waiting):  # after a rewind, acknowledged frames may wait again
-            while queue and queue[0][0] <= ack:
-                queue.popleft()
-                freed = True
-        return freed
+        freed = 0
+        while self._frames and self._frames[0][0] <= ack:
+            self._frames.popleft()
+            freed += 1
+        self._given = max(self._given - freed, 0)
+        return freed > 0
 
     def rewind(self) -> int:
         """Send all unacknowledged frames again: the connection broke or frames are missing. Returns how many."""
-        again = len(self._unacked)
-        self._waiting.extendleft(reversed(self._unacked))
-        self._unacked.clear()
+        again, self._given = self._given, 0
         return again
 
     @property
     def unacked(self) -> int:
         """Frames given to the socket and not acknowledged yet."""
-        return len(self._unacked)
+        return self._given
 
     @property
     def backlog(self) -> int:
         """Frames not given to the socket yet."""
-        return len(self._waiting)
+        return len(self._frames) - self._given
 
     def frames(self) -> Iterator[bytes]:
         """Everything that the receiver may not have."""
-        yield from (frame for queue in (self._unacked, self._waiting) for _, frame in queue)
+        yield from (frame for _, frame in self._frames)
 
 
 class Verdict(Enum):
@@ -99,6 +100,17 @@ class Incoming:
              when it receives this one, and frames that it retransmits until then are discarded. Otherwise the peer
              continues its session from the last frame that we received.
     """
+
+    __slots__ = (  # one for each link
+        "_asked",
+        "_peer_has_session",
+        "_resumed",
+        "_void",
+        "last_received",
+        "owed",
+        "peer_session",
+        "session",
+    )
 
     def __init__(self, session: int, before: Incoming | None = None) -> None:
         self.session = session

@@ -1,7 +1,8 @@
 """Endpoints and who may use them: Unix sockets on one machine, CURVE on TCP.
 
 CURVE proves membership of the pipeline, not who a member is: both key pairs follow from the pipeline's 32 secret
-bytes, and the ZAP handler admits that one client key alone.
+bytes. The server's public key is as secret as they are: it is never sent, and whoever does not know it cannot write
+the first message of CURVE's handshake, which is encrypted to it. `guard` checks the client's key as well.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class Security:
         except OSError as error:
             raise ConfigurationError(f"control key {path}: {error.strerror}") from error
 
-    def server(self, socket: zmq.Socket[bytes]) -> None:
-        """To be called before ``bind``."""
+    def server(self, socket: zmq.Socket[bytes], *, guarded: bool = True) -> None:
+        """To be called before ``bind``. guarded: by a `guard` of its context."""
         socket.curve_server = True
         socket.curve_secretkey = self._server_secret
-        socket.zap_domain = _DOMAIN
+        if guarded:
+            socket.zap_domain = _DOMAIN
 
     def client(self, socket: zmq.Socket[bytes]) -> None:
         """To be called before ``connect``."""

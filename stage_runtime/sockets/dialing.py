@@ -46,6 +46,19 @@ MORE: Final = int(zmq.SNDMORE) | NOBLOCK
 class Connection:
     """To one endpoint; links to successive incarnations there share it."""
 
+    __slots__ = (
+        "_dialer",
+        "breaks",
+        "closing",
+        "connected",
+        "descriptor",
+        "endpoint",
+        "factor",
+        "reached",
+        "routing_id",
+        "watchers",
+    )
+
     def __init__(self, dialer: _Dialer, endpoint: str, factor: float) -> None:
         self.endpoint = endpoint
         self.factor = factor  #: How many times as long as usual it waits between heartbeats, at least.

@@ -24,6 +24,24 @@ from stage_runtime.wire.messages import PROTOCOL, Ack, Frame, Message
 class Link:
     """Sends numbered frames to ``peer`` and keeps them until acknowledged; tracks what was received from it."""
 
+    __slots__ = (
+        "_lock",
+        "_me",
+        "_outgoing",
+        "_stalled",
+        "_watch",
+        "_watched",
+        "closed",
+        "connection",
+        "endpoint",
+        "incoming",
+        "keep_awake",
+        "lost",
+        "peer",
+        "unreadable_logged",
+        "used",
+    )
+
     def __init__(
         self,
         me: str,

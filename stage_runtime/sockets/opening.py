@@ -23,8 +23,7 @@ SUBSCRIPTION_FACTOR: Final = 40.0
 BUFFERED: Final = 2000  # frames on either side of a socket
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has not the pipeline's key",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol, or uses no CURVE where we do",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has not the pipeline's key, or speaks another protocol",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or sent nothing in time",
 }
 #: A peer that disconnects so soon has refused our type of socket: a program of another protocol does so,
@@ -95,7 +94,6 @@ class Sockets:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)
         self._monitors = itertools.count()
-        self._guard = security.guard(self._context) if security else None
         self._accept_monitors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
 
     def make(self, kind: int) -> zmq.Socket[bytes]:
@@ -118,7 +116,8 @@ class Sockets:
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         """Returns the endpoint as bound. Failed handshakes at it are reported with their reason."""
         if self._security is not None and not is_local(check(endpoint)):
-            self._security.server(socket)
+            # Without a guard: for each connection that was let in by it, libzmq keeps a pipe to it, 11 KiB.
+            self._security.server(socket, guarded=False)
         monitor = self.monitor(socket, sum(HANDSHAKE_FAILURES) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         socket.bind(check(endpoint))
         bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
@@ -169,8 +168,6 @@ class Sockets:
     def close(self) -> None:
         for monitor in self._accept_monitors:
             self.forget(monitor)
-        if self._guard is not None:
-            self._guard.stop()
         self._context.term()
 
     def _watch(self, monitor: zmq.Socket[bytes], endpoint: str, accepted: dict[int, float]) -> None:
