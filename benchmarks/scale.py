@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import platform
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,10 +23,13 @@ import msgspec
 from benchmarks.scalelab import children, fleet, simulation, streams
 from benchmarks.scalelab.fleet import Changed, Fleet, Joined, Served, SideBySide
 from benchmarks.scalelab.streams import Streams
+from stage_runtime.errors import describe
+from stage_runtime.rules import beats
 
 BASE = 10  # instances: what a request's cost is compared with
 JOIN_S, LINK_BYTES, LINK_DESCRIPTORS, COST, WORST, STREAM_BYTES = 60.0, 64 << 10, 3.0, 1.2, 1.3, 100 << 10
-BALANCE_S = 20.0
+BALANCE_S = 15.0
+BEAT_US, IDLE, IDLE_INSTANCES = 20.0, 0.05, 1000
 
 
 class Simulated(msgspec.Struct, frozen=True):
@@ -45,9 +50,11 @@ class Figures(msgspec.Struct):
     changed: list[Changed] = []
     simulated: list[Simulated] = []
     streams: list[Streams] = []
+    broken: list[str] = []  #: Parts that did not come to their end, and why.
 
     def beyond(self) -> Iterator[str]:
         """What is beyond its target."""
+        yield from self.broken
         for one in self.joined:
             if one.join_s > JOIN_S:
                 yield f"{one.instances} instances joined in {one.join_s:.1f} s, not in {JOIN_S:g} s"
@@ -58,6 +65,10 @@ class Figures(msgspec.Struct):
             if served.processor_us > COST * served.base_processor_us:
                 cost = f"{served.processor_us:.0f} us, {served.base_processor_us:.0f} us with {BASE}"
                 yield f"{served.instances} instances: a request costs {cost}"
+            if served.beat_us > BEAT_US:
+                yield f"{served.instances} instances: a beat costs {served.beat_us:.0f} us"
+            if served.instances <= IDLE_INSTANCES and served.idle_processor > IDLE:
+                yield f"{served.instances} instances: a coordinator at rest takes {served.idle_processor:.3f} of a core"
             if served.failed:
                 yield f"{served.instances} instances: {served.failed} requests failed"
         for side in self.side_by_side:
@@ -83,14 +94,27 @@ async def measure(figures: Figures, arguments: argparse.Namespace) -> None:
         show(joined)
         try:
             for instances in arguments.instances:
-                await measure_fleet(figures, instances, base, arguments)
+                async with part(figures, f"{instances} instances"):
+                    await measure_fleet(figures, instances, base, arguments)
         finally:
             await fleet.stop(base)
     if arguments.side_by_side:
-        await measure_side_by_side(figures, arguments)
+        async with part(figures, "coordinators side by side"):
+            await measure_side_by_side(figures, arguments)
     if arguments.streams:
-        figures.streams.append(await streams.measure(arguments.streams))
-        show(figures.streams[-1])
+        async with part(figures, "streams"):
+            figures.streams.append(await streams.measure(arguments.streams))
+            show(figures.streams[-1])
+
+
+@contextlib.asynccontextmanager
+async def part(figures: Figures, name: str) -> AsyncIterator[None]:
+    """What fails in it is noted, and the next part is measured all the same."""
+    try:
+        yield
+    except Exception as error:
+        figures.broken.append(f"{name}: {describe(error)}")
+        traceback.print_exc()
 
 
 async def measure_fleet(figures: Figures, instances: int, base: Fleet, arguments: argparse.Namespace) -> None:
@@ -120,7 +144,8 @@ async def measure_side_by_side(figures: Figures, arguments: argparse.Namespace) 
     finally:
         await fleet.stop(made)
     for instances in arguments.simulated:
-        outcome = simulation.run(simulation.Fleet(instances=instances, coordinators=most))
+        beat_s = max(1.0, beats.interval_s(2 * instances))  # there are two groups
+        outcome = simulation.run(simulation.Fleet(instances=instances, coordinators=most, beat_s=beat_s))
         figures.simulated.append(Simulated(instances, most, outcome.worst_average))
         show(figures.simulated[-1])
 
@@ -137,7 +162,7 @@ def main() -> int:
     parser.add_argument("--coordinators", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--side-by-side", type=int, default=100, help="instances, with several coordinators; 0: none")
     parser.add_argument("--simulated", type=int, nargs="*", default=[3, 10, 30, 100, 300, 1000])
-    parser.add_argument("--requests", type=int, default=3000, help="measured at each coordinator")
+    parser.add_argument("--requests", type=int, default=2000, help="measured at each coordinator")
     parser.add_argument("--at-once", type=int, default=50, help="instances that a roll replaces at a time")
     parser.add_argument("--streams", type=int, default=10_000, help="idle HTTP streams; 0: none")
     parser.add_argument("--json", type=Path)

@@ -244,11 +244,15 @@ class LightInstance:
         (target,) = self._plan.next
         self._process.send(header.bindings[target], DataReady(header, stage, target, RESULT))
 
-    async def _beat(self) -> None:
+    def beat(self) -> None:
+        """Report the load now."""
         stage = self._plan.name
+        self._membership.hint(Beat({stage: 0}, {stage: self.running}, {stage: self.served}))
+
+    async def _beat(self) -> None:
         while True:
             await asyncio.sleep(max(BEAT_S, self._membership.beat_s) * random.uniform(0.1, 1.9))
-            self._membership.hint(Beat({stage: 0}, {stage: self.running}, {stage: self.served}))
+            self.beat()
 
 
 async def _as_it_is(endpoint: str) -> list[str]:

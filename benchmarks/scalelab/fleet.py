@@ -17,8 +17,10 @@ from benchmarks.scalelab.fakes import GROUPS
 MOST_IN_A_PROCESS: Final = 500
 #: Above it, heartbeats have 60 s: thousands of instances that share a few processors start and answer late.
 MOST_ALIVE: Final = 1000
-IDLE_S: Final = 4.0
-SLICES: Final = 7  # in which what is compared takes turns
+IDLE_S: Final = 8.0  # as long as the rarest beat
+BEATS: Final = 20_000
+BEATS_S: Final = 3.0
+SLICES: Final = 5  # in which what is compared takes turns
 WORK_S: Final = 0.5
 PER_SECOND: Final = 100.0  # requests of all coordinators together, where their cost is measured
 AT_ONCE: Final = 20  # requests in flight at each coordinator, during a roll or a death
@@ -52,7 +54,8 @@ class Served(msgspec.Struct, frozen=True):
     instances: int
     processor_us: float  #: Of the coordinator for one request, without what it spends when there is none.
     base_processor_us: float  #: With ten instances.
-    idle_processor: float  #: Part of a core that the coordinator spends on beats.
+    idle_processor: float  #: Part of a core that the coordinator spends on beats and heartbeats.
+    beat_us: float  #: Processor time of the coordinator for a beat, where many come together.
     p50_ms: float
     p99_ms: float
     base_p99_ms: float
@@ -129,8 +132,9 @@ async def serve(fleet: Fleet, base: Fleet, requests: int) -> Served:
     """requests: measured, of the first coordinator of each; before them as many as open the links."""
     known = await _usage(fleet.instances)
     one, other = fleet.coordinators[0], base.coordinators[0]
-    for child in (one, other):
-        await _warm_up([child], fleet.size)
+    # The small fleet first: links of the large one that rest for a minute would be closed when they are counted.
+    await _warm_up([other], base.size)
+    await _warm_up([one], fleet.size)
     linked = await _usage(fleet.instances)
     opened = sum(each["links"] for each in linked) - sum(each["links"] for each in known)
     idle = {child: await _idle(child) for child in (one, other)}
@@ -143,6 +147,7 @@ async def serve(fleet: Fleet, base: Fleet, requests: int) -> Served:
         _cost_us(costs[one], idle[one]),
         _cost_us(costs[other], idle[other]),
         idle[one],
+        await _beat_us(fleet, idle[one]),
         1000 * statistics.median(each["p50_s"] for each in costs[one]),
         1000 * statistics.median(each["p99_s"] for each in costs[one]),
         1000 * statistics.median(each["p99_s"] for each in costs[other]),
@@ -281,6 +286,21 @@ async def _idle(child: Child) -> float:
     await asyncio.sleep(IDLE_S)
     (after,) = await _usage([child])
     return float(after["processor_s"] - before["processor_after_s"]) / IDLE_S
+
+
+async def _beat_us(fleet: Fleet, idle: float) -> float:
+    """More beats than any fleet sends, so that they come together: what one costs without its wake-up."""
+    (before,) = await _usage(fleet.coordinators[:1])
+    begun = time.perf_counter()
+    sent = await asyncio.gather(
+        *(one.ask("beats", count=BEATS // len(fleet.instances), seconds=BEATS_S) for one in fleet.instances)
+    )
+    await asyncio.sleep(0.2)
+    wall_s = time.perf_counter() - begun
+    (after,) = await _usage(fleet.coordinators[:1])
+    heard = after["heard"]["Beat"] - before["heard"].get("Beat", 0)
+    assert heard >= 0.9 * sum(one["sent"] for one in sent)
+    return float(1e6 * (after["processor_s"] - before["processor_after_s"] - idle * wall_s) / heard)
 
 
 def _cost_us(loads: list[dict[str, Any]], idle: float) -> float:

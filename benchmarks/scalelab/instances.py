@@ -57,6 +57,16 @@ class Instances:
                 self._all.remove(one)
         return {}
 
+    async def beats(self, count: int, seconds: float) -> dict[str, Any]:
+        """So many beats of these instances together, at even distances."""
+        begun = self._loop.time()
+        for number in range(count):
+            late_s = begun + number * seconds / count - self._loop.time()
+            if late_s > 0:
+                await asyncio.sleep(late_s)
+            self._all[number % len(self._all)].beat()
+        return {"sent": count}
+
     async def usage(self) -> dict[str, Any]:
         heard: Counter[str] = Counter()
         for one in self._all:
@@ -99,7 +109,7 @@ def main() -> None:
 
     def make() -> dict[str, Any]:
         made = Instances(folder, float(dead_after_s), tuple(coordinators))
-        return {"begin": made.begin, "work": made.work, "roll": made.roll, "usage": made.usage}
+        return {"begin": made.begin, "work": made.work, "roll": made.roll, "beats": made.beats, "usage": made.usage}
 
     children.serve(make)
 

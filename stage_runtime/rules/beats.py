@@ -6,8 +6,8 @@ import math
 from typing import Final
 
 BEAT_COST_S: Final = 60e-6  # processor time of the coordinator for a beat that comes alone and wakes two threads
-SHARE: Final = 0.02  # of a core, for all beats
-SHORTEST_S: Final = 0.05  # below it, the plan's `heartbeatSeconds` alone decides
+SHARE: Final = 0.01  # of a core, for all beats
+SHORTEST_S: Final = 0.1  # below it, the plan's `heartbeatSeconds` alone decides
 LONGEST_S: Final = 8.0  # a load that is older is of no use for a binding
 
 
