@@ -130,10 +130,11 @@ def without_hooks(folder: Path) -> int:
     cut = 0
     for path in (folder / "stage_runtime").rglob("*.py"):
         text, guarded = re.subn(r"\bif recorder\.active:", "if False:", path.read_text())
+        text, traced = re.subn(r"\bif recorder\.traces is not None:", "if False:", text)
         text, inline = re.subn(r"\bif recorder\.active else\b", "if False else", text)
         text, plain = re.subn(r"(?m)^( +)recorder\.(?:emit|record)\(.*\)$", r"\1pass", text)
         path.write_text(text)
-        cut += guarded + inline + plain
+        cut += guarded + traced + inline + plain
     shutil.copytree(RUNTIME / "profiler", folder / "stage_runtime" / "profiler")
     return cut
 

@@ -8,7 +8,9 @@ from stage_runtime.api import __all__ as __all__
 
 
 def __getattr__(name: str) -> Any:
-    """``omni.testing``, when it is asked for: it brings numpy, which a light import must not."""
+    """What a light import must not bring, when it is asked for: ``omni.testing``, ``omni.emit``, ``omni.span``."""
+    if name in ("emit", "span"):
+        return getattr(importlib.import_module("stage_runtime.profiler"), name)
     if name == "testing":
         return importlib.import_module("stage_runtime.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

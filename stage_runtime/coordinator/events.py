@@ -102,6 +102,7 @@ class RequestManagerApi(Protocol):
         *,
         timeout_s: float | None = None,
         trace: str | None = None,
+        trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
     ) -> RequestHandleApi:
         """Take a request and send it off.

@@ -138,8 +138,8 @@ class Profiling:
                 template = paths.check_template(self._session.root, template or paths.DEFAULT_TEMPLATE)
             order = Order(
                 run_id=run_id,
-                event_dir=folder,
-                torch_template=template if torch else None,
+                event_dir=paths.relative(self._session.root, folder),
+                torch_template=paths.relative(self._session.root, template) if torch and template else None,
                 config=config,
                 max_seconds=_seconds(max_seconds, self._limits.max_seconds if torch else 0),
             )
@@ -163,7 +163,7 @@ class Profiling:
                 event_dir=folder,
                 complete=all(each.state == STARTED for each in states),
                 stages=tuple(states),
-                torch_template=order.torch_template,
+                torch_template=template if torch else None,
             )
 
     async def stop(self, run_id: str | None) -> ProfileAnswer:

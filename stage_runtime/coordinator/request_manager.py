@@ -139,6 +139,7 @@ class RequestManager:
         *,
         timeout_s: float | None = None,
         trace: str | None = None,
+        trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
     ) -> RequestHandle:
         self.check_room()
@@ -153,7 +154,7 @@ class RequestManager:
             self._bindings.give_back(bindings)
             raise
         whole = not request.stream  # the client gets nothing before the end
-        context = self._tracing.begin(trace) if self._tracing is not None else None
+        context = self._tracing.begin(trace, trace_state) if self._tracing is not None else None
         tracked = Tracked(request.id, admitted.terminals, retries=admitted.retries, whole=whole)
         handle = RequestHandle(
             request,

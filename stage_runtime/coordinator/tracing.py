@@ -31,9 +31,9 @@ class Tracing:
     def dropped(self) -> int:
         return self._exporter.dropped
 
-    def begin(self, traceparent: str | None) -> TraceContext:
-        """A request is admitted. traceparent: its client's."""
-        return traceparents.begin(traceparent, ratio=self._ratio)
+    def begin(self, traceparent: str | None, tracestate: str | None) -> TraceContext:
+        """A request is admitted. traceparent, tracestate: its client's."""
+        return traceparents.begin(traceparent, ratio=self._ratio, state=tracestate)
 
     def ended(self, context: TraceContext, record: Callable[[], RequestRecord]) -> None:
         """A request is over. ``record`` is called on the exporter's thread."""
@@ -46,16 +46,19 @@ def spans_of(context: TraceContext, record: RequestRecord) -> list[Span]:
     admitted_ns = int(record.admitted_at * 1e6) * 1000
     error = record.error or {}
 
-    def span(name: str, start_ms: float, end_ms: float, attributes: Mapping[str, Value], why: str | None) -> Span:
+    def span(
+        name: str, start_ms: float, end_ms: float, attributes: Mapping[str, Value], why: str | None, span_id: str
+    ) -> Span:
         return Span(
             trace_id=context.trace_id,
-            span_id=traceparents.new_span_id(),
+            span_id=span_id,
             parent_id=context.span_id,
             name=name,
             start_ns=admitted_ns + int(start_ms * 1e6),
             end_ns=admitted_ns + int(end_ms * 1e6),
             attributes=attributes,
             error=why,
+            state=context.state,
         )
 
     request = Span(
@@ -74,6 +77,7 @@ def spans_of(context: TraceContext, record: RequestRecord) -> list[Span]:
             **({"omni.first_output_ms": record.first_event_ms} if record.first_event_ms is not None else {}),
         },
         error=f"{error['code']}: {error['message']}" if error else None,
+        state=context.state,
     )
     stages = [
         span(
@@ -87,6 +91,7 @@ def spans_of(context: TraceContext, record: RequestRecord) -> list[Span]:
                 "omni.run_ms": stage.run_ms,
             },
             str(error["message"]) if error.get("stage") == name else None,
+            traceparents.stage_span_id(context.span_id, name),
         )
         for name, stage in record.stages.items()
         if stage.start_ms is not None and stage.end_ms is not None
@@ -98,6 +103,7 @@ def spans_of(context: TraceContext, record: RequestRecord) -> list[Span]:
             hop.end_ms,
             {"omni.hop.source": hop.source, "omni.hop.target": hop.target, "omni.hop.kind": hop.kind},
             None,
+            traceparents.new_span_id(),
         )
         for hop in record.hops
     ]

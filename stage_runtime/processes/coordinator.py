@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
-import os
 import secrets
 import signal
 from collections.abc import Callable
@@ -23,15 +21,13 @@ from stage_runtime.coordinator.profiling import Limits
 from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.processes import logs, process_context, statuspipe
+from stage_runtime.processes import logs, process_context, statuspipe, traces
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import CoordinatorSettings, api_keys
 from stage_runtime.sockets import limits
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.telemetry import settings as telemetry
-from stage_runtime.telemetry.exporting import Exporter
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
 from stage_runtime.web.apikeys import ApiKeys
@@ -177,27 +173,16 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
     return coordinator
 
 
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even a parent of it
-        return False
-
-
 def _tracing(pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack) -> Tracing | None:
     """None: nobody asks for traces, or they cannot be sent: then that is logged, and requests are served."""
     try:
-        settings = telemetry.read(os.environ)
+        found = traces.exporter(pipeline, incarnation, stack)
     except ConfigurationError as error:
         log.error("no traces are sent: %s", error)
         return None
-    if settings is None:
+    if found is None:
         return None
-    if not _installed("opentelemetry.proto.collector"):
-        log.error("no traces are sent: install the extra `otel` (pip install 'omnipipeline[otel]')")
-        return None
-    exporter = Exporter(settings, {"service.name": pipeline, "service.instance.id": incarnation})
-    stack.callback(exporter.close)
+    exporter, settings = found
     log.info("traces of %g of all requests go to %s", settings.ratio, settings.endpoint)
     return Tracing(exporter, ratio=settings.ratio)
 

@@ -110,7 +110,7 @@ class RankProcess:
             rendezvous=settings.rendezvous,
             allocate=lambda shape, dtype: self._relays.allocate(shape, dtype),  # of the life that it is called in
             progress=self._report_progress,
-            emit=lambda event, request_id, **metadata: recorder.emit(event, request_id, plan.name, metadata),
+            emit=lambda event, request_id, stage, **metadata: recorder.emit(event, request_id, stage, metadata),
         )
         return loading.create(
             plan,

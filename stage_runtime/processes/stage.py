@@ -14,13 +14,15 @@ from typing import Final
 
 import uvloop
 
-from stage_runtime.processes import incarnations, logs, process_context, statuspipe
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.processes import incarnations, logs, process_context, statuspipe, traces
 from stage_runtime.processes.draining import Drain
 from stage_runtime.processes.follower import FollowerProcess
 from stage_runtime.processes.incarnations import Incarnations
 from stage_runtime.processes.rank import EXIT_DRAINED, THREADS_S, RankProcess
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.processes.watchdog import Watchdog
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import edges
 from stage_runtime.settings import StageSettings
@@ -30,6 +32,7 @@ from stage_runtime.stage.host import Host
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.tensor_parallel import Leader
+from stage_runtime.telemetry.authors import AuthorSpans
 from stage_runtime.wire.messages import Hello, Incarnation, Member
 
 log = logging.getLogger(__name__)
@@ -93,6 +96,7 @@ class StageProcess(RankProcess):
     async def serve(self) -> int:
         async with contextlib.AsyncExitStack() as stack:
             self._tasks = stack.enter_context(Tasks(self._task_ended))
+            self._trace_authors(stack)
             self._tasks.start_finite("watchdog", self._watchdog.run())
             if self._leader is not None:
                 self._meet_followers(self._leader, stack)
@@ -102,6 +106,17 @@ class StageProcess(RankProcess):
             if self._loaded and not self._host.close(THREADS_S):
                 log.warning("a stage's thread did not end; leaving it")
         return self._over.result()
+
+    def _trace_authors(self, stack: contextlib.AsyncExitStack) -> None:
+        """Send authors' spans to the collector that the coordinator sends to, which reports what is wrong with it."""
+        try:
+            found = traces.exporter(self._settings.plan.pipeline, self._incarnations.current, stack)
+        except ConfigurationError as error:
+            log.debug("no spans are sent: %s", error)
+            return
+        if found is not None:
+            recorder.traces = AuthorSpans(found[0])
+            stack.callback(setattr, recorder, "traces", None)
 
     # --- one incarnation ----------------------------------------------------------------------------------------
 

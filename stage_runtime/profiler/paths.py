@@ -56,6 +56,14 @@ def check_template(root: Path, template: str) -> str:
     return path + TRACE_SUFFIX
 
 
+def relative(root: Path, path: str) -> str:
+    """For other processes, whose root may be elsewhere: the part of a path or template that lies below this one's."""
+    for base in (root, root.resolve()):
+        if path.startswith(f"{base}/"):
+            return path.removeprefix(f"{base}/").lstrip("/")
+    return path
+
+
 def trace_path(root: Path, template: str, facts: Mapping[str, object]) -> Path:
     """The trace file of one process. facts: a value for each of `PLACEHOLDERS`."""
     safe = {name: re.sub(r"[^A-Za-z0-9._-]", "_", str(facts[name])) or "_" for name in PLACEHOLDERS}

@@ -16,10 +16,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Protocol
 
 import msgspec
 
@@ -74,11 +74,22 @@ class _Run:
         return _Line(request_id, stage, event, time_ns, self.run_id, self.pid, metadata)
 
 
+class Traces(Protocol):
+    """Takes authors' spans for OpenTelemetry. Implemented by `telemetry.authors`."""
+
+    def working(self, request_id: str, stage: str, traceparent: str | None) -> None: ...
+
+    def begin(
+        self, name: str, request_id: str, stage: str, metadata: Mapping[str, Any]
+    ) -> Callable[[BaseException | None], None] | None: ...
+
+
 class Recorder:
     """The recorder of one process. Stages of one process share its file."""
 
     def __init__(self) -> None:
         self.active = False  #: A run is recorded; hot paths ask this before they gather metadata.
+        self.traces: Traces | None = None  #: Where the process sends authors' spans, recorded or not.
         self._run: _Run | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  #: Held to start and stop only.
@@ -289,19 +300,35 @@ def emit(event: str, request_id: str, stage: str | None = None, **metadata: Any)
 
 @contextmanager
 def span(name: str, request_id: str, stage: str | None = None, **metadata: Any) -> Iterator[None]:
-    """Record ``<name>_start`` and ``<name>_end`` around a block."""
-    if not recorder.active:
+    """Record ``<name>_start`` and ``<name>_end`` around a block. With OpenTelemetry, a span of the request's trace."""
+    if not recorder.active and recorder.traces is None:
         yield
         return
     own = {**metadata, "span_id": f"{threading.get_ident():x}-{time.monotonic_ns():x}"}
     recorder.emit(f"{name}_start", request_id, stage, own)
+    end = _traced(name, request_id, stage, metadata)
+    failed: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        own = {**own, "error": type(error).__name__}
+        own, failed = {**own, "error": type(error).__name__}, error
         raise
     finally:
+        if end is not None:
+            end(failed)
         recorder.emit(f"{name}_end", request_id, stage, own)
+
+
+def _traced(
+    name: str, request_id: str, stage: str | None, metadata: Mapping[str, Any]
+) -> Callable[[BaseException | None], None] | None:
+    if recorder.traces is None:
+        return None
+    try:
+        return recorder.traces.begin(str(name), request_id, stage or active_stage() or "", _summarised(metadata))
+    except Exception as error:  # an author's request id that is none
+        log.debug("a span is not traced", exc_info=error)
+        return None
 
 
 def _summarised(metadata: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -44,8 +44,8 @@ class Context:
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return self._allocate(shape, dtype)
 
-    def emit(self, event: str, request_id: str, **metadata: Any) -> None:
-        self._emit(event, request_id, stage=self.name, **metadata)
+    def emit(self, event: str, request_id: str, stage: str | None = None, **metadata: Any) -> None:
+        self._emit(event, request_id, stage or self.name, **metadata)
 
     def progress(self, message: str) -> None:
         self._progress(self.name, message)

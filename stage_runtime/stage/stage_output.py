@@ -71,6 +71,8 @@ class StageOutput:
             ours.began_at = time.monotonic()
         if recorder.active:
             self._record(profile.STAGE_RUN_START, ours)
+        if recorder.traces is not None:
+            recorder.traces.working(ours.request_id, self._plan.name, ours.traceparent)
         if self._process.mutation_check is not None:
             self._process.began(self._plan.name)
 

@@ -25,6 +25,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     attributes: Mapping[str, Value] = {}
     error: str | None = None  #: Why it failed.
+    state: str = ""  #: The trace's ``tracestate``.
 
 
 def encode(resource: Mapping[str, Value], spans: Sequence[Span]) -> bytes:
@@ -42,6 +43,7 @@ def encode(resource: Mapping[str, Value], spans: Sequence[Span]) -> bytes:
             trace_id=bytes.fromhex(span.trace_id),
             span_id=bytes.fromhex(span.span_id),
             parent_span_id=bytes.fromhex(span.parent_id or ""),
+            trace_state=span.state,
             name=_text(span.name),
             kind=trace_pb2.Span.SPAN_KIND_SERVER if span.kind == "server" else trace_pb2.Span.SPAN_KIND_INTERNAL,
             start_time_unix_nano=span.start_ns,

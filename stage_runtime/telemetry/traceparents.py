@@ -5,6 +5,7 @@ Source: https://www.w3.org/TR/trace-context/, version 00; the ratio: OpenTelemet
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from typing import Final
@@ -12,6 +13,8 @@ from typing import Final
 import msgspec
 
 _FORM: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+#: Members are vendors' business; what no header field may hold and what exceeds the specification's bound is dropped.
+_STATE: Final = re.compile(r"[ -~\t]{1,512}")
 _SAMPLED: Final = 0x01
 
 
@@ -22,6 +25,7 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True):
     span_id: str  #: Of the request's own span.
     parent_id: str | None  #: Of the client's span.
     sampled: bool
+    state: str = ""  #: The client's ``tracestate``: passed on, never read.
 
     @property
     def header(self) -> str:
@@ -29,15 +33,17 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True):
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
 
-def begin(given: str | None, *, ratio: float) -> TraceContext:
+def begin(given: str | None, *, ratio: float, state: str | None = None) -> TraceContext:
     """A request's context: of the client's trace, which decides on sampling, or of a trace of its own.
 
+    state: the client's ``tracestate``; of no meaning without its trace.
     ratio: of the requests without a client's trace, how many are sampled.
     """
     parent = _parse(given) if given is not None else None
     if parent is not None:
         trace_id, parent_id, sampled = parent
-        return TraceContext(trace_id=trace_id, span_id=new_span_id(), parent_id=parent_id, sampled=sampled)
+        kept = state if state is not None and _STATE.fullmatch(state) else ""
+        return TraceContext(trace_id=trace_id, span_id=new_span_id(), parent_id=parent_id, sampled=sampled, state=kept)
     trace_id = secrets.token_hex(16)
     sampled = int(trace_id[16:], 16) < ratio * (1 << 64)
     return TraceContext(trace_id=trace_id, span_id=new_span_id(), parent_id=None, sampled=sampled)
@@ -45,6 +51,17 @@ def begin(given: str | None, *, ratio: float) -> TraceContext:
 
 def new_span_id() -> str:
     return secrets.token_hex(8)
+
+
+def stage_span_id(request_span_id: str, stage: str) -> str:
+    """Of a stage's stay. The stage's process gives it to its author's spans as parent, the coordinator sends it."""
+    return hashlib.blake2b(f"{request_span_id}/{stage}".encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def sampled_parent(header: str | None) -> tuple[str, str] | None:
+    """(trace, the request's span) of a `TraceContext.header`; None: it is not sampled."""
+    found = _parse(header) if header is not None else None
+    return found[:2] if found is not None and found[2] else None
 
 
 def _parse(given: str) -> tuple[str, str, bool] | None:

@@ -100,6 +100,11 @@ class Exchange:
         given = self.header(b"traceparent")
         return given if given is not None and _TRACE.fullmatch(given) else None
 
+    def trace_state(self) -> str | None:
+        """The client's `tracestate`, which may come in several headers."""
+        found = self._headers.get(b"tracestate")
+        return b",".join(found).decode("latin-1") if found else None
+
     def timeout_s(self, in_body: float | None) -> float | None:
         """The deadline that the client sets: the shorter of header and body field.
 

@@ -56,7 +56,13 @@ async def admitted(
 ) -> AsyncIterator[AsyncIterator[Event]]:
     """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
     hook_result = await manager.call_terminal_stages(request, timeout_s=timeout_s)
-    handle = manager.admit(request, timeout_s=timeout_s, trace=exchange.trace(), hook_result=hook_result)
+    handle = manager.admit(
+        request,
+        timeout_s=timeout_s,
+        trace=exchange.trace(),
+        trace_state=exchange.trace_state(),
+        hook_result=hook_result,
+    )
     watch = exchange.watch(lambda: handle.abort("the client disconnected"))
     events = handle.events()
     times = exchange.answer_times = AnswerTimes(exchange.begun_at, streamed=request.stream)

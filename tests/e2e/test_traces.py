@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,10 @@ import httpx
 import pytest
 
 from omnipipeline_spec.cluster import Observability, Tracing
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from stage_runtime.processes import launching
 from tests.e2e.local_pipelines import APART, Client, diamond, eventually, running
+from tests.e2e.pod_pipelines import pods
 from tests.telemetry import collector
 
 pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2")
@@ -64,10 +69,68 @@ async def test_a_request_is_a_trace_of_its_stages_and_hops_and_a_child_of_its_cl
     assert "omnipipeline_traces_sent_total 2.0" in metrics
 
 
+async def test_pods_send_spans_of_authors_too_and_keep_the_clients_tracestate(base: Path) -> None:
+    """TCP, CURVE, and a disk of its own for every process, as pods have them."""
+    spec = PipelineConfig(
+        name="traced",
+        stages=[
+            StageConfig(name="look", factory="traced_stages:look", process="one", next="say"),
+            StageConfig(name="say", factory="traced_stages:say", process="two", terminal=True),
+        ],
+    )
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1,other=a b"}
+    with collector.running() as taking:
+        told = launching.tracing(Tracing(endpoint=taking.url, sample_ratio=0.0))
+        environments = {
+            name: {**told, "OMNI_PROFILE_ROOT": str(base / "disks" / name)} for name in ("coordinator", "one", "two")
+        }
+        async with (
+            pods(spec, base, environments=environments) as running_pods,
+            httpx.AsyncClient(base_url=running_pods.url("coordinator"), timeout=60) as http,
+        ):
+            started = await http.post("/start_profile", json={"run_id": "run"})
+            assert started.json()["complete"], started.text
+            for text, status in (("hello", 200), ("broken", 500)):
+                asked = await http.post(
+                    "/v1/pipeline", json={"inputs": text}, headers={**headers, "x-request-id": text}
+                )
+                assert asked.status_code == status
+            assert (await http.post("/v1/pipeline", json={"inputs": "unsampled"})).status_code == 200
+            assert (await http.post("/stop_profile", json={})).json()["complete"]
+            report = (await http.get("/profiles/run/report")).json()
+            archive = await http.get("/profiles/run")
+            await eventually(lambda: sum(span.name in ("page", "voice") for span in list(taking.spans)) == 4)
+            await eventually(lambda: {"hello", "broken"} <= set(_roots(taking)))
+    roots, found = _roots(taking), {}
+    for span in taking.spans:
+        facts = collector.attributes(span.attributes)
+        if span.name in ("scan", "page", "voice"):
+            found[span.name, facts["omni.request.id"]] = span
+    for name in ("hello", "broken"):
+        [stage] = [span for span in taking.spans if span.parent_span_id == roots[name].span_id and span.name == "say"]
+        assert found["voice", name].parent_span_id == stage.span_id
+        assert found["page", name].parent_span_id == found["scan", name].span_id
+    assert found["voice", "broken"].status.message == "ValueError"
+    assert collector.attributes(found["scan", "hello"].attributes)["pages"] == 3
+    assert {span.trace_state for span in roots.values()} == {headers["tracestate"]}
+    assert {span.trace_id.hex() for span in taking.spans} == {TRACE}
+    spans = {(each["stage"], each["open_event"]): each["count"] for each in report["stage_breakdown"]}
+    assert (spans["look", "page_start"], spans["say", "voice_start"]) == (3, 3)
+    assert report["unpaired_hops"] == {}
+    with tarfile.open(fileobj=io.BytesIO(archive.content)) as files:
+        names = files.getnames()
+    assert sum(name.endswith(".trace.json.gz") for name in names) == 2
+    assert sum(name.endswith(".jsonl") for name in names) == 3
+
+
+def _roots(taking: collector.Collector) -> dict[str, Any]:
+    return {name: span for name, span in _requests(taking).items() if span.parent_span_id.hex() == PARENT}
+
+
 def _requests(taking: collector.Collector) -> dict[str, Any]:
     """Request id -> its own span."""
     own = ((collector.attributes(span.attributes), span) for span in list(taking.spans))
-    return {facts["omni.request.id"]: span for facts, span in own if "omni.request.id" in facts}
+    return {facts["omni.request.id"]: span for facts, span in own if "omni.request.kind" in facts}
 
 
 async def test_requests_are_served_while_the_collector_is_away_or_its_address_is_wrong(base: Path) -> None:

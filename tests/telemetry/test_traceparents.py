@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,3 +106,29 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}
     with pytest.raises(ConfigurationError, match=f"^{name}: "):
         settings.read({**environ, name: value})
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [
+        ("vendor=1", "vendor=1"),
+        ("a=1,b=2\t, c@d=3", "a=1,b=2\t, c@d=3"),
+        ("", ""),
+        ("x" * 513, ""),
+        ("a=\u00e9", ""),
+        ("a=1\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_clients_tracestate_is_kept_or_dropped_whole(state: str | None, kept: str) -> None:
+    assert traceparents.begin(f"00-{'a' * 32}-{'b' * 16}-01", ratio=1.0, state=state).state == kept
+    assert traceparents.begin(None, ratio=1.0, state=state).state == ""  # without its trace it belongs to none
+
+
+def test_a_stages_span_has_one_id_wherever_it_is_made() -> None:
+    assert traceparents.stage_span_id("b" * 16, "thinker") == traceparents.stage_span_id("b" * 16, "thinker")
+    assert (
+        len({traceparents.stage_span_id(span, stage) for span in ("b" * 16, "c" * 16) for stage in ("a", "\ud800")})
+        == 4
+    )
+    assert re.fullmatch(r"[0-9a-f]{16}", traceparents.stage_span_id("b" * 16, "a"))

@@ -117,6 +117,7 @@ class ScriptedManager:
         *,
         timeout_s: float | None = None,
         trace: str | None = None,
+        trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
     ) -> ScriptedHandle:
         if request.id in self.in_flight:

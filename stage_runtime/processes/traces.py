@@ -1,0 +1,36 @@
+"""The exporter of traces that OpenTelemetry's variables ask for. Called by `coordinator` and `stage`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.telemetry import settings as telemetry
+from stage_runtime.telemetry.exporting import Exporter
+from stage_runtime.telemetry.settings import TelemetrySettings
+
+log = logging.getLogger(__name__)
+
+
+def exporter(
+    pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack
+) -> tuple[Exporter, TelemetrySettings] | None:
+    """None: nobody asks for traces. Raises: ConfigurationError: they cannot be sent."""
+    settings = telemetry.read(os.environ)
+    if settings is None:
+        return None
+    if not _installed("opentelemetry.proto.collector"):
+        raise ConfigurationError("install the extra `otel` (pip install 'omnipipeline[otel]')")
+    made = Exporter(settings, {"service.name": pipeline, "service.instance.id": incarnation})
+    stack.callback(made.close)
+    return made, settings
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even a parent of it
+        return False
