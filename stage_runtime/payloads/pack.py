@@ -89,11 +89,21 @@ def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
     if len(encoded) > INLINE_NBYTES:
         found.append(FlatPart(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))
         encoded = b""
-    if len(found) == 1:
-        part = found[0]
-        nbytes = len(part.data)
-        ref = TensorRef(part.path, part.shape, part.dtype, 0, nbytes, part.kind)
-        return Extracted(encoded, (ref,), Pack((part.data,), (0,), nbytes, _FIRST if part.private else _NONE))
+    first = found[0].data
+    if len(found) == 1 or (len(found) == 2 and _is_same(first, found[1].data)):  # nearly all
+        nbytes = len(first)
+        refs = tuple([TensorRef(part.path, part.shape, part.dtype, 0, nbytes, part.kind) for part in found])
+        private = _FIRST if found[0].private and found[-1].private else _NONE
+        return Extracted(encoded, refs, Pack((first,), (0,), nbytes, private))
+    return _placed(encoded, found)
+
+
+def _is_same(one: memoryview, other: memoryview) -> bool:
+    """Whether both are the same memory, and some."""
+    return 0 < len(one) == len(other) and buffers.address(one) == buffers.address(other)
+
+
+def _placed(encoded: bytes, found: list[FlatPart]) -> Extracted:
     order = sorted(range(len(found)), key=lambda index: -len(found[index].data))
     refs: list[Any] = [None] * len(found)
     parts: list[memoryview] = []

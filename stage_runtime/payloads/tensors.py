@@ -7,9 +7,11 @@ a tensor can't exist in a process that has not imported it.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from stage_runtime.payloads import buffers
@@ -23,28 +25,16 @@ EMPTY = memoryview(b"")
 REPEATED_MOST: Final = 1 << 30
 
 
-class FlatPart:
+class FlatPart(msgspec.Struct, eq=False):
     """One tensor, array or long bytes on its way into a pack."""
 
-    __slots__ = ("data", "dtype", "kind", "owner", "path", "private", "shape")
-
-    def __init__(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        kind: tensorrefs.Kind,
-        data: memoryview,
-        owner: Any,
-        private: bool,
-    ) -> None:
-        self.path = path
-        self.shape = shape
-        self.dtype = dtype
-        self.kind = kind
-        self.data = data
-        self.private = private  # `data` is not written any more
-        self.owner = owner  # the object itself: while it lives, its id is not given to another
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: tensorrefs.Kind
+    data: memoryview
+    owner: Any  #: The object itself: while it lives, its id is not given to another.
+    private: bool  #: ``data`` is not written any more.
 
 
 def is_tensor(value: Any) -> bool:
@@ -205,8 +195,7 @@ def restored(ref: TensorRef, buffer: memoryview, *, torch: bool) -> Any:
 
 
 def _restored_tensor(ref: TensorRef, buffer: memoryview) -> Any:
-    import torch
-
+    torch = sys.modules.get("torch") or importlib.import_module("torch")
     dtype = getattr(torch, ref.dtype)
     if not ref.nbytes:
         return torch.empty(ref.shape, dtype=dtype)

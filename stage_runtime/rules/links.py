@@ -146,6 +146,23 @@ class Incoming:
             return Standing.CURRENT
         return Standing.OLD if session < self.peer_session else Standing.RENEWED
 
+    def follows(self, session: int, ack_session: int, seq: int) -> bool:
+        """Accept a frame as nearly all are: the next one, in the sessions that both ends know.
+
+        False: `stand` and `accept` decide; nothing has changed.
+        """
+        if not (
+            0 < session == self.peer_session
+            and ack_session == self.session
+            and seq == self.last_received + 1
+            and self._peer_has_session
+        ):
+            return False
+        self.last_received = seq
+        self.owed += 1  # in this order: see `accept`
+        self._asked = False
+        return True
+
     def accept(self, seq: int) -> Verdict:
         if seq == 0:
             return Verdict.DELIVER

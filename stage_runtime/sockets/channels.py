@@ -291,6 +291,18 @@ class Channels:
         if frame.receiver != self.incarnation and not (frame.receiver == "" and frame.seq == 0):
             self.counters["misdirected"] += 1  # addressed to an earlier incarnation at this endpoint
             return
+        link = self._links.get(frame.sender)
+        if link is not None and link.incoming.follows(frame.session, frame.ack_session, frame.seq):
+            link.used = True
+            if frame.ack and link.acked(frame.ack):
+                self._resending.heard(link)
+            self._acks.owe(link)
+            self._deliver(link, frame)
+        else:
+            self._take_other(frame)
+
+    def _take_other(self, frame: Envelope) -> None:
+        """A frame that is not the next one of a link."""
         link = self._link_of(frame)
         if link is None:
             return

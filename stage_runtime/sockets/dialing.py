@@ -150,6 +150,8 @@ class _Dialer:
         self._socket.reconnect_ivl = 50
         self._socket.reconnect_ivl_max = 1000
         self._local = local
+        #: libzmq's own: pyzmq's, around it, is for features that are not used here.
+        self._send: Callable[[bytes, int], object] = super(zmq.Socket, self._socket).send
         self._monitor = sockets.monitor(self._socket, WATCHED)
         sockets.read(self._monitor, self.watch)
 
@@ -172,12 +174,12 @@ class _Dialer:
     def send(self, routing_id: bytes, frame: bytes) -> None:
         with self._lock:
             try:
-                self._socket.send(routing_id, MORE)
+                self._send(routing_id, MORE)
             except zmq.Again:
                 raise
             except zmq.ZMQError as error:  # no such connection: it was given up, or the socket is closed
                 raise zmq.Again from error
-            self._socket.send(frame, NOBLOCK)
+            self._send(frame, NOBLOCK)
 
     def watch(self) -> None:
         for event in self._sockets.events(self._monitor):

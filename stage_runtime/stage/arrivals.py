@@ -45,9 +45,9 @@ class Passed:
 def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
     """Raises: ProtocolError: it is no payload."""
     fields = sealed.open()
-    if not isinstance(fields, dict) or not isinstance(fields.get("request"), OmniRequest):
+    request = fields.get("request") if type(fields) is dict else None
+    if type(request) is not OmniRequest:
         raise ProtocolError("a payload without its request")
-    request = fields["request"]
     work.know(request)
     if "data" in fields:
         return StagePayload(request=request, data=fields["data"])

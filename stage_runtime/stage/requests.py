@@ -141,12 +141,12 @@ class Requests:
         stage_input.payload(message.header, "", fetched)
 
     def _data_ready(self, sender: str, message: DataReady) -> None:
-        if message.header.members:
-            self._meet(message.header.members)
-        stage_input = self._target(message.target)
-        if stage_input is None or self._orphan(message.header, sender, message.body):
-            return
         header, source, body = message.header, message.source, message.body
+        if header.members:
+            self._meet(header.members)
+        stage_input = self._target(message.target)
+        if stage_input is None or (self._lost_owners and self._orphan(header, sender, body)):
+            return
         if message.failure is not None:
             stage_input.broken(header, source, message.failure)
         elif message.is_done and body is None:
@@ -164,19 +164,19 @@ class Requests:
                 holder=message.target,
             )
 
-    def _arrived(self, stage_input: StageInput, message: DataReady, received: Fetched) -> None:
-        name = "payload" if message.chunk_id is None else "chunk"
-        fetched = self._checked(message.header, message.target, message.source, name, received)
+    def _arrived(self, stage_input: StageInput, message: DataReady, received: Sealed) -> None:
+        header, source, chunk_id, sealed = message.header, message.source, message.chunk_id, received
+        if self._process.mutation_check is not None:
+            name = "payload" if chunk_id is None else "chunk"
+            sealed = self._checked(header, message.target, source, name, received)
         if message.is_done:
-            stage_input.end(message.header, message.source, message.chunk_id or 0, fetched, message.timings)
-        elif message.chunk_id is None:
-            stage_input.payload(message.header, message.source, fetched, message.timings)
+            stage_input.end(header, source, chunk_id or 0, sealed, message.timings)
+        elif chunk_id is None:
+            stage_input.payload(header, source, sealed, message.timings)
         else:
-            stage_input.chunk(
-                message.header, message.source, message.chunk_id, message.modality, fetched, message.weight
-            )
+            stage_input.chunk(header, source, chunk_id, message.modality, sealed, message.weight)
 
-    def _checked(self, header: Header, target: str, source: str, name: str, fetched: Fetched) -> Sealed:
+    def _checked(self, header: Header, target: str, source: str, name: str, fetched: Sealed) -> Sealed:
         mutation_check = self._process.mutation_check
         if mutation_check is None:
             return fetched
@@ -216,7 +216,7 @@ class Requests:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _target(self, name: str) -> StageInput | None:
-        stage_input = self._process.sibling(name)
+        stage_input = self._process.inputs.get(name)
         if stage_input is None:
             self._process.counters["misdirected"] += 1
             log.warning("message for stage %r, which is not in this process", name)

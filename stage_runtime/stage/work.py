@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from threading import Lock
 from typing import Any, Final
 
@@ -46,7 +46,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     request_id: str
     attempt: int
     owner: str
-    bindings: Mapping[str, str]
+    bindings: dict[str, str]
     traceparent: str | None
     members: tuple[Member, ...]  #: Brought along for the stages after this one.
     deadline: float | None

@@ -118,13 +118,13 @@ class SendQueues:
         refs = extracted.refs
         if extracted.is_inline:
             return self._send(edge[2], pending.make(Body(extracted.value_bytes, refs, extracted.flat())))
-        codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), copy_now=True)))
         queue = self._queue(edge, credits)
         with queue.lock:
             if queue.closed:
                 return False
             if not queue.waiting and self._start(queue, pending):
                 return True
+        codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), copy_now=True)))
         extracted.hold()  # without the lock, which the I/O thread takes, too
         with queue.lock:
             if queue.closed:

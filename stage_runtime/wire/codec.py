@@ -37,19 +37,9 @@ def encode(frame: Frame) -> bytes:
         _messages.decode(encoded)
     except (*_MISREAD, TypeError, ValueError, OverflowError) as error:
         raise _refused(message, error) from error
-    data = _encoder.encode(
-        Envelope(
-            frame.protocol,
-            frame.sender,
-            frame.receiver,
-            frame.session,
-            frame.ack_session,
-            frame.seq,
-            frame.ack,
-            _request(message),
-            encoded,
-        )
-    )
+    request = REQUEST_OF[type(message)](message)
+    numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
+    data = _encoder.encode(Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, encoded))
     if len(data) > FRAME_LIMIT:
         raise ValueRefused(
             type(message).__name__,
@@ -94,25 +84,29 @@ def decode(data: bytes | memoryview) -> Frame:
     return Frame(envelope.protocol, envelope.sender, envelope.receiver, *numbers, read(envelope))
 
 
-def _request(message: Message) -> RequestRef | None:
-    """The request that fails when the receiver cannot decode the message."""
-    where = _REQUESTS[type(message)]
-    return None if where is None else where(message)
+def _of_header(message: Any) -> RequestRef:
+    header = message.header
+    return RequestRef(header.request_id, header.attempt, header.owner)
 
 
-def _where_request(kind: type[msgspec.Struct]) -> Callable[[Any], RequestRef] | None:
-    """How to find the request of a message of this kind; None: it belongs to none."""
+def _no_request(message: Any) -> None:
+    return None
+
+
+def _where_request(kind: type[msgspec.Struct]) -> Callable[[Any], RequestRef | None]:
+    """How to find the request of a message of this kind."""
     fields = kind.__struct_fields__
     if "header" in fields:
-        return lambda message: RequestRef(message.header.request_id, message.header.attempt, message.header.owner)
+        return _of_header
     if "request_id" not in fields or "attempt" not in fields:
-        return None
+        return _no_request
     if "owner" in fields:
         return lambda message: RequestRef(message.request_id, message.attempt, message.owner)
     return lambda message: RequestRef(message.request_id, message.attempt)
 
 
-_REQUESTS: dict[type, Callable[[Any], RequestRef] | None] = {kind: _where_request(kind) for kind in get_args(Message)}
+#: By type of message: finds the request that fails when the receiver cannot decode it.
+REQUEST_OF: dict[type, Callable[[Any], RequestRef | None]] = {kind: _where_request(kind) for kind in get_args(Message)}
 
 
 def _refused(message: Any, error: Exception) -> ValueRefused:

@@ -243,8 +243,9 @@ def _encode_unchecked(frame: messages.Frame) -> bytes:
     """`codec.encode` without its check of fields."""
     numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
     said = codec._encoder.encode(frame.message)
+    request = codec.REQUEST_OF[type(frame.message)](frame.message)
     data = codec._encoder.encode(
-        messages.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, codec._request(frame.message), said)
+        messages.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, said)
     )
     if len(data) > messages.FRAME_LIMIT:
         raise errors.ValueRefused("message", "over the limit")

@@ -16,6 +16,7 @@ import pytest
 from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.payloads import encoding, pack
 from stage_runtime.transfers.sending import PendingSend, SendQueues
+from stage_runtime.wire import codec
 from stage_runtime.wire.messages import FRAME_LIMIT, Body, Header, Message, Submit
 from stage_runtime.wire.tensorrefs import PATH_LIMIT
 
@@ -76,6 +77,7 @@ class Made:
 
     def send(self, peer: str, message: Message) -> bool:
         assert isinstance(message, Submit)
+        codec.check(message)  # as a link does
         self.refuses(message.header.request_id)
         self.said.append(message.header.request_id)
         if message.body.copy_now:
@@ -120,7 +122,8 @@ def test_a_message_over_the_limit_is_refused_before_it_waits(waits: bool) -> Non
         made.ship("first")
     with pytest.raises(ValueRefused, match=r"Submit: a control message of \d+ bytes, over"):
         made.ship("large", [np.zeros(20, np.uint8) for _ in range(FRAME_LIMIT // 20)])
-    assert made.send_queues.queued == 0
+    assert (made.send_queues.queued, made.send_queues.outstanding) == (0, 1 if waits else 0)
+    assert made.relays.free == (99 if waits else 100)
     made.ship("next")
     made.send_queues.released("peer", (1,))
     assert made.said == (["first", "next"] if waits else ["next"])
