@@ -251,6 +251,9 @@ class DataPlane(Spec, frozen=True, kw_only=True):
     allow_tcp: Annotated[
         bool, doc("Whether tensors between stages may use TCP; false: refused where no faster way works.")
     ] = field(name="allowTCP", default=True)
+    mooncake_protocol: Annotated[
+        Literal["tcp", "rdma"] | None, doc("Of relayBackend mooncake; unset: rdma in pods with RDMA devices, else tcp.")
+    ] = None
 
 
 class Prefetch(Spec, frozen=True, kw_only=True):

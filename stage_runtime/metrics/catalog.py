@@ -149,7 +149,7 @@ TRACES_DROPPED: Final = Metric(
 )
 
 _OF_PROCESS: Final = ("process",)
-_OF_EDGE: Final = ("process", "source", "target")
+_OF_EDGE: Final = ("process", "source", "target", "relay")
 _OF_RELAY: Final = ("process", "relay")
 TRANSFERS_IN_FLIGHT: Final = Metric(
     name="omnipipeline_transfers_in_flight",
@@ -170,6 +170,30 @@ EDGE_TRANSFERS_IN_FLIGHT: Final = Metric(
     name="omnipipeline_edge_transfers_in_flight",
     kind="gauge",
     help="Payloads of an edge sent by relay that their receivers have not released",
+    labels=_OF_EDGE,
+)
+EDGE_COPIED_BYTES: Final = Metric(
+    name="omnipipeline_edge_copied_bytes_total",
+    kind="counter",
+    help="Of these bytes, those that the sender copied into memory that the relay reads",
+    labels=_OF_EDGE,
+)
+EDGE_OLDEST_TRANSFER: Final = Metric(
+    name="omnipipeline_edge_oldest_transfer_seconds",
+    kind="gauge",
+    help="Age of the oldest of an edge's transfers in flight",
+    labels=_OF_EDGE,
+)
+EDGE_QUARANTINED: Final = Metric(
+    name="omnipipeline_edge_quarantined_transfers",
+    kind="gauge",
+    help="Transfers in flight whose requests were aborted: their slots are not used again before their release",
+    labels=_OF_EDGE,
+)
+EDGE_FAILOVERS: Final = Metric(
+    name="omnipipeline_edge_failovers_total",
+    kind="counter",
+    help="Times that this relay took an edge over from one that had failed",
     labels=_OF_EDGE,
 )
 CONTROL_EVENTS: Final = Metric(
@@ -312,12 +336,20 @@ SERVICE: Final = (
     AUDIO_SECONDS,
     AUDIO_UNDERRUNS,
 )
+#: Of the edges of a process that have sent something by relay; among `PLANES`.
+EDGES: Final = (
+    EDGE_TRANSFER_BYTES,
+    EDGE_TRANSFERS_IN_FLIGHT,
+    EDGE_COPIED_BYTES,
+    EDGE_OLDEST_TRANSFER,
+    EDGE_QUARANTINED,
+    EDGE_FAILOVERS,
+)
 #: Of a process's planes, served by its pod. A coordinator serves its own, and in `omni up` those of all processes.
 PLANES: Final = (
     TRANSFERS_IN_FLIGHT,
     SENDS_QUEUED,
-    EDGE_TRANSFER_BYTES,
-    EDGE_TRANSFERS_IN_FLIGHT,
+    *EDGES,
     CONTROL_EVENTS,
     ARENA_BYTES,
     ARENA_BYTES_IN_USE,

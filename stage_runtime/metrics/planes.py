@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from omnipipeline_spec.types.metrics import Metric
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Labels, Samples
 
 Gauges: TypeAlias = Mapping[str, float]
+
+
+class EdgeGauges(Protocol):
+    """`transfers.accounts.EdgeNumbers`."""
+
+    nbytes: int
+    copied_nbytes: int
+    failovers: int
+    in_flight: int
+    oldest_s: float
+    quarantined: int
+
 
 _RELAY: Final = "relay_"
 _SLOTS: Final = "relay_slots_"
@@ -25,6 +37,10 @@ _RANK: Final = re.compile(r"rank(\d+)/(.+)")
 _EDGE: Final[Mapping[str, Metric]] = {
     "edge_transfer_bytes": catalog.EDGE_TRANSFER_BYTES,
     "edge_transfers_in_flight": catalog.EDGE_TRANSFERS_IN_FLIGHT,
+    "edge_copied_bytes": catalog.EDGE_COPIED_BYTES,
+    "edge_oldest_transfer": catalog.EDGE_OLDEST_TRANSFER,
+    "edge_quarantined": catalog.EDGE_QUARANTINED,
+    "edge_failovers": catalog.EDGE_FAILOVERS,
 }
 _PLAIN: Final[Mapping[str, Metric]] = {
     "transfers_in_flight": catalog.TRANSFERS_IN_FLIGHT,
@@ -42,7 +58,7 @@ def gauges(
     transfers_in_flight: int,
     sends_queued: int,
     events: Mapping[str, int],
-    edges: Mapping[tuple[str, str], tuple[int, int]] = {},
+    edges: Mapping[tuple[str, str, str], EdgeGauges] = {},
     engines: Mapping[str, Gauges] = {},
 ) -> dict[str, float]:
     """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`. engines: by stage, what
@@ -54,9 +70,9 @@ def gauges(
         "sends_queued": float(sends_queued),
         **{_EVENT + name: float(count) for name, count in events.items()},
         **{
-            f"{name}:{source}:{target}": float(value)
-            for (source, target), values in edges.items()
-            for name, value in zip(_EDGE, values, strict=True)
+            f"{name}:{':'.join(edge)}": float(value)
+            for edge, numbers in edges.items()
+            for name, value in zip(_EDGE, _of_edge(numbers), strict=True)
         },
         **{
             f"{_ENGINE}{name}:{stage}": float(value)
@@ -81,6 +97,18 @@ def by_rank(gauges: Gauges) -> dict[int, dict[str, float]]:
     return found
 
 
+def _of_edge(numbers: EdgeGauges) -> tuple[float, ...]:
+    """In the order of `_EDGE`."""
+    return (
+        numbers.nbytes,
+        numbers.in_flight,
+        numbers.copied_nbytes,
+        numbers.oldest_s,
+        numbers.quarantined,
+        numbers.failovers,
+    )
+
+
 def samples(processes: Mapping[str, Gauges]) -> Samples:
     """By process. A name without a metric is left out: a process of another version may have more of them."""
     found: dict[Metric, dict[Labels, float]] = {metric: {} for metric in (*catalog.PLANES, *catalog.ENGINES)}
@@ -98,8 +126,8 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             yield catalog.ARENA_SLOTS, (name.removeprefix(_SLOTS),), value
         elif name.startswith(_EVENT):
             yield catalog.CONTROL_EVENTS, (name.removeprefix(_EVENT),), value
-        elif (edge := name.split(":"))[0] in _EDGE and len(edge) == 3:
-            yield _EDGE[edge[0]], (edge[1], edge[2]), value
+        elif (edge := name.split(":"))[0] in _EDGE and len(edge) == 4:
+            yield _EDGE[edge[0]], (edge[1], edge[2], edge[3]), value
         elif name.startswith(_ENGINE):
             short, _, stage = name.removeprefix(_ENGINE).partition(":")
             if (metric := catalog.ENGINE.get(short)) is not None:

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from omnipipeline_spec.types.plan import RelayPlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler.session import Session
 from stage_runtime.relays.context import RelaySettings
@@ -88,6 +89,9 @@ def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettin
     return RelaySettings(
         asked=_asked(settings),
         allow_tcp=not isinstance(settings, StageSettings) or settings.plan.allow_tcp,
+        mooncake_protocol=settings.plan.mooncake_protocol if isinstance(settings, StageSettings) else None,
+        rank=_declared(settings, lambda relay: relay.rank),
+        world_size=_declared(settings, lambda relay: relay.world_size),
         pod=settings.pod_uid,
         coordinator=not isinstance(settings, StageSettings),
         arena_bytes=arena,
@@ -102,6 +106,13 @@ def _asked(settings: StageSettings | CoordinatorSettings) -> frozenset[str]:
     if isinstance(settings, StageSettings):
         return frozenset(stage.relay.backend for stage in settings.stages()) - {"auto"}
     return frozenset([settings.plan.relay_backend]) - {"auto"}
+
+
+def _declared(settings: StageSettings | CoordinatorSettings, of: Callable[[RelayPlan], int | None]) -> int | None:
+    """What the stages of this process say of its place in an NCCL world; validation has refused different answers."""
+    if not isinstance(settings, StageSettings):
+        return None
+    return next((value for stage in settings.stages() if (value := of(stage.relay)) is not None), None)
 
 
 def profiles(settings: StageSettings | CoordinatorSettings, incarnation: Callable[[], str]) -> Session:

@@ -39,7 +39,8 @@ HONOURED: Final = frozenset(
     coordinator.retries coordinator.drain.timeoutSeconds
     profiling.enabled profiling.maxSeconds
     observability.tracing.endpoint observability.tracing.sampleRatio
-    control.heartbeatSeconds control.deadAfterSeconds dataPlane.allowTCP
+    control.heartbeatSeconds control.deadAfterSeconds dataPlane.allowTCP dataPlane.mooncakeProtocol
+    stages[].relay.slotSizeMb stages[].relay.rank stages[].relay.worldSize
     """.split()
 )
 
@@ -48,11 +49,7 @@ _NO_IMAGE: Final = "processes run in the Python environment of `omni up`, not in
 
 #: Field, with all that is in it -> what happens instead. Nowhere read, on no cluster either.
 NOT_IN_THIS_VERSION: Final[Mapping[str, str]] = {
-    "stages[].relay.slotSizeMb": "a payload takes one slot of its own size",
-    "stages[].relay.rank": "there is no NCCL relay",
-    "stages[].relay.worldSize": "there is no NCCL relay",
     "stages[].relay.device": "tensors travel through the host's memory",
-    "dataPlane.rdma": "no relay uses RDMA devices",
 }
 
 #: Field, with all that is in it -> what one machine has instead.
@@ -71,6 +68,7 @@ CLUSTER_ONLY: Final[Mapping[str, str]] = {
     "coordinator.resources": _NO_PODS,
     "coordinator.placement": _NO_PODS,
     "coordinator.podTemplate": _NO_PODS,
+    "dataPlane.rdma": "relays use the RDMA devices of this machine as they are",
     "control.security": "processes talk over Unix sockets in a private folder",
     "modelCache": "weights lie where the libraries of this machine keep them",
     "expose": "--host and --port set where HTTP is served",

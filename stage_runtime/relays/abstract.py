@@ -151,15 +151,24 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     # --- for relays ---------------------------------------------------------------------------------------------
 
     def _accounted(
-        self, metadata: Metadata, pack: Pack, resource: Any, *, request_id: str, peer: Peer, most: int | None = None
+        self,
+        metadata: Metadata,
+        pack: Pack,
+        resource: Any,
+        *,
+        request_id: str,
+        peer: Peer,
+        most: int | None = None,
+        copied: int = 0,
     ) -> PutOperation | None:
-        """A put that begins now. None when that would be more than ``most`` unreleased bytes.
+        """A put that begins now, for which so many bytes were ``copied``. None when that would be more than ``most``
+        unreleased bytes.
 
         Raises: TransferError: the peer was forgotten meanwhile; nothing of the put is left.
         """
         transfer = TransferId(metadata.transfer)
         announced = self._encode(metadata)
-        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, resource, announced)
+        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, resource, announced, copied)
         if not self._ledger.add(put, most=most):
             return None
         # In this order: `forget` takes the connection before it looks into the ledger.

@@ -33,6 +33,10 @@ class RelayOperation(Protocol):
         """
 
     @property
+    def copied_nbytes(self) -> int:
+        """Bytes that this process copied for it: of a put into memory that the relay reads, of a get none."""
+
+    @property
     def transfer(self) -> TransferId: ...
 
     @property

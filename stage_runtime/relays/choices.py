@@ -96,11 +96,3 @@ class Choices:
             return
         self.failovers[relay] += 1
         log.warning("relay %s to %s failed: %s; using %s", relay, peer, reason, self.choose(peer, relay).relay)
-
-    def used(self) -> dict[str, dict[str, str]]:
-        """Peer -> relay -> medium, of what was chosen since its facts came."""
-        return {
-            str(peer): {choice.relay: choice.medium for choice in known.choices.values()}
-            for peer, known in list(self._peers.items())
-            if known.choices
-        }

@@ -32,6 +32,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     rdma: tuple[str, ...] = ()  #: Devices.
     started: tuple[str, ...] = ()  #: Relays that really started, best first.
     refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
+    rank: int | None = None  #: In the world of ``world_size`` that the pipeline's author laid out.
+    world_size: int | None = None
     coordinator: bool = False  #: A pipeline names a relay for its stages; a coordinator uses it where it can.
 
     def has(self, need: Need) -> bool:
@@ -120,6 +122,13 @@ def _unreached(wanted: str, own: ProcessFacts, peer: ProcessFacts) -> str:
     return f"the two share no way of it ({apart(own, peer)})"
 
 
+def share_world(own: ProcessFacts, peer: ProcessFacts) -> bool:
+    """Whether relays with ranks connect the two: either no world was laid out, or both are ranks of one."""
+    if own.world_size is None and peer.world_size is None:
+        return True
+    return own.world_size == peer.world_size and own.rank != peer.rank
+
+
 def apart(own: ProcessFacts, peer: ProcessFacts) -> str:
     """What separates two processes."""
     if own.boot != peer.boot:
@@ -127,4 +136,6 @@ def apart(own: ProcessFacts, peer: ProcessFacts) -> str:
     if own.pod != peer.pod:
         return "another pod"
     differing = [kind for kind, inode in own.namespaces.items() if peer.namespaces.get(kind) != inode]
+    if not share_world(own, peer):
+        return f"rank {own.rank} of {own.world_size}, and rank {peer.rank} of {peer.world_size}"
     return f"another {' and '.join(differing)} namespace" if differing else "same machine and namespaces"

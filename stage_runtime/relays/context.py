@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from threading import local
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -31,6 +31,9 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     asked: frozenset[str] = frozenset()  #: Relays that the pipeline names; opened beside those of `auto`.
     allow_tcp: bool = True  #: False: what only the network's sockets could carry is refused.
+    mooncake_protocol: Literal["tcp", "rdma"] | None = None  #: None: what there is a device for.
+    rank: int | None = None  #: In the NCCL world that the pipeline's author laid out.
+    world_size: int | None = None
     pod: str = ""  #: The uid of this process's pod.
     coordinator: bool = False  #: Of a coordinator, which uses the named relay where it can.
     arena_bytes: int = 4 << 30  #: Most that may be in flight by shm; taken from the machine only as it is used.

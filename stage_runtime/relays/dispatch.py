@@ -17,12 +17,13 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError
 from stage_runtime.payloads.pack import Extracted, Pack
-from stage_runtime.relays import choosing, devices, registry
+from stage_runtime.relays import choosing, devices, pieces, registry
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Failed, Peer, Relay, RelayOperation, Release, TransferId
 from stage_runtime.relays.choices import Choices
 from stage_runtime.relays.choosing import PROCESS, ProcessFacts, Reached
 from stage_runtime.relays.context import RelayContext, RelaySettings, Security
+from stage_runtime.relays.named import Named, Put
 from stage_runtime.relays.pins import Pin
 from stage_runtime.relays.registry import RELAYS, Entry
 
@@ -67,6 +68,7 @@ class Relays:
             settings=settings,
         )
         self._table = table
+        self._transfer_bytes = settings.transfer_bytes
         self._on_failed = on_failed
         self._relays: dict[str, Relay] = {}  #: Best first, as the table has them.
         self._refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
@@ -97,7 +99,8 @@ class Relays:
         """
         known = self._choices.known(Peer(peer))
         if not known:
-            self._choices.open(Peer(peer), choosing.process_facts(facts), self._reached(Peer(peer), facts))
+            theirs = choosing.process_facts(facts)
+            self._choices.open(Peer(peer), theirs, self._reached(Peer(peer), facts, theirs))
             known = self._choices.known(Peer(peer))
         return known or ()
 
@@ -124,24 +127,38 @@ class Relays:
             if tell:
                 self._on_failed(Peer(peer), relay, reason)
 
-    def put(self, extracted: Extracted, *, request_id: str, peer: str, backend: str = "auto") -> RelayOperation | None:
+    def put(
+        self,
+        extracted: Extracted,
+        *,
+        request_id: str,
+        peer: str,
+        backend: str = "auto",
+        slot_nbytes: int | None = None,
+    ) -> Put | None:
         """Start moving the parts of ``extracted``; from any thread. None when there is no room now.
 
-        Put to several peers, one `Extracted` takes one slot. Never announce `metadata` twice.
+        slot_nbytes: a larger pack goes as several transfers of that size. Put to several peers, one `Extracted` takes
+        one slot. Never announce `metadata` twice.
         Raises: TransferError: no relay reaches ``peer``.
         """
         while True:
             name = self.choose(peer, backend)
-            like = extracted.placed.get(name)
+            relay = self._relays[name]
+            pack = _pack(extracted)
             try:
-                operation = self._relays[name].put(_pack(extracted), request_id=request_id, peer=Peer(peer), like=like)
+                if slot_nbytes is not None and pack.nbytes > slot_nbytes:
+                    cut = pieces.put(relay, pack, slot_nbytes, request_id=request_id, peer=Peer(peer))
+                    return Named(name, cut) if cut is not None else None
+                like = extracted.placed.get(name)
+                operation = relay.put(pack, request_id=request_id, peer=Peer(peer), like=like)
             except RelayFailed as error:
                 self.fail(peer, name, str(error))
                 continue
             if operation is None:
                 return None
             extracted.placed[name] = operation
-            return _Named(name, operation)
+            return Named(name, operation)
 
     async def put_async(
         self, extracted: Extracted, *, request_id: str, peer: str, backend: str = "auto"
@@ -151,9 +168,7 @@ class Relays:
         if operation is not None:
             return operation
         name = self.choose(peer, backend)
-        return _Named(
-            name, await self._relays[name].put_async(_pack(extracted), request_id=request_id, peer=Peer(peer))
-        )
+        return Named(name, await self._relays[name].put_async(_pack(extracted), request_id=request_id, peer=Peer(peer)))
 
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> RelayOperation:
         """Fetch what ``peer`` put. holder: the stage that will look at it, for `pins`.
@@ -161,6 +176,9 @@ class Relays:
         Raises: TransferError: it is no transfer of that peer's.
         """
         relay, rest = self._announced(metadata, peer)
+        if rest.startswith(pieces.MARK):
+            announced = pieces.announced(rest, self._transfer_bytes)
+            return pieces.get(relay, announced, rest, request_id=request_id, peer=Peer(peer), holder=holder)
         return relay.get(rest, request_id=request_id, peer=Peer(peer), holder=holder)
 
     def report(self, metadata: bytes, *, peer: str, error: RelayFailed) -> None:
@@ -174,7 +192,11 @@ class Relays:
         Raises: TransferError: it is no transfer of that peer's.
         """
         relay, rest = self._announced(metadata, peer)
-        relay.decline(rest, peer=Peer(peer))
+        if rest.startswith(pieces.MARK):
+            for piece in pieces.announced(rest, self._transfer_bytes).pieces:
+                relay.decline(piece, peer=Peer(peer))
+        else:
+            relay.decline(rest, peer=Peer(peer))
 
     def released(self, peer: str, transfer: int) -> None:
         """A Release by ``peer`` came in. Late, unknown and repeated ones change nothing."""
@@ -183,10 +205,10 @@ class Relays:
                 return
         self._late_releases += 1
 
-    def discard(self, operation: RelayOperation) -> None:
+    def discard(self, operation: Put) -> None:
         """A put whose metadata was read but never sent: the receiver cannot know of it, so it is over."""
-        assert isinstance(operation, _Named)
-        self._relays[operation.backend].released(operation.peer, operation.transfer)
+        for transfer in operation.transfers:
+            self._relays[operation.backend].released(operation.peer, transfer)
 
     def cleanup(self, request_id: str) -> None:
         """A request was aborted: what was not announced is freed; the rest is quarantined until its receivers
@@ -254,11 +276,13 @@ class Relays:
             self._refused[name] = str(error)
             log.info("auto does without: %s", error)
 
-    def _reached(self, peer: Peer, facts: Mapping[str, Any]) -> Iterator[Reached]:
+    def _reached(self, peer: Peer, facts: Mapping[str, Any], theirs: ProcessFacts) -> Iterator[Reached]:
         for name, relay in self._relays.items():
+            entry = self._table[name]
+            if entry.ranks and not choosing.share_world(self.process, theirs):
+                continue
             peer_facts = facts.get(name)
             if isinstance(peer_facts, Mapping) and relay.open(peer, peer_facts):
-                entry = self._table[name]
                 yield Reached(relay=name, medium=relay.medium(peer), auto=entry.auto, needs=entry.needs)
 
     def _close_all(self) -> None:
@@ -278,39 +302,6 @@ class Relays:
         self.arena.trim()
 
 
-class _Named:
-    """A put whose metadata names its relay."""
-
-    __slots__ = ("_operation", "backend")
-
-    def __init__(self, backend: str, operation: Any) -> None:
-        self.backend = backend
-        self._operation = operation
-
-    @property
-    def metadata(self) -> bytes:
-        return self.backend.encode() + b":" + bytes(self._operation.metadata)
-
-    @property
-    def transfer(self) -> TransferId:
-        return TransferId(self._operation.transfer)
-
-    @property
-    def peer(self) -> Peer:
-        return Peer(self._operation.peer)
-
-    async def wait_for_completion(self, timeout: float | None = None) -> memoryview:
-        view: memoryview = await self._operation.wait_for_completion(timeout)
-        return view
-
-    def take(self) -> memoryview:
-        view: memoryview = self._operation.take()
-        return view
-
-    def done(self) -> bool:
-        return bool(self._operation.done())
-
-
 def _pack(extracted: Extracted) -> Pack:
     return extracted.pack if extracted.pack is not None else Pack((), (), 0)
 
@@ -323,5 +314,7 @@ def _process_facts(incarnation: str, settings: RelaySettings) -> ProcessFacts:
         namespaces=devices.namespaces(),
         gpus=devices.gpus(),
         rdma=devices.rdma_devices(),
+        rank=settings.rank,
+        world_size=settings.world_size,
         coordinator=settings.coordinator,
     )

@@ -73,7 +73,17 @@ class Completion:
 class PutOperation:
     """A put: complete when its receiver has released it."""
 
-    __slots__ = ("_completion", "_metadata", "announced", "nbytes", "peer", "request_id", "resource", "transfer")
+    __slots__ = (
+        "_completion",
+        "_metadata",
+        "announced",
+        "copied_nbytes",
+        "nbytes",
+        "peer",
+        "request_id",
+        "resource",
+        "transfer",
+    )
 
     def __init__(
         self,
@@ -84,9 +94,11 @@ class PutOperation:
         nbytes: int,
         resource: Any,
         metadata: bytes,
+        copied_nbytes: int = 0,
     ) -> None:
         self._completion = completion
         self._metadata = metadata
+        self.copied_nbytes = copied_nbytes
         self.transfer = transfer
         self.peer = peer
         self.request_id = request_id
@@ -117,6 +129,8 @@ class GetOperation:
     """A get: complete when the bytes are here. It hands the buffer over once, and keeps no view of it."""
 
     __slots__ = ("_completion", "_moved", "_view", "metadata", "peer", "transfer")
+
+    copied_nbytes: Final = 0
 
     def __init__(
         self,

@@ -5,13 +5,19 @@ Used by the relays whose receivers are given, or are to read, what lies in the s
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple
 
 from stage_runtime.payloads.pack import ALIGNMENT, Pack
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.slots import Slot
 
-Placed: TypeAlias = tuple[Slot, int]  #: A slot that has one receiver more, and where in the arena the pack begins.
+
+class Placed(NamedTuple):
+    """A slot that has one receiver more."""
+
+    slot: Slot
+    offset: int  #: Where in the arena the pack begins.
+    copied_nbytes: int  #: For this receiver.
 
 
 class Placing:
@@ -24,7 +30,7 @@ class Placing:
     def place(self, pack: Pack, shared: Placed | None = None) -> Placed | None:
         """None when there is no room. shared: where the same pack lies for another receiver."""
         if shared is not None and self._arena.share(shared[0]):
-            return shared
+            return shared._replace(copied_nbytes=0)
         return self._in_place(pack) or self._copied(pack)
 
     def _copied(self, pack: Pack) -> Placed | None:
@@ -36,7 +42,7 @@ class Placing:
         self.copied_bytes += pack.nbytes
         self._arena.sent(slot)
         self._arena.drop(slot)
-        return slot, slot.offset
+        return Placed(slot, slot.offset, pack.nbytes)
 
     def _in_place(self, pack: Pack) -> Placed | None:
         """Of a pack whose largest part is an author's tensor in our arena: its slot, the rest copied behind it."""
@@ -47,12 +53,14 @@ class Placing:
         rest = pack.parts[1:]
         if start % ALIGNMENT or (rest and not self._fits_behind(slot, start, pack)):
             return None
+        copied = 0
         for part, offset in zip(rest, pack.offsets[1:], strict=True):
             self._arena.write(slot, start + offset, part)
-            self.copied_bytes += len(part)
+            copied += len(part)
+        self.copied_bytes += copied
         self._arena.lend(slot)
         self._arena.sent(slot)
-        return slot, slot.offset + start
+        return Placed(slot, slot.offset + start, copied)
 
     def _fits_behind(self, slot: Slot, start: int, pack: Pack) -> bool:
         behind = start + pack.offsets[1] >= slot.nbytes

@@ -48,6 +48,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     auto: bool = True
     #: What the machine must have for `auto` to open it, and what the way to a peer must be for `auto` to choose it.
     needs: Need | None = None
+    #: It connects ranks: where a pipeline lays out a world, only processes of it (`choosing.share_world`).
+    ranks: bool = False
 
 
 #: Best first: `auto` takes the first that reaches a peer.
@@ -55,7 +57,7 @@ RELAYS: Final[Mapping[str, Entry]] = {
     "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
     "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", needs="rdma"),
     "mooncake": Entry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", needs="rdma"),
-    "nccl": Entry(factory="stage_runtime.relays.nccl.relay:NcclRelay", auto=False),
+    "nccl": Entry(factory="stage_runtime.relays.nccl.relay:NcclRelay", auto=False, ranks=True),
     "tcp": Entry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
 }
 

@@ -123,7 +123,10 @@ class _SendingEdge:
     def _ship(self, work: RequestWork, extracted: Extracted, make: Make) -> None:
         lost = self._lost
         pending = PendingSend(work, extracted, make, self._relay.backend, lambda error: lost(work, error))
-        if not self._process.send_queues.ship(self._queue_key, pending, credits=self._relay.credits):
+        limits = self._relay
+        if not self._process.send_queues.ship(
+            self._queue_key, pending, credits=limits.credits, slot_nbytes=limits.slot_bytes
+        ):
             raise self._unreachable()
 
     def _send(self, message: Message) -> None:

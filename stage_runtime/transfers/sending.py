@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from threading import Lock
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
+from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.errors import RelayRefused, TransferError
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.named import Put
 from stage_runtime.rules.credits import Grant, Window
 from stage_runtime.transfers import recording
+from stage_runtime.transfers.accounts import Accounts, Carried, EdgeNumbers, Sent
 from stage_runtime.wire import codec
 from stage_runtime.wire.messages import Body, Message
 
@@ -35,6 +37,8 @@ Lost: TypeAlias = Callable[[BaseException], None]
 
 #: What small payloads of one edge may have under way without a credit: 64 requests of 128 KiB, 8 of 1 MiB.
 SHARED_NBYTES: Final = 8 << 20
+SLOT_NBYTES: Final = RelayPlan().slot_bytes
+PIECE_LIMIT: Final = 128  # bytes of it for each further piece of a large payload
 METADATA_LIMIT: Final = 512  # bytes of a relay's metadata; shm and tcp take fewer than 100
 
 
@@ -76,22 +80,28 @@ def attempt_key(owner: str, request_id: str, attempt: int) -> str:
 class SendQueue:
     """One edge to one peer. Its lock orders what is sent on it; nothing else is held meanwhile."""
 
-    def __init__(self, edge: Edge, credits: int, shared_nbytes: int) -> None:
+    def __init__(self, edge: Edge, credits: int, shared_nbytes: int, slot_nbytes: int) -> None:
+        """slot_nbytes: a larger payload goes in pieces."""
         self.edge = edge
+        self.slot_nbytes = slot_nbytes
         self.window = Window(credits, shared_nbytes)
         self.waiting: deque[PendingSend] = deque()
         self.lock = Lock()
         self.closed = False
 
 
-class Outstanding(msgspec.Struct, frozen=True):
-    """A transfer that its receiver has not released yet."""
+class Outstanding(msgspec.Struct):
+    """A payload that its receiver has not released yet."""
 
-    operation: RelayOperation  #: Kept until then.
+    operation: Put  #: Kept until then.
     queue: SendQueue
     grant: Grant
     nbytes: int
-    recorded: recording.Transfer | None = None  #: For a profile.
+    recorded: recording.Transfer | None  #: For a profile.
+    unreleased: int  #: Transfers of it; more than one when it went in pieces.
+    request: tuple[str, str, int]  #: Its owner, id and attempt.
+    begun_s: float  #: On `time.monotonic`.
+    aborted: bool = False  #: Its request was: it is in quarantine.
 
 
 class SendQueues:
@@ -104,10 +114,10 @@ class SendQueues:
         self._queues: dict[Edge, SendQueue] = {}
         self._out: dict[tuple[str, int], Outstanding] = {}  #: By (peer, transfer).
         self._starved: set[Edge] = set()  #: Send queues that found no slot, whatever their credits.
-        self._sent_bytes: dict[tuple[str, str], int] = {}  #: (source, target) -> bytes sent by relay, ever
+        self._accounts = Accounts()
         self._lock = Lock()
 
-    def ship(self, edge: Edge, pending: PendingSend, *, credits: int) -> bool:
+    def ship(self, edge: Edge, pending: PendingSend, *, credits: int, slot_nbytes: int = SLOT_NBYTES) -> bool:
         """Send it now, or as soon as a credit and a slot are free. False or TransferError: nothing reaches the peer.
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
@@ -118,13 +128,14 @@ class SendQueues:
         refs = extracted.refs
         if extracted.is_inline:
             return self._send(edge[2], pending.make(Body(extracted.value_bytes, refs, extracted.flat())))
-        queue = self._queue(edge, credits)
+        queue = self._queue(edge, credits, slot_nbytes)
         with queue.lock:
             if queue.closed:
                 return False
             if not queue.waiting and self._start(queue, pending):
                 return True
-        codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(METADATA_LIMIT), copy_now=True)))
+        most = METADATA_LIMIT + PIECE_LIMIT * (extracted.nbytes // slot_nbytes)
+        codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(most), copy_now=True)))
         extracted.hold()  # without the lock, which the I/O thread takes, too
         with queue.lock:
             if queue.closed:
@@ -142,8 +153,11 @@ class SendQueues:
             if found is None:
                 continue  # repeated, or of a life that is over
             queue = found.queue
-            recording.released(found.recorded)
             self._relays.released(peer, transfer)
+            found.unreleased -= 1
+            if found.unreleased:
+                continue
+            recording.released(found.recorded)
             with queue.lock:
                 queue.window.give(found.grant, found.nbytes)
             freed[queue.edge] = queue
@@ -161,6 +175,7 @@ class SendQueues:
             gone = [edge for edge in self._queues if edge[2] == peer]
             queues = [self._queues.pop(edge) for edge in gone]
             self._starved.difference_update(gone)
+            self._accounts.forget(gone)
         for queue in queues:
             with queue.lock:
                 queue.closed = True
@@ -187,6 +202,10 @@ class SendQueues:
         def over(work: SendOwner) -> bool:
             return (work.owner, work.request_id) == (owner, request_id) and work.attempt <= attempt
 
+        with self._lock:
+            for each in self._out.values():
+                if each.request[:2] == (owner, request_id) and each.request[2] <= attempt:
+                    each.aborted = True
         for queue in list(self._queues.values()):
             if queue.waiting:
                 with queue.lock:
@@ -212,17 +231,19 @@ class SendQueues:
         """Payloads that wait for a credit or a slot."""
         return sum(len(queue.waiting) for queue in list(self._queues.values()))
 
-    def edges(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """(source, target) -> bytes sent by relay so far, transfers in flight now."""
+    def edges(self) -> dict[Carried, EdgeNumbers]:
+        """(source, target, relay) -> what was sent so far and what is in flight now."""
         with self._lock:
-            in_flight = Counter(each.queue.edge[:2] for each in self._out.values())
-            return {edge: (nbytes, in_flight[edge]) for edge, nbytes in self._sent_bytes.items()}
+            return self._accounts.numbers(
+                Sent((*each.queue.edge[:2], each.operation.backend), each.begun_s, each.aborted)
+                for each in self._out.values()
+            )
 
-    def _queue(self, edge: Edge, credits: int) -> SendQueue:
+    def _queue(self, edge: Edge, credits: int, slot_nbytes: int) -> SendQueue:
         queue = self._queues.get(edge)
         if queue is None:
             with self._lock:
-                queue = self._queues.setdefault(edge, SendQueue(edge, credits, self._shared_nbytes))
+                queue = self._queues.setdefault(edge, SendQueue(edge, credits, self._shared_nbytes, slot_nbytes))
         return queue
 
     def _advance(self, queue: SendQueue) -> None:
@@ -267,13 +288,17 @@ class SendQueues:
         if operation is None:
             queue.window.give(grant, nbytes)
             return False
-        key, named = (peer, int(operation.transfer)), queue.edge[:2]
+        keys, named = [(peer, int(transfer)) for transfer in operation.transfers], queue.edge[:2]
         recorded = None
         if begun_ns:
             recorded = recording.put(pending.work, named, operation.metadata, nbytes, begun_ns)
         with self._lock:
-            self._out[key] = Outstanding(operation, queue, grant, nbytes, recorded)
-            self._sent_bytes[named] = self._sent_bytes.get(named, 0) + nbytes
+            work = pending.work
+            request = (work.owner, work.request_id, work.attempt)
+            outstanding = Outstanding(operation, queue, grant, nbytes, recorded, len(keys), request, time.monotonic())
+            for key in keys:
+                self._out[key] = outstanding
+            self._accounts.sent(queue.edge, operation.backend, nbytes, operation.copied_nbytes)
         refs = extracted.refs
         last = grant is Grant.LAST_CREDIT
         body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=last)
@@ -284,21 +309,27 @@ class SendQueues:
         finally:
             if not sent:
                 with self._lock:
-                    self._out.pop(key, None)
+                    for key in keys:
+                        self._out.pop(key, None)
                 queue.window.give(grant, nbytes)
                 self._relays.discard(operation)
         if not sent:
             raise TransferError(f"no connection to {peer}")
         return True
 
-    def _put(self, queue: SendQueue, pending: PendingSend) -> RelayOperation | None:
+    def _put(self, queue: SendQueue, pending: PendingSend) -> Put | None:
         """Take a slot. None: there is none now, and the next release advances this queue."""
         request_id = attempt_key(pending.work.owner, pending.work.request_id, pending.work.attempt)
         peer, backend = queue.edge[2], pending.backend
-        operation = self._relays.put(pending.extracted, request_id=request_id, peer=peer, backend=backend)
+        most = queue.slot_nbytes
+        operation = self._relays.put(
+            pending.extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=most
+        )
         if operation is None:
             with self._lock:
                 self._starved.add(queue.edge)
             # Again: the last slot may have been released before this queue was known to wait, and none after it.
-            operation = self._relays.put(pending.extracted, request_id=request_id, peer=peer, backend=backend)
+            operation = self._relays.put(
+                pending.extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=most
+            )
         return operation

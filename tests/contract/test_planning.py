@@ -135,11 +135,11 @@ def test_the_process_of_a_tensor_parallel_stage_is_the_prefix_of_its_ranks() -> 
     [
         ({"process": "p"}, {"process": "p"}, {}, "in_process", "in_process"),
         ({}, {}, {}, "network", "tcp"),
-        ({}, {}, {"relayBackend": "shm"}, "network", "tcp"),
+        ({}, {}, {"relayBackend": "shm"}, "network", "shm"),
         ({}, {}, {"relayBackend": "nixl"}, "network", "nixl"),
         ("gpu", "gpu", {"relayBackend": "nixl"}, "same_pod", "nixl"),
         ({}, {}, {"relayBackend": "mooncake"}, "network", "mooncake"),
-        ({}, {}, {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}}, "network", "tcp"),
+        ({}, {}, {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}}, "network", "nixl"),
         ("gpu", "gpu", {}, "same_pod", "shm"),
         ("gpu", "gpu", {"relayBackend": "nccl"}, "same_pod", "nccl"),
         ("gpu", "gpu", {"relayBackend": "tcp"}, "same_pod", "tcp"),

@@ -22,7 +22,10 @@ from tests.docs.test_tables import named, table
 
 #: Rooms that look at fields and carry none of them out: they judge, print and draw.
 ONLY_LOOK = (
-    *(f"crds/omnipipeline_spec/validation/{room}.py" for room in ("graph", "placement", "deployment", "variables")),
+    *(
+        f"crds/omnipipeline_spec/validation/{room}.py"
+        for room in ("graph", "placement", "deployment", "transports", "variables")
+    ),
     "stage_runtime/cli/",
     "stage_runtime/processes/unsupported.py",
     "operator/omnipipeline_operator/kubectl/",

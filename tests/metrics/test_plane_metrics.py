@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stage_runtime.metrics import catalog, planes
+from stage_runtime.transfers.accounts import EdgeNumbers
 from tests.relays.relay_pairs import Pair
 
 
@@ -14,7 +15,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             transfers_in_flight=1,
             sends_queued=2,
             events={"resent": 3, "received": 4},
-            edges={("thinker", "talker"): (5, 1)},
+            edges={("thinker", "talker", "shm"): EdgeNumbers(5, 4, 0, 1, 0.5, 2)},
             engines={"chat": dict.fromkeys(catalog.ENGINE, 7.0), "sound": {}},
         )
     finally:
@@ -22,8 +23,10 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
     samples = planes.samples({"talk": numbers})
     assert sum(len(values) for values in samples.values()) == len(numbers)
     assert [metric.name for metric, values in samples.items() if not values] == []
-    assert samples[catalog.EDGE_TRANSFER_BYTES] == {("talk", "thinker", "talker"): 5}
-    assert samples[catalog.EDGE_TRANSFERS_IN_FLIGHT] == {("talk", "thinker", "talker"): 1}
+    assert samples[catalog.EDGE_TRANSFER_BYTES] == {("talk", "thinker", "talker", "shm"): 5}
+    assert samples[catalog.EDGE_TRANSFERS_IN_FLIGHT] == {("talk", "thinker", "talker", "shm"): 1}
+    assert samples[catalog.EDGE_OLDEST_TRANSFER] == {("talk", "thinker", "talker", "shm"): 0.5}
+    assert samples[catalog.EDGE_QUARANTINED] == {("talk", "thinker", "talker", "shm"): 2}
     assert samples[catalog.ENGINE["kv_blocks_used"]] == {("talk", "chat"): 7}
     assert samples[catalog.CONTROL_EVENTS] == {("talk", "resent"): 3, ("talk", "received"): 4}
 

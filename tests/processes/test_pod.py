@@ -169,8 +169,8 @@ def test_a_pod_is_alive_at_once_ready_when_registered_and_drains_on_sigterm(tmp_
             (view,) = json.loads(httpx.get(f"http://127.0.0.1:{ports.probe}/status").text)["processes"]
             assert (view["process"], view["state"]) == ("echo", "ready")
             assert 'omnipipeline_process_ready{process="echo"} 1.0' in probe_text(ports, "/metrics")
-            of_edges = {catalog.EDGE_TRANSFER_BYTES, catalog.EDGE_TRANSFERS_IN_FLIGHT}  # this pipeline has none
-            listed = metrics.series([*({*catalog.PLANES} - of_edges), *catalog.PROCESSES])
+            without_edges = {*catalog.PLANES} - {*catalog.EDGES}  # this pipeline has none
+            listed = metrics.series([*without_edges, *catalog.PROCESSES])
             eventually(lambda: served(ports) == listed)  # the planes' numbers come with a heartbeat
             running.send_signal(signal.SIGTERM)
             assert running.wait(20) == 0

@@ -109,6 +109,10 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "stages[].projectPayload": ("stages.a.projectPayload={b: 'm:g'}",),
     "stages[].relay.credits": ("stages.a.relay.credits=5",),
     "dataPlane.allowTCP": ("dataPlane={allowTCP: false, rdma: {resourceName: rdma/hca}}",),
+    "dataPlane.mooncakeProtocol": ("dataPlane.mooncakeProtocol=tcp",),
+    "stages[].relay.slotSizeMb": ("stages.a.relay.slotSizeMb=5",),
+    "stages[].relay.rank": ("relayBackend=nccl", "stages.a.relay={rank: 1, worldSize: 2}"),
+    "stages[].relay.worldSize": ("relayBackend=nccl", "stages.a.relay={rank: 1, worldSize: 3}"),
     "env[].name": ("env[0].name=C",),
     "env[].value": ("env[0].value=x",),
     "env[].valueFrom.secretKeyRef.name": ("env[1].valueFrom.secretKeyRef.name=s2",),
@@ -197,7 +201,7 @@ def test_a_change_of_an_honoured_field_reaches_the_processes(field: str) -> None
 
 
 STAGES = (
-    StageConfig(name="a", process="front", factory="m:f", next="b", relay=RelayConfig(slot_size_mb=64, credits=4)),
+    StageConfig(name="a", process="front", factory="m:f", next="b", relay=RelayConfig(device="cpu", credits=4)),
     StageConfig(name="b", process="back", factory="m:f", terminal=True),
 )
 
@@ -216,8 +220,8 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
     )
     here = "not used by `omni up`"
     assert set(unsupported.notices(spec, local=True)) == {
-        "stages.a.relay.slotSizeMb: not in this version: a payload takes one slot of its own size",
-        "dataPlane.rdma: not in this version: no relay uses RDMA devices",
+        "stages.a.relay.device: not in this version: tensors travel through the host's memory",
+        f"dataPlane.rdma: {here}: relays use the RDMA devices of this machine as they are",
         f"image, imagePullPolicy: {here}: processes run in the Python environment of `omni up`, not in an image",
         f"processGroups.back.placement, coordinator.placement: {here}: one machine has processes, not pods",
         f"control.security: {here}: processes talk over Unix sockets in a private folder",
@@ -229,7 +233,7 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
 def test_what_a_cluster_does_is_not_named_for_it() -> None:
     spec = PipelineConfig(stages=STAGES, image="registry/omni:1")
     said = unsupported.notices(spec, local=False)
-    assert [line.split(":")[0] for line in said] == ["stages.a.relay.slotSizeMb"]
+    assert [line.split(":")[0] for line in said] == ["stages.a.relay.device"]
 
 
 def test_what_is_as_by_default_is_not_named() -> None:

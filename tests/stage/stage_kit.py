@@ -49,6 +49,9 @@ class Put:
     def __init__(self, peer: str, transfer: int, data: bytes) -> None:
         self.peer = peer
         self.transfer = transfer
+        self.transfers = (transfer,)
+        self.backend = "memory"
+        self.copied_nbytes = 0
         self.data = data
         self.metadata = transfer.to_bytes(8, "big")
 
@@ -87,7 +90,15 @@ class MemoryRelays:
     def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return ("memory",)
 
-    def put(self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put | None:
+    def put(
+        self,
+        extracted: pack.Extracted,
+        *,
+        request_id: str,
+        peer: str,
+        backend: str = "auto",
+        slot_nbytes: int | None = None,
+    ) -> Put | None:
         if len(self.held) >= self._slots:
             return None
         assert extracted.pack is not None

@@ -35,6 +35,9 @@ class Work:
 class Put:
     def __init__(self, transfer: int) -> None:
         self.transfer = transfer
+        self.transfers = (transfer,)
+        self.backend = "memory"
+        self.copied_nbytes = 0
         self.metadata = b"m" * 100
 
 
@@ -47,7 +50,9 @@ class Relays:
         self.refused: Callable[[], None] = lambda: None
         self._ids = itertools.count(1)
 
-    def put(self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str) -> Put | None:
+    def put(
+        self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str, slot_nbytes: int | None
+    ) -> Put | None:
         self.before(request_id.partition("/")[2].partition("#")[0])
         if self.free == 0:
             self.refused()
@@ -109,7 +114,8 @@ def test_small_payloads_take_no_credit_while_their_bytes_fit() -> None:
     made.send_queues.released("peer", (2, 3, 4, 5))
     made.ship("larger than all that is shared", np.zeros(3 * len(LARGE), np.uint8))
     assert made.copied == ["3"], "one credit of two"
-    assert made.send_queues.edges() == {("coordinator", "entry"): (5 * len(LARGE) + 3 * len(LARGE), 1)}
+    numbers = made.send_queues.edges()["coordinator", "entry", "memory"]
+    assert (numbers.nbytes, numbers.in_flight) == (5 * len(LARGE) + 3 * len(LARGE), 1)
     made.ship("as large", np.zeros(3 * len(LARGE), np.uint8))
     assert made.copied == ["3", "as large"]
     assert (made.send_queues.queued, made.send_queues.outstanding) == (0, 2)

@@ -111,6 +111,7 @@ def _unit(
             dead_after_s=float(spec.control.dead_after_seconds),
             security=spec.control.security.mode,
             allow_tcp=spec.data_plane.allow_tcp,
+            mooncake_protocol=spec.data_plane.mooncake_protocol,
             pod=podsettings.of_unit(spec, own, len(gpu_ids)),
         )
     )
@@ -245,7 +246,7 @@ def _edges(spec: PipelineConfig, groups: Grouping) -> Iterable[EdgePlan]:
                     target=target,
                     kind=kind,
                     transport=transport,
-                    relay=_edge_relay(spec.relay_backend, transport),
+                    relay=_edge_relay(spec, transport),
                 )
 
 
@@ -255,18 +256,16 @@ def _transport(source: str, target: str, groups: Grouping) -> Literal["in_proces
     return "same_pod" if groups.unit_of(source) == groups.unit_of(target) else "network"
 
 
-def _edge_relay(backend: str, transport: str) -> str:
-    """The relay to expect from placement. A backend that this version lacks falls back to one that it has."""
-    match transport:
-        case "in_process":
-            return "in_process"
-        case _ if backend in NAMED:
-            return backend
-        case "same_pod":
-            return "shm"
-        case _:
-            # Shared memory works within a pod; between pods of one host the facts in Hello decide at run time.
-            return "tcp"
+def _edge_relay(spec: PipelineConfig, transport: str) -> str:
+    """The relay to expect: the one that is named, else what `auto` chooses; facts of both processes decide."""
+    if transport == "in_process":
+        return "in_process"
+    if spec.relay_backend != "auto":
+        return spec.relay_backend
+    if transport == "same_pod":
+        return "shm"
+    # Shared memory works within a pod; `omni up` runs all on one machine and uses it there, too.
+    return "tcp" if spec.data_plane.rdma is None else "nixl"
 
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:

@@ -20,7 +20,7 @@ class RelayPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one stage's outgoing tensors travel."""
 
     backend: Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"] = "auto"
-    slot_bytes: int = 512 << 20  #: Largest single slot; a larger payload goes in pieces.
+    slot_bytes: int = 512 << 20  #: Largest single slot; a larger payload goes in pieces, copied together on arrival.
     credits: int = 2  #: Unreleased slots allowed per edge.
     device: str = "cpu"  #: Where the relay's buffers live: ``cpu`` or ``cuda``.
     rank: int | None = None  #: Of an NCCL world that the author laid out; local runs.
@@ -89,6 +89,7 @@ class UnitPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     security: Literal["Curve", "None"] = "Curve"
     on_cpu: bool = False  #: The unit's GPU ids were taken away for a run on a machine without GPUs.
     allow_tcp: bool = True  #: Whether tensors may travel over plain TCP.
+    mooncake_protocol: Literal["tcp", "rdma"] | None = None  #: None: what the process has a device for.
     pod: dict[str, Any] = {}  #: What the operator needs for the pod (image, resources, placement…), canonical.
     revision: str = ""  #: 8 hex digits, over all of the above.
 

@@ -1,4 +1,4 @@
-"""Faults of the cluster's fields: environment, code, ports, caches, transports.
+"""Faults of the cluster's fields: environment, code, ports, caches.
 
 Here: the faults of fields that only define how pods are made. Not here: the graph (`graph`), processes and GPUs
 (`placement`). Called by `topology` on a spec of valid form.
@@ -14,7 +14,7 @@ from omnipipeline_spec.cluster import EnvVar, Resources
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types import pods, quantities
 from omnipipeline_spec.types.errors import Fault
-from omnipipeline_spec.validation import grouping, variables
+from omnipipeline_spec.validation import variables
 
 FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be
 NO_HOST = frozenset("/*@?#[]\\")  # never part of a URL's host: such an entry would never match
@@ -35,7 +35,6 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
     yield from _coordinator(spec)
     yield from _model_cache(spec)
     yield from _storage(spec)
-    yield from _transports(spec)
 
 
 def reserved_ports() -> frozenset[int]:
@@ -142,23 +141,3 @@ def _storage(spec: PipelineConfig) -> Iterator[Fault]:
     storage = spec.profiling.storage
     if storage is not None and (storage.empty_dir is None) == (storage.claim_name is None):
         yield Fault(path="profiling.storage", message="must have exactly one of emptyDir and claimName")
-
-
-def _transports(spec: PipelineConfig) -> Iterator[Fault]:
-    """Without TCP an edge between pods needs RDMA devices, and a backend that uses them: the others write to sockets,
-    each by its own library.
-    """
-    by_rdma = spec.relay_backend in ("auto", "nixl", "mooncake", "nccl")
-    if spec.data_plane.allow_tcp or (by_rdma and spec.data_plane.rdma is not None):
-        return
-    groups = grouping.group(spec)
-    unit_of = {stage.name: groups.unit_of(name) for name, members in groups.groups.items() for stage in members}
-    for stage in spec.stages:
-        here = unit_of[stage.name]
-        far = [name for name in (*stage.next, *stage.stream_to) if unit_of.get(name, here) != here]
-        if far:
-            message = f"is false, but {stage.name!r} and {far[0]!r} run in different pods and relayBackend "
-            message += f"{spec.relay_backend!r} cannot connect them without TCP"
-            message += ": set dataPlane.rdma" if by_rdma else ""
-            yield Fault(path="dataPlane.allowTCP", message=message, names=(stage.name, far[0]))
-            return

@@ -12,7 +12,7 @@ import msgspec
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline
 from omnipipeline_spec.types.values import to_document
-from omnipipeline_spec.validation import deployment, graph, placement, shapes
+from omnipipeline_spec.validation import deployment, graph, placement, shapes, transports
 
 
 def faults(spec: PipelineConfig) -> tuple[Fault, ...]:
@@ -33,7 +33,7 @@ def check(spec: PipelineConfig) -> PipelineConfig:
 
 def warnings(spec: PipelineConfig) -> tuple[Fault, ...]:
     """Problems that some requests of a valid spec meet."""
-    return tuple(graph.warnings(spec))
+    return (*graph.warnings(spec), *transports.warnings(spec))
 
 
 def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:
@@ -45,7 +45,12 @@ def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, .
         spec = msgspec.convert(document, PipelineConfig)
     except msgspec.ValidationError:
         return None, ()
-    found = (*graph.faults(spec), *placement.faults(spec), *deployment.faults(spec))
+    found = (
+        *graph.faults(spec),
+        *placement.faults(spec),
+        *deployment.faults(spec),
+        *transports.faults(spec),
+    )
     return spec, tuple(dict.fromkeys(found))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from stage_runtime.errors import ConfigurationError
 
@@ -16,7 +16,7 @@ from stage_runtime.errors import ConfigurationError
 #: for which the calling thread burns a core: 5 s is the least that Mooncake accepts, 30 s its default.
 TUNED: Final = {"MC_TRANSFER_TIMEOUT": "5", "MC_LOG_LEVEL": "ERROR"}
 
-_idle: dict[str, list[Any]] = {}  #: Engines that no relay uses, by host.
+_idle: dict[tuple[str, str], list[Any]] = {}  #: Engines that no relay uses, by host and protocol.
 _lock = threading.Lock()
 
 
@@ -27,14 +27,20 @@ def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
 class Engine:
     """One engine, listening on two ports of ``host``. `read` may be called from any thread."""
 
-    def __init__(self, host: str) -> None:
-        """Raises: ConfigurationError: Mooncake is not installed, or does not start here."""
+    def __init__(self, host: str, protocol: Literal["tcp", "rdma"] | None = None) -> None:
+        """protocol: None: rdma where there is a device, else tcp.
+
+        Raises: ConfigurationError: Mooncake is not installed, or does not start here, or there is no RDMA device.
+        """
         for name, value in TUNED.items():
             os.environ.setdefault(name, value)
-        if not has_rdma():
+        if protocol == "rdma" and not has_rdma():
+            raise ConfigurationError("relay 'mooncake': mooncakeProtocol is rdma, and there is no RDMA device here")
+        self.protocol: Literal["tcp", "rdma"] = protocol or ("rdma" if has_rdma() else "tcp")
+        if self.protocol == "tcp":
             os.environ.setdefault("MC_FORCE_TCP", "1")  # the argument "tcp" is ignored
         self._host = host
-        self._engine = _taken(host)
+        self._engine = _taken(host, self.protocol)
         self._registered: list[int] = []
         self.session = f"{host}:{self._engine.get_rpc_port()}"
 
@@ -59,13 +65,13 @@ class Engine:
             self._engine.unregister_memory(self._registered.pop())
         if again:
             with _lock:
-                _idle.setdefault(self._host, []).append(self._engine)
+                _idle.setdefault((self._host, self.protocol), []).append(self._engine)
 
 
-def _taken(host: str) -> Any:
+def _taken(host: str, protocol: str) -> Any:
     """An engine of ``host``: an idle one, or a new one."""
     with _lock:
-        idle = _idle.get(host)
+        idle = _idle.get((host, protocol))
         if idle:
             return idle.pop()
     try:
@@ -74,6 +80,6 @@ def _taken(host: str) -> Any:
         install = "pip install 'omnipipeline[mooncake]', and Debian's libibverbs1 libnuma1 libcurl4"
         raise ConfigurationError(f"relay 'mooncake' cannot be loaded ({error}): {install}") from error
     engine = TransferEngine()
-    if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
         raise ConfigurationError(f"relay 'mooncake': its engine does not start at {host}")
     return engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -21,10 +21,11 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a peer must know to read what we send. session: host and port of the engine."""
+    """What a peer must know to read what we send. session: host and port of the engine; protocol: what it moves by."""
 
     session: Session
     sends: Memory
+    protocol: Literal["tcp", "rdma"] = "tcp"
 
 
 def address_of(session: str) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.mooncake.engine import Engine, has_rdma
 from stage_runtime.relays.mooncake.messages import Facts, Memory, Metadata, address_of
@@ -39,14 +40,14 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
         """Raises: ConfigurationError: Mooncake is not installed, or does not start here."""
         super().__init__(context, Metadata)
         settings = context.settings
-        self._engine = Engine(_host(settings))
+        self._engine = Engine(_host(settings), settings.mooncake_protocol)
         self._arena = context.arena
         self._placing = Placing(context.arena)
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()
         sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
-        self._facts = Facts(self._engine.session, Memory(sent.ctypes.data, len(sent)))
+        self._facts = Facts(self._engine.session, Memory(sent.ctypes.data, len(sent)), self._engine.protocol)
         self._engine.register(self._facts.sends.address, self._facts.sends.nbytes)
         self._engine.register(self._received.address, self._received.nbytes)
         self._reading = Reading(self._loop, self._engine, self._received, self._pins, context.on_release)
@@ -56,6 +57,9 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(self._facts)  # type: ignore[no-any-return]
 
+    def medium(self, peer: Peer) -> Medium:
+        return self._engine.protocol
+
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> PutOperation | None:
@@ -63,9 +67,9 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
         placed = self._placing.place(pack, like.resource if isinstance(like, PutOperation) else None)
         if placed is None:
             return None
-        slot, offset = placed
+        slot, offset, copied = placed
         metadata = Metadata(next(self._context.ids), slot.start, offset, pack.nbytes, slot.generation)
-        return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer)
+        return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer, copied=copied)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         announced = self._decoded(metadata, peer)
@@ -110,7 +114,8 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
             address_of(told.session)
         except ValueError:  # ValidationError and UnicodeError are
             return None
-        return Route(peer, told) if told.sends.holds(0, 0) else None
+        same = told.protocol == self._engine.protocol
+        return Route(peer, told) if same and told.sends.holds(0, 0) else None
 
     def _disconnect(self, peer: Peer, connection: Route) -> None:
         connection.gone = True

@@ -86,7 +86,7 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
         metadata = Metadata(next(self._context.ids), pack.nbytes)
         outgoing = Outgoing(placed, peer, metadata.transfer, pack.nbytes)
         self._sending.add(outgoing)
-        return self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer)
+        return self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer, copied=placed.copied_nbytes)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         announced = self._decoded(metadata, peer)

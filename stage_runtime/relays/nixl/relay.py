@@ -89,11 +89,11 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
         placed = self._placing.place(pack, shared)
         if placed is None:
             return None
-        slot, offset = placed
+        slot, offset, _ = placed
         metadata = Metadata(next(self._context.ids), offset, pack.nbytes, slot.start, slot.generation)
         outgoing = Outgoing(placed, peer, metadata.transfer, pack.nbytes, read=route.reads)
         self._sending.add(outgoing)
-        put = self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer)
+        put = self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer, copied=placed.copied_nbytes)
         self._worker.wake()
         return put
 

@@ -81,9 +81,9 @@ class ShmRelay(AbstractRelay[mmap.mmap, Metadata]):
         placed = self._placing.place(pack, like.resource if isinstance(like, PutOperation) else None)
         if placed is None:
             return None
-        slot, offset = placed
+        slot, offset, copied = placed
         metadata = Metadata(next(self._context.ids), slot.start, offset, pack.nbytes, slot.generation)
-        return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer)
+        return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer, copied=copied)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         announced = self._decoded(metadata, peer)

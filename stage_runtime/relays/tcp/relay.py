@@ -135,7 +135,8 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
                 route.socket()  # before it is accounted for: it may fail
         metadata = Metadata(next(self._context.ids), pack.nbytes)
         most = self._settings.unreleased_bytes
-        put = self._accounted(metadata, pack, None, request_id=request_id, peer=peer, most=most)
+        copied = sum(len(part) for index, part in enumerate(pack.parts) if index not in pack.private)
+        put = self._accounted(metadata, pack, None, request_id=request_id, peer=peer, most=most, copied=copied)
         if put is not None:
             self._send(route, put, pack)
         return put

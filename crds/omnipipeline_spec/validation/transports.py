@@ -1,0 +1,113 @@
+"""Faults of what carries tensors: relays, their ranks and devices, and ways between pods.
+
+Here: `relayBackend`, `stages[].relay`, `dataPlane`. Not here: placement itself (`placement`); what only the running
+processes know, such as whether a backend starts. Called by `topology` on a spec of valid form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig
+from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.validation import grouping
+
+BY_RDMA = ("auto", "nixl", "mooncake", "nccl")  # backends that use RDMA devices where there are some
+
+
+def faults(spec: PipelineConfig) -> Iterator[Fault]:
+    """All faults of relays and ways between pods."""
+    yield from _ranks(spec)
+    yield from _devices(spec)
+    yield from _mooncake(spec)
+    yield from _without_tcp(spec)
+
+
+def warnings(spec: PipelineConfig) -> Iterator[Fault]:
+    """What is refused on a cluster and works on one machine."""
+    far = _between_pods(spec)
+    if spec.relay_backend == "shm" and far is not None:
+        message = f"is shm, which never crosses pods: on a cluster, tensors from {far[0]!r} to {far[1]!r} are refused"
+        yield Fault(path="relayBackend", message=message, names=far)
+
+
+def _between_pods(spec: PipelineConfig) -> tuple[str, str] | None:
+    """The first edge between pods."""
+    groups = grouping.group(spec)
+    unit_of = {stage.name: groups.unit_of(name) for name, members in groups.groups.items() for stage in members}
+    for stage in spec.stages:
+        here = unit_of[stage.name]
+        for name in (*stage.next, *stage.stream_to):
+            if unit_of.get(name, here) != here:
+                return stage.name, name
+    return None
+
+
+def _ranks(spec: PipelineConfig) -> Iterator[Fault]:
+    """A rank is a process's: its stages have one, and no other process of the world has it."""
+    taken: dict[int, str] = {}
+    worlds: dict[int, str] = {}
+    groups = grouping.group(spec)
+    group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
+    rank_of: dict[str, int] = {}
+    for index, stage in enumerate(spec.stages):
+        relay = stage.relay or RelayConfig()
+        path = f"stages[{index}].relay"
+        rank, world = relay.rank, relay.world_size
+        if rank is None and world is None:
+            continue
+        if rank is None or world is None:
+            missing, given = ("rank", "worldSize") if rank is None else ("worldSize", "rank")
+            yield Fault(path=f"{path}.{given}", message=f"needs {missing}, too", names=(stage.name,))
+            continue
+        if spec.relay_backend != "nccl":
+            message = f"is of an NCCL world, and relayBackend is {spec.relay_backend}: remove it, or set nccl"
+            yield Fault(path=f"{path}.rank", message=message, names=(stage.name,))
+        if rank >= world:
+            message = f"{rank} is no rank of a world of {world}: use 0 to {world - 1}"
+            yield Fault(path=f"{path}.rank", message=message, names=(stage.name,))
+        other = worlds.setdefault(world, stage.name)
+        if len(worlds) > 1:
+            first = next(iter(worlds))
+            message = f"{world} of {stage.name!r} differs from {first} of {worlds[first]!r}"
+            yield Fault(path=f"{path}.worldSize", message=message, names=(stage.name, other))
+        group = group_of.get(stage.name, stage.name)
+        if rank_of.setdefault(group, rank) != rank:
+            message = f"{rank} of {stage.name!r} differs from {rank_of[group]} of its process {group!r}"
+            yield Fault(path=f"{path}.rank", message=message, names=(stage.name,))
+        elif taken.setdefault(rank, group) != group:
+            message = f"{rank} is taken by the process {taken[rank]!r}"
+            yield Fault(path=f"{path}.rank", message=message, names=(stage.name,))
+
+
+def _devices(spec: PipelineConfig) -> Iterator[Fault]:
+    for index, stage in enumerate(spec.stages):
+        if stage.relay is not None and stage.relay.device == "cuda" and not stage.gpus:
+            message = f"is cuda, and {stage.name!r} has no gpu"
+            yield Fault(path=f"stages[{index}].relay.device", message=message, names=(stage.name,))
+
+
+def _mooncake(spec: PipelineConfig) -> Iterator[Fault]:
+    protocol = spec.data_plane.mooncake_protocol
+    if protocol is None:
+        return
+    if spec.relay_backend not in ("auto", "mooncake"):
+        message = f"is of mooncake, and relayBackend is {spec.relay_backend}"
+        yield Fault(path="dataPlane.mooncakeProtocol", message=message)
+    elif protocol == "tcp" and not spec.data_plane.allow_tcp:
+        yield Fault(path="dataPlane.mooncakeProtocol", message="is tcp, and allowTCP is false")
+
+
+def _without_tcp(spec: PipelineConfig) -> Iterator[Fault]:
+    """Without TCP an edge between pods needs RDMA devices, and a backend that uses them: the others write to sockets,
+    each by its own library.
+    """
+    by_rdma = spec.relay_backend in BY_RDMA
+    if spec.data_plane.allow_tcp or (by_rdma and spec.data_plane.rdma is not None):
+        return
+    far = _between_pods(spec)
+    if far is not None:
+        message = f"is false, but {far[0]!r} and {far[1]!r} run in different pods and relayBackend "
+        message += f"{spec.relay_backend!r} cannot connect them without TCP"
+        message += ": set dataPlane.rdma" if by_rdma else ""
+        yield Fault(path="dataPlane.allowTCP", message=message, names=far)

@@ -1,0 +1,63 @@
+"""What each edge has sent, by the relay that carried it: for /metrics. Under the lock of `sending.SendQueues`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import msgspec
+
+Carried: TypeAlias = tuple[str, str, str]  #: source stage, target stage, relay
+
+
+class EdgeNumbers(msgspec.Struct):
+    """One edge by one relay, to all instances of its target."""
+
+    nbytes: int = 0  #: Sent, ever.
+    copied_nbytes: int = 0  #: Of these, copied into memory that the relay reads.
+    failovers: int = 0  #: Times that an instance was first sent to by this relay because another one had failed.
+    in_flight: int = 0
+    oldest_s: float = 0.0  #: Age of the oldest transfer in flight.
+    quarantined: int = 0  #: In flight, and their requests were aborted.
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """A transfer in flight, as far as it counts here."""
+
+    edge: Carried
+    begun_s: float  #: On `time.monotonic`.
+    aborted: bool
+
+
+class Accounts:
+    """Counters that only grow; what is in flight is passed to `numbers`."""
+
+    def __init__(self) -> None:
+        self._totals: dict[Carried, EdgeNumbers] = {}
+        self._last: dict[tuple[str, str, str], str] = {}  #: (source, target, peer) -> relay
+
+    def sent(self, edge: tuple[str, str, str], relay: str, nbytes: int, copied_nbytes: int) -> None:
+        """edge: source, target, peer."""
+        totals = self._totals.setdefault((edge[0], edge[1], relay), EdgeNumbers())
+        totals.nbytes += nbytes
+        totals.copied_nbytes += copied_nbytes
+        last = self._last.get(edge)
+        if last != relay:
+            self._last[edge] = relay
+            totals.failovers += last is not None
+
+    def forget(self, edges: Iterable[tuple[str, str, str]]) -> None:
+        """Those peers are gone."""
+        for edge in edges:
+            self._last.pop(edge, None)
+
+    def numbers(self, in_flight: Iterable[Sent]) -> dict[Carried, EdgeNumbers]:
+        found = {edge: msgspec.structs.replace(totals) for edge, totals in self._totals.items()}
+        now = time.monotonic()
+        for sent in in_flight:
+            numbers = found.setdefault(sent.edge, EdgeNumbers())
+            numbers.in_flight += 1
+            numbers.oldest_s = max(numbers.oldest_s, now - sent.begun_s)
+            numbers.quarantined += sent.aborted
+        return found
