@@ -23,6 +23,7 @@ from stage_runtime.wire.values import (
     Routed,
     StagePayload,
     Text,
+    ToolCall,
     Usage,
     message,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "StagePayload",
     "Streaming",
     "Text",
+    "ToolCall",
     "Usage",
     "message",
 ]
@@ -104,7 +106,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     The first one comes before any token: ``begins``. finish: ``stop`` or ``length``, in the last one. answer: all text
     so far, this one's included.
     prompt_tokens, completion_tokens: so far, of the whole request. cached_tokens: of the prompt, found in the cache.
-    logprobs: for each token ``(logprob, [(token, logprob), …])``, if they were asked for.
+    logprobs: for each token ``(logprob, [(token, logprob), …])``, if they were asked for; ``shown_logprobs``: the same
+    as OpenAI's ``logprobs.content``. prompt_logprobs: in the first part, of the prompt's tokens but the first.
+    choice: which of ``n`` answers this is a part of. ends: the last part of the request. tool_calls: calls that are
+    whole now; their text is not in ``text``.
     """
 
     text: str = ""
@@ -116,6 +121,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+    shown_logprobs: list[Any] | None = None
+    prompt_logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+    choice: int = 0
+    ends: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):

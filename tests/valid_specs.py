@@ -164,6 +164,7 @@ def _settings(draw: st.DrawFn, spec: Document, names: list[str]) -> None:
     optional: dict[str, st.SearchStrategy[Any]] = {
         "modelPath": st.sampled_from(["some/model", "/models/x", "1"]),
         "serves": st.lists(st.sampled_from(["chat", "speech", "transcription"]), unique=True),
+        "accepts": st.lists(st.sampled_from(["tools", "n", "logprobs"]), unique=True),
         "relayBackend": st.sampled_from(["auto", "shm", "tcp", "nixl"]),
         "runtimeOverrides": st.dictionaries(st.sampled_from(names), FREE, max_size=2),
         "envDefaults": st.dictionaries(st.sampled_from(["A", "HF_HOME", "b.c-d"]), WORDS, max_size=3),

@@ -50,6 +50,16 @@ from omnipipeline_spec.types.quantities import (
 from omnipipeline_spec.types.values import OUTSIDE_RESOURCE, SCALAR_OR_LIST, Spec, doc
 
 StageNames = Annotated[Sequence[Name], Meta(max_length=MAX_EDGES, extra=SCALAR_OR_LIST | {"unique": True})]
+ChatParameter = Literal[
+    "tools",
+    "response_format",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+    "chat_template_kwargs",
+    "min_tokens",
+    "stop_token_ids",
+]
 RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"]
 
 
@@ -179,6 +189,10 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
     serves: Annotated[
         Annotated[Sequence[Literal["chat", "speech", "transcription"]], Meta(max_length=3, extra={"unique": True})],
         doc("OpenAI routes to serve; /v1/pipeline is always served."),
+    ] = ()
+    accepts: Annotated[
+        Annotated[Sequence[ChatParameter], Meta(max_length=16, extra={"unique": True})],
+        doc("Parameters of a chat that the stages honour; others of this list are refused by name."),
     ] = ()
     entry_stage: Annotated[Name | None, doc("Stage that gets new requests; unset is the first.")] = None
     relay_backend: Annotated[RelayBackend, doc("Transport of tensors; auto chooses per edge.")] = "auto"

@@ -282,6 +282,7 @@ def _web_settings(settings: CoordinatorSettings) -> WebSettings:
     return WebSettings(
         model=plan.model,
         serves=plan.serves,
+        accepts=frozenset(plan.accepts),
         max_body_bytes=plan.max_body_bytes,
         media_hosts=plan.media_hosts,
         api_keys=ApiKeys(settings.api_keys),

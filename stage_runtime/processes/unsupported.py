@@ -16,7 +16,7 @@ from omnipipeline_spec.types.values import to_document
 #: Every value of these fields reaches the processes of `omni up`.
 HONOURED: Final = frozenset(
     """
-    name serves modelPath modelRevision entryStage relayBackend fusedStages runtimeOverrides envDefaults
+    name serves accepts modelPath modelRevision entryStage relayBackend fusedStages runtimeOverrides envDefaults
     terminalStagesFn gpuMemoryLimit configCls endpoints.basePath code.inline code.configMapRef.name
     stages[].name stages[].factory stages[].process stages[].factoryArgs stages[].next stages[].terminal
     stages[].routeFn stages[].gpu stages[].tpSize stages[].gpuMemory.fraction stages[].gpuMemory.bytes

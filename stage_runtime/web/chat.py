@@ -27,7 +27,7 @@ class Chat:
         service, settings = self._service, self._service.settings
         request_id = exchange.id
         body = await service.read_json(exchange, chat.decode)
-        call = chat.call(body)
+        call = chat.call(body, settings.accepts)
         places = list(media.to_fetch(body.messages))
         fetched = await service.fetcher.fetch(places, exchange.reservation.add) if places else {}
         request = await endpoints.apart(exchange, chat.request, body, request_id, fetched)

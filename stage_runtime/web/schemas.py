@@ -65,7 +65,8 @@ class Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
 
 
@@ -117,14 +118,19 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
-    # accepted only with their default value: see `translating.chat.REFUSED`
-    n: int | None = None
-    store: bool | None = None
+    # where the pipeline accepts them: see `translating.chat.ACCEPTED`
+    n: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: Any = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    # accepted only with their default value: see `translating.chat.REFUSED`
+    store: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     prediction: Any = None

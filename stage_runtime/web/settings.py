@@ -13,6 +13,7 @@ class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  #: The one id that `/v1/models` answers.
     serves: tuple[str, ...] = ()  #: OpenAI routes that are answered: ``chat``, ``speech``, ``transcription``.
+    accepts: frozenset[str] = frozenset()  #: Parameters of a chat that the pipeline honours beyond the usual ones.
     max_body_bytes: int = 64 << 20  #: A larger body is refused (413) before it is read to its end.
     media_hosts: tuple[str, ...] = ()  #: ``host`` or ``host:port`` from which ``image_url`` and the like are fetched.
     media_timeout_s: float = 10.0  #: For one fetch, redirects included.

@@ -12,14 +12,15 @@ import msgspec
 
 from stage_runtime.errors import ValueRefused, safe_str
 from stage_runtime.wire.messages import NAME_LIMIT
-from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Text, Usage
+from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Text, ToolCall, Usage
 
-REASONS: Final = ("stop", "length", "content_filter")
+REASONS: Final = ("stop", "length", "tool_calls", "content_filter")
+CHOICES_MOST: Final = 128
 SAMPLES: Final = frozenset(["float16", "bfloat16", "float32", "float64", "uint8", "int16", "int32"])
 RATES: Final = (1_000, 192_000)  # Hz
 CHANNELS_MOST: Final = 8
 TOKENS_MOST: Final = 2**53  # JSON readers in other languages are exact up to here
-SHOWN: Final = (Text, Audio, Usage, Finish, Note)
+SHOWN: Final = (Text, Audio, Usage, Finish, Note, ToolCall)
 
 
 def problem(value: msgspec.Struct) -> str | None:
@@ -54,7 +55,26 @@ def shows(data: Any) -> bool:
 
 
 def _text(value: Text) -> str | None:
-    return None if type(value.text) is str else f"omni.Text: text is {_quoted(value.text)}: use a str"
+    if type(value.text) is not str:
+        return f"omni.Text: text is {_quoted(value.text)}: use a str"
+    if value.logprobs is not None and type(value.logprobs) is not list:
+        return f"omni.Text: logprobs is {_quoted(value.logprobs)}: use a list"
+    return _choice("omni.Text", value.choice)
+
+
+def _choice(what: str, value: Any) -> str | None:
+    if type(value) is int and 0 <= value < CHOICES_MOST:
+        return None
+    return f"{what}: choice is {_quoted(value)}: use an int from 0 to {CHOICES_MOST - 1}"
+
+
+def _tool_call(value: ToolCall) -> str | None:
+    for name in ("id", "name", "arguments"):
+        if type(getattr(value, name)) is not str:
+            return f"omni.ToolCall: {name} is {_quoted(getattr(value, name))}: use a str"
+    if type(value.index) is not int or not 0 <= value.index <= TOKENS_MOST:
+        return f"omni.ToolCall: index is {_quoted(value.index)}: use an int, 0 or more"
+    return _choice("omni.ToolCall", value.choice)
 
 
 def _audio(value: Audio) -> str | None:
@@ -82,7 +102,7 @@ def _usage(value: Usage) -> str | None:
 
 def _finish(value: Finish) -> str | None:
     if type(value.reason) is str and value.reason in REASONS:
-        return None
+        return _choice("omni.Finish", value.choice)
     return f"omni.Finish: reason is {_quoted(value.reason)}: use one of {', '.join(REASONS)}"
 
 
@@ -98,6 +118,7 @@ _CHECKS: Final[dict[type, Callable[[Any], str | None]]] = {
     Usage: _usage,
     Finish: _finish,
     Note: _note,
+    ToolCall: _tool_call,
 }
 
 

@@ -42,9 +42,14 @@ def message_name(cls: type[msgspec.Struct]) -> str:
 
 @message
 class Text(msgspec.Struct, frozen=True):
-    """Text for the client: a piece when streamed, or all of it in a result."""
+    """Text for the client: a piece when streamed, or all of it in a result.
+
+    choice: which of several answers it belongs to. logprobs: of its tokens, as OpenAI's ``logprobs.content``.
+    """
 
     text: str
+    choice: int = 0
+    logprobs: list[Any] | None = None
 
 
 @message
@@ -68,9 +73,21 @@ class Usage(msgspec.Struct, frozen=True):
 
 @message
 class Finish(msgspec.Struct, frozen=True):
-    """Why generation ended, in OpenAI's words: ``stop``, ``length``, ``content_filter``."""
+    """Why generation ended, in OpenAI's words: ``stop``, ``length``, ``tool_calls``, ``content_filter``."""
 
     reason: str
+    choice: int = 0
+
+
+@message
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the model wants the client to make. arguments: JSON. index: its place among the answer's calls."""
+
+    id: str
+    name: str
+    arguments: str
+    index: int = 0
+    choice: int = 0
 
 
 @message

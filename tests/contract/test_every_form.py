@@ -193,6 +193,7 @@ def test_none_in_python_reaches_the_factory_wherever_it_stands(
 DEFAULTS: dict[str, tuple[str, Any]] = {
     "modelPath": ("model_path", None),
     "serves": ("serves", []),
+    "accepts": ("accepts", []),
     "relayBackend": ("relay_backend", "auto"),
     "envDefaults": ("env_defaults", {}),
     "env": ("env", []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,69 @@ async def test_sixteen_users_of_a_chat_server_in_one_file_get_the_answers_of_eac
             assert 'stage="chat"' in metrics
             assert "omnipipeline_engine_kv_blocks{" in metrics
             assert refused.status_code == 400
+
+
+CLOCK: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "type": "object",
+            "properties": {"utc": {"type": "boolean"}},
+            "required": ["utc"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+async def test_the_chat_server_calls_tools_writes_json_and_gives_several_answers_with_probabilities() -> None:
+    with tempfile.TemporaryDirectory(prefix="c-") as folder:
+        tiny_model("llama").save_pretrained(f"{folder}/model")
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = "{% if tools %}T{% endif %}{{ style }}" + tokenizer.chat_template
+        tokenizer.save_pretrained(f"{folder}/model")
+        overrides = [f"endpoints.basePath={folder}", f"stages.chat.factoryArgs.model={folder}/model"]
+        overrides += ["stages.chat.factoryArgs.threads=1"]
+        async with LocalPipeline(EXAMPLE, overrides=overrides, options=LocalOptions(port=0)) as running:
+            async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+                await _check_fields(client)
+
+
+async def _check_fields(client: openai.AsyncOpenAI) -> None:
+    create: Any = client.chat.completions.create
+    ask: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 90}
+    called, stream, written, several, refused = await asyncio.gather(
+        create(**ask, tools=[CLOCK], tool_choice="required"),
+        create(**ask, tools=[CLOCK], tool_choice="required", stream=True),
+        create(**ask, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
+        create(**{**ask, "max_tokens": 4}, n=2, logprobs=True, top_logprobs=2, extra_body={"prompt_logprobs": 1}),
+        create(**ask, response_format={"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}),
+        return_exceptions=True,
+    )
+    [choice] = called.choices
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "clock")
+    assert set(json.loads(call.function.arguments)) == {"utc"}
+    deltas = [choice async for event in stream for choice in event.choices]
+    [streamed] = [one.delta.tool_calls for one in deltas if one.delta.tool_calls]
+    assert (streamed[0].index, streamed[0].function.name) == (0, "clock")
+    assert streamed[0].function.arguments == call.function.arguments
+    assert deltas[-1].finish_reason == "tool_calls"
+    assert set(json.loads(written.choices[0].message.content)) == {"a"}
+    assert [one.index for one in several.choices] == [0, 1]
+    assert several.usage.completion_tokens == 8
+    assert [len(one.logprobs.content) for one in several.choices] == [4, 4]
+    assert len(several.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert several.notes[0]["name"] == "prompt_logprobs"
+    assert isinstance(refused, openai.BadRequestError)
+    # The result of a call goes back, and the template's own arguments with it.
+    messages = [
+        *ask["messages"],
+        choice.message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "9"},
+    ]
+    body = {"chat_template_kwargs": {"style": "S"}, "min_tokens": 3, "stop_token_ids": [10]}
+    again = await create(**{**ask, "messages": messages, "max_tokens": 5}, extra_body=body)
+    assert again.usage.completion_tokens >= 3

@@ -76,6 +76,7 @@ code: {configMapRef: {name: c}, inline: {m.py: "x"}}
 CHANGES: Mapping[str, tuple[str, ...]] = {
     "name": ("name=other",),
     "serves": ("serves=[chat]",),
+    "accepts": ("accepts=[tools]",),
     "modelPath": ("modelPath=org/model",),
     "modelRevision": ("modelRevision=main",),
     "relayBackend": ("relayBackend=tcp",),

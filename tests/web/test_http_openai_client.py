@@ -8,6 +8,7 @@ import io
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -16,8 +17,8 @@ from openai import AsyncOpenAI
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import CODES, RequestError
-from stage_runtime.wire.values import Audio, Finish, Note, OmniRequest, Text, Usage
-from tests.web.running import Running, start
+from stage_runtime.wire.values import Audio, Finish, Note, OmniRequest, Text, ToolCall, Usage
+from tests.web.running import ALL, Running, start
 from tests.web.scripted_manager import ScriptedManager, chunk, play
 
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -124,6 +125,11 @@ async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
         ({"store": True}, "store", "store: nothing is stored"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools: tools cannot be called"),
         ({"logprobs": True}, "logprobs", None),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs", None),
+        ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs", None),
+        ({"extra_body": {"min_tokens": 1}}, "min_tokens", None),
+        ({"extra_body": {"stop_token_ids": [1]}}, "stop_token_ids", None),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice: tools cannot be called"),
         ({"response_format": {"type": "json_object"}}, "response_format", "response_format: only {'type': 'text'}"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: only with stream: true"),
         ({"modalities": ["text", "smell"]}, "modalities[1]", None),
@@ -174,6 +180,50 @@ async def test_what_cannot_be_done_is_refused_by_its_name(
     assert facts["message"].startswith(f"{param}: ")
     assert message is None or facts["message"] == message
     assert running.manager.handles == []
+
+
+async def test_what_a_pipeline_accepts_reaches_its_stages_and_their_answers_the_client() -> None:
+    settings = msgspec.structs.replace(ALL, accepts=frozenset(["tools", "n", "logprobs", "min_tokens"]))
+    logprobs = [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}]
+    script = play(
+        chunk(Text("a", 0, logprobs)),
+        chunk(Text("b", 1)),
+        chunk(ToolCall("call_1", "f", "{}", 0, 1)),
+        chunk(Finish("tool_calls", 1)),
+        chunk([Usage(3, 4), Finish("length")]),
+    )
+    tool = {"type": "function", "function": {"name": "f"}}
+    extra: Any = {"tools": [tool], "n": 2, "logprobs": True, "extra_body": {"min_tokens": 2}}
+    back: Any = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+    ]
+    async with start(script, settings) as running, client_of(running) as client:
+        answer = await client.chat.completions.create(model="any", messages=back, **extra)
+        stream = await client.chat.completions.create(model="any", messages=USER, stream=True, **extra)
+        deltas = [one async for event in stream for one in event.choices]
+        with pytest.raises(openai.BadRequestError, match="only with logprobs"):
+            await client.chat.completions.create(model="any", messages=USER, top_logprobs=2)
+        with pytest.raises(openai.BadRequestError, match="text"):
+            await client.chat.completions.create(model="any", messages=USER, response_format={"type": "json_object"})
+    first, second = answer.choices
+    assert (first.message.content, first.finish_reason) == ("a", "length")
+    assert first.logprobs is not None and first.logprobs.content is not None
+    assert [one.token for one in first.logprobs.content] == ["a"]
+    assert (second.message.content, second.finish_reason) == ("b", "tool_calls")
+    assert second.message.tool_calls is not None
+    assert [one.id for one in second.message.tool_calls] == ["call_1"]
+    assert [(one.index, one.delta.content) for one in deltas if one.delta.content] == [(0, "a"), (1, "b")]
+    assert [one.index for one in deltas if one.delta.tool_calls] == [1]
+    assert [(one.index, one.finish_reason) for one in deltas if one.finish_reason] == [(0, "length"), (1, "tool_calls")]
+    given = running.manager.handles[0].request
+    assert given.params == {"tools": [tool], "n": 2, "logprobs": True, "min_tokens": 2}
+    assert given.inputs["messages"][2] == {
+        "role": "tool",
+        "content": [{"type": "text", "text": "x"}],
+        "tool_call_id": "1",
+    }
 
 
 async def test_text_and_audio_of_two_terminals_are_one_message() -> None:

@@ -186,6 +186,7 @@ def _coordinator(spec: PipelineConfig, pipeline: str) -> CoordinatorPlan:
             pipeline=pipeline,
             model=spec.model_path or pipeline,
             serves=tuple(spec.serves),
+            accepts=tuple(spec.accepts),
             terminal_stages_fn=spec.terminal_stages_fn,
             env_defaults=canonical(spec.env_defaults),
             code=_code(spec, [spec.terminal_stages_fn]),

@@ -123,6 +123,7 @@ class CoordinatorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     pipeline: str
     model: str  #: The id that ``/v1/models`` answers: model_path, else the pipeline's name.
     serves: tuple[str, ...] = ()
+    accepts: tuple[str, ...] = ()
     terminal_stages_fn: str | None = None
     env_defaults: dict[str, str] = {}
     code: dict[str, str] = {}

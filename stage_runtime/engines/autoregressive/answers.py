@@ -1,7 +1,7 @@
 """The requests of one stage that generates tokens: from what arrives to prompts, from outputs to chunks and results.
 
 What computes them is elsewhere: `stage` has the engine core in its own thread. Everything here is on the stage's
-thread, but for `name`. A request whose consumer lags behind is not waited for: its deltas are joined until its gate
+thread, but for `names`. A request whose consumer lags behind is not waited for: its deltas are joined until its gate
 opens.
 """
 
@@ -13,15 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import msgspec
+
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
 from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive import parameters, prompting
+from stage_runtime.engines.autoregressive.choices import Choice
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.output_processor import (
-    OutputProcessor,
-    RequestOutput,
-    RequestOutputCollector,
-)
+from stage_runtime.engines.autoregressive.output_processor import OutputProcessor
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
@@ -49,15 +48,14 @@ class _Coming(NamedTuple):
 class _Answer:
     """One request, from its arrival to its end here."""
 
-    def __init__(self, work: Work, payload: StagePayload, outbox: Outbox, prompt_tokens: int) -> None:
+    def __init__(self, name: str, work: Work, payload: StagePayload, outbox: Outbox) -> None:
+        self.name = name
         self.work = work
         self.payload = payload
-        self.prompt_tokens = prompt_tokens
-        self.collector = RequestOutputCollector(parameters.OutputKind.DELTA)
+        self.choices: dict[str, Choice] = {}  #: By the engine's names.
         self.yields = Yields(work, outbox)
         self.gate: Gate | None = None  #: Its consumer lags behind.
         self.scheduled = False
-        self.text = ""  #: All that was given out.
 
 
 class Answers:
@@ -93,24 +91,26 @@ class Answers:
         self._own_tokenizer = copy.deepcopy(tokenizer)  #: Of the encoder's thread: none is for two threads at once.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
-        self._encoded: SimpleQueue[tuple[_Coming, Entered | BaseException]] = SimpleQueue()
+        self._encoded: SimpleQueue[tuple[_Coming, list[Entered] | BaseException]] = SimpleQueue()
         self._processor = OutputProcessor(decoder(tokenizer))
+        self._spell: Callable[[Sequence[int]], str] = lambda tokens: str(tokenizer.decode(list(tokens)))
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}
-        self._names: dict[Work, str] = {}  #: Read in any thread.
-        self._opened: SimpleQueue[str] = SimpleQueue()  #: Requests whose gates are done.
+        self._of: dict[str, _Answer] = {}  #: By the engine's names: one for each of ``n`` answers.
+        self._names: dict[Work, tuple[str, ...]] = {}  #: By which the engine knows them. Read in any thread.
+        self._opened: SimpleQueue[_Answer] = SimpleQueue()  #: Requests whose gates are done.
 
     def __len__(self) -> int:
         return len(self._answers) + len(self._encoding)
 
-    def name(self, work: Work) -> str | None:
+    def names(self, work: Work) -> Sequence[str]:
         """By which the engine knows a request. In any thread."""
-        return self._names.get(work)
+        return self._names.get(work, ())
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
-    def start(self, event: events.Start) -> Entered | None:
-        """Prompt to tokens. None: it has failed, alone, whatever was wrong; or its prompt is long, see `encoded`."""
+    def start(self, event: events.Start) -> list[Entered]:
+        """Prompt to tokens. Empty: it has failed, alone, whatever was wrong; or its prompt is long, see `encoded`."""
         work = event.work
         name = self._ids.of(work)
         try:
@@ -120,71 +120,78 @@ class Answers:
             coming = _Coming(name, work, event.payload.detach(), prompt, params)
             if prompting.size(prompt) > LONG:
                 self._encoding[name] = work
-                self._names[work] = name
+                self._names[work] = (name,)
                 self._encoder.submit(self._encode_apart, coming)
-                return None
-            return self._enter(coming, *self._encode(coming, self._tokenizer))
+                return []
+            return self._enter(coming, self._encode(coming, self._tokenizer))
         except BaseException as error:  # SystemExit too: one request's code must not end the engine
             self._refuse(name, work, error)
-            return None
+            return []
 
-    def encoded(self) -> Entered | None:
-        """The next request with a long prompt that has become tokens; None: none now."""
+    def encoded(self) -> list[Entered]:
+        """The requests with long prompts that have become tokens."""
+        entered: list[Entered] = []
         while True:
             try:
                 coming, found = self._encoded.get_nowait()
             except Empty:
-                return None
+                return entered
             if self._encoding.pop(coming.name, None) is not coming.work:
                 continue  # aborted meanwhile
-            if isinstance(found, BaseException):
-                self._refuse(coming.name, coming.work, found)
-                continue
             try:
-                entered = self._enter(coming, *found)
+                if isinstance(found, BaseException):
+                    raise found
+                entered += self._enter(coming, found)
             except BaseException as error:
                 self._refuse(coming.name, coming.work, error)
-                continue
-            if entered is not None:
-                return entered
 
-    def _encode(self, coming: _Coming, tokenizer: Any) -> Entered:
-        """In any thread, one at a time with the same tokenizer."""
-        prompt = coming.prompt
-        request = EngineCoreRequest(
-            request_id=coming.name,
-            prompt_token_ids=prompting.encode(prompt, tokenizer),
-            params=coming.params,
-            priority=prompt.priority,
-            cache_salt=prompt.cache_salt,
-        )
-        try:
-            return request, self._check(request)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
+    def _encode(self, coming: _Coming, tokenizer: Any) -> list[Entered]:
+        """A request for each answer. In any thread, one at a time with the same tokenizer."""
+        prompt, params = coming.prompt, coming.params
+        tokens = prompting.encode(prompt, tokenizer)
+        entered = []
+        for index in range(params.n):
+            seed = None if params.seed is None else (params.seed + index) % 2**63
+            request = EngineCoreRequest(
+                request_id=coming.name if params.n == 1 else f"{coming.name}\0{index}",
+                prompt_token_ids=tokens,
+                params=msgspec.structs.replace(params, n=1, seed=seed),
+                priority=prompt.priority,
+                cache_salt=prompt.cache_salt,
+            )
+            try:
+                entered.append((request, self._check(request)))
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from error
+        return entered
 
     def _encode_apart(self, coming: _Coming) -> None:
         """On the encoder's thread: steps go on meanwhile."""
         if coming.work.cancelled:
             return
         try:
-            found: Entered | BaseException = self._encode(coming, self._own_tokenizer)
+            found: list[Entered] | BaseException = self._encode(coming, self._own_tokenizer)
         except BaseException as error:
             found = error
         self._encoded.put((coming, found))
         self._wake()
 
-    def _enter(self, coming: _Coming, request: EngineCoreRequest, prepared: Request | None) -> Entered | None:
-        name, work, count = coming.name, coming.work, len(request.prompt_token_ids)
-        answer = _Answer(work, coming.payload, self.outbox, count)
+    def _enter(self, coming: _Coming, entered: list[Entered]) -> list[Entered]:
+        name, work, count = coming.name, coming.work, len(entered[0][0].prompt_token_ids)
+        answer = _Answer(name, work, coming.payload, self.outbox)
         self._answers[name] = answer
-        self._names[work] = name
-        self._processor.add_request(name, coming.params, count, answer.collector)
+        self._names[work] = tuple(request.request_id for request, _prepared in entered)
+        tools = bool(coming.prompt.template.get("tools"))
+        for index, (request, _prepared) in enumerate(entered):
+            choice = Choice(index, coming.params, self._spell, tools=tools)
+            answer.choices[request.request_id] = choice
+            self._of[request.request_id] = answer
+            self._processor.add_request(request.request_id, request.params, count, choice.collector)
         self._emit(profile.SCHEDULER_REQUEST_BUILD_END, work)
-        if not self._give(name, answer, Generation(begins=True, prompt_tokens=count)):
-            return None
+        if not self._give(answer, Generation(begins=True, prompt_tokens=count)):
+            return []
         self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=count)
-        return request, prepared
+        return entered
 
     def _refuse(self, name: str, work: Work, error: BaseException) -> None:
         self.outbox.fail(work, error)
@@ -192,23 +199,23 @@ class Answers:
         self._drop(name)
         self._ids.end(name)
 
-    def forget(self, work: Work) -> str | None:
-        """A request was aborted. Returns: its name, if the engine may have it."""
-        name = self._names.pop(work, None)
-        if name is None:
-            return None
+    def forget(self, work: Work) -> Sequence[str]:
+        """A request was aborted. Returns: the names by which the engine may have it."""
+        names = self._names.pop(work, ())
+        if not names:
+            return ()
         self._ids.abort(work)
-        if self._encoding.pop(name, None) is not None:
-            return None
-        self._drop(name)
-        return name
+        if self._encoding.pop(names[0], None) is not None:
+            return ()
+        self._drop(self._of[names[0]].name)
+        return names
 
     # --- what goes out --------------------------------------------------------------------------------------------
 
     def scheduled(self, requests: Iterable[tuple[str, int]]) -> None:
         """These are computed now. Each with how many tokens of its prompt were cached."""
         for name, cached_tokens in requests:
-            answer = self._answers.get(name)
+            answer = self._of.get(name)
             if answer is not None and not answer.scheduled:
                 answer.scheduled = True
                 self.outbox.began(answer.work)
@@ -218,7 +225,9 @@ class Answers:
         """Deliver a step's outputs. Returns: the requests that the engine must end, for their text has ended."""
         processed = self._processor.process_outputs(outputs)
         for name in processed.ready:
-            self._flush(name)
+            answer = self._of.get(name)
+            if answer is not None:
+                self._flush(answer, name)
         self.outbox.settle()
         return processed.reqs_to_abort
 
@@ -226,37 +235,42 @@ class Answers:
         """Deliver what was held for readers that have caught up."""
         while True:
             try:
-                name = self._opened.get_nowait()
+                answer = self._opened.get_nowait()
             except Empty:
                 return
-            answer = self._answers.get(name)
-            if answer is not None and answer.gate is not None and answer.gate.done():
+            if self._answers.get(answer.name) is answer and answer.gate is not None and answer.gate.done():
                 answer.gate = None
-                self._flush(name)
+                for name in list(answer.choices):
+                    self._flush(answer, name)
 
     def fail(self, name: str, error: BaseException) -> None:
-        answer = self._answers.get(name)
-        if answer is not None:
-            self.outbox.fail(answer.work, error)
-            self._drop(name)
-            self._ids.end(name)
-
-    def _flush(self, name: str) -> None:
-        """Give out what waits in a collector."""
-        answer = self._answers.get(name)
-        if answer is None or answer.gate is not None:
+        """One of the engine's requests has failed: all answers to the same request fail with it."""
+        answer = self._of.get(name)
+        if answer is None:
             return
-        output = answer.collector.get_nowait()
+        self.outbox.fail(answer.work, error)
+        others = [one for one, choice in answer.choices.items() if one != name and not choice.over]
+        self._drop(answer.name)
+        self._ids.end(answer.name)
+        if others:
+            self._abort(others)
+
+    def _flush(self, answer: _Answer, name: str) -> None:
+        """Give out what waits in a collector."""
+        if answer.gate is not None or self._of.get(name) is not answer:
+            return
+        choice = answer.choices[name]
+        output = choice.collector.get_nowait()
         if output is None:
             return
         if output.finish is Finish.ERROR:
             self.fail(name, RequestError("stage_failed", str(output.reason)))
             return
-        answer.text += output.text
-        if not self._give(name, answer, _generation(output, answer.text)):
+        last = all(one.over for one in answer.choices.values() if one is not choice)
+        if not self._give(answer, choice.part(output, last=last)) and not choice.over:
             self._abort([name])
 
-    def _give(self, name: str, answer: _Answer, generation: Generation) -> bool:
+    def _give(self, answer: _Answer, generation: Generation) -> bool:
         """Call the author's ``deliver``. False: it failed."""
         if 0 < generation.completion_tokens == len(generation.tokens):
             self._emit(profile.SCHEDULER_FIRST_EMIT, answer.work)
@@ -265,43 +279,32 @@ class Answers:
                 gate = answer.yields.take(item)
                 if gate is not None and not gate.done():
                     answer.gate = gate
-            if generation.finish is not None:
+            if generation.ends:
                 answer.yields.end()
         except BaseException as error:
-            self.fail(name, error)
+            self.fail(list(answer.choices)[generation.choice], error)
             return False
-        if generation.finish is not None:
-            self._drop(name)
-            self._ids.end(name)
+        if generation.ends:
+            self._drop(answer.name)
+            self._ids.end(answer.name)
         elif answer.gate is not None:
-            answer.gate.add_done_callback(lambda _gate: self._open(name))
+            answer.gate.add_done_callback(lambda _gate: self._open(answer))
         return True
 
-    def _open(self, name: str) -> None:
+    def _open(self, answer: _Answer) -> None:
         """A gate is done. In any thread."""
-        self._opened.put(name)
+        self._opened.put(answer)
         self._wake()
 
     def _drop(self, name: str) -> None:
         """Nothing more is said of a request here."""
         answer = self._answers.pop(name, None)
-        self._processor.abort_requests([name])
         if answer is not None:
             self._names.pop(answer.work, None)
+            self._processor.abort_requests(answer.choices)
+            for one in answer.choices:
+                self._of.pop(one, None)
 
     def _emit(self, event: str, work: Work, **metadata: Any) -> None:
         if self._context is not None:
             self._context.emit(event, work.request_id, **metadata)
-
-
-def _generation(output: RequestOutput, answer: str) -> Generation:
-    return Generation(
-        text=output.text,
-        answer=answer,
-        tokens=output.token_ids,
-        finish=None if output.finish is None else output.finish.value,
-        prompt_tokens=output.prompt_tokens,
-        completion_tokens=output.generated,
-        cached_tokens=output.cached_tokens,
-        logprobs=tuple((one.logprob, one.top) for one in output.logprobs),
-    )

@@ -6,15 +6,19 @@ Names follow vLLM's, whose design this is.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.grammars import Matcher
+from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput, TokenLogprobs
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.blocks import hash_blocks
@@ -22,6 +26,8 @@ from stage_runtime.rules.autoregressive.requests import Finish, Hold, Limits, Re
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerOutput, Update
 
 log = logging.getLogger(__name__)
+
+GRAMMAR_END: Final = "grammar"  #: The reason of an answer whose grammar lets nothing follow: its last token is text.
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +50,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish: Finish | None = None
     reason: Reason = None
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Executor(Protocol):
@@ -52,7 +59,12 @@ class Executor(Protocol):
     @property
     def max_concurrent_batches(self) -> int: ...
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
-    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]: ...
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+        """hold: no token is chosen until `sample_tokens`, which gives the output."""
+
+    def sample_tokens(self, masks: Mapping[str, npt.NDArray[np.bool_]]) -> Future[ModelOutput]:
+        """Choose the tokens of the step that was held. masks: request id -> which tokens it may get."""
+
     def shutdown(self) -> None: ...
 
 
@@ -60,14 +72,26 @@ class EngineCore:
     """Scheduler and executor. Every call on one thread, but for `preprocess_add_request` and ``aborts_queue``."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, end_ids: frozenset[int] = frozenset(), vocab_size: int
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        end_ids: frozenset[int] = frozenset(),
+        vocab_size: int,
+        ends: frozenset[int] = frozenset(),
+        grammars: Callable[[Grammar], Matcher] | None = None,
     ) -> None:
+        """ends: tokens by which grammars end, beside ``end_ids``. grammars: compiles one; in any thread; raises
+        ValueError.
+        """
+        self._grammars = grammars
         self.scheduler = scheduler
         self.executor = executor
         self.aborts_queue: SimpleQueue[str] = SimpleQueue()  #: Ids, looked at between a pass and its update.
         self.steps = 0
         self.on_scheduled: Callable[[SchedulerOutput], None] = lambda step: None  #: Called before a step is executed.
         self._end_ids = end_ids
+        self._ends = end_ids | ends  #: Tokens that are no text.
         self._vocab_size = vocab_size
         self._batch_queue: deque[tuple[Future[ModelOutput], SchedulerOutput]] = deque()
         self.step_fn: Callable[[], tuple[list[EngineCoreOutput], bool]] = (
@@ -89,6 +113,11 @@ class EngineCore:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens; with an answer it may have {self.scheduler.longest}"
             )
+        matcher = None
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise ValueError("this engine follows no grammars")
+            matcher = self._grammars(params.grammar)
         limits = Limits(
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
@@ -96,8 +125,12 @@ class EngineCore:
             stop_ids=frozenset(params.stop_token_ids),
         )
         salt = request.cache_salt.encode()
+        if params.prompt_logprobs is not None:  # all of the prompt must be computed
+            salt = os.urandom(16)
         hashes = hash_blocks(prompt, self.scheduler.limits.block_size, salt=salt)
-        return Request(request.request_id, prompt, limits, priority=request.priority, hashes=hashes, salt=salt)
+        made = Request(request.request_id, prompt, limits, priority=request.priority, hashes=hashes, salt=salt)
+        made.matcher = matcher
+        return made
 
     def add_request(self, request: EngineCoreRequest, prepared: Request | None = None) -> None:
         """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then."""
@@ -121,7 +154,7 @@ class EngineCore:
             return [], False
         scheduled = self.scheduler.schedule()
         self.on_scheduled(scheduled)
-        future = self.executor.execute_model(scheduled)
+        future = self._execute(scheduled)
         return self._update(scheduled, future), scheduled.total_num_scheduled_tokens > 0
 
     def step_with_batch_queue(self) -> tuple[list[EngineCoreOutput], bool]:
@@ -130,13 +163,24 @@ class EngineCore:
         self.on_scheduled(scheduled)
         executed = scheduled.total_num_scheduled_tokens > 0
         if executed or scheduled.finished:
-            self._batch_queue.appendleft((self.executor.execute_model(scheduled), scheduled))
+            self._batch_queue.appendleft((self._execute(scheduled), scheduled))
             if len(self._batch_queue) < self.executor.max_concurrent_batches and not self._batch_queue[-1][0].done():
                 return [], True
         if not self._batch_queue:
             return [], False
         future, oldest = self._batch_queue.pop()
         return self._update(oldest, future), executed or bool(oldest.rows)
+
+    def _execute(self, scheduled: SchedulerOutput) -> Future[ModelOutput]:
+        structured = [row.request for row in scheduled.rows if row.samples and row.request.matcher is not None]
+        if not structured:
+            return self.executor.execute_model(scheduled)
+        self.executor.execute_model(scheduled, hold=True)
+        return self.executor.sample_tokens(self.get_grammar_bitmask(structured))  # computed while the model is
+
+    def get_grammar_bitmask(self, requests: Iterable[Request]) -> dict[str, npt.NDArray[np.bool_]]:
+        """Which tokens each request may get next, by its grammar."""
+        return {request.id: request.matcher.mask() for request in requests if request.matcher is not None}
 
     def drain_aborts(self) -> None:
         """End what was aborted meanwhile."""
@@ -156,8 +200,22 @@ class EngineCore:
             log.exception("a step failed")
             output = ModelOutput({}, {row.request.id: describe(error) for row in scheduled.rows}, {})
         self.drain_aborts()
-        updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed)
+        ended = self._advance(scheduled, output)
+        updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed, ended)
         return [_output(update, output) for update in updates]
+
+    def _advance(self, scheduled: SchedulerOutput, output: ModelOutput) -> dict[str, Reason]:
+        """Take the new tokens into their requests' grammars. Returns: the requests whose grammars end, and by what."""
+        ended: dict[str, Reason] = {}
+        for row in scheduled.rows:
+            request, token = row.request, output.sampled.get(row.request.id)
+            if request.matcher is None or token is None or request.id in output.failed:
+                continue
+            if not request.matcher.take(token):
+                output.failed[request.id] = f"token {token} is not allowed by the request's grammar"
+            elif request.matcher.ended:
+                ended[request.id] = None if token in self._ends else GRAMMAR_END
+        return ended
 
     def shutdown(self) -> None:
         """End every request and the executor."""
@@ -175,4 +233,5 @@ def _output(update: Update, output: ModelOutput) -> EngineCoreOutput:
         finish=update.finish,
         reason=update.reason,
         cached_tokens=request.hit_tokens,
+        prompt_logprobs=output.prompt_logprobs.get(request.id, ()),
     )

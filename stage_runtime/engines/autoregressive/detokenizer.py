@@ -41,6 +41,11 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
+        self._after = ""
+
+    def rest(self) -> str:
+        """What came after the stop string that was reached last."""
+        return self._after
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The text that is safe to give out, and the stop string that was reached."""
@@ -50,7 +55,7 @@ class StopStrings:
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             at, stop = min(found)
-            given, self._held = self._held[:at], ""
+            given, self._after, self._held = self._held[:at], self._held[at + len(stop) :], ""
             return given, stop
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner
+from stage_runtime.engines.autoregressive.model_runner import Masks, ModelRunner
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
@@ -22,15 +22,22 @@ class InlineExecutor:
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._runner.add(request_id, params, prompt)
 
-    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
-        future: Future[ModelOutput] = Future()
-        try:
-            future.set_result(self._runner.execute_model(step))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+        return _called(lambda: self._runner.execute_model(step, hold))
+
+    def sample_tokens(self, masks: Masks) -> Future[ModelOutput]:
+        return _called(lambda: self._runner.sample_tokens(masks))
 
     def shutdown(self) -> None: ...
+
+
+def _called(function: Callable[[], ModelOutput]) -> Future[ModelOutput]:
+    future: Future[ModelOutput] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 class ThreadExecutor:
@@ -45,8 +52,11 @@ class ThreadExecutor:
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._pool.submit(self._runner.add, request_id, params, prompt).result()
 
-    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
-        return self._pool.submit(self._runner.execute_model, step)
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+        return self._pool.submit(self._runner.execute_model, step, hold)
+
+    def sample_tokens(self, masks: Masks) -> Future[ModelOutput]:
+        return self._pool.submit(self._runner.sample_tokens, masks)
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True)

@@ -13,6 +13,7 @@ from stage_runtime.engines.autoregressive import attention_pages, fusing, linear
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.executors import InlineExecutor
+from stage_runtime.engines.autoregressive.grammars import Grammars
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel, load_model, load_tokenizer
 from stage_runtime.errors import ConfigurationError
@@ -77,7 +78,15 @@ def assemble(
     runner = ModelRunner(paged, backend, num_blocks=num_blocks, block_size=spec.block_size)
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
-    core = EngineCore(scheduler, InlineExecutor(runner), end_ids=paged.end_ids, vocab_size=paged.vocab_size)
+    grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids)
+    core = EngineCore(
+        scheduler,
+        InlineExecutor(runner),
+        end_ids=paged.end_ids,
+        ends=frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)}),
+        vocab_size=paged.vocab_size,
+        grammars=grammars.compile,
+    )
     say("warming up")
     for tokens in {1, spec.max_chunk}:  # the first pass of a shape chooses kernels and allocates
         runner.execute_dummy_batch(tokens)

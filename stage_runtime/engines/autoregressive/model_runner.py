@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, BatchMeta
 from stage_runtime.engines.autoregressive.models import PagedModel
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.sampler import RowState, sample
+from stage_runtime.engines.autoregressive.sampler import RowState, report, sample
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.scheduling import Row, SchedulerOutput
 
 log = logging.getLogger(__name__)
+
+Masks: TypeAlias = Mapping[str, npt.NDArray[np.bool_]]
 
 NAN = "the model's logits are not finite"
 
@@ -33,6 +38,7 @@ class ModelRunner:
         self._backend = backend
         self._block_size = block_size
         self._rows: dict[str, RowState] = {}
+        self._held: tuple[Sequence[Row], Tensor | None] = ((), None)  #: A pass whose tokens are not chosen yet.
         backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
@@ -40,14 +46,36 @@ class ModelRunner:
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
         self._rows[request_id] = RowState(params, seed, self.model.end_ids, prompt)
 
-    def execute_model(self, step: SchedulerOutput) -> ModelOutput:
-        """Never raises for what a request does: that request is among ``failed``."""
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> ModelOutput:
+        """Never raises for what a request does: that request is among ``failed``.
+
+        hold: only the pass; `sample_tokens` gives the output.
+        """
         for request_id in step.finished:
             self._rows.pop(request_id, None)
-        output = ModelOutput({}, {}, {})
-        if step.rows:
-            self._execute(step.rows, output)
+        output = ModelOutput({}, {}, {}, {})
+        if hold:
+            self._held = (step.rows, self._tried(step.rows))
+        elif step.rows:
+            self._execute(step.rows, output, {})
         return output
+
+    def sample_tokens(self, masks: Masks) -> ModelOutput:
+        """The output of the pass that was held. masks: request id -> which tokens it may get."""
+        (rows, logits), self._held = self._held, ((), None)
+        output = ModelOutput({}, {}, {}, {})
+        if rows:
+            self._execute(rows, output, masks, logits)
+        return output
+
+    def _tried(self, rows: Sequence[Row]) -> Tensor | None:
+        """None: the pass has failed; it is computed again, and then row by row."""
+        try:
+            with torch.inference_mode():
+                return self._forward(rows)
+        except Exception as error:
+            log.warning("a step of %d requests failed: %s", len(rows), describe(error))
+            return None
 
     def execute_dummy_batch(self, tokens: int = 1) -> None:
         """A pass over padding: for a rank in lockstep that has nothing to compute, and to warm up."""
@@ -65,11 +93,12 @@ class ModelRunner:
             )
             self._backend.clear([0])
 
-    def _execute(self, rows: Sequence[Row], output: ModelOutput) -> None:
+    def _execute(self, rows: Sequence[Row], output: ModelOutput, masks: Masks, computed: Tensor | None = None) -> None:
         try:
             with torch.inference_mode():
-                logits = self._forward(rows)
-                self._sample(rows, logits, output)
+                logits = self._forward(rows) if computed is None else computed
+                self._note_prompts(rows, logits[len(rows) :], output)
+                self._sample(rows, logits[: len(rows)], output, masks)
                 self._clear([row for row in rows if row.request.id in output.failed])
         except Exception as error:
             if len(rows) == 1:
@@ -78,10 +107,13 @@ class ModelRunner:
                 return
             log.warning("a step of %d requests failed, each is computed alone: %s", len(rows), describe(error))
             for row in rows:
-                self._execute([row], output)
+                self._execute([row], output, masks)
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Logits of each row's last token. NaN anywhere in a row reaches them, so a prompt's chunk is checked, too."""
+        """Logits of each row's last token, then of the prompts' tokens whose probabilities are asked for.
+
+        NaN anywhere in a row reaches its last token, so a prompt's chunk is checked, too.
+        """
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -96,6 +128,7 @@ class ModelRunner:
             starts.append(len(ids))
             tables.append(blocks)
             last.append(len(ids) - 1)
+        last += [at for row, first in zip(rows, starts, strict=False) for at in self._asked(row, first)]
         device = self.model.device
         meta = BatchMeta(starts, [row.start for row in rows], tables, torch.tensor(slots, device=device))
         return self.model.forward(
@@ -106,7 +139,28 @@ class ModelRunner:
             torch.tensor(last, device=device),
         )
 
-    def _sample(self, rows: Sequence[Row], logits: Tensor, output: ModelOutput) -> None:
+    def _asked(self, row: Row, first: int) -> range:
+        """Tokens of a row, at ``first`` of the flat batch, from which the prompt's next one is predicted."""
+        state = self._rows[row.request.id]
+        if state.params.prompt_logprobs is None:
+            return range(0)
+        skipped = max(len(state.prompt_logprobs) - row.start, 0)  # known from before a preemption
+        count = min(row.start + row.count, row.request.prompt_tokens - 1) - row.start
+        return range(first + skipped, first + max(count, skipped))
+
+    def _note_prompts(self, rows: Sequence[Row], logits: Tensor, output: ModelOutput) -> None:
+        at = 0
+        for row in rows:
+            state, request = self._rows[row.request.id], row.request
+            for _ in self._asked(row, 0):
+                token = request.tokens[len(state.prompt_logprobs) + 1]
+                wanted = state.params.prompt_logprobs or 0
+                state.prompt_logprobs.append(report(logits[at].log_softmax(-1), token, wanted))
+                at += 1
+            if state.params.prompt_logprobs is not None and row.samples and not request.generated:
+                output.prompt_logprobs[request.id] = tuple(state.prompt_logprobs)
+
+    def _sample(self, rows: Sequence[Row], logits: Tensor, output: ModelOutput, masks: Masks) -> None:
         sampling = [index for index, row in enumerate(rows) if row.samples]
         if len(sampling) < len(rows):
             for row, good in zip(rows, torch.isfinite(logits.amax(-1)).tolist(), strict=True):
@@ -116,6 +170,9 @@ class ModelRunner:
         if not rows:
             return
         states = [self._rows[row.request.id] for row in rows]
+        for index, row in enumerate(rows):
+            if (mask := masks.get(row.request.id)) is not None:
+                states[index].mask = torch.from_numpy(~mask)
         for row, one in zip(rows, sample(logits, states, [row.request.generated for row in rows]), strict=True):
             if one.token is None:
                 output.failed[row.request.id] = NAN

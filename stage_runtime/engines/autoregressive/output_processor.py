@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.core import EngineCoreOutput
+from stage_runtime.engines.autoregressive.core import GRAMMAR_END, EngineCoreOutput
 from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, StopStrings
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
@@ -31,6 +31,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     finish: Finish | None = None
     reason: Reason = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def joined(self, later: RequestOutput) -> RequestOutput:
         """This and a later delta as one."""
@@ -39,6 +40,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
         )
 
 
@@ -159,14 +161,15 @@ class OutputProcessor:
             cached_tokens=output.cached_tokens,
             finish=finish,
             reason=reason,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def _text(self, state: _RequestState, output: EngineCoreOutput) -> tuple[str, str | None]:
         """New text, and the stop string that ends it."""
         if state.detokenizer is None:
             return "", None
-        # The token that ended the answer is not part of its text.
-        ended = output.finish is Finish.STOP
+        # The token that ended the answer is not part of its text, unless a grammar ended with it.
+        ended = output.finish is Finish.STOP and output.reason != GRAMMAR_END
         text = state.detokenizer.feed(output.new_token_ids[:-1] if ended else output.new_token_ids)
         if output.finish is not None:
             text += state.detokenizer.flush()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
+from stage_runtime.engines.autoregressive import tools
 from stage_runtime.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs
 MAX_STOPS: Final = 16
+MAX_CHOICES: Final = 16
 MAX_TOKEN: Final = 2**31 - 1  # no vocabulary is larger; the engine knows its own
 MAX_BIAS: Final = 100.0  # OpenAI's bound
 
@@ -22,11 +25,19 @@ class OutputKind(Enum):
     FINAL_ONLY = "final_only"  #: One output, at the end.
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must follow. text: a JSON schema, or a grammar in Lark's form."""
+
+    kind: Literal["json_schema", "lark"]
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """temperature: 0 is greedy. top_k: 0 is no bound. seed: None draws one. stop: strings, cut off the text.
 
     min_tokens: no end before. logprobs: how many of the likeliest tokens to report beside the chosen one's; None: none.
-    logit_bias: token id -> what is added to its logit.
+    logit_bias: token id -> what is added to its logit. n: answers, each with a seed of its own. prompt_logprobs: as
+    ``logprobs``, of the prompt's tokens but the first; None: none.
     """
 
     max_tokens: int = 256
@@ -44,6 +55,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    grammar: Grammar | None = None
     output_kind: OutputKind = OutputKind.DELTA
 
     @property
@@ -78,6 +92,8 @@ _BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_CHOICES),
 }
 
 
@@ -104,12 +120,39 @@ def from_params(params: Mapping[str, Any], defaults: SamplingParams) -> Sampling
         found["stop_token_ids"] = _integers(params["stop_token_ids"], "stop_token_ids")
     if params.get("logit_bias") is not None:
         found["logit_bias"] = _biases(params["logit_bias"])
+    if (grammar := _grammar(params)) is not None:
+        found["grammar"] = grammar
     if "max_tokens" in found:
         found["max_tokens"] = min(found["max_tokens"], defaults.max_tokens)
     made = msgspec.structs.replace(defaults, **found)
     if made.min_tokens > made.max_tokens:
         raise InvalidRequest(f"min_tokens is {made.min_tokens} and max_tokens {made.max_tokens}", param="min_tokens")
     return made
+
+
+def _grammar(params: Mapping[str, Any]) -> Grammar | None:
+    """What the answer must follow: a forced call of a tool, or ``response_format``."""
+    forced = tools.forced(params, tools.offered(params))
+    if forced is not None:
+        return Grammar("lark", forced)
+    wanted = params.get("response_format")
+    if wanted is None or wanted == {"type": "text"}:
+        return None
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
+    if kind != "json_schema":
+        raise InvalidRequest(
+            "response_format.type must be 'text', 'json_object' or 'json_schema'", param="response_format"
+        )
+    named = wanted.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("response_format.json_schema.schema: required", param="response_format")
+    try:
+        return Grammar("json_schema", json.dumps(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"response_format: no JSON: {error}", param="response_format") from error
 
 
 def _number(value: Any, name: str) -> float | int:

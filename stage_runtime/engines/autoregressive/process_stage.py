@@ -76,8 +76,8 @@ class ProcessEngine:
             while not reader.done():
                 self._arrived.clear()  # before looking: what comes from here on sets it again
                 self._answers.flush_opened()
-                while (entered := self._answers.encoded()) is not None:
-                    await self._add(entered[0])
+                for request, _prepared in self._answers.encoded():
+                    await self._add(request)
                 while (event := self._inbox.get_nowait()) is not None:
                     await self._on_event(event)
                 self._report()
@@ -120,13 +120,12 @@ class ProcessEngine:
     async def _on_event(self, event: events.Incoming) -> None:
         match event:
             case events.Start():
-                entered = self._answers.start(event)
-                if entered is not None:
-                    await self._add(entered[0])
+                for request, _prepared in self._answers.start(event):
+                    await self._add(request)
             case events.Abort():
-                name = self._answers.forget(event.work)
-                if name is not None:
-                    self._abort([name])
+                names = self._answers.forget(event.work)
+                if names:
+                    self._abort(names)
             case events.ChunkIn():
                 self._outbox.fail(event.work, TakesNoChunks(event.chunk.source))
             case events.StreamDone():

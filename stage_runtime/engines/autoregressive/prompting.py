@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from stage_runtime.api import Generation, Prompt
+from stage_runtime.engines.autoregressive import tools
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.wire.values import Chunk, Finish, Result, StagePayload, Text, Usage
+from stage_runtime.wire.values import Chunk, Finish, Note, Result, StagePayload, Text, Usage
+
+_ALWAYS: Final[dict[str, Any]] = {"add_generation_prompt": True, "return_dict": True}
+#: Arguments of transformers' method that are not the template's.
+_OURS: Final = frozenset(
+    {*_ALWAYS, "conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length",
+     "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "messages"}
+)  # fmt: skip
 
 
 def default_prompt(payload: StagePayload) -> Prompt:
@@ -18,7 +26,11 @@ def default_prompt(payload: StagePayload) -> Prompt:
     if isinstance(data, str):
         return Prompt(text=data, params=request.params)
     if messages:
-        return Prompt(messages=[_spoken(index, item) for index, item in enumerate(messages)], params=request.params)
+        spoken = [_spoken(index, item) for index, item in enumerate(messages)]
+        template = dict(_template(request.params))
+        if offered := tools.offered(request.params):
+            template["tools"] = offered
+        return Prompt(messages=spoken, params=request.params, template=template)
     if isinstance(request.inputs, Mapping) and isinstance(request.inputs.get("tokens"), list):
         return Prompt(tokens=request.inputs["tokens"], params=request.params)
     text = request.last_text()
@@ -33,16 +45,44 @@ def _spoken(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     other = next((part["type"] for part in parts if part["type"] != "text"), None)
     if other is not None:
         raise InvalidRequest(f"messages[{index}] has a part of type {other!r}; this model takes text", param="messages")
-    return {"role": message["role"], "content": "".join(str(part["text"]) for part in parts)}
+    spoken = {"role": message["role"], "content": "".join(str(part["text"]) for part in parts)}
+    # Of earlier calls and their results; templates differ in which of them they read.
+    spoken |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+    if message.get("tool_calls"):
+        spoken["tool_calls"] = [tools.spoken(call, index) for call in message["tool_calls"]]
+    return spoken
+
+
+def _template(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = params.get("chat_template_kwargs")
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in given):
+        raise InvalidRequest("chat_template_kwargs must be an object of names", param="chat_template_kwargs")
+    refused = sorted(set(given) & _OURS)
+    if refused:
+        raise InvalidRequest(f"chat_template_kwargs: {refused[0]} cannot be set", param="chat_template_kwargs")
+    return given
 
 
 def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[Chunk | Result]:
-    """Text in pieces, then token counts and why it ended."""
-    if generation.text:
-        yield Chunk(Text(generation.text))
+    """Text in pieces and calls of tools, then token counts and why it ended."""
+    choice = generation.choice
+    if generation.prompt_logprobs and choice == 0:
+        yield Chunk(Note("prompt_logprobs", [_shown(one) for one in generation.prompt_logprobs]))
+    if generation.text or generation.shown_logprobs:
+        yield Chunk(Text(generation.text, choice, generation.shown_logprobs))
+    for call in generation.tool_calls:
+        yield Chunk(call)
     if generation.finish is not None:
-        usage = Usage(generation.prompt_tokens, generation.completion_tokens)
-        yield Result([usage, Finish(generation.finish)])
+        usage = Usage(0 if choice else generation.prompt_tokens, generation.completion_tokens)
+        end = [usage, Finish(generation.finish, choice)]
+        yield Result(end) if generation.ends else Chunk(end)
+
+
+def _shown(one: tuple[float, tuple[tuple[int, float], ...]]) -> dict[str, Any]:
+    logprob, top = one
+    return {"logprob": logprob, "top_logprobs": [{"token_id": token, "logprob": other} for token, other in top]}
 
 
 def size(prompt: Prompt) -> int:
@@ -75,10 +115,15 @@ def _templated(prompt: Prompt, tokenizer: Any) -> list[int]:
 
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest("this model has no chat template: it continues text, not messages")
+    messages, template = list(prompt.messages or ()), dict(prompt.template)
+    offered = template.get("tools")
+    if offered and "tools" not in str(tokenizer.chat_template):
+        del template["tools"]
+        messages = [{"role": "system", "content": tools.instructions(offered)}, *messages]
     try:
-        encoded = tokenizer.apply_chat_template(
-            list(prompt.messages or ()), add_generation_prompt=True, return_dict=True, **prompt.template
-        )
+        encoded = tokenizer.apply_chat_template(messages, **{**_ALWAYS, **template})
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"the model's chat template refuses the messages: {error}", param="messages") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # of what a client has put into messages
+        raise InvalidRequest(f"the messages do not fit the model's chat template: {error}", param="messages") from error
     return [int(token) for token in encoded["input_ids"]]

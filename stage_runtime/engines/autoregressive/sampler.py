@@ -25,6 +25,8 @@ class RowState:
     def __init__(self, params: SamplingParams, seed: int, end_ids: frozenset[int], prompt: Sequence[int]) -> None:
         self.params = params
         self.seed = seed
+        self.mask: Tensor | None = None  #: ``[vocabulary]``: tokens that must not come next, by its grammar.
+        self.prompt_logprobs: list[TokenLogprobs] = []  #: Of the prompt's tokens from the second on, as far as known.
         self.held_back = sorted(end_ids | set(params.stop_token_ids)) if params.min_tokens else []
         self._prompt = tuple(prompt) if params.penalized else ()
         self._seen: Tensor | None = None  #: ``[vocabulary]`` bool: in the prompt or generated.
@@ -80,6 +82,9 @@ def sample(logits: Tensor, rows: Sequence[RowState], places: Sequence[int]) -> l
     for index, row in enumerate(rows):
         if row.params.changes_logits:
             row.prepare(logits[index], places[index])
+        if row.mask is not None:
+            logits[index].masked_fill_(row.mask.to(logits.device), float("-inf"))
+            row.mask = None
     best, tokens = logits.max(-1)
     chosen: list[int] = tokens.tolist()
     bad = [not good for good in torch.isfinite(best).tolist()]  # the maximum of a row with NaN is NaN
@@ -93,7 +98,7 @@ def sample(logits: Tensor, rows: Sequence[RowState], places: Sequence[int]) -> l
             continue
         row.chosen(chosen[index])
         wanted = row.params.logprobs
-        found.append(Sampled(chosen[index], _report(raw[index], chosen[index], wanted) if wanted is not None else None))
+        found.append(Sampled(chosen[index], report(raw[index], chosen[index], wanted) if wanted is not None else None))
     return found
 
 
@@ -101,7 +106,8 @@ def _logprobs(logits: Tensor, rows: Sequence[RowState]) -> dict[int, Tensor]:
     return {index: logits[index].log_softmax(-1) for index, row in enumerate(rows) if row.params.logprobs is not None}
 
 
-def _report(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
+def report(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
+    """logprobs: of one row, ``[vocabulary]``."""
     values, tokens = logprobs.topk(min(count, logprobs.shape[0]))
     top = tuple(zip(map(int, tokens.tolist()), map(float, values.tolist()), strict=True))
     return TokenLogprobs(float(logprobs[token]), top)

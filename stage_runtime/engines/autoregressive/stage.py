@@ -5,13 +5,14 @@ The stage is the core's client: it tokenizes what arrives between two steps, and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from threading import Event
 from typing import Any
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
-from stage_runtime.engines.autoregressive.answers import Answers
+from stage_runtime.engines.autoregressive.answers import Answers, Entered
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
 from stage_runtime.engines.base import Inbox, Outbox, Work
@@ -38,6 +39,7 @@ class AutoregressiveEngine:
             abort=core.abort_requests,
             check=core.preprocess_add_request,
         )
+        self._entered: deque[Entered] = deque()  #: Further answers to the request that was added last.
         self._outbox: Outbox
         self._inbox: Inbox
         self._loop: BusyLoop
@@ -66,8 +68,9 @@ class AutoregressiveEngine:
         while True:
             self._arrived.clear()  # before looking: what comes from here on sets it again
             self._answers.flush_opened()
-            if (entered := self._answers.encoded()) is not None:
-                return RequestType.ADD, entered
+            self._entered.extend(self._answers.encoded())
+            if self._entered:
+                return RequestType.ADD, self._entered.popleft()
             while (event := self._inbox.get_nowait()) is not None:
                 item = self._on_event(event)
                 if item is not None:
@@ -95,11 +98,11 @@ class AutoregressiveEngine:
     def _on_event(self, event: events.Incoming) -> tuple[RequestType, Any] | None:
         match event:
             case events.Start():
-                entered = self._answers.start(event)
-                return None if entered is None else (RequestType.ADD, entered)
+                self._entered.extend(self._answers.start(event))
+                return (RequestType.ADD, self._entered.popleft()) if self._entered else None
             case events.Abort():
-                name = self._answers.forget(event.work)
-                return None if name is None else (RequestType.ABORT, [name])
+                names = self._answers.forget(event.work)
+                return (RequestType.ABORT, names) if names else None
             case events.ChunkIn():
                 self._outbox.fail(event.work, TakesNoChunks(event.chunk.source))
             case events.StreamDone():
@@ -108,9 +111,9 @@ class AutoregressiveEngine:
 
     def _forget(self, work: Work) -> None:
         """Nobody waits for it: the step under way is its last. In any thread; an `Abort` event follows."""
-        name = self._answers.name(work)
-        if name is not None and work.cancelled:
-            self._core.aborts_queue.put(name)
+        if work.cancelled:
+            for name in self._answers.names(work):
+                self._core.aborts_queue.put(name)
 
     # --- what goes out --------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """By request id. ``failed``: why."""
+    """By request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their ends."""
 
     sampled: dict[str, int]
     failed: dict[str, str]
     logprobs: dict[str, TokenLogprobs]
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -76,8 +76,8 @@ class Request:
     """What the scheduler knows of one request. Changed by the scheduler alone."""
 
     __slots__ = (
-        "arrival", "blocks", "computed", "hashes", "hit_tokens", "id", "in_flight", "limits", "preemptions",
-        "priority", "prompt_tokens", "salt", "state", "ticket", "tokens",
+        "arrival", "blocks", "computed", "hashes", "hit_tokens", "id", "in_flight", "limits", "matcher",
+        "preemptions", "priority", "prompt_tokens", "salt", "state", "ticket", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +103,7 @@ class Request:
         self.hashes = list(hashes)  #: Of the first full blocks of ``tokens``; the rest are computed when needed.
         self.salt = salt
         self.state = State.WAITING
+        self.matcher: Any = None  #: Its grammar's state: the core's alone.
         self.in_flight = 0  #: Batches under way that hold a row of it.
         self.ticket = 0  #: Of its entry in the queue; entries with another one are stale.
         self.preemptions = 0

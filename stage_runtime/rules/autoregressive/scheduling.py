@@ -143,6 +143,8 @@ class Scheduler:
         """
         if request.id in self._requests:
             raise IllegalEvent(f"request {request.id}", "added twice", ())
+        if request.id in self._finished:  # the runner is told of its end no more: it knows the new one already
+            self._finished.remove(request.id)
         if not request.tokens:
             raise ValueError("the prompt is empty")
         if len(request.tokens) >= self.longest:
@@ -296,11 +298,16 @@ class Scheduler:
     # --- its result ---------------------------------------------------------------------------------------------
 
     def update_from_output(
-        self, step: SchedulerOutput, sampled: Mapping[str, int], failed: Mapping[str, str]
+        self,
+        step: SchedulerOutput,
+        sampled: Mapping[str, int],
+        failed: Mapping[str, str],
+        ended: Mapping[str, Reason] = {},
     ) -> list[Update]:
         """Append what was sampled; end the requests that it ends, and those that failed.
 
-        sampled: request id -> token, of every row that `Row.samples`. failed: request id -> why.
+        sampled: request id -> token, of every row that `Row.samples`. failed: request id -> why. ended: requests that
+        end by their token, whatever it is.
         Returns: one for each request of the step that goes on or ends here; nothing of those that ended meanwhile.
         """
         updates = []
@@ -316,13 +323,15 @@ class Scheduler:
             self._cache(request, row)
             token = sampled.get(request.id)
             if token is not None:
-                updates.append(self._append(request, token))
+                updates.append(
+                    self._append(request, token, (Finish.STOP, ended[request.id]) if request.id in ended else None)
+                )
         return updates
 
-    def _append(self, request: Request, token: int) -> Update:
+    def _append(self, request: Request, token: int, ending: tuple[Finish, Reason] | None) -> Update:
         request.tokens.append(token)
         self.stats.generated_tokens += 1
-        ending = request.ending()
+        ending = ending or request.ending()
         if ending is None and len(request.tokens) >= self.longest:
             ending = (Finish.LENGTH, None)
         if ending is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Final
 
 import msgspec
@@ -32,15 +32,24 @@ _PARAMS: Final = (
     "verbosity",
 )
 
+#: name -> (what the pipeline must accept, values that ask for nothing, why anything else is refused where it does not).
+#: Handed to the stages under their own names where it does.
+ACCEPTED: Final[dict[str, tuple[str, tuple[Any, ...], str]]] = {
+    "n": ("n", (1,), "one choice per request"),
+    "logprobs": ("logprobs", (False,), "stages give no log probabilities"),
+    "top_logprobs": ("logprobs", (0,), "stages give no log probabilities"),
+    "prompt_logprobs": ("prompt_logprobs", (), "stages give no log probabilities of prompts"),
+    "response_format": ("response_format", ({"type": "text"},), "only {'type': 'text'}"),
+    "tools": ("tools", ([],), "tools cannot be called"),
+    "tool_choice": ("tools", ("none", "auto"), "tools cannot be called"),
+    "chat_template_kwargs": ("chat_template_kwargs", ({},), "stages take no arguments of a chat template"),
+    "min_tokens": ("min_tokens", (0,), "stages take no least number of tokens"),
+    "stop_token_ids": ("stop_token_ids", ([],), "stages take no ids of tokens"),
+}
+
 #: name -> (values that ask for nothing, why anything else is refused)
 REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
-    "n": ((1,), "one choice per request"),
     "store": ((False,), "nothing is stored"),
-    "logprobs": ((False,), "stages give no log probabilities"),
-    "top_logprobs": ((0,), "stages give no log probabilities"),
-    "response_format": (({"type": "text"},), "only {'type': 'text'}"),
-    "tools": (([],), "tools cannot be called"),
-    "tool_choice": (("none", "auto"), "tools cannot be called"),
     "functions": (([],), "functions cannot be called"),
     "function_call": (("none", "auto"), "functions cannot be called"),
     "prediction": ((), "predicted outputs are not known here"),
@@ -55,6 +64,8 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     include_usage: bool
     text: bool  #: Text is shown as ``content``; else only as the audio's transcript.
+    choices: int = 1
+    logprobs: bool = False  #: They were asked for.
     audio: str | None  #: The format of the requested audio; None: none was requested.
 
 
@@ -62,17 +73,24 @@ def decode(raw: bytes) -> schemas.ChatBody:
     return schemas.decode(raw, schemas.ChatBody, DECODER)
 
 
-def call(body: schemas.ChatBody) -> ChatCall:
+def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
     """Check all that a body may ask for and this server has not, before anything is fetched or admitted.
 
+    accepts: what this pipeline's stages honour, of `ACCEPTED`.
     Raises: InvalidRequest: naming the parameter.
     """
+    for name, (needed, harmless, reason) in ACCEPTED.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless and needed not in accepts:
+            raise InvalidRequest(f"{name}: {reason}", param=name)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
     for name, (harmless, reason) in REFUSED.items():
         value = getattr(body, name)
         if value is not None and value not in harmless:
             raise InvalidRequest(f"{name}: {reason}", param=name)
     for index, message in enumerate(body.messages):
-        _check_message(message, f"messages[{index}]")
+        _check_message(message, f"messages[{index}]", tools="tools" in accepts)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
     modalities = body.modalities or ["text"]
@@ -80,18 +98,15 @@ def call(body: schemas.ChatBody) -> ChatCall:
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         text="text" in modalities,
+        choices=body.n or 1,
+        logprobs=bool(body.logprobs),
         audio=_audio_format(body) if "audio" in modalities else None,
     )
 
 
 def request(body: schemas.ChatBody, request_id: str, fetched: Mapping[str, Media]) -> OmniRequest:
     """What the entry stage gets. ``fetched``: what the URLs of `media.to_fetch` hold."""
-    messages = [
-        {"role": item.role, "content": media.content(item, index, fetched)}
-        if item.name is None
-        else {"role": item.role, "name": item.name, "content": media.content(item, index, fetched)}
-        for index, item in enumerate(body.messages)
-    ]
+    messages = [_message(item, index, fetched) for index, item in enumerate(body.messages)]
     return OmniRequest(
         id=request_id,
         kind="chat",
@@ -103,8 +118,23 @@ def request(body: schemas.ChatBody, request_id: str, fetched: Mapping[str, Media
     )
 
 
+def _message(item: schemas.Message, index: int, fetched: Mapping[str, Media]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": item.role, "content": media.content(item, index, fetched)}
+    if item.name is not None:
+        message["name"] = item.name
+    if item.tool_calls:
+        message["tool_calls"] = item.tool_calls
+    if item.tool_call_id is not None:
+        message["tool_call_id"] = item.tool_call_id
+    return message
+
+
 def _params(body: schemas.ChatBody) -> dict[str, Any]:
     params = {name: value for name in _PARAMS if (value := getattr(body, name)) is not None}
+    for name, (_needed, harmless, _reason) in ACCEPTED.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless:
+            params[name] = value
     if body.max_completion_tokens is not None:
         params["max_tokens"] = body.max_completion_tokens  # one name for stage authors
     if body.audio is not None and body.audio.voice is not None:
@@ -125,10 +155,10 @@ def _audio_format(body: schemas.ChatBody) -> str:
     return "pcm"
 
 
-def _check_message(message: schemas.Message, param: str) -> None:
-    if message.role in ("tool", "function"):
+def _check_message(message: schemas.Message, param: str, *, tools: bool) -> None:
+    if message.role == "function" or (message.role == "tool" and not tools):
         raise InvalidRequest(f"{param}.role: {message.role!r}: tools cannot be called", param=f"{param}.role")
-    if message.tool_calls or message.function_call:
+    if (message.tool_calls and not tools) or message.function_call:
         raise InvalidRequest(f"{param}.tool_calls: tools cannot be called", param=f"{param}.tool_calls")
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{param}.content: required", param=f"{param}.content")

@@ -14,7 +14,7 @@ from typing import Any
 from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.chat import ChatCall
 from stage_runtime.web.translating.outputs import Event, Outputs
-from stage_runtime.wire.values import Audio, Note, Text
+from stage_runtime.wire.values import Audio, Note, Text, ToolCall
 
 AUDIO_LIFE_S = 3600  # OpenAI keeps an answer's audio for an hour; this server keeps none, clients read the field
 
@@ -26,7 +26,9 @@ class Completion:
         self._call = call
         self._base = {"id": request_id, "created": created, "model": model}
         self._outputs = Outputs()
-        self._text: dict[str, list[str]] = {}  #: By stage: two terminals' words are not mixed.
+        self._text: dict[tuple[int, str], list[str]] = {}  #: By choice and stage: two terminals' words are not mixed.
+        self._calls: dict[int, list[dict[str, Any]]] = {}  #: By choice.
+        self._logprobs: dict[int, list[Any]] = {}  #: By choice.
         self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if the client requested sound.
         self._notes: list[dict[str, Any]] = []
 
@@ -34,7 +36,10 @@ class Completion:
         for shown in self._outputs.take(event):
             match shown:
                 case Text():
-                    self._text.setdefault(event.stage, []).append(shown.text)
+                    self._text.setdefault((shown.choice, event.stage), []).append(shown.text)
+                    self._logprobs.setdefault(shown.choice, []).extend(shown.logprobs or ())
+                case ToolCall():
+                    self._calls.setdefault(shown.choice, []).append(tool_call(shown))
                 case Audio():
                     if self._call.audio is not None:
                         self.audio.append((event.stage, shown))
@@ -47,13 +52,22 @@ class Completion:
 
     def finish(self, sound: bytes | None) -> dict[str, Any]:
         """The `chat.completion`. sound: the file made of `audio`; None: there is none."""
-        text = "".join(piece for pieces in self._text.values() for piece in pieces)
-        message: dict[str, Any] = {"role": "assistant", "content": text if self._call.text else None, "refusal": None}
-        if sound is not None:
-            message["audio"] = self._sound(sound, text)
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._outputs.reason or "stop"}
-        answer = {**self._base, "object": "chat.completion", "choices": [choice], "usage": usage(self._outputs)}
+        choices = [self._choice(index, sound) for index in range(self._call.choices)]
+        answer = {**self._base, "object": "chat.completion", "choices": choices, "usage": usage(self._outputs)}
         return {**answer, "notes": self._notes} if self._notes else answer
+
+    def _choice(self, index: int, sound: bytes | None) -> dict[str, Any]:
+        text = "".join(piece for (choice, _stage), all in self._text.items() if choice == index for piece in all)
+        calls = self._calls.get(index)
+        shown = text if self._call.text and (text or not calls) else None
+        message: dict[str, Any] = {"role": "assistant", "content": shown, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        if sound is not None and index == 0:
+            message["audio"] = self._sound(sound, text)
+        logprobs = {"content": self._logprobs.get(index, []), "refusal": None} if self._call.logprobs else None
+        reason = self._outputs.reason(index)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _sound(self, sound: bytes, transcript: str) -> dict[str, Any]:
         return {
@@ -74,7 +88,7 @@ class CompletionChunks:
         self._base = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model}
         self._outputs = Outputs()
         self._transcript: list[str] = []
-        self._begun = False
+        self._begun: set[int] = set()  #: Choices whose role was sent.
         self._started = False
 
     def add(self, event: Event) -> Iterator[dict[str, Any] | Audio]:
@@ -82,7 +96,10 @@ class CompletionChunks:
         for shown in self._outputs.take(event):
             match shown:
                 case Text():
-                    yield from self._text(shown.text)
+                    yield from self._text(shown)
+                case ToolCall():
+                    call = {"index": shown.index, **tool_call(shown)}
+                    yield from self._delta({"tool_calls": [call]}, choice=shown.choice)
                 case Audio() if self._call.audio is not None:
                     self._started = True
                     yield shown
@@ -107,24 +124,36 @@ class CompletionChunks:
         if self._started:
             end = {"id": self._audio_id, "transcript": "".join(self._transcript)}
             yield from self._delta({"audio": {**end, "expires_at": self._created + AUDIO_LIFE_S}})
-        yield from self._delta({}, reason=self._outputs.reason or "stop")
+        for choice in range(self._call.choices):
+            yield from self._delta({}, reason=self._outputs.reason(choice), choice=choice)
         if self._call.include_usage:
             yield {**self._base, "choices": [], "usage": usage(self._outputs)}
 
-    def _text(self, text: str) -> Iterator[dict[str, Any]]:
+    def _text(self, shown: Text) -> Iterator[dict[str, Any]]:
         if self._call.audio is not None:
-            self._transcript.append(text)
+            self._transcript.append(shown.text)
+        logprobs = {"content": shown.logprobs, "refusal": None} if self._call.logprobs and shown.logprobs else None
         if self._call.text:
-            yield from self._delta({"content": text})
+            yield from self._delta({"content": shown.text}, choice=shown.choice, logprobs=logprobs)
 
-    def _delta(self, delta: dict[str, Any], *, reason: str | None = None, **extra: Any) -> Iterator[dict[str, Any]]:
-        if not self._begun:
-            self._begun = True
-            yield self._chunk({"role": "assistant", "content": "" if self._call.text else None}, None, {})
-        yield self._chunk(delta, reason, extra)
+    def _delta(
+        self,
+        delta: dict[str, Any],
+        *,
+        reason: str | None = None,
+        choice: int = 0,
+        logprobs: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> Iterator[dict[str, Any]]:
+        if choice not in self._begun:
+            self._begun.add(choice)
+            yield self._chunk(choice, {"role": "assistant", "content": "" if self._call.text else None}, None, None, {})
+        yield self._chunk(choice, delta, reason, logprobs, extra)
 
-    def _chunk(self, delta: dict[str, Any], reason: str | None, extra: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None, logprobs: Any, extra: dict[str, Any]
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._base, "choices": [choice], **extra}
         if self._call.include_usage:
             chunk["usage"] = None  # as OpenAI: every chunk has the field, only the last one a value
@@ -135,6 +164,10 @@ def usage(outputs: Outputs) -> dict[str, int]:
     """Zeros when no terminal gave a `Usage`: clients index into this object without looking."""
     prompt, completion = outputs.prompt_tokens, outputs.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def tool_call(given: ToolCall) -> dict[str, Any]:
+    return {"id": given.id, "type": "function", "function": {"name": given.name, "arguments": given.arguments}}
 
 
 def note(stage: str, given: Note) -> dict[str, Any]:

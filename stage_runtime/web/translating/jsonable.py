@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Text, Usage
+from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Text, ToolCall, Usage
 
-_TYPES = {Text: "text", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note"}
+_TYPES = {Text: "text", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note", ToolCall: "tool_call"}
+_UNLESS_SET = {"choice": 0, "logprobs": None}  # fields of ours that are shown only with another value
 
 
 def plain(value: Any) -> Any:
@@ -32,7 +33,10 @@ def plain(value: Any) -> Any:
             return [plain(item) for item in value]
         case msgspec.Struct():
             fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
-            return {"type": _TYPES[type(value)], **fields} if type(value) in _TYPES else fields
+            if type(value) not in _TYPES:
+                return fields
+            shown = {name: one for name, one in fields.items() if name not in _UNLESS_SET or one != _UNLESS_SET[name]}
+            return {"type": _TYPES[type(value)], **shown}
     array = np.ascontiguousarray(value)
     return _tensor(array.dtype.name, np.shape(value), array.tobytes())
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import RequestError
-from stage_runtime.wire.values import Audio, Finish, Note, Text, Usage
+from stage_runtime.wire.values import Audio, Finish, Note, Text, ToolCall, Usage
 
 Event = ChunkEvent | ResultEvent
-Shown = Text | Audio | Note
-_OUTPUTS = (Text, Audio, Usage, Finish, Note)
+Shown = Text | Audio | Note | ToolCall
+_OUTPUTS = (Text, Audio, Usage, Finish, Note, ToolCall)
 
 
 class Outputs:
@@ -23,7 +23,7 @@ class Outputs:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.completion_tokens = 0
-        self.reason: str | None = None
+        self.reasons: dict[int, str] = {}  #: By choice.
         self._streamed: set[tuple[str, type[Any]]] = set()
         self._known = False  #: Any of the client outputs was seen.
         self._unknown: tuple[str, str] | None = None  #: The first (stage, type) that no OpenAI route can show.
@@ -41,11 +41,16 @@ class Outputs:
                     self.completion_tokens += value.completion_tokens
                 case Finish():
                     # a request cut short anywhere was cut short
-                    self.reason = value.reason if self.reason in (None, "stop") else self.reason
+                    if self.reasons.get(value.choice) in (None, "stop"):
+                        self.reasons[value.choice] = value.reason
                 case Text() | Audio() if self._is_repeated(event, type(value)):
                     pass
                 case _:
                     yield value
+
+    def reason(self, choice: int = 0) -> str:
+        """Why a choice ended."""
+        return self.reasons.get(choice, "stop")
 
     def tokens(self) -> dict[str, int]:
         """As OpenAI's audio routes name them."""

@@ -1,0 +1,173 @@
+"""Tools that a model may call: how they are offered to it, and its calls in the text. Pure.
+
+The form is Hermes': ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, which most chat templates with tools ask
+for. A list of calls inside one pair of tags is read, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from stage_runtime.engines.autoregressive.detokenizer import StopStrings
+from stage_runtime.errors import InvalidRequest
+
+BEGIN: Final = "<tool_call>"
+END: Final = "</tool_call>"
+MOST: Final = 128  # OpenAI's bound
+
+INSTRUCTIONS: Final = """You may call functions. Their signatures, as JSON inside <tools> tags:
+<tools>
+{tools}
+</tools>
+To call one, answer with JSON inside <tool_call> tags, and nothing else:
+<tool_call>
+{{"name": "function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+class Call(NamedTuple):
+    """arguments: JSON, as text."""
+
+    name: str
+    arguments: str
+
+
+def offered(params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a request, checked. None when ``tool_choice`` is ``none``.
+
+    Raises: InvalidRequest.
+    """
+    tools = params.get("tools")
+    if not tools or params.get("tool_choice") == "none":
+        return []
+    if not isinstance(tools, list | tuple) or len(tools) > MOST:
+        raise InvalidRequest(f"tools must be a list of at most {MOST} functions", param="tools")
+    return [_checked(tool, index) for index, tool in enumerate(tools)]
+
+
+def _checked(tool: Any, index: int) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        raise InvalidRequest(f"tools[{index}] must be {{'type': 'function', 'function': {{…}}}}", param="tools")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequest(f"tools[{index}].function.name: required", param="tools")
+    if not isinstance(function.get("parameters", {}), Mapping | None):
+        raise InvalidRequest(f"tools[{index}].function.parameters must be a JSON schema", param="tools")
+    return {"type": "function", "function": dict(function)}
+
+
+def forced(params: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """The grammar of an answer that must be a call, by ``tool_choice``; None: it need not.
+
+    Raises: InvalidRequest.
+    """
+    choice = params.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    if not tools:
+        raise InvalidRequest("tool_choice: there are no tools", param="tool_choice")
+    named = choice.get("function") if isinstance(choice, Mapping) else None
+    if choice != "required" and not isinstance(named, Mapping):
+        raise InvalidRequest(
+            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}",
+            param="tool_choice",
+        )
+    wanted = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named.get("name")]
+    if not wanted:
+        raise InvalidRequest("tool_choice names no tool of the request", param="tool_choice")
+    return grammar(wanted)
+
+
+def grammar(functions: Sequence[Mapping[str, Any]]) -> str:
+    """One call of one of these, in Lark's form."""
+    from stage_runtime.engines.autoregressive.grammars import WRITTEN
+
+    rules = []
+    for index, function in enumerate(functions):
+        schema = {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+            "x-guidance": WRITTEN,
+        }
+        rules.append(f"call_{index}: %json {json.dumps(schema)}")
+    calls = " | ".join(f"call_{index}" for index in range(len(rules)))
+    return "\n".join([f'start: "{BEGIN}\\n" call "\\n{END}"', f"call: {calls}", *rules])
+
+
+def spoken(call: Any, index: int) -> dict[str, Any]:
+    """An earlier call as templates read it, whose arguments are an object.
+
+    Raises: InvalidRequest: ``messages[index]`` has no such call.
+    """
+    try:
+        function = call["function"]
+        arguments = msgspec.json.decode(function.get("arguments") or "{}")
+        return {**call, "function": {**function, "name": str(function["name"]), "arguments": arguments}}
+    except (KeyError, TypeError, AttributeError, msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidRequest(f"messages[{index}].tool_calls: no calls of functions", param="messages") from error
+
+
+def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    """For a model whose chat template takes no tools."""
+    return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+
+
+class CallParser:
+    """Takes calls out of a text as it comes."""
+
+    def __init__(self) -> None:
+        self._tags = StopStrings([BEGIN])
+        self._inside: str | None = None  #: What has come after a begin; None: outside.
+
+    def feed(self, text: str) -> tuple[str, list[Call]]:
+        """The text beside calls, and the calls that are whole. What is no JSON stays text."""
+        shown, calls = "", []
+        while text or self._inside is not None:
+            if self._inside is None:
+                given, found = self._tags.feed(text)
+                shown += given
+                if found is None:
+                    break
+                text, self._inside = self._tags.rest(), ""
+            self._inside += text
+            body, end, text = self._inside.partition(END)
+            if not end:
+                break
+            self._inside = None
+            made = _calls(body)
+            calls += made
+            shown += "" if made else f"{BEGIN}{body}{END}"
+        return shown, calls
+
+    def flush(self) -> tuple[str, list[Call]]:
+        """At the end: a call that is whole but for its end tag counts."""
+        if self._inside is None:
+            return self._tags.flush(), []
+        body, self._inside = self._inside, None
+        made = _calls(body)
+        return ("", made) if made else (BEGIN + body, [])
+
+
+def _calls(body: str) -> list[Call]:
+    try:
+        found = msgspec.json.decode(body.strip())
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return []
+    calls = []
+    for one in found if isinstance(found, list) else [found]:
+        if not isinstance(one, dict) or not isinstance(one.get("name"), str):
+            return []
+        arguments = one.get("arguments", one.get("parameters", {}))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(Call(one["name"], arguments))
+    return calls

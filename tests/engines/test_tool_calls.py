@@ -1,0 +1,106 @@
+"""Calls of tools in an answer's text, however it is cut; and what a request may say of tools."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stage_runtime.engines.autoregressive import parameters, tools
+from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
+from stage_runtime.engines.autoregressive.tools import Call, CallParser
+from stage_runtime.errors import InvalidRequest
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+ANSWERS = {
+    "plain words": ("plain words", []),
+    '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>': ("", [Call("f", '{"a": 1}')]),
+    'so: <tool_call>\n{"name": "f"}\n</tool_call> and <tool_call>{"name": "g", "arguments": "{}"}</tool_call>.': (
+        "so:  and .",
+        [Call("f", "{}"), Call("g", "{}")],
+    ),
+    '<tool_call>[{"name": "f", "parameters": {}}, {"name": "g"}]</tool_call>': ("", [Call("f", "{}"), Call("g", "{}")]),
+    "<tool_call>nothing</tool_call>": ("<tool_call>nothing</tool_call>", []),
+    '<tool_call>{"arguments": {}}</tool_call>': ('<tool_call>{"arguments": {}}</tool_call>', []),
+    '<tool_call>{"name": "f", "arguments": {"c": "é"}}': ("", [Call("f", '{"c": "é"}')]),  # cut before its end tag
+    '<tool_call>{"name": ': ('<tool_call>{"name": ', []),
+    "a < b <tool": ("a < b <tool", []),
+}
+
+
+@given(st.sampled_from(sorted(ANSWERS)), st.lists(st.integers(0, 90)))
+def test_calls_are_found_however_the_text_is_cut(answer: str, cuts: list[int]) -> None:
+    parser, shown, calls = CallParser(), "", []
+    places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
+    for begin, end in itertools.pairwise(places):
+        text, found = parser.feed(answer[begin:end])
+        shown += text
+        calls += found
+    text, found = parser.flush()
+    assert (shown + text, calls + found) == ANSWERS[answer]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (None, None),
+        ("auto", None),
+        ("required", ["weather", "clock"]),
+        ({"type": "function", "function": {"name": "clock"}}, ["clock"]),
+    ],
+)
+def test_a_choice_of_tools_becomes_a_grammar_of_their_calls(choice: Any, names: list[str] | None) -> None:
+    found = parameters.from_params({"tools": [WEATHER, CLOCK], "tool_choice": choice}, SamplingParams()).grammar
+    if names is None:
+        assert found is None
+        return
+    assert found is not None
+    assert [name for name in ("weather", "clock") if f'"const": "{name}"' in found.text] == names
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"tools": "weather"},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": ""}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]},
+        {"tools": [CLOCK] * 129},
+        {"tools": [CLOCK], "tool_choice": "sometimes"},
+        {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"tool_choice": "required"},
+        {"response_format": "json"},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+        {"n": 0},
+        {"n": 17},
+        {"n": 1.5},
+        {"prompt_logprobs": 21},
+    ],
+)
+def test_what_no_engine_can_honour_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        parameters.from_params(params, SamplingParams())
+
+
+def test_response_formats_become_schemas() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    text = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+    assert parameters.from_params({"response_format": wanted}, SamplingParams()).grammar == Grammar("json_schema", text)
+    plain = parameters.from_params({"response_format": {"type": "text"}}, SamplingParams())
+    assert plain.grammar is None
+
+
+def test_earlier_calls_are_given_to_templates_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert tools.spoken(call, 0)["function"] == {"name": "f", "arguments": {"a": 1}}
+    for broken in ({}, {"function": 3}, {"function": {"name": "f", "arguments": "{"}}):
+        with pytest.raises(InvalidRequest, match=r"messages\[2\]"):
+            tools.spoken(broken, 2)
