@@ -6,9 +6,12 @@ called, so that ``omni --help`` loads nothing. Called by the script ``omni`` and
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import signal
-from typing import Any
+import sys
+from typing import Any, Final
 
 import click
 
@@ -29,6 +32,17 @@ COMMANDS = {
 }
 
 
+#: What our drawings are made of, for a terminal that takes no more than ASCII.
+_PLAIN: Final = {"─": "-", "│": "|", "█": "#", "░": ".", "▪": "*", "→": ">", "⇢": ">", "…": "."}
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    """A handler of `codecs`: whatever the terminal's encoding lacks is written in ASCII, not a traceback."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
 class _Commands(click.Group):
     """Finds a command's module when it is named."""
 
@@ -37,6 +51,10 @@ class _Commands(click.Group):
         # not with a traceback from the middle of an import.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        codecs.register_error("omni-plain", _plainly)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="omni-plain")
         return super().main(*args, **more)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -62,6 +62,7 @@ def list_(**which: Any) -> None:
 @server_options
 def report(run_id: str | None, form: str, out: Path | None, **which: Any) -> None:
     """Show a run: as a table, a page for the browser (html), a trace for ui.perfetto.dev, or all its files (tar)."""
+    _check_out(out)
     with server(**which) as asked:
         _report(asked, run_id, form, out)
 
@@ -74,6 +75,7 @@ def report(run_id: str | None, form: str, out: Path | None, **which: Any) -> Non
 @server_options
 def run(seconds: float, torch: bool, form: str, out: Path | None, **which: Any) -> None:
     """Record for a while, then show the report."""
+    _check_out(out)
     with server(**which) as asked:
         answer = asked.post("/start_profile", _start_body(None, torch, None))
         try:
@@ -82,6 +84,12 @@ def run(seconds: float, torch: bool, form: str, out: Path | None, **which: Any) 
         finally:  # ^C ends the run early, and shows what there is
             asked.post("/stop_profile", {"run_id": answer["run_id"]})
         _report(asked, answer["run_id"], form, out)
+
+
+def _check_out(out: Path | None) -> None:
+    """Before anything is recorded, not after."""
+    if out is not None and not out.parent.is_dir():
+        raise click.BadParameter(f"{out.parent} is no folder", param_hint="--out")
 
 
 def _start_body(run_id: str | None, torch: bool, max_seconds: int | None) -> dict[str, Any]:

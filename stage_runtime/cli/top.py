@@ -18,6 +18,8 @@ from stage_runtime.cli.server import Server, server, server_options
 
 WIDTH_WITHOUT_TERMINAL: Final = 120
 BAR: Final = 10  # columns of a queue or of busy places
+WITH_BARS: Final = 110  # columns of the terminal; in a narrower one the numbers stand alone
+WITH_TARGETS: Final = 76  # below that, without the stages' targets too
 PREFIX: Final = "omnipipeline_"
 
 Series = dict[tuple[str, str], float]  #: (name without prefix, the stage or outcome) -> value
@@ -43,7 +45,7 @@ def command(every: float, once: bool, **which: Any) -> None:
             samples = _samples(asked, every)
             before = next(samples)
             wide = console if console.is_terminal else Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
-            wide.print(draw(before, next(samples)))
+            wide.print(draw(before, next(samples), width=wide.width))
             return
         _show(asked, console, every)
 
@@ -51,10 +53,10 @@ def command(every: float, once: bool, **which: Any) -> None:
 def _show(asked: Server, console: Console, every: float) -> None:
     samples = _samples(asked, every)
     before = next(samples)
-    with Live(draw(before, before), console=console, screen=True, auto_refresh=False) as live:
+    with Live(draw(before, before, width=console.width), console=console, screen=True, auto_refresh=False) as live:
         try:
             for now in samples:
-                live.update(draw(before, now), refresh=True)
+                live.update(draw(before, now, width=console.width), refresh=True)
                 before = now
         except KeyboardInterrupt:
             return
@@ -81,16 +83,21 @@ def parse(text: str) -> Series:
     return found
 
 
-def draw(before: Sample, now: Sample) -> RenderableType:
+def draw(before: Sample, now: Sample, *, width: int) -> RenderableType:
     """One row a stage, in the order of the graph; rates and times are those of the interval."""
+    bar = BAR if width >= WITH_BARS else 0
     edges = [tuple(edge) for edge in now.status["edges"]]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("STAGE", "TO", "READY"):
-        table.add_column(heading, no_wrap=True, justify="right" if heading == "READY" else "left")
-    table.add_column("WAITING", no_wrap=True, min_width=BAR + 5)
-    table.add_column("RUNNING", no_wrap=True, min_width=BAR + 5)
+    table.add_column("STAGE", no_wrap=True)
+    if width >= WITH_TARGETS:
+        table.add_column("TO", no_wrap=True)
+    table.add_column("READY", no_wrap=True, justify="right", min_width=5)
+    for heading in ("WAITING", "RUNNING"):
+        table.add_column(
+            heading, no_wrap=True, justify="left" if bar else "right", min_width=max(bar + 5, len(heading))
+        )
     for heading in ("PER s", "QUEUE ms", "RUN ms", "BUSY"):
-        table.add_column(heading, no_wrap=True, justify="right")
+        table.add_column(heading, no_wrap=True, justify="right", min_width=len(heading))
     for stage in ordered(now.status["stages"], edges):
         done = _grown(before, now, "stage_run_seconds_count", stage)
         run_s = _grown(before, now, "stage_run_seconds_sum", stage)
@@ -100,10 +107,10 @@ def draw(before: Sample, now: Sample) -> RenderableType:
         seconds = now.at - before.at
         table.add_row(
             Text(stage, style="bold" if running else ""),
-            Text(_targets(stage, edges), style="dim"),
+            *([Text(_targets(stage, edges), style="dim")] if width >= WITH_TARGETS else []),
             Text(str(ready), style="" if ready else "bold red"),
-            _bar(waiting, "yellow"),
-            _bar(running, "green"),
+            _bar(waiting, "yellow", bar),
+            _bar(running, "green", bar),
             _rate(done, seconds),
             _mean_ms(queue_s, done),
             _mean_ms(run_s, done),
@@ -158,6 +165,8 @@ def _mean_ms(seconds: float, count: float) -> str:
     return f"{1000 * seconds / count:.2f}" if count > 0 else "-"
 
 
-def _bar(count: int, style: str) -> Text:
-    shown = min(count, BAR)
-    return Text.assemble(f"{count:>4} ", ("▪" * shown, style), "+" if count > BAR else "")
+def _bar(count: int, style: str, most: int) -> Text:
+    """The number, and behind it a mark for each, up to ``most``; 0: the number alone."""
+    if not most:
+        return Text(str(count), style=style if count else "")
+    return Text.assemble(f"{count:>4} ", ("▪" * min(count, most), style), "+" if count > most else "")

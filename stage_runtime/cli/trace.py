@@ -12,9 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from stage_runtime.cli.server import server, server_options
+from stage_runtime.profiler.formats.table import printable
 
 WIDTH_WITHOUT_TERMINAL: Final = 120
-NARROWEST_BAR: Final = 20
+NARROWEST_BAR: Final = 10  # in a terminal without room for it there are the numbers alone
+NUMBERS: Final = 26  # columns of the start, the duration and the gaps
 QUEUED, RUNNING, MOVING = ("░", "yellow"), ("█", "green"), ("─", "cyan")
 
 
@@ -43,24 +45,26 @@ def draw(record: dict[str, Any], *, width: int) -> RenderableType:
     total_ms = record["total_ms"] if record["total_ms"] is not None else record["age_ms"]
     rows = sorted(_rows(record), key=lambda row: (row[1], row[2]))
     label_width = max((len(row[0]) for row in rows), default=0)
-    bar_width = max(width - label_width - 26, NARROWEST_BAR)
-    scale = bar_width / max([total_ms, *(row[2] for row in rows)], default=1.0) if rows else 0.0
+    bar_width = width - label_width - NUMBERS
+    drawn = bar_width >= NARROWEST_BAR
+    scale = bar_width / max([total_ms, *(row[2] for row in rows), 1e-6])
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("", no_wrap=True)
-    table.add_column(f"0 … {_ms(total_ms)} ms", no_wrap=True)
-    table.add_column("START ms", justify="right", no_wrap=True)
-    table.add_column("TOOK ms", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, max_width=max(width - NUMBERS + 6, 4))
+    if drawn:
+        table.add_column(f"0 … {_ms(total_ms)} ms", no_wrap=True)
+    table.add_column("START ms", justify="right", no_wrap=True, min_width=8)
+    table.add_column("TOOK ms", justify="right", no_wrap=True, min_width=7)
     for label, start_ms, end_ms, parts, style in rows:
-        bar = _bar(start_ms, parts, scale, bar_width)
-        table.add_row(Text(label, style=style), bar, _ms(start_ms), _ms(end_ms - start_ms))
+        bar = [_bar(start_ms, parts, scale, bar_width)] if drawn else []
+        table.add_row(Text(label, style=style), *bar, _ms(start_ms), _ms(end_ms - start_ms))
     told: list[Text | Table] = [_headline(record, total_ms), Text(), table]
     if record.get("error"):
         error = record["error"]
         where = f" in {error['stage']}" if error.get("stage") else ""
-        told.append(Text(f"{error['code']}{where}: {error['message']}", style="red"))
+        told.append(Text(printable(f"{error['code']}{where}: {error['message']}"), style="red"))
     if not rows:
         told.append(Text("no stage has reported yet", style="dim"))
-    else:
+    elif drawn:
         legend = Text("queue ", style="dim")
         for (mark, style), word in ((QUEUED, "  function "), (RUNNING, "  hop "), (MOVING, "")):
             legend.append(mark, style=style).append(word)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,9 @@ def omni(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-def lines(drawn: RenderableType) -> list[str]:
+def lines(drawn: RenderableType, width: int = 90) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=90, highlight=False).print(drawn)
+    Console(file=out, width=width, highlight=False).print(drawn)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -96,10 +99,56 @@ def test_the_graph_is_shown_with_queues_busy_stages_and_rates() -> None:
             "requests_total/stage_failed": 1,
         },
     )
-    head, _, _, first, second = lines(top.draw(before, now))
+    head, _, _, first, second = lines(top.draw(before, now, width=120), width=120)
     assert head == "p  3 in flight  5.0 completed/s  0.5 failed/s"
     assert first.split() == ["a", "⇢", "b", "1", "12", "▪" * 10 + "+", "2", "▪▪", "5.0", "20.00", "100.00", "50", "%"]
     assert second.split() == ["b", "→", "client", "1", "0", "0", "0.0", "-", "-", "0", "%"]
+
+    for width in (40, 64, 79, 100):  # numbers are never cut: bars go first, then what follows from the graph
+        first = lines(top.draw(before, now, width=width), width=width)[3]
+        assert "▪" not in first
+        assert width < 60 or first.split()[-8:] == ["1", "12", "2", "5.0", "20.00", "100.00", "50", "%"]
+
+
+def test_in_a_narrow_terminal_the_numbers_are_whole() -> None:
+    long = record(hops=[{"source": "s" * 20, "target": "t" * 20, "kind": "payload", "start_ms": 4.0, "end_ms": 5.0}])
+    for width in (32, 60):
+        drawn = lines(trace.draw(long, width=width), width=width)
+        rows = [line.split() for line in drawn if line.startswith(("a ", "b "))]
+        assert [row[-2:] for row in rows] == [["0.00", "4.00"], ["5.00", "5.00"]], drawn
+
+
+def test_what_a_stage_raised_moves_no_cursor() -> None:
+    error = {"code": "stage_failed", "message": "\x1b[2Jgone\r\x07", "stage": "b"}
+    assert "\x1b" not in "".join(lines(trace.draw(record(state="failed", error=error), width=80)))
+
+
+def test_a_terminal_without_these_characters_gets_others(base: Path) -> None:
+    with up(base) as program:
+        url = program.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        program.wait_for("curl")
+        body = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "mine"}, timeout=60)
+        assert answer.status_code == 200
+        for encoding in ("ascii", "latin-1", "utf-8"):
+            for command in (
+                ("trace", "mine"),
+                ("top", "--once", "--every", "0.1"),
+                ("profile", "run", "--seconds", "0.1"),
+            ):
+                shown = subprocess.run(
+                    [sys.executable, "-m", "stage_runtime", *command, "--base-path", str(base)],
+                    env={**os.environ, "PYTHONIOENCODING": encoding},
+                    capture_output=True,
+                )
+                assert (shown.returncode, shown.stderr) == (0, b""), (command, shown.stderr)
+                assert shown.stdout.decode(encoding if command[0] != "profile" else "utf-8")
+        plain = subprocess.run(
+            [sys.executable, "-m", "stage_runtime", "trace", "mine", "--base-path", str(base)],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+        ).stdout
+    assert b"split > shout" in plain and b"queue .  function #  hop -" in plain
 
 
 def test_sources_stand_before_their_targets() -> None:
