@@ -4,6 +4,11 @@
 
 Half of the requests stream. The client retries nothing and writes down each request's one end. Cuts need root
 (network namespaces); there everything goes by TCP and CURVE, elsewhere by Unix sockets and shared memory.
+
+    python -m benchmarks.faults --relay nixl|mooncake|nccl [--transfers 10000]
+
+One relay between two pods: a peer killed, frozen, cut off and restarted on the way, then gets that are given up, with
+quarantine (no byte may be wrong) and without (some must be).
 Exit code 1: a promise was broken; each is told below its row.
 """
 
@@ -19,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.faultlab import experiments, graph, network
+from benchmarks.faultlab import experiments, graph, network, relay_faults
 from benchmarks.faultlab.experiments import Outcome
 from stage_runtime.processes.local import LocalPipeline
 
@@ -27,6 +32,7 @@ HEAD = (
     f"{'fault':8} {'target':9} {'repl.':>5} {'requests':>8} {'retried':>7} {'lost':>4} {'wrong':>5} {'healthy':>9}  "
     "failed by code (of them not streamed)"
 )
+CONTROL_TRANSFERS = 200  # without quarantine
 ROWS = (*experiments.FAULTS, "scale")
 SCALED = ("entry", "consumer")  # the others with --all
 
@@ -83,6 +89,30 @@ async def running(
                 Path(arguments.logs, f"{fault}-{replicas}.log").write_bytes(log.read_bytes())
 
 
+async def relay_rows(relay: str, transfers: int) -> list[str]:
+    """Print what each fault did to a relay. Returns: the promises that were broken."""
+    print(f"{'relay':9} {'fault':9} {'noticed':>9} {'checked':>8} {'wrong bytes':>12}  reason")
+    broken = []
+    for fault in relay_faults.FAULTS:
+        found = await relay_faults.hurt(relay, fault)
+        broken += _printed(found, found.broken())
+    found = await relay_faults.give_up_often(relay, transfers)
+    broken += _printed(found, found.broken())
+    control = await relay_faults.give_up_often(relay, min(transfers, CONTROL_TRANSFERS), careless=True)
+    return broken + _printed(control, [] if control.wrong else ["without quarantine nothing was found"])
+
+
+def _printed(found: relay_faults.Outcome, broken: list[str]) -> list[str]:
+    print(
+        f"{found.relay:9} {found.fault:9} {found.noticed_s:7.2f} s {found.transfers:8} {found.wrong:12}  "
+        f"{found.reason or '-'}",
+        flush=True,
+    )
+    for promise in broken:
+        print(f"    broken: {promise}", flush=True)
+    return broken
+
+
 def read(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networked", action="store_true", help="cut the network, too; needs root")
@@ -92,15 +122,20 @@ def read(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="scale every member, not the entry and the consumer alone")
     parser.add_argument("--requests", type=int, default=5000, help="sent while a member is scaled")
     parser.add_argument("--json", help="write the outcomes there")
+    parser.add_argument("--relay", choices=relay_faults.RELAYS, help="this relay alone, between two pods; needs root")
+    parser.add_argument("--transfers", type=int, default=10_000, help="of --relay, beside gets that are given up")
     parser.add_argument("--logs", help="keep the processes' logs in this folder")
     arguments = parser.parse_args(words)
-    if (arguments.networked or experiments.NETWORKED.intersection(arguments.fault or ())) and not network.possible():
+    needs = arguments.networked or arguments.relay
+    if (needs or experiments.NETWORKED.intersection(arguments.fault or ())) and not network.possible():
         parser.error("cuts need root, and Debian's iproute2")
     return arguments
 
 
 def main() -> int:
     arguments = read()
+    if arguments.relay:
+        return 1 if asyncio.run(relay_rows(arguments.relay, arguments.transfers)) else 0
     found = asyncio.run(table(arguments))
     if arguments.json:
         Path(arguments.json).write_bytes(msgspec.json.format(msgspec.json.encode(found)))

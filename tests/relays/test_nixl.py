@@ -155,7 +155,7 @@ async def test_a_process_with_nothing_to_move_uses_next_to_no_processor_time(nea
     window_s = 2.0
     before = processor_s(far.process.pid)
     await asyncio.sleep(window_s)
-    assert processor_s(far.process.pid) - before <= 0.05 * window_s
+    assert processor_s(far.process.pid) - before <= 0.02 * window_s
     assert held is not None
 
 

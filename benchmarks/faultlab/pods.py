@@ -1,0 +1,57 @@
+"""Two "pods" on this machine, with namespaces (network, PID, IPC, mount) of their own and one link. Needs root."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+from pathlib import Path
+from typing import Final, Literal
+
+Pod = Literal["near", "far"]
+ADDRESSES: Final[dict[Pod, str]] = {"near": "10.213.78.1", "far": "10.213.78.2"}  # seen by nobody else
+
+
+class Pods:
+    """Both pods. Close them, or their networks stay."""
+
+    def __init__(self) -> None:
+        self._name = f"op{secrets.token_hex(3)}"
+        for pod in ADDRESSES:
+            _ip("netns", "add", self._space(pod))
+        near, far = self._space("near"), self._space("far")
+        _ip("-n", near, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", far)
+        for pod, address in ADDRESSES.items():
+            for words in (("addr", "add", f"{address}/24", "dev", "eth0"), *(("link", "set", one, "up") for one in UP)):
+                _ip("-n", self._space(pod), *words)
+
+    def command(self, pod: Pod, argv: list[str]) -> list[str]:
+        """The command, to be run in that pod. It ends when the process that it starts is killed."""
+        inside = ("unshare", "--pid", "--fork", "--kill-child", "--ipc", "--mount", "--mount-proc")
+        return ["nsenter", f"--net=/run/netns/{self._space(pod)}", *inside, *argv]
+
+    def cut(self) -> None:
+        """Take the link down. Nobody is told."""
+        _ip("-n", self._space("far"), "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        _ip("-n", self._space("far"), "link", "set", "eth0", "up")
+
+    def close(self) -> None:
+        for pod in ADDRESSES:
+            _ip("netns", "del", self._space(pod))
+
+    def _space(self, pod: Pod) -> str:
+        return f"{self._name}-{pod}"
+
+
+UP: Final = ("eth0", "lo")
+
+
+def child(pid: int) -> int | None:
+    """The process that `Pods.command` has started, as this namespace numbers it; None: there is none yet."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(found[0]) if found else None
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -1,0 +1,334 @@
+"""Faults of one relay between two pods, while transfers are under way in both directions.
+
+The driver is the control plane: it passes facts, metadata and releases on, and tells the survivor of a death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from benchmarks.faultlab.pods import ADDRESSES, Pod, Pods, child
+
+Fault = Literal["kill", "freeze", "link", "restart"]
+
+RELAYS: Final = ("nixl", "mooncake", "nccl")
+FAULTS: Final[tuple[Fault, ...]] = ("kill", "freeze", "link", "restart")
+NOTICED_S: Final[dict[str, float]] = {"kill": 0.1, "freeze": 4.0, "link": 5.0, "restart": 0.1}
+DEADLINE_S: Final = 3.0  # without progress: as a member's heartbeats
+LATE: Final = 32 << 20  # given up on its way
+KEPT: Final = 8  # transfers beside it
+LARGE: Final = 96 << 20
+CALM_S: Final = 5.0
+SETTLED_S: Final = 30.0  # until a survivor must have everything back
+ENVIRONMENT: Final = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib", "MC_FORCE_TCP": "1", "GLOG_minloglevel": "3"}
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    relay: str
+    fault: str
+    transfers: int  #: Checked byte by byte.
+    noticed_s: float  #: Until who waited knew.
+    reason: str
+    wrong: int  #: Bytes that were somebody else's.
+    held: dict[str, int]  #: What a survivor did not get back.
+    exits: dict[str, int]  #: Exit codes of those that were not killed.
+
+    def broken(self, *, noticed: bool = True) -> list[str]:
+        """The promises that do not hold. noticed: also how fast."""
+        found = []
+        if self.wrong:
+            found.append(f"{self.wrong} bytes landed in memory of another transfer")
+        if self.held:
+            found.append(f"not given back: {self.held}")
+        if any(self.exits.values()):
+            found.append(f"exit codes {self.exits}")
+        limit = NOTICED_S.get(self.fault)
+        if noticed and limit is not None and self.noticed_s > limit:
+            found.append(f"noticed after {self.noticed_s:.2f} s, not {limit} s")
+        return found
+
+
+class End:
+    """A process in a pod."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.process = process
+        self.pid = 0
+        self.dead = asyncio.Event()
+        self.ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.released: Callable[[str, int], None] = lambda peer, transfer: None
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._asking = asyncio.Lock()
+        self._numbers = iter(range(1, 1 << 30))
+
+    async def ask(self, **order: Any) -> Any:
+        async with self._asking:
+            assert self.process.stdin is not None
+            self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+            answer = asyncio.ensure_future(self._answers.get())
+            death = asyncio.ensure_future(self.dead.wait())
+            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+            death.cancel()
+            if not answer.done():
+                answer.cancel()
+                raise RuntimeError(f"{self.name} is dead")
+            return answer.result()
+
+    async def fetch(self, sender: End, nbytes: int, mark: int, request: str = "get") -> int:
+        """Have it get what the sender puts. Returns: its number in ``ends``."""
+        return await self.get(sender, await sender.put(self, nbytes, mark), request)
+
+    async def put(self, receiver: End, nbytes: int, mark: int) -> str:
+        """Returns: the metadata."""
+        while (metadata := await self.ask(do="put", peer=receiver.name, nbytes=nbytes, mark=mark)) is None:
+            await asyncio.sleep(0.005)
+        return str(metadata)
+
+    async def get(self, sender: End, metadata: str, request: str = "get") -> int:
+        number = next(self._numbers)
+        self.ends[number] = asyncio.get_running_loop().create_future()
+        order = {"number": number, "peer": sender.name, "metadata": metadata, "request": request}
+        await self.ask(do="get", timeout=DEADLINE_S, **order)
+        return number
+
+    async def listen(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            event = msgspec.json.decode(line)
+            match event["event"]:
+                case "answer":
+                    self._answers.put_nowait(event["answer"])
+                case "release":
+                    self.released(event["peer"], event["transfer"])
+                case _:
+                    self.ends[event["number"]].set_result(event)
+        self.dead.set()
+
+
+class Ground:
+    """Both pods and their processes."""
+
+    def __init__(self, relay: str, pods: Pods) -> None:
+        self.relay = relay
+        self.pods = pods
+        self.ends: dict[str, End] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self, pod: Pod, name: str, *options: str) -> End:
+        program = str(Path(__file__).with_name("relay_end.py"))
+        process = await asyncio.create_subprocess_exec(
+            *self.pods.command(pod, [sys.executable, program, self.relay, ADDRESSES[pod], name, *options]),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **ENVIRONMENT},
+            limit=1 << 20,
+        )
+        end = self.ends[name] = End(name, process)
+        end.released = lambda peer, transfer: self._soon(self._release(peer, end.name, transfer))
+        self._soon(end.listen())
+        facts = await end.ask(do="facts")
+        end.pid = child(process.pid) or 0
+        for other in self.ends.values():
+            if other is not end and not other.dead.is_set():
+                assert await other.ask(do="open", peer=name, facts=facts)
+                assert await end.ask(do="open", peer=other.name, facts=await other.ask(do="facts"))
+        return end
+
+    async def close(self, *names: str) -> dict[str, int]:
+        """Let these end, if they live. Returns: exit codes."""
+        codes = {}
+        for end in [self.ends[name] for name in names if name in self.ends]:
+            if not end.dead.is_set():
+                assert end.process.stdin is not None
+                end.process.stdin.close()
+                codes[end.name] = await asyncio.wait_for(end.process.wait(), 60)
+        return codes
+
+    async def calm(self, end: End) -> None:
+        """Wait until nothing is in quarantine, or so long that what is sent late has come."""
+        until = time.monotonic() + CALM_S
+        while time.monotonic() < until:
+            if not (await end.ask(do="stats"))[f"{self.relay}_quarantined_receives"]:
+                return
+            await asyncio.sleep(0.05)
+
+    async def held(self, end: End) -> dict[str, int]:
+        """What a survivor has not got back in time."""
+        until = time.monotonic() + SETTLED_S
+        while True:
+            stats = await end.ask(do="stats")
+            names = ("receive_bytes_in_use", "quarantined_receives", "unreleased_transfers")
+            found = {name: stats[f"{self.relay}_{name}"] for name in names}
+            found["arena_bytes_in_use"] = stats["arena_bytes_in_use"]
+            left = {name: count for name, count in found.items() if count}
+            if not left or time.monotonic() > until:
+                return left
+            await asyncio.sleep(0.05)
+
+    def _soon(self, call: Any) -> None:
+        task = asyncio.ensure_future(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release(self, sender: str, receiver: str, transfer: int) -> None:
+        end = self.ends.get(sender)
+        if end is not None and not end.dead.is_set():
+            with contextlib.suppress(RuntimeError):
+                await end.ask(do="released", peer=receiver, transfer=transfer)
+
+
+@contextlib.asynccontextmanager
+async def ground(relay: str) -> AsyncIterator[Ground]:
+    pods = Pods()
+    found = Ground(relay, pods)
+    try:
+        yield found
+    finally:
+        for end in found.ends.values():
+            if not end.dead.is_set():
+                end.process.kill()  # its child with it
+                await end.process.wait()
+        pods.close()
+
+
+async def under_way(near: End, relay: str) -> None:
+    while not (await near.ask(do="stats"))[f"{relay}_coming_here_bytes"]:
+        await asyncio.sleep(0)
+
+
+async def hurt(relay: str, fault: Fault) -> Outcome:
+    """A fault of the far process while it sends, and is sent to; a third process is given the memory meanwhile."""
+    async with ground(relay) as land:
+        near = await land.start("near", "near")
+        other = await land.start("far", "other")
+        far = await land.start("far", "far")
+        for sender, receiver in ((far, near), (near, far), (other, near)):  # the ways are open
+            await _checked(receiver, await receiver.fetch(sender, 1 << 20, 1), 1)
+        await far.fetch(near, LARGE, 2)
+        coming = await near.fetch(far, LARGE, 2)
+        await under_way(near, relay)
+        begun = time.monotonic()
+        match fault:
+            case "kill" | "restart":
+                os.kill(far.pid, signal.SIGKILL)
+                await far.dead.wait()
+                await near.ask(do="forget", peer="far")
+            case "freeze":
+                os.kill(far.pid, signal.SIGSTOP)
+            case "link":
+                land.pods.cut()
+        end = await asyncio.wait_for(near.ends[coming], 60)
+        noticed_s = end["at"] - begun
+        reason = end.get("reason", "")
+        wrong = transfers = 0
+        if fault == "restart":
+            del land.ends["far"]
+            await land.held(near)
+            far = await land.start("far", "far")
+            wrong += await _checked(near, await near.fetch(far, 8 << 20, 3), 3)
+        elif fault == "freeze":
+            await near.ask(do="forget", peer="far")
+            numbers = [await near.fetch(other, 8 << 20, 10 + one) for one in range(6)]
+            await asyncio.wait({near.ends[number] for number in numbers}, timeout=60)
+            os.kill(far.pid, signal.SIGCONT)
+            await far.ask(do="forget", peer="near")
+            await land.calm(near)
+            for one, number in enumerate(numbers):
+                wrong += await _checked(near, number, 10 + one)
+                transfers += 1
+        elif fault == "link":
+            for here, name in ((near, "far"), (far, "near"), (near, "other"), (other, "near")):
+                await here.ask(do="forget", peer=name)
+            land.pods.mend()
+            for here, there in ((near, far), (far, near), (near, other), (other, near)):
+                assert await here.ask(do="open", peer=there.name, facts=await there.ask(do="facts"))
+            wrong += await _again(near, far, 4)
+        transfers += fault in ("restart", "link")
+        exits = await land.close("other", "far")
+        for name in exits:
+            await near.ask(do="forget", peer=name)
+        held = await land.held(near)
+        exits |= await land.close("near")
+    return Outcome(
+        relay=relay,
+        fault=fault,
+        transfers=transfers,
+        noticed_s=noticed_s,
+        reason=reason,
+        wrong=wrong,
+        held=held,
+        exits=exits,
+    )
+
+
+async def give_up_often(relay: str, transfers: int, *, careless: bool = False, seed: int = 1) -> Outcome:
+    """Gets that are given up while their sender is frozen: what it still sends comes when other gets have the memory.
+
+    careless: without quarantine.
+    """
+    chance = random.Random(seed)
+    async with ground(relay) as land:
+        near = await land.start("near", "near", *(["careless"] if careless else []))
+        other = await land.start("far", "other")
+        far = await land.start("far", "far")
+        done = wrong = 0
+        while done < transfers:
+            size = chance.choice((1 << 20, 2 << 20, 4 << 20))
+            marks = [1 + (done + one) % 200 for one in range(KEPT)]
+            puts = [await other.put(near, size, mark) for mark in marks]
+            late = await near.fetch(far, LATE, 255, "late")
+            await asyncio.sleep(chance.uniform(0, 0.02))  # it is stopped anywhere
+            os.kill(far.pid, signal.SIGSTOP)
+            await near.ask(do="give_up", request="late")
+            kept = [(await near.get(other, metadata), mark) for metadata, mark in zip(puts, marks, strict=True)]
+            await asyncio.wait({near.ends[number] for number, _ in kept})
+            os.kill(far.pid, signal.SIGCONT)
+            if (await near.ends[late])["event"] == "here":  # it was too late to give it up
+                wrong += await _checked(near, late, 255)
+            # What came after the one that was given up shows that all of that is here.
+            behind = await near.fetch(far, 4096, 254)
+            wrong += await _checked(near, behind, 254)
+            for number, mark in kept:
+                wrong += await _checked(near, number, mark)
+            done += len(kept) + 1
+            near.ends.clear()
+        held = await land.held(near)
+        exits = await land.close("other", "far", "near")
+    return Outcome(
+        relay=relay,
+        fault="careless" if careless else "given up",
+        transfers=done,
+        noticed_s=0.0,
+        reason="",
+        wrong=wrong,
+        held=held,
+        exits=exits,
+    )
+
+
+async def _checked(near: End, number: int, mark: int) -> int:
+    """How many bytes of a get are wrong. Raises: AssertionError: it failed."""
+    end = await asyncio.wait_for(near.ends[number], 60)
+    assert end["event"] == "here", end
+    return int(await near.ask(do="wrong", number=number, mark=mark))
+
+
+async def _again(near: End, far: End, mark: int) -> int:
+    """As `_checked`, of a way that is to be made anew: a first try may still find the old one broken."""
+    for _ in range(10):
+        number = await near.fetch(far, 8 << 20, mark)
+        if (await asyncio.wait_for(near.ends[number], 60))["event"] == "here":
+            return await _checked(near, number, mark)
+    raise AssertionError("the way does not come back")
