@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -61,7 +62,7 @@ class Relays:
             incarnation=Peer(incarnation),
             on_release=on_release,
             thread=self._thread,
-            failed=self.fail,
+            failed=_weakly(self.fail),
             ids=itertools.count(1),
             arena=self.arena,
             security=security,
@@ -300,6 +301,22 @@ class Relays:
     def _trim(self) -> None:
         self._trimming = self._loop.call_later(TRIM_S, self._trim)  # armed first, should this one raise
         self.arena.trim()
+
+
+def _weakly(method: Failed) -> Failed:
+    """Calls a method without keeping its object.
+
+    Relays hold the context that holds this: a process that goes on as another incarnation frees the old one's arena at
+    once, not when the next garbage collection finds the cycle.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(peer: Peer, relay: str, reason: str) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(peer, relay, reason)
+
+    return call
 
 
 def _pack(extracted: Extracted) -> Pack:
