@@ -19,6 +19,7 @@ from stage_runtime.relays import registry
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.named import Put
 from stage_runtime.sockets.addresses import Security
 
 MIB = 1 << 20
@@ -49,12 +50,12 @@ class Pair:
         self.told.append((receiver, sender, transfer))
         self.ends[sender].released(receiver, transfer)
 
-    def put(self, value: Any, request_id: str = "r", **options: Any) -> tuple[Extracted, RelayOperation]:
+    def put(self, value: Any, request_id: str = "r", **options: Any) -> tuple[Extracted, Put]:
         """Extract ``value`` and put it from a to b."""
         extracted = encoding.extract(value)
         return extracted, self.put_again(extracted, request_id, **options)
 
-    def put_again(self, extracted: Extracted, request_id: str = "r", **options: Any) -> RelayOperation:
+    def put_again(self, extracted: Extracted, request_id: str = "r", **options: Any) -> Put:
         """Put what is extracted already from a to b."""
         operation = self.a.put(extracted, request_id=request_id, peer="b", backend=self.backend, **options)
         assert operation is not None, "there was no room"

@@ -55,13 +55,16 @@ class HostileManager(ScriptedManager):
         *,
         timeout_s: float | None = None,
         trace: str | None = None,
+        trace_state: str | None = None,
         hook_result: TerminalStagesResult | None = None,
     ) -> ScriptedHandle:
         try:
             encoding.extract({"request": request}, where="submitted", as_fields=True)
         except ValueRefused as error:
             raise InvalidRequest(f"{error.path}: {error.problem}", param=error.path) from error
-        return super().admit(request, timeout_s=timeout_s, trace=trace, hook_result=hook_result)
+        return super().admit(
+            request, timeout_s=timeout_s, trace=trace, trace_state=trace_state, hook_result=hook_result
+        )
 
 
 async def answer(_: ScriptedHandle) -> AsyncIterator[Event]:
