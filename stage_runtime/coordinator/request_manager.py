@@ -24,13 +24,14 @@ from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.notifications import ConsumedNotifier, EndedNotifier
 from stage_runtime.coordinator.readers import Readers
+from stage_runtime.coordinator.reports import Reports
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted
 from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
 from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.errors import IllegalEvent, RequestError
-from stage_runtime.metrics import catalog, planes
+from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
@@ -121,6 +122,7 @@ class RequestManager:
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._clocks_us = clocks_us
         self._tracing = tracing
+        self._reports = Reports(plan.pipeline, membership, relays, self.send_queues, tracing)
         self._started_at = time.monotonic()
 
     # --- events.RequestManagerApi -------------------------------------------------------------------------------------
@@ -194,43 +196,17 @@ class RequestManager:
         return handle.record() if handle is not None else self.stats.record(request_id)
 
     def status(self) -> Mapping[str, Any]:
-        newest = next(iter(self._membership.state.revisions[-1:]), None)
-        return {
-            "pipeline": self._plan.pipeline,
-            "coordinator": self._membership.incarnation,
-            "ready": self.ready(),
-            "in_flight": len(self._handles),
-            "awaiting_instance": len(self._rebinding),
-            "stages": list(newest.stages) if newest is not None else [],
-            "edges": list(newest.edges) if newest is not None else [],
-            "gauges": self._gauges(),
-            **self._membership.status(),
-        }
+        return self._reports.status(in_flight=len(self._handles), awaiting_instance=len(self._rebinding))
 
     def ready(self) -> bool:
         return self._membership.ready()
 
     def metrics(self) -> Samples:
-        of_manager: Samples = {
-            catalog.REQUESTS_IN_FLIGHT: {(): len(self._handles)},
-            catalog.RETAINED_BODY_BYTES: {(): self._admission.kept_nbytes},
-            catalog.TRACES_SENT: {(): self._tracing.sent if self._tracing is not None else 0},
-            catalog.TRACES_DROPPED: {(): self._tracing.dropped if self._tracing is not None else 0},
-        }
-        own = planes.samples({COORDINATOR: self._gauges()})
-        return {**self.stats.samples(), **of_manager, **self._membership.samples(), **own}
+        own = self._reports.samples(in_flight=len(self._handles), kept_nbytes=self._admission.kept_nbytes)
+        return {**self.stats.samples(), **own}
 
     def member_gauges(self) -> Mapping[str, planes.Gauges]:
         return self._membership.gauges()
-
-    def _gauges(self) -> dict[str, float]:
-        return planes.gauges(
-            relays=self._relays.stats(),
-            transfers_in_flight=self.send_queues.outstanding,
-            edges=self.send_queues.edges(),
-            sends_queued=self.send_queues.queued,
-            events=self._membership.counters(),
-        )
 
     @property
     def in_flight(self) -> int:

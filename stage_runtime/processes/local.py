@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import http.client
 import os
 import subprocess
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,6 +25,7 @@ from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from omnipipeline_spec.validation import variables
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import (
+    admitted,
     client_keys,
     codefiles,
     launching,
@@ -42,7 +40,6 @@ from stage_runtime.processes.launcher import KEY_FILE, Launcher
 from stage_runtime.processes.startup_failures import StartupFailed
 from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
 
-ADMISSION_POLL_S = 0.02
 STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` changes it
 
 
@@ -280,21 +277,8 @@ class LocalPipeline:
         self._on_change(view)
 
     async def _admitted(self, ready: Callable[[], Awaitable[None]], group: str | None = None) -> None:
-        """Once ``ready`` returns, wait until the coordinator knows all ready instances (of one group): milliseconds."""
-        await ready()
-        while self._ready_instances(group) - await self._known_ready():
-            await asyncio.sleep(ADMISSION_POLL_S)
-            await ready()
-
-    def _ready_instances(self, group: str | None) -> Counter[str]:
-        """Group -> how many of it are ready now."""
-        there = self._supervisor.instances(group)
-        return Counter(one.spec.group for one in there if one.ready and one.spec.group != COORDINATOR)
-
-    async def _known_ready(self) -> Counter[str]:
-        status = await asyncio.to_thread(_status, self.url, next(iter(self._api_keys), None))
-        instances = status.get("instances", [])
-        return Counter(one["group"] for one in instances if one["ready"] and not one["draining"])
+        key = next(iter(self._api_keys), None)
+        await admitted.wait(ready, self._supervisor, lambda: self.url, key, group)
 
     def _launch(self) -> None:
         assert self._dir is not None
@@ -355,19 +339,6 @@ def _folder(source: str) -> Path | None:
     """Of ``pipeline.yaml``, ``pipeline.py`` and ``pipeline.py:name``; a module's name has none of its own."""
     file = Path(source if os.path.exists(source) else source.rpartition(":")[0])
     return file.resolve().parent if file.is_file() else None
-
-
-def _status(url: str, key: str | None) -> dict[str, Any]:
-    """The coordinator's `/status`; empty when it does not answer now."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=5)
-    try:
-        connection.request("GET", "/status", headers={"Authorization": f"Bearer {key}"} if key else {})
-        return msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any])
-    except (OSError, http.client.HTTPException, msgspec.MsgspecError):
-        return {}
-    finally:
-        connection.close()
 
 
 def _ignore(_view: ProcessView) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.engines import events, threads
-from stage_runtime.engines.backlog import Backlog
 from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.engines.streaming import StreamingEngine
@@ -31,9 +30,9 @@ from stage_runtime.stage.arrivals import (
     MergedArrival,
     PayloadArrival,
     Sealed,
-    open_payload,
 )
 from stage_runtime.stage.hooks import Hooks
+from stage_runtime.stage.joins import Joins
 from stage_runtime.stage.work import RequestWork, begun
 from stage_runtime.wire.messages import Consumed, Failure, Header, Timing
 
@@ -72,10 +71,10 @@ class StageInput:
         self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
         self._dead = Tombstones()
         self._lock = Lock()
-        self._joins: Backlog[tuple[RequestWork, str, Sealed | None]] | None = None
+        self._joins: Joins | None = None
         if plan.wait_for:
-            self._joins = Backlog()
-            threads.start(f"{plan.name}-joins", self._join, crashed=crashed)
+            self._joins = Joins(hooks, begin=self._begin, fail=fail, look_ahead=self._look_ahead)
+            threads.start(f"{plan.name}-joins", self._joins.run, crashed=crashed)
 
     # --- what comes ---------------------------------------------------------------------------------------------
 
@@ -93,7 +92,7 @@ class StageInput:
         if recorder.active:
             self._record(profile.STAGE_INPUT_RECEIVED, work, from_stage=source or COORDINATOR)
         if self._joins is not None and source:
-            self._joins.put((work, source, sealed), work)
+            self._joins.put(work, source, sealed)
             self._look_back(work)
             return
         if source and source not in self._sources:
@@ -175,7 +174,7 @@ class StageInput:
         if work is None:
             return
         if chunks is None and self._joins is not None:
-            self._joins.put((work, source, None), work)
+            self._joins.put(work, source, None)
             self._look_back(work)
             return
         try:
@@ -310,9 +309,7 @@ class StageInput:
         for arrival in early:
             arrival.discard()
         if self._joins is not None:
-            for _, _, sealed in self._joins.drop(work):
-                if sealed is not None:
-                    sealed.discard()
+            self._joins.drop(work)
 
     def _look_back(self, work: RequestWork) -> None:
         """It may have ended while something of it was put where it waits."""
@@ -369,46 +366,3 @@ class StageInput:
             self._skipped(work)
         elif tell:
             self._inbox.put(events.NoPayload(work.request_id, work))
-
-    def _join(self) -> None:
-        """The stage's hook thread: opens payloads, asks wait_for_fn, merges."""
-        assert self._joins is not None
-        while (item := self._joins.take()) is not None:
-            work, source, sealed = item
-            if work.dead:
-                if sealed is not None:
-                    sealed.discard()
-                continue
-            try:
-                self._gather(work, source, sealed)
-            except BaseException as error:
-                self._fail(work, error, "merge_fn")
-            del item, work, sealed
-
-    def _gather(self, work: RequestWork, source: str, sealed: Sealed | None) -> None:
-        gathering = work.gathering
-        if gathering is None:  # it has ended
-            if sealed is not None:
-                sealed.discard()
-            return
-        if sealed is None:
-            gathering.skip(source)
-            self._check_possible(work, gathering)
-            return
-        if gathering.waits_after(source):
-            # Two requests that wait for each other's slots would never go on, however many slots there are.
-            sealed.copy_out()
-        payload = open_payload(work, sealed)
-        gathering.arrive(source, payload)
-        if not gathering.resolved:
-            gathering.resolve(self._hooks.active_sources(work.request_id, source, payload))
-        if gathering.complete and work.claim_payload():
-            self._begin(work, MergedArrival(work, self._hooks.merge(gathering.take())))
-        else:
-            self._check_possible(work, gathering)
-
-    def _check_possible(self, work: RequestWork, gathering: Gathering) -> None:
-        if not gathering.possible:
-            gathering.take()  # each may hold a slot of its sender
-            work.expecting.no_payload()
-            self._look_ahead(work)

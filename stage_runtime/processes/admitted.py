@@ -1,0 +1,59 @@
+"""Waits until a pipeline's coordinator knows the instances that are ready. Called by `local`."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.processes.supervisor import Supervisor
+
+ADMISSION_POLL_S: Final = 0.02
+
+
+async def wait(
+    ready: Callable[[], Awaitable[None]],
+    supervisor: Supervisor,
+    url: Callable[[], str],
+    key: str | None,
+    group: str | None = None,
+) -> None:
+    """Once ``ready`` returns, wait until the coordinator knows all ready instances (of one group): milliseconds.
+
+    url: the coordinator's, known once ``ready`` has returned. key: what it asks clients for.
+    """
+    await ready()
+    while _ready_instances(supervisor, group) - await _known_ready(url(), key):
+        await asyncio.sleep(ADMISSION_POLL_S)
+        await ready()
+
+
+def _ready_instances(supervisor: Supervisor, group: str | None) -> Counter[str]:
+    """Group -> how many of it are ready now."""
+    there = supervisor.instances(group)
+    return Counter(one.spec.group for one in there if one.ready and one.spec.group != COORDINATOR)
+
+
+async def _known_ready(url: str, key: str | None) -> Counter[str]:
+    status = await asyncio.to_thread(_status, url, key)
+    instances = status.get("instances", [])
+    return Counter(one["group"] for one in instances if one["ready"] and not one["draining"])
+
+
+def _status(url: str, key: str | None) -> dict[str, Any]:
+    """The coordinator's `/status`; empty when it does not answer now."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=5)
+    try:
+        connection.request("GET", "/status", headers={"Authorization": f"Bearer {key}"} if key else {})
+        return msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any])
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError):
+        return {}
+    finally:
+        connection.close()
