@@ -98,8 +98,11 @@ class Engine(Protocol):
 
     takes_chunks: bool  #: Whether stream chunks may be sent to it.
     takes_admin: bool  #: Whether it answers operations of its own.
-    ticks: int  #: Grows while an event loop of its own turns; 0 for ever without one.
     concurrency: int  #: Requests at once. The ranks of a TP stage need 1: they must see the same order.
+
+    @property
+    def ticks(self) -> int:
+        """Grows while an event loop of its own turns, or processes of its own compute; 0 for ever without them."""
 
     def run(self, inbox: Inbox, outbox: Outbox, stop: Event) -> None:
         """Work until the inbox closes. On the stage's scheduler thread."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,7 +37,7 @@ class CountingExecutor:
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
 
-    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
         self.steps += bool(step.rows)
         future: Future[ModelOutput] = Future()
         seen = {token for row in step.rows for token in row.request.tokens}
@@ -50,6 +50,9 @@ class CountingExecutor:
         sampled = {row.request.id: (row.request.tokens[-1] + 1) % VOCABULARY for row in step.rows if row.samples}
         future.set_result(ModelOutput(sampled, {}, {}))
         return future
+
+    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+        raise AssertionError("no request has a grammar")
 
     def shutdown(self) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -177,7 +177,7 @@ class ScriptedExecutor:
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None: ...
 
-    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
         future: Future[ModelOutput] = Future()
         self.during(step)
         if self.step_errors:
@@ -187,6 +187,9 @@ class ScriptedExecutor:
         failed = {row.request.id: self.row_errors[row.request.id] for row in rows if row.request.id in self.row_errors}
         future.set_result(ModelOutput({row.request.id: self._choose(row.request.tokens) for row in rows}, failed, {}))
         return future
+
+    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+        raise AssertionError("no request has a grammar")
 
     def shutdown(self) -> None:
         self.closed = True

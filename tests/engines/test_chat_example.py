@@ -93,7 +93,7 @@ async def test_the_chat_server_calls_tools_writes_json_and_gives_several_answers
 async def _check_fields(client: openai.AsyncOpenAI) -> None:
     create: Any = client.chat.completions.create
     ask: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 90}
-    called, stream, written, several, refused = await asyncio.gather(
+    answers: Any = await asyncio.gather(
         create(**ask, tools=[CLOCK], tool_choice="required"),
         create(**ask, tools=[CLOCK], tool_choice="required", stream=True),
         create(**ask, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}),
@@ -101,6 +101,7 @@ async def _check_fields(client: openai.AsyncOpenAI) -> None:
         create(**ask, response_format={"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}),
         return_exceptions=True,
     )
+    called, stream, written, several, refused = answers
     [choice] = called.choices
     [call] = choice.message.tool_calls
     assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "clock")

@@ -74,7 +74,7 @@ def run(checkpoint: Path, requests: list[dict[str, Any]], **settings: Any) -> li
         )
         for index, one in enumerate(requests)
     ]
-    return omni.testing.run_stage(factory, asked)
+    return list(omni.testing.run_stage(factory, asked))
 
 
 def whole(found: Any, name: str, choice: int = 0) -> Any:
@@ -90,7 +90,7 @@ def last(found: Any, choice: int = 0) -> Any:
 def test_answers_follow_their_schema_and_others_in_the_same_steps_do_not(
     checkpoint: Path, where: dict[str, Any]
 ) -> None:
-    wanted = [
+    wanted: list[dict[str, Any]] = [
         {"response_format": JSON},
         {"max_tokens": 8, "ignore_eos": True},
         {"response_format": JSON, "temperature": 1, "seed": 3},

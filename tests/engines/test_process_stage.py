@@ -165,6 +165,16 @@ def test_one_of_two_engines_that_ends_takes_its_requests_alone_and_is_replaced(n
         assert not set(pids) & set(client.pids)
 
 
+def test_a_stage_crashes_when_the_coordinator_of_its_engines_is_killed() -> None:
+    with pytest.raises(EngineDeadError, match="coordinator"), two() as (rig, client):
+        rig.start("a", {"tokens": [SLOW]})
+        until(lambda: bool(client.reqs_in_flight))
+        os.kill(client._coordinator.pid, signal.SIGKILL)
+        rig.thread.join(PATIENCE_S)
+        assert not rig.thread.is_alive()
+    assert client.pids == []
+
+
 @pytest.mark.parametrize(
     ("processors", "engines", "expected"),
     [

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from stage_runtime.engines.autoregressive.parameters import Grammar
 
 #: As models write JSON. Without it they may write blanks for ever.
-WRITTEN: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WRITTEN: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MOST: Final = 1 << 16  # characters of a grammar
 
 

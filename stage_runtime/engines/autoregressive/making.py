@@ -28,7 +28,7 @@ def make(spec: Autoregressive, context: StageContext | None) -> Engine:
 
     Blocks until all is loaded.
     """
-    from stage_runtime.engines.autoregressive import loading
+    from stage_runtime.engines.autoregressive import loading, models
 
     loading.check(spec)
     device = "cpu" if context is None else context.device
@@ -42,7 +42,7 @@ def make(spec: Autoregressive, context: StageContext | None) -> Engine:
 
         loaded = loading.load(spec, device=device, say=say)
         return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context)
-    tokenizer = loading.load_tokenizer(spec.model, revision=spec.revision)
+    tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
     say(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     return _with_processes(spec, launch_of(spec, device), tokenizer, context)
 

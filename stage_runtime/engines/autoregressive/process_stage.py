@@ -91,7 +91,8 @@ class ProcessEngine:
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
                 await reader
             await asyncio.gather(*self._replacing)  # or their processes would be nobody's
-            await self._client.close(drain_s=DRAIN_S if self._client.reqs_in_flight else 0.0)
+            draining = self._client.reqs_in_flight and not self._client.dead
+            await self._client.close(drain_s=DRAIN_S if draining else 0.0)
 
     async def _wait(self) -> None:
         """Until something arrives. Requests that no engine computes any more wait for gates."""

@@ -96,6 +96,11 @@ class MPClient:
         """Of the engines that are not known to have ended."""
         return [one.pid for one in self._engines.values()]
 
+    @property
+    def dead(self) -> bool:
+        """Nothing more is computed."""
+        return self._dead is not None
+
     def ensure_alive(self) -> None:
         """Raises: EngineDeadError."""
         if self._dead is not None:

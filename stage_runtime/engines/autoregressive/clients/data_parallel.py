@@ -23,7 +23,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     Scale,
     identity,
 )
-from stage_runtime.errors import ConfigurationError
+from stage_runtime.errors import ConfigurationError, EngineDeadError
 from stage_runtime.rules.autoregressive.balancing import Balancer
 from stage_runtime.rules.autoregressive.waves import PublishState
 from stage_runtime.sockets import multipart
@@ -54,6 +54,14 @@ class DPAsyncMPClient(AsyncMPClient):
         assert self._loop is not None
         self._loop.add_reader(self._stats.fileno(), self._read_stats)
         self._loop.call_soon(self._read_stats)
+        self._loop.add_reader(self._coordinator.pidfd, self._coordinator_ended)
+
+    def _coordinator_ended(self) -> None:
+        """Engines would soon wait for it, and their counts are not known: all who wait are told."""
+        assert self._loop is not None
+        self._loop.remove_reader(self._coordinator.pidfd)
+        self._dead = self._dead or EngineDeadError("the coordinator of the engines has ended")
+        self._tell_dead()
 
     def _read_stats(self) -> None:
         while (frames := self._stats.receive()) is not None:
@@ -84,6 +92,7 @@ class DPAsyncMPClient(AsyncMPClient):
     async def close(self, *, drain_s: float = 0.0) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._stats.fileno())
+            self._loop.remove_reader(self._coordinator.pidfd)
         await super().close(drain_s=drain_s)
 
     def _close(self, *, drain_s: float = 0.0) -> None:

@@ -47,6 +47,11 @@ class DPCoordinator:
         return self._process.pid
 
     @property
+    def pidfd(self) -> int:
+        """Readable when it has ended."""
+        return self._process.pidfd
+
+    @property
     def coordination(self) -> Coordination:
         """What an engine must know."""
         return Coordination(
