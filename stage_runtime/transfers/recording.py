@@ -16,7 +16,7 @@ from stage_runtime.profiler import events
 from stage_runtime.profiler.recorder import recorder
 
 
-class Owner(Protocol):
+class RecordedRequest(Protocol):
     """Whose payload it is."""
 
     @property
@@ -33,7 +33,7 @@ class Transfer(msgspec.Struct, frozen=True):
     facts: dict[str, Any]
 
 
-def put(work: Owner, edge: tuple[str, str], metadata: bytes, nbytes: int, begun_ns: int) -> Transfer:
+def put(work: RecordedRequest, edge: tuple[str, str], metadata: bytes, nbytes: int, begun_ns: int) -> Transfer:
     """The relay has taken it. edge: source, target. begun_ns: when the put began."""
     source, target = edge
     facts = {**_named(metadata), "to_stage": target, "nbytes": nbytes, "attempt": work.attempt}

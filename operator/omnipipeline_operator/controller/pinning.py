@@ -17,7 +17,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 
 
-class Pins(msgspec.Struct, frozen=True, kw_only=True):
+class PinnedChoices(msgspec.Struct, frozen=True, kw_only=True):
     """What was chosen once, for the life of a pipeline revision (its image) or of the pipeline (its key)."""
 
     image: str
@@ -37,7 +37,7 @@ def pins(
     image: str | None,
     default_image: str,
     random_id: str,
-) -> Pins:
+) -> PinnedChoices:
     """Read the pins from the revisions ConfigMap and the Deployments, or choose them now.
 
     update:        the desired pipeline revision.
@@ -55,7 +55,7 @@ def pins(
     images = config.read_images(live)
     chosen = image or pinned_image(own, images.get(update.revision), default_image)
     busy = [each for each in own if not each.idle]
-    return Pins(
+    return PinnedChoices(
         image=chosen,
         images=images,
         control_secret=secret or naming.control_secret(snapshot.owner.name, random_id),

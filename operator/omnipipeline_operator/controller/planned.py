@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
-from omnipipeline_operator.controller.pinning import Pins
+from omnipipeline_operator.controller.pinning import PinnedChoices
 from omnipipeline_operator.desired import children
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
@@ -21,7 +21,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     spec: PipelineConfig
     plan: PipelinePlan
     goal: Goal
-    pins: Pins
+    pins: PinnedChoices
     desired: children.Children
 
 

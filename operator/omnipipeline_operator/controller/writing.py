@@ -17,7 +17,7 @@ from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.changes.rollout import Decision, UnitRevision
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier
-from omnipipeline_operator.controller.pinning import Pins
+from omnipipeline_operator.controller.pinning import PinnedChoices
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
 from omnipipeline_operator.kinds import CONFIG_MAP, DEPLOYMENT, JOB, Manifest
@@ -35,7 +35,7 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     desired: children.Children
     decision: Decision
     entries: Sequence[PipelineRevision]
-    pins: Pins
+    pins: PinnedChoices
     held: frozenset[UnitRevision]  #: Unit revisions with missing references: their Deployments get no pods yet.
     prefetch_held: bool = False
     aside: Sequence[str] = ()  #: Addresses of pods that were taken out of their unit: they get no more requests.
@@ -94,7 +94,7 @@ class Writer:
         changed = profiling != Profiling(storage=profiling.storage)
         return changed or config.has_profiling(self._snapshot.revisions())
 
-    async def restart_units(self, entries: Sequence[PipelineRevision], pins: Pins, *, rekey: bool) -> None:
+    async def restart_units(self, entries: Sequence[PipelineRevision], pins: PinnedChoices, *, rekey: bool) -> None:
         """Pin a new id, so that the next reconcile plans new revisions of all units. ``rekey``: with a new Secret."""
         occasion = secrets.token_hex(5)
         named = naming.control_secret(self._snapshot.owner.name, occasion) if rekey else pins.control_secret
@@ -109,7 +109,7 @@ class Writer:
             )
         )
 
-    async def _create_key(self, pins: Pins) -> None:
+    async def _create_key(self, pins: PinnedChoices) -> None:
         """Create the key's Secret, whose name the revisions ConfigMap has already: a restart creates no second one."""
         await self._before_creating()
         key = secrets.token_bytes(config.KEY_BYTES)
