@@ -5,7 +5,8 @@
 #
 # VARIANT      cpu | cu12 | cu13: what torch must have been built for. Checked: a build never ships the other one silently.
 # TORCH_INDEX  package index that holds torch for the variant, as torch's own install page names it. Empty: pip's default.
-# EXTRAS       further extras of the distribution for the stage image, comma separated (nixl, nixl-cu13, mooncake).
+# EXTRAS       further extras of the distribution for the stage image, comma separated: on a CPU nixl and mooncake, on
+#              CUDA 12 nixl and mooncake-cu12, on CUDA 13 nixl-cu13 and mooncake-cu13. Their libraries come with them.
 #
 # Both run as a numeric user, with a read-only root file system, and hold neither pip nor a compiler: what is installed
 # here is what runs. A stage image of your own is `FROM` this one plus `COPY` of your modules (docs/install.md).
@@ -98,7 +99,19 @@ WORKDIR /tmp
 ENTRYPOINT ["python", "-m", "omnipipeline_operator"]
 
 
-FROM runtime AS stage
+# What the extras' wheels link beside what Debian's slim image has (docs/install.md, "Relays that need more").
+FROM runtime AS stage-libraries
+ARG EXTRAS=""
+RUN case ",$EXTRAS," in \
+        *,mooncake*) libraries="libibverbs1 libnuma1 libcurl4" ;; \
+        *,nixl*) libraries="libibverbs1 libnuma1" ;; \
+        *) exit 0 ;; \
+    esac \
+    && apt-get update && apt-get install -y --no-install-recommends $libraries \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
+
+
+FROM stage-libraries AS stage
 ARG VARIANT=cpu
 COPY --from=torch /opt/omnipipeline /opt/omnipipeline
 COPY --from=stage-dependencies /more /opt/omnipipeline

@@ -194,6 +194,31 @@ def test_a_privilege_is_refused_unless_the_operator_allows_it(patch: Any, place:
     assert desired(allowing, processGroups=refined).workloads
 
 
+@pytest.mark.parametrize(
+    "rdma, allowed, capabilities",
+    [
+        (False, False, {"drop": ["ALL"]}),
+        (False, True, {"drop": ["ALL"]}),
+        (True, False, {"drop": ["ALL"]}),
+        (True, True, {"drop": ["ALL"], "add": ["IPC_LOCK"]}),
+    ],
+)
+def test_memory_may_be_locked_only_for_rdma_and_where_the_operator_allows_privileges(
+    rdma: bool, allowed: bool, capabilities: Any
+) -> None:
+    facts = PodFacts(owner=OWNER, image="stage:1", control_secret="s", allow_privileged=allowed)
+    fields = {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}} if rdma else {}
+    *units, coordinator = desired(facts, **fields).workloads
+    for unit in units:
+        [container] = unit.deployment["spec"]["template"]["spec"]["containers"]
+        assert container["securityContext"]["capabilities"] == capabilities
+        assert ("rdma/hca" in container["resources"].get("limits", {})) == rdma
+        names = {variable["name"] for variable in container["env"]}
+        assert {"OMNI_POD_IP", "OMNI_POD_UID"} <= names
+    [container] = coordinator.deployment["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
 @pytest.mark.parametrize("patch", podsecurity_cases.ACCEPTED)
 def test_what_the_restricted_standard_accepts_is_accepted(patch: Any) -> None:
     assert desired(processGroups=[{"name": "mouth", "podTemplate": patch}]).workloads

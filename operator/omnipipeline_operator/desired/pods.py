@@ -193,7 +193,7 @@ def _container(
         "readinessProbe": _probe("/readyz", period_s=2, failures=3),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _container_security(),
+        "securityContext": _container_security(pins_memory="rdma" in settings and facts.allow_privileged),
         "volumeMounts": volumes.mounts(settings, environment),
     }
     for field in ("imagePullPolicy", "envFrom"):
@@ -288,12 +288,12 @@ def _pod_security() -> Manifest:
     }
 
 
-def _container_security() -> Manifest:
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+def _container_security(*, pins_memory: bool) -> Manifest:
+    """pins_memory: an RDMA device needs the arenas pinned. The restricted standard forbids the capability; an operator
+    that holds to it leaves that to the limit of locked memory that the container runtime sets.
+    """
+    capabilities: Manifest = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if pins_memory else {})}
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities}
 
 
 def _variable(name: str, value: str) -> Manifest:
