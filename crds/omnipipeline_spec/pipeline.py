@@ -79,7 +79,7 @@ class RelayConfig(Spec, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=65536)] | None, doc("Size of that NCCL world; local runs only.")
     ] = None
     device: Annotated[
-        Literal["cpu", "cuda"] | None, doc("Memory of the relay's buffers; unset follows from gpu and backend.")
+        Literal["cpu", "cuda"] | None, doc("Where tensors arrive at this stage; unset: on its gpu, or cpu without one.")
     ] = None
 
 

@@ -91,9 +91,11 @@ def _gpus(unit: UnitPlan, group: GroupPlan) -> str:
 
 
 def _edges(plan: PipelinePlan) -> Table:
-    drawn = _table("FROM", "TO", "KIND", "TRANSPORT", "RELAY")
+    device_of = {stage.name: stage.relay.device for unit in plan.units for stage in unit.stages}
+    drawn = _table("FROM", "TO", "KIND", "TRANSPORT", "RELAY", "ARRIVES ON")
     for edge in plan.edges:
-        drawn.add_row(edge.source, edge.target, edge.kind, TRANSPORTS[edge.transport], _relay(edge))
+        device = device_of.get(edge.target, "cpu")
+        drawn.add_row(edge.source, edge.target, edge.kind, TRANSPORTS[edge.transport], _relay(edge), device)
     return drawn
 
 

@@ -129,7 +129,7 @@ def tensor_bytes(tensor: Any) -> tuple[memoryview, bool]:
     tensor = _resolved(tensor)
     if tensor.device.type != "cpu":
         copied = True
-        tensor = tensor.cpu()
+        tensor = host_copy(tensor)
     if not tensor.numel():
         return EMPTY, True
     tensor = _as_words(tensor)
@@ -137,6 +137,17 @@ def tensor_bytes(tensor: Any) -> tuple[memoryview, bool]:
         copied = True
         tensor = tensor.contiguous()
     return buffers.view(tensor.numpy().reshape(-1).view(np.uint8)), copied
+
+
+def host_copy(tensor: Any) -> Any:
+    """A tensor of another device in the host's memory; of a GPU in pinned memory, into which it copies by itself."""
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
 
 
 def array_problem(array: np.ndarray[Any, Any]) -> str | None:

@@ -40,7 +40,7 @@ HONOURED: Final = frozenset(
     profiling.enabled profiling.maxSeconds
     observability.tracing.endpoint observability.tracing.sampleRatio
     control.heartbeatSeconds control.deadAfterSeconds dataPlane.allowTCP dataPlane.mooncakeProtocol
-    stages[].relay.slotSizeMb stages[].relay.rank stages[].relay.worldSize
+    stages[].relay.device stages[].relay.slotSizeMb stages[].relay.rank stages[].relay.worldSize
     """.split()
 )
 
@@ -48,9 +48,7 @@ _NO_PODS: Final = "one machine has processes, not pods"
 _NO_IMAGE: Final = "processes run in the Python environment of `omni up`, not in an image"
 
 #: Field, with all that is in it -> what happens instead. Nowhere read, on no cluster either.
-NOT_IN_THIS_VERSION: Final[Mapping[str, str]] = {
-    "stages[].relay.device": "tensors travel through the host's memory",
-}
+NOT_IN_THIS_VERSION: Final[Mapping[str, str]] = {}
 
 #: Field, with all that is in it -> what one machine has instead.
 CLUSTER_ONLY: Final[Mapping[str, str]] = {

@@ -8,7 +8,7 @@ import msgspec
 
 from stage_runtime.engines import events
 from stage_runtime.errors import ProtocolError
-from stage_runtime.payloads import encoding
+from stage_runtime.payloads import devices, encoding
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
@@ -50,10 +50,11 @@ def open_payload(work: RequestWork, sealed: Sealed) -> StagePayload:
         raise ProtocolError("a payload without its request")
     work.know(request)
     if "data" in fields:
-        return StagePayload(request=request, data=fields["data"])
+        return StagePayload(request=request, data=devices.moved(fields["data"], work.device))
     # What is left out is the request's inputs: the stage's own, which it may write into without changing the request.
     inputs = request.inputs
-    return StagePayload(request=request, data=inputs if type(inputs) in SCALARS else encoding.reissued(request).inputs)
+    own = inputs if type(inputs) in SCALARS else devices.moved(encoding.reissued(request).inputs, work.device)
+    return StagePayload(request=request, data=own)
 
 
 class PayloadArrival(msgspec.Struct, eq=False):
@@ -131,9 +132,9 @@ class ChunkArrival:
         if isinstance(request, OmniRequest):
             self.work.know(request)
         chunk = Chunk(
-            fields.get("data"),
+            devices.moved(fields.get("data"), self.work.device),
             modality=self.modality,
-            metadata=fields.get("metadata"),
+            metadata=devices.moved(fields.get("metadata"), self.work.device),
             source=self.source,
             index=self.index,
             request=self.work.request,

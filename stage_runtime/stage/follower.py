@@ -14,6 +14,7 @@ from stage_runtime.engines.base import Engine
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.errors import ProtocolError
 from stage_runtime.metrics import planes
+from stage_runtime.payloads import devices
 from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.profiler.session import Session
 from stage_runtime.relays.dispatch import Relays
@@ -62,7 +63,7 @@ class FollowerHost:
         self._on_failed = on_failed
         self._on_lost = on_lost
         self._inbox = FollowerInbox()
-        self._follower = Follower(self._inbox)
+        self._follower = Follower(self._inbox, devices.of_stage(plan, rank))
         self._leader: str | None = None
         self._via = ""
         self._loaded = False

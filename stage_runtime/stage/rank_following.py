@@ -14,6 +14,7 @@ from typing import Any, Final
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Gate, Inbox, Work
 from stage_runtime.errors import RequestError, describe
+from stage_runtime.payloads import devices
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules.failures import failure_of, log_failure
@@ -153,8 +154,10 @@ class FollowerOutput:
 class Follower:
     """The side of ranks 1..: puts what rank 0 sends into its engine's inbox, in order."""
 
-    def __init__(self, inbox: FollowerInbox) -> None:
+    def __init__(self, inbox: FollowerInbox, device: str = "cpu") -> None:
+        """device: where the tensors lie that this rank is given."""
         self._inbox = inbox
+        self._device = device
         self._order: Inbound[tuple[RankWork, Fetched | None]] = Inbound()
         self._works: dict[WorkKey, FollowedWork] = {}  #: Oldest first; those that are over stay for a while.
 
@@ -180,6 +183,8 @@ class Follower:
             self._inbox.close()
             return
         fields = fetched.open() if fetched is not None else {}
+        for name in fields.keys() & {"data", "metadata"}:
+            fields[name] = devices.moved(fields[name], self._device)
         key = WorkKey(message.owner, message.request_id, message.attempt)
         self._inbox.follow(self._event(message.kind, key, fields))
 

@@ -19,6 +19,7 @@ from stage_runtime.engines.base import Engine, Inbox
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.engines.streaming import StreamingEngine
 from stage_runtime.errors import HookError, ProtocolError
+from stage_runtime.payloads import devices
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules.expecting import Outlook
@@ -68,6 +69,7 @@ class StageInput:
         self._unwanted = unwanted
         self._reject = reject
         self._sources = frozenset(plan.inputs_from)
+        self._device = devices.of_stage(plan)
         self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
         self._dead = Tombstones()
         self._lock = Lock()
@@ -281,6 +283,7 @@ class StageInput:
                     parking=self._inbox.parking,
                     inputs=("",) if plan.entry else plan.wait_for or plan.inputs_from,
                     lockstep=plan.tp_size > 1,
+                    device=self._device,
                 )
                 self._works[header.owner, header.request_id] = work
         if superseded is not None:

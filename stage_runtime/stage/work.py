@@ -55,6 +55,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     fate: Fate
     gathering: Gathering | None = None
     parking: Parking | None = None
+    device: str = "cpu"  #: Where the tensors lie that the stage is given.
     lockstep: bool = False  #: The ranks of a TP stage compute it: what one begins all end, or a collective would hang.
     joined: bool = False  #: Several inputs may arrive: note when each does.
     request: OmniRequest | None = None
@@ -251,8 +252,11 @@ def begun(
     inputs: tuple[str, ...] = (),
     parking: Parking | None = None,
     lockstep: bool = False,
+    device: str = "cpu",
 ) -> RequestWork:
-    """The work of a request whose first message has this header. sources: of streams; inputs: of payloads."""
+    """The work of a request whose first message has this header. sources: of streams; inputs: of payloads. device:
+    `payloads.devices.of_stage`.
+    """
     remaining_ms = header.remaining_ms
     return RequestWork(
         request_id=header.request_id,
@@ -268,6 +272,7 @@ def begun(
         gathering=gathering,
         parking=parking,
         lockstep=lockstep,
+        device=device,
         joined=len(inputs) + len(sources) > 1,
     )
 

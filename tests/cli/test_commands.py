@@ -112,14 +112,14 @@ def test_plan_as_table_shows_pods_processes_and_transports() -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["front", "front", "split", "1"] in lines
     assert ["voice", "voice", "shout", "1"] in lines
-    assert ["split", "shout", "stream", "between", "pods", "tcp"] in lines
+    assert ["split", "shout", "stream", "between", "pods", "tcp", "cpu"] in lines
 
 
 def test_plan_says_by_reference_once_stages_share_a_process() -> None:
     done = omni("plan", "-f", HELLO, "--set", "stages.shout.process=front")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["front", "front", "split,", "shout", "1"] in lines
-    assert ["split", "shout", "normal", "same", "process", "by", "reference"] in lines
+    assert ["split", "shout", "normal", "same", "process", "by", "reference", "cpu"] in lines
 
 
 def test_init_writes_a_sound_pipeline_and_never_overwrites(tmp_path: Path) -> None:

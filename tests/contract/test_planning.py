@@ -160,13 +160,16 @@ def test_an_edge_travels_as_its_ends_are_placed(
     [
         ("auto", [0], {}, "cuda"),
         ("auto", [], {}, "cpu"),
-        ("nixl", [0], {}, "cpu"),
-        ("nccl", [0], {}, "cpu"),
-        ("shm", [0], {}, "cpu"),
+        ("nixl", [0], {}, "cuda"),
+        ("nccl", [0], {}, "cuda"),
+        ("shm", [0], {}, "cuda"),
+        ("shm", [0], {"device": "cpu"}, "cpu"),
         ("nccl", [0], {"device": "cpu"}, "cpu"),
     ],
 )
-def test_a_relays_device_follows_placement_and_backend(backend: str, gpu: list[int], given: Any, device: str) -> None:
+def test_tensors_arrive_where_the_stage_is_placed_unless_it_says_otherwise(
+    backend: str, gpu: list[int], given: Any, device: str
+) -> None:
     unit = unit_of(pair({"gpu": gpu, "relay": given}, relayBackend=backend), "a")
     assert unit.stages[0].relay.device == device
 

@@ -111,6 +111,7 @@ CHANGES: Mapping[str, tuple[str, ...]] = {
     "stages[].relay.credits": ("stages.a.relay.credits=5",),
     "dataPlane.allowTCP": ("dataPlane={allowTCP: false, rdma: {resourceName: rdma/hca}}",),
     "dataPlane.mooncakeProtocol": ("dataPlane.mooncakeProtocol=tcp",),
+    "stages[].relay.device": ("stages.e.relay.device=cpu",),
     "stages[].relay.slotSizeMb": ("stages.a.relay.slotSizeMb=5",),
     "stages[].relay.rank": ("relayBackend=nccl", "stages.a.relay={rank: 1, worldSize: 2}"),
     "stages[].relay.worldSize": ("relayBackend=nccl", "stages.a.relay={rank: 1, worldSize: 3}"),
@@ -221,7 +222,6 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
     )
     here = "not used by `omni up`"
     assert set(unsupported.notices(spec, local=True)) == {
-        "stages.a.relay.device: not in this version: tensors travel through the host's memory",
         f"dataPlane.rdma: {here}: relays use the RDMA devices of this machine as they are",
         f"image, imagePullPolicy: {here}: processes run in the Python environment of `omni up`, not in an image",
         f"processGroups.back.placement, coordinator.placement: {here}: one machine has processes, not pods",
@@ -234,7 +234,7 @@ def test_one_line_per_reason_names_all_fields_that_are_set_in_vain() -> None:
 def test_what_a_cluster_does_is_not_named_for_it() -> None:
     spec = PipelineConfig(stages=STAGES, image="registry/omni:1")
     said = unsupported.notices(spec, local=False)
-    assert [line.split(":")[0] for line in said] == ["stages.a.relay.device"]
+    assert said == ()
 
 
 def test_what_is_as_by_default_is_not_named() -> None:

@@ -33,8 +33,6 @@ from omnipipeline_spec.validation.grouping import Grouping
 
 Revised = TypeVar("Revised", UnitPlan, CoordinatorPlan, PipelineRevision)
 
-# Relays between any two processes: where a file names one, every edge uses it.
-NAMED = ("tcp", "nixl", "mooncake", "nccl")
 STUCK_AFTER_S = 300.0  # a long computation is allowed; five minutes without a step are not
 
 
@@ -167,13 +165,11 @@ def _stage(spec: PipelineConfig, stage: StageConfig, group: str, gpu_ids: Sequen
 
 def _relay(spec: PipelineConfig, stage: StageConfig) -> RelayPlan:
     given = stage.relay or RelayConfig()
-    # The named ones go through the host's memory whatever the stage computes on.
-    inferred = "cuda" if stage.gpus and spec.relay_backend not in ("shm", *NAMED) else "cpu"
     return RelayPlan(
         backend=spec.relay_backend,
         slot_bytes=given.slot_size_mb << 20,
         credits=given.credits,
-        device=given.device or inferred,
+        device=given.device or ("cuda" if stage.gpus else "cpu"),
         rank=given.rank,
         world_size=given.world_size,
     )

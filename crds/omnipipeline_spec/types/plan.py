@@ -22,7 +22,7 @@ class RelayPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"] = "auto"
     slot_bytes: int = 512 << 20  #: Largest single slot; a larger payload goes in pieces, copied together on arrival.
     credits: int = 2  #: Unreleased slots allowed per edge.
-    device: str = "cpu"  #: Where the relay's buffers live: ``cpu`` or ``cuda``.
+    device: str = "cpu"  #: Where tensors arrive at this stage: ``cpu`` or ``cuda``, its own device.
     rank: int | None = None  #: Of an NCCL world that the author laid out; local runs.
     world_size: int | None = None
 
