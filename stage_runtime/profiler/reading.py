@@ -111,6 +111,7 @@ def _read_file(path: Path, found: Events, shared: dict[Any, Any], clocks: dict[s
                 continue
         if event.event_name in _OF_FILES:
             _take_fact(process, event, clocks)
+            found.run_ids.add(event.run_id or "")
         if not event.request_id:
             continue
         moment = Moment(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from stage_runtime.profiler import reading
+from stage_runtime.profiler import reading, views
 from stage_runtime.profiler.__main__ import main
-from stage_runtime.profiler.formats import html, perfetto
+from stage_runtime.profiler.formats import html, perfetto, table
 from tests.profiler.event_files import chain, line, write
 
 
@@ -41,6 +41,14 @@ def test_the_table_has_every_stage_and_hop(run: Path) -> None:
     assert done.output.startswith("run: 3 requests, ")
     assert re.search(r"│ a +│ b +│ payload +│ +3 │", done.output)
     assert re.search(r"│ b +│ coordinator +│ stream +│ +6 │", done.output)
+
+
+def test_a_run_without_requests_says_so_and_has_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "e.jsonl", line("", "a", "recorder_started", 1, incarnation="i"))
+    found = reading.read(tmp_path)
+    shown = table.text(views.report_of(found))
+    assert shown.startswith("run: 0 requests") and "No request was recorded" in shown
+    assert "No request was recorded" in html.page(found)
 
 
 def test_the_json_report_has_the_three_views(run: Path) -> None:

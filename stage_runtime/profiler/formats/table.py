@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH: Final = 140
+NO_REQUESTS: Final = "No request was recorded: none came while the profile was taken."
 SHOWN: Final = 20  # of the slowest requests
 _FIGURES: Final = ("count", "total_ms", "avg_ms", "p50_ms", "p95_ms", "max_ms")
 
@@ -19,6 +20,9 @@ def text(report: Mapping[str, Any], *, width: int = WIDTH) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width, highlight=False, markup=False)
     console.print(_headline(report))
+    if not report["request_count"]:
+        console.print(NO_REQUESTS)
+        return file.getvalue()
     for title, key, names in (
         ("Stages: time between two events", "stage_breakdown", ("stage", "open_event", "close_event")),
         ("Hops: time from sending to receiving", "hop_breakdown", ("source", "destination", "kind")),
