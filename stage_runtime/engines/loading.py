@@ -204,8 +204,6 @@ def _autoregressive(made: Autoregressive, blame: str, context: StageContext | No
     """Load its model. Imports torch and transformers, which other stages do not need."""
     from stage_runtime.engines.autoregressive import making
 
-    if context is not None and context.tp_size > 1:
-        raise ConfigurationError(f"{blame} returned omni.Autoregressive, which takes no tpSize above 1 yet")
     return making.make(made, context)
 
 

@@ -28,7 +28,8 @@ class InlineExecutor:
     def sample_tokens(self, masks: Masks) -> Future[ModelOutput]:
         return _called(lambda: self._runner.sample_tokens(masks))
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        self._runner.close()
 
 
 def _called(function: Callable[[], ModelOutput]) -> Future[ModelOutput]:
@@ -60,3 +61,4 @@ class ThreadExecutor:
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True)
+        self._runner.close()

@@ -15,7 +15,10 @@ from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.grammars import Grammars
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.models import PagedModel, load_model, load_tokenizer
+from stage_runtime.engines.autoregressive.models import PagedModel, load_model
+from stage_runtime.engines.autoregressive.models import load_tokenizer as load_tokenizer
+from stage_runtime.engines.autoregressive.parallel import sharding
+from stage_runtime.engines.autoregressive.parallel.ranks import Leading, Ranks
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.scheduling import Policy, Scheduler, SchedulerLimits
@@ -35,22 +38,38 @@ class Loaded(NamedTuple):
     runner: ModelRunner
 
 
-def load(spec: Autoregressive, *, device: str = "cpu", say: Callable[[str], None] = lambda text: None) -> Loaded:
-    """Raises: ConfigurationError: transformers is missing, or the values or the model do not fit."""
+def load(
+    spec: Autoregressive,
+    *,
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+    ranks: Ranks | None = None,
+) -> Loaded:
+    """ranks: of a tensor-parallel engine; each of them loads.
+
+    Raises: ConfigurationError: transformers is missing, or the values or the model do not fit."""
     check(spec)
     if spec.threads is not None and device == "cpu":
         torch.set_num_threads(spec.threads)
     say(f"loading {spec.model}")
     tokenizer = load_tokenizer(spec.model, revision=spec.revision)
     model = load_model(spec.model, dtype=spec.dtype, revision=spec.revision, device=device)
-    return assemble(spec, model, tokenizer, say=say)
+    return assemble(spec, model, tokenizer, say=say, ranks=ranks)
 
 
 def assemble(
-    spec: Autoregressive, model: Any, tokenizer: Any, *, say: Callable[[str], None] = lambda text: None
+    spec: Autoregressive,
+    model: Any,
+    tokenizer: Any,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    ranks: Ranks | None = None,
 ) -> Loaded:
     """As `load`, of a model at hand, whose linear layers are replaced."""
     check(spec)
+    if ranks is not None:
+        with torch.inference_mode():
+            sharding.shard(model, ranks)
     paged = PagedModel(model)
     used: dict[linears.Backend, int] = {}
     backend = _attention(spec, paged)
@@ -65,6 +84,8 @@ def assemble(
         log.info("linear layers: %s", ", ".join(f"{count} {backend}" for backend, count in used.items()))
     length = min(paged.positions, spec.max_model_len or paged.positions)
     num_blocks = _blocks(spec, paged, length)
+    if ranks is not None:
+        num_blocks = ranks.least(num_blocks)
     pool = BlockPool(num_blocks)
     limits = SchedulerLimits(
         block_size=spec.block_size,
@@ -75,7 +96,10 @@ def assemble(
         policy=cast(Policy, spec.policy),
         prefix_caching=spec.prefix_caching,
     )
-    runner = ModelRunner(paged, backend, num_blocks=num_blocks, block_size=spec.block_size)
+    if ranks is not None and ranks.rank == 0:
+        runner: ModelRunner = Leading(paged, backend, ranks, num_blocks=num_blocks, block_size=spec.block_size)
+    else:
+        runner = ModelRunner(paged, backend, num_blocks=num_blocks, block_size=spec.block_size)
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids)
@@ -87,9 +111,10 @@ def assemble(
         vocab_size=paged.vocab_size,
         grammars=grammars.compile,
     )
-    say("warming up")
-    for tokens in {1, spec.max_chunk}:  # the first pass of a shape chooses kernels and allocates
-        runner.execute_dummy_batch(tokens)
+    if ranks is None or ranks.rank == 0:
+        say("warming up")
+        for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
+            runner.execute_dummy_batch(tokens)
     return Loaded(core, tokenizer, num_blocks, used, runner)
 
 

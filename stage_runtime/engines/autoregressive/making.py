@@ -37,6 +37,8 @@ def make(spec: Autoregressive, context: StageContext | None) -> Engine:
         raise ConfigurationError(
             f"omni.Autoregressive(data_parallel_size={spec.data_parallel_size}): from 1 to {MOST_ENGINES}"
         )
+    if context is not None and context.tp_size > 1:
+        return _rank(spec, context)
     if not spec.own_process and spec.data_parallel_size == 1:
         from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 
@@ -45,6 +47,22 @@ def make(spec: Autoregressive, context: StageContext | None) -> Engine:
     tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
     say(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     return _with_processes(spec, launch_of(spec, device), tokenizer, context)
+
+
+def _rank(spec: Autoregressive, context: StageContext) -> Engine:
+    """One rank of a TP stage (``tpSize``); the other ranks are processes of the same instance."""
+    from stage_runtime.engines.autoregressive import loading
+    from stage_runtime.engines.autoregressive.parallel.following import FollowingEngine
+    from stage_runtime.engines.autoregressive.parallel.ranks import Ranks
+    from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
+
+    if spec.own_process or spec.data_parallel_size > 1:
+        raise ConfigurationError("omni.Autoregressive: tpSize goes with neither own_process nor data_parallel_size")
+    ranks = Ranks(context.tp_rank, context.tp_size)
+    loaded = loading.load(spec, device=context.device, say=context.progress, ranks=ranks)
+    if context.tp_rank > 0:
+        return FollowingEngine(loaded.runner, ranks)
+    return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context)
 
 
 def _with_processes(spec: Autoregressive, launch: EngineLaunch, tokenizer: Any, context: StageContext | None) -> Engine:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,6 +29,21 @@ log = logging.getLogger(__name__)
 Masks: TypeAlias = Mapping[str, npt.NDArray[np.bool_]]
 
 NAN = "the model's logits are not finite"
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True):
+    """One pass over a flat batch, on the host. tables: blocks of each row. last: each row's last token.
+
+    See `attention.BatchMeta`.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    starts: list[int]
+    computed: list[int]
+    tables: list[list[int]]
+    last: list[int]
 
 
 class ModelRunner:
@@ -79,19 +95,29 @@ class ModelRunner:
 
     def execute_dummy_batch(self, tokens: int = 1) -> None:
         """A pass over padding: for a rank in lockstep that has nothing to compute, and to warm up."""
-        device = self.model.device
         count = max(min(tokens, self.model.positions), 1)
-        blocks = -(-count // self._block_size)
-        meta = BatchMeta([0, count], [0], [[0] * blocks], torch.zeros(count, dtype=torch.long, device=device))
+        blocks = [0] * -(-count // self._block_size)
         with torch.inference_mode():
-            self.model.forward(
-                self._backend,
-                self._backend.plan(meta),
-                torch.zeros(count, dtype=torch.long, device=device),
-                torch.arange(count, device=device),
-                torch.tensor([count - 1], device=device),
-            )
-            self._backend.clear([0])
+            self.compute(Pass([0] * count, [*range(count)], [0] * count, [0, count], [0], [blocks], [count - 1]))
+            self.clear([0])
+
+    def compute(self, batch: Pass) -> Tensor:
+        """Logits of the rows' last tokens, ``[rows, vocabulary]``; the cache is written."""
+        device = self.model.device
+        meta = BatchMeta(batch.starts, batch.computed, batch.tables, torch.tensor(batch.slots, device=device))
+        return self._compute(batch, self._backend.plan(meta))
+
+    def _compute(self, batch: Pass, plan: Any) -> Tensor:
+        device = self.model.device
+        ids, positions, last = (torch.tensor(one, device=device) for one in (batch.ids, batch.positions, batch.last))
+        return self.model.forward(self._backend, plan, ids, positions, last)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """`AttentionBackend.clear`."""
+        self._backend.clear(blocks)
+
+    def close(self) -> None:
+        """Nothing more will be computed."""
 
     def _execute(self, rows: Sequence[Row], output: ModelOutput, masks: Masks, computed: Tensor | None = None) -> None:
         try:
@@ -129,15 +155,7 @@ class ModelRunner:
             tables.append(blocks)
             last.append(len(ids) - 1)
         last += [at for row, first in zip(rows, starts, strict=False) for at in self._asked(row, first)]
-        device = self.model.device
-        meta = BatchMeta(starts, [row.start for row in rows], tables, torch.tensor(slots, device=device))
-        return self.model.forward(
-            self._backend,
-            self._backend.plan(meta),
-            torch.tensor(ids, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor(last, device=device),
-        )
+        return self.compute(Pass(ids, positions, slots, starts, [row.start for row in rows], tables, last))
 
     def _asked(self, row: Row, first: int) -> range:
         """Tokens of a row, at ``first`` of the flat batch, from which the prompt's next one is predicted."""
@@ -185,4 +203,4 @@ class ModelRunner:
         """Blocks that failed rows have written into. Those before hold what other requests may share, without NaN."""
         blocks = [block for row in rows for block in row.request.blocks[row.start // self._block_size :]]
         if blocks:
-            self._backend.clear(blocks)
+            self.clear(blocks)

@@ -1,0 +1,152 @@
+"""The tensor-parallel ranks of one engine: what they reduce together, and what rank 0 tells the others.
+
+Rank 0 schedules and samples. It sends each pass to the others (`Leading`), which compute their share of it
+(`follow`). Two groups of torch.distributed: orders wait for as long as nothing is to be computed, sums do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stage_runtime.engines.autoregressive.model_runner import ModelRunner, Pass
+from stage_runtime.errors import describe
+
+log = logging.getLogger(__name__)
+
+IDLE: Final = timedelta(days=365)  # between two orders
+SUM_S: Final = 60.0  # a rank that is so late is taken for frozen; longer than any pass
+
+
+class RankLost(BaseException):
+    """The ranks no longer compute the same: the engine ends. Not an Exception, which would end one request only."""
+
+
+class ComputePass(msgspec.Struct, frozen=True, tag="compute", array_like=True):
+    batch: Pass
+
+
+class Clear(msgspec.Struct, frozen=True, tag="clear", array_like=True):
+    blocks: list[int]
+
+
+class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
+    """No more passes."""
+
+
+Order = ComputePass | Clear | End
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Order).decode
+
+
+class Ranks:
+    """This process among its engine's ranks."""
+
+    def __init__(self, rank: int, size: int, *, init_method: str = "env://", sum_timeout_s: float = SUM_S) -> None:
+        """Blocks until all ranks are there. ``init_method``: as torch.distributed has it."""
+        self.rank, self.size = rank, size
+        self._owns = not dist.is_initialized()
+        if self._owns:
+            dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
+        on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+        self._orders = dist.new_group(backend="gloo", timeout=IDLE)
+        self._sums = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timedelta(seconds=sum_timeout_s))
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, in place of ours."""
+        part = part.contiguous()
+        dist.all_reduce(part, group=self._sums)
+        return part
+
+    def join(self, part: Tensor) -> Tensor:
+        """All ranks' parts, one after the other along the last dimension."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self._sums)
+        return torch.cat(parts, dim=-1)
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        found = torch.tensor([value])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._orders)
+        return int(found)
+
+    def send(self, order: Order) -> None:
+        """To all other ranks. Of rank 0."""
+        body = torch.frombuffer(bytearray(_encode(order)), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([body.numel()]), 0, group=self._orders)
+        dist.broadcast(body, 0, group=self._orders)
+
+    def receive(self) -> Order:
+        """Rank 0's next order."""
+        length = torch.zeros(1, dtype=torch.long)
+        dist.broadcast(length, 0, group=self._orders)
+        body = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(body, 0, group=self._orders)
+        order: Order = _decode(body.numpy().tobytes())
+        return order
+
+    def close(self) -> None:
+        if self._owns:
+            dist.destroy_process_group()
+
+
+class Leading(ModelRunner):
+    """Rank 0's runner: each pass is computed by all ranks."""
+
+    def __init__(self, model: Any, backend: Any, ranks: Ranks, *, num_blocks: int, block_size: int) -> None:
+        super().__init__(model, backend, num_blocks=num_blocks, block_size=block_size)
+        self._ranks = ranks
+        self._ended = False
+
+    def _compute(self, batch: Pass, plan: Any) -> Tensor:
+        """Raises: RankLost: whatever goes wrong once the others have been told, for they would go on alone."""
+        try:
+            self._ranks.send(ComputePass(batch))
+            return super()._compute(batch, plan)
+        except Exception as error:
+            raise RankLost(f"tensor-parallel rank 0 of {self._ranks.size}: a pass failed: {describe(error)}") from error
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        try:
+            self._ranks.send(Clear(list(blocks)))
+        except RuntimeError as error:
+            raise RankLost(f"tensor-parallel rank 0: another rank has ended: {describe(error)}") from error
+        super().clear(blocks)
+
+    def close(self) -> None:
+        """Tell the others to end. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            self._ranks.send(End())
+        except RuntimeError as error:
+            log.warning("the other tensor-parallel ranks were not told to end: %s", describe(error))
+        self._ranks.close()
+
+
+def follow(runner: ModelRunner, ranks: Ranks) -> None:
+    """Carry out rank 0's orders until it ends.
+
+    Raises: RankLost: an order failed here, or rank 0 is gone.
+    """
+    try:
+        with torch.inference_mode():
+            while True:
+                match ranks.receive():
+                    case ComputePass(batch):
+                        runner.compute(batch)
+                    case Clear(blocks):
+                        runner.clear(blocks)
+                    case End():
+                        ranks.close()
+                        return
+    except Exception as error:
+        raise RankLost(f"tensor-parallel rank {ranks.rank} of {ranks.size}: {describe(error)}") from error

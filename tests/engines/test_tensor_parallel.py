@@ -1,0 +1,107 @@
+"""Two ranks answer as one does; when one ends, the other says so and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stage_runtime.engines.autoregressive.models import UnsupportedModel
+from stage_runtime.engines.autoregressive.parallel import sharding
+from tests.engines.generation_kit import VOCABULARY, alone, tiny_model
+
+WAIT_S = 200  # two processes that import torch and transformers, on a machine that others use
+ROOT = Path(__file__).parents[2]
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def prompts(lengths: list[int]) -> dict[str, list[int]]:
+    draw = random.Random(8)
+    return {str(index): [draw.randrange(VOCABULARY) for _ in range(length)] for index, length in enumerate(lengths)}
+
+
+@contextlib.contextmanager
+def ranks(folder: Path, kind: str, kernels: str, **dies: str) -> Iterator[list[subprocess.Popen[str]]]:
+    started = []
+    try:
+        for rank in range(2):
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            if f"rank{rank}" in dies:
+                environment["DIES_IN_PASS"] = dies[f"rank{rank}"]
+            arguments = [str(rank), "2", str(folder / "meeting"), kind, kernels]
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.engines.tensor_rank", *arguments],
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def said(output: str) -> list[Any]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"), [("llama", "auto"), ("qwen3", "torch"), ("gemma2", "torch"), ("gpt_neox", "torch")]
+)
+def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(tmp_path: Path, kind: str, kernels: str) -> None:
+    asked = prompts([3, 17, 40, 9])
+    with ranks(tmp_path, kind, kernels) as (first, second):
+        output, errors = first.communicate(json.dumps(asked), timeout=WAIT_S)
+        assert first.returncode == 0, errors
+        facts, answers = said(output)
+        assert answers == {name: alone(kind, prompt, 12) for name, prompt in asked.items()}
+        assert facts["kv_heads"] * 2 == (4 if kind in ("gpt_neox",) else 2)
+        assert second.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_the_other_rank_says_that_one_has_ended_and_ends(tmp_path: Path, dying: int) -> None:
+    with ranks(tmp_path, "llama", "torch", **{f"rank{dying}": "3"}) as both:
+        assert both[0].stdin is not None
+        both[0].stdin.write(json.dumps(prompts([3, 17])))
+        both[0].stdin.close()
+        both[0].stdin = None
+        survivor = both[1 - dying]
+        output, errors = survivor.communicate(timeout=WAIT_S)
+        assert survivor.returncode == 3, errors
+        assert f"tensor-parallel rank {1 - dying} of 2" in said(output)[-1]["lost"]
+        assert both[dying].wait(WAIT_S) == 9
+
+
+class Fixed:
+    """As many ranks as it is told, of which none is asked for anything."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="declares no plan"):
+        sharding.shard(copy.deepcopy(tiny_model("gpt2")), Fixed(2))  # type: ignore[arg-type]
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="2 KV heads cannot be shared by 4 ranks"):
+        sharding.shard(copy.deepcopy(tiny_model("llama")), Fixed(4))  # type: ignore[arg-type]
