@@ -20,8 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.scalelab import children, fleet, simulation, streams
+from benchmarks.scalelab import children, fleet, roundtrips, simulation, streams
 from benchmarks.scalelab.fleet import Changed, Fleet, Joined, Served, SideBySide
+from benchmarks.scalelab.roundtrips import FirstMessage
 from benchmarks.scalelab.streams import Streams
 from stage_runtime.errors import describe
 from stage_runtime.rules import beats
@@ -29,7 +30,7 @@ from stage_runtime.rules import beats
 BASE = 10  # instances: what a request's cost is compared with
 JOIN_S, LINK_BYTES, LINK_DESCRIPTORS, COST, WORST, STREAM_BYTES = 60.0, 64 << 10, 3.0, 1.2, 1.3, 100 << 10
 BALANCE_S = 15.0
-BEAT_US, IDLE, IDLE_INSTANCES = 20.0, 0.05, 1000
+BEAT_US, IDLE, IDLE_INSTANCES, ROUND_TRIPS = 20.0, 0.05, 1000, 2.0
 
 
 class Simulated(msgspec.Struct, frozen=True):
@@ -50,6 +51,7 @@ class Figures(msgspec.Struct):
     changed: list[Changed] = []
     simulated: list[Simulated] = []
     streams: list[Streams] = []
+    first_messages: list[FirstMessage] = []
     broken: list[str] = []  #: Parts that did not come to their end, and why.
 
     def beyond(self) -> Iterator[str]:
@@ -82,6 +84,10 @@ class Figures(msgspec.Struct):
         for changed in self.changed:
             if changed.failed:
                 yield f"{changed.what} of {changed.instances}: {changed.failed} requests failed: {changed.reasons}"
+        for first in self.first_messages:
+            if first.round_trips > ROUND_TRIPS:
+                how = "CURVE" if first.curve else "plain"
+                yield f"the first message on a new link takes {first.round_trips:g} round trips more ({how})"
         for held in self.streams:
             if held.bytes_per_stream > STREAM_BYTES:
                 yield f"an idle stream takes {held.bytes_per_stream / 1024:.0f} KiB"
@@ -101,6 +107,10 @@ async def measure(figures: Figures, arguments: argparse.Namespace) -> None:
     if arguments.side_by_side:
         async with part(figures, "coordinators side by side"):
             await measure_side_by_side(figures, arguments)
+    async with part(figures, "first messages"):
+        for curve in (False, True):
+            figures.first_messages.append(await roundtrips.measure(curve))
+            show(figures.first_messages[-1])
     if arguments.streams:
         async with part(figures, "streams"):
             figures.streams.append(await streams.measure(arguments.streams))

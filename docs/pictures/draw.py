@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from docs.pictures import hops, request, rooms, scaling, terminal
+from docs.pictures import hops, request, rooms, scaling, scaling_tables, terminal
 
 FOLDER: Final = Path(__file__).parent
 
@@ -25,6 +25,7 @@ PICTURES: Final[dict[str, Callable[[], str]]] = {
 def main() -> None:
     for name, draw in PICTURES.items():
         (FOLDER / name).write_text(draw())
+    scaling_tables.write()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from rich.text import Text
 
-from docs.pictures import draw, rooms
+from docs.pictures import draw, rooms, scaling_tables
 from stage_runtime import cli
 from stage_runtime.cli import screens
 from stage_runtime.processes.instances import ProcessView
@@ -81,3 +81,7 @@ def test_the_recorded_run_is_of_the_readme_s_pipeline() -> None:
     assert stages
     for stage, process in stages:
         assert re.search(rf"^{process}\s+{stage}\s+ready", RECORDED, re.MULTILINE)
+
+
+def test_the_tables_of_scaling_are_those_of_the_last_benchmark() -> None:
+    assert scaling_tables.PAGE.read_text() == scaling_tables.page(), "run `make pictures`"

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 from benchmarks.faultlab import experiments, graph, looking, network
 from benchmarks.faultlab.experiments import Outcome
 from benchmarks.faultlab.ledger import Entry, Ledger
+from stage_runtime.wire.messages import Beat
+from tests.sockets.peers import End, ends, hello
 
 PATIENCE_S = 300  # per test, on a machine that does much else
 #: In CI the tests that want a network of their own must run: without root or `ip` they fail there.
@@ -73,6 +76,39 @@ async def test_a_cut_network_and_two_that_lose_each_other_cost_no_unstreamed_req
         judge(await experiments.hurt(pipeline, "cut", "producer", replicas=2, after_s=1.0))
         judge(await experiments.hurt(pipeline, "parted", "fan-in", replicas=2, after_s=1.0))
         await experiments.warm(pipeline)
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(PATIENCE_S)
+@needs_namespaces
+@pytest.mark.parametrize("says", ["nothing", "beats"])
+@pytest.mark.parametrize("coordinator", [False, True], ids=["a neighbour", "a coordinator"])
+async def test_a_machine_that_vanishes_without_a_goodbye_is_lost_in_time(coordinator: bool, says: str) -> None:
+    """No FIN, no RST: every packet is dropped. Coordinators are checked by the kernel, others by heartbeats."""
+    with contextlib.closing(network.Network()) as net:
+        endpoint = f"tcp://{net.add('far')}:5550"
+        echo = [sys.executable, "-m", "tests.sockets.echo_peer", "bb", endpoint, "plain"]
+        program = await asyncio.create_subprocess_exec("nsenter", f"--net=/run/netns/{net.space('far')}", *echo)
+        end = End("aa", f"tcp://{network.SUBNET}.1:*", dead_after_s=3.0)
+        try:
+            async with ends(end):
+                link = end.channels.connect("" if coordinator else "bb", endpoint)
+                await end.listener.until(lambda: link.connected)
+                link.send_unordered(hello(end))
+                end.channels.name(endpoint, "bb")
+                end.send("bb", "are you there")
+                await end.listener.until(lambda: end.listener.received_words == ["are you there"])
+                net.cut("far")
+                began = time.monotonic()
+                while not end.listener.lost_peers:
+                    if says == "beats":
+                        end.channels.hint("bb", Beat({}, {}, {}))
+                    await asyncio.sleep(0.2)
+                    assert time.monotonic() - began < 8, "only rare heartbeats find it, after 10 s"
+                assert [peer for peer, _ in end.listener.lost_peers] == ["bb"]
+        finally:
+            program.kill()
+            await program.wait()
 
 
 @pytest.mark.timeout(PATIENCE_S)

@@ -1,0 +1,126 @@
+"""The tables of docs/scaling.md, written from the figures of `benchmarks/scale.py`: ``make pictures``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from benchmarks.scale import Figures
+from docs.pictures.scaling import FILE
+
+PAGE: Final = Path(__file__).parents[1] / "scaling.md"
+BEGIN: Final = "<!-- from docs/pictures/scaling.json: `make pictures` -->\n"
+END: Final = "<!-- end -->\n"
+
+One = TypeVar("One")
+
+
+def page() -> str:
+    """docs/scaling.md with its tables written anew."""
+    figures = msgspec.json.decode(FILE.read_bytes(), type=Figures)
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    return before + BEGIN + "\n" + tables(figures) + "\n" + END + after
+
+
+def tables(figures: Figures) -> str:
+    joined = {one.instances: one for one in figures.joined if one.coordinators == 1}
+    served = {one.instances: one for one in figures.served}
+    rolls = {one.instances: one for one in figures.changed if one.what == "roll"}
+    deaths = {one.instances: one for one in figures.changed if one.what != "roll"}
+    sizes = sorted(joined)
+
+    def row(name: str, of: dict[int, One], cell: Callable[[One], str], target: str = "") -> list[str]:
+        return [name, *(cell(of[size]) if size in of else "" for size in sizes), target]
+
+    fleets = [
+        ["", *(f"{size:,}" for size in sizes), "target"],
+        row("until all have joined and are ready", joined, lambda one: f"{one.join_s:.1f} s", "60 s for 3,000"),
+        row("membership messages for each join", joined, lambda one: f"{one.messages_per_join:.1f}"),
+        row(
+            "coordinator's memory for each instance, both directions",
+            joined,
+            lambda one: _kib(one.coordinator_bytes_per_peer),
+        ),
+        row(
+            "coordinator's descriptors for each instance",
+            joined,
+            lambda one: f"{one.coordinator_descriptors_per_peer:.1f}",
+            "3",
+        ),
+        row("memory of a link at its instance", served, lambda one: _kib(one.bytes_per_link), "64 KiB"),
+        row("descriptors of a link at its instance", served, lambda one: f"{one.descriptors_per_link:.1f}", "3"),
+        row("processor time of a request", served, lambda one: f"{one.processor_us:.0f} us"),
+        row("beside that with ten, measured in turns", served, lambda one: f"{one.cost:.2f}", "1.2"),
+        row(
+            "its latency over ten stages, 99 % (with ten instances)",
+            served,
+            lambda one: f"{one.p99_ms:.0f} ms ({one.base_p99_ms:.0f} ms)",
+        ),
+        row(
+            "coordinator without requests, part of a core",
+            served,
+            lambda one: f"{one.idle_processor:.3f}",
+            "0.05 for 1,000",
+        ),
+        row(
+            "a beat, where many come together",
+            served,
+            lambda one: f"{one.beat_us:.0f} us" if one.beat_us else "",
+            "20 us",
+        ),
+        row("all instances replaced under load, 50 at a time", rolls, lambda one: f"{one.seconds:.1f} s"),
+        row("requests lost meanwhile", rolls, lambda one: f"{one.failed} of {one.requests}", "0"),
+        row("a tenth killed at once: until it is noticed", deaths, lambda one: f"{one.seconds:.1f} s"),
+        row("requests lost by it", deaths, lambda one: f"{one.failed} of {one.requests}", "0"),
+    ]
+    beside = [["coordinators side by side", "processor time of a request", "load of the worst instance"]]
+    beside += [
+        [str(one.coordinators), f"{one.processor_us / 1000:.2f} ms", f"{one.worst:.2f}"] for one in figures.side_by_side
+    ]
+    first = [["the first message on a new link", "round trips more", "target"]]
+    first += [["CURVE" if one.curve else "plain TCP", f"{one.round_trips:g}", "2"] for one in figures.first_messages]
+    idle = [
+        line
+        for one in figures.streams
+        for line in (
+            [f"{one.streams:,} idle streams", "", "target"],
+            ["memory of a stream", _kib(one.bytes_per_stream), "100 KiB"],
+            [
+                "first byte of the next request",
+                f"{one.first_byte_idle_ms:.1f} ms; without idle streams {one.first_byte_ms:.1f} ms",
+                "the same",
+            ],
+            ["processor", f"{one.idle_processor:.2f} of a core", ""],
+            [
+                "memory of a client that does not read",
+                f"{_mib(one.bytes_per_slow_reader)}, of at most {_mib(one.slow_reader_bound)}",
+                "its own buffer only",
+            ],
+        )
+    ]
+    return "\n".join(_table(rows) for rows in (fleets, beside, first, idle) if len(rows) > 1)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *others = rows
+    return "".join(_line(row) for row in (head, ["---"] * len(head), *others))
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |") + "\n"
+
+
+def _kib(nbytes: float) -> str:
+    return f"{nbytes / 1024:.0f} KiB"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def write() -> None:
+    PAGE.write_text(page())
