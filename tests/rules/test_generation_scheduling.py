@@ -175,6 +175,16 @@ def test_a_failed_row_leaves_nothing_in_the_prefix_cache() -> None:
     assert scheduler.pool.cached == 0
 
 
+def test_the_runner_is_not_told_of_an_end_whose_id_is_in_use_again() -> None:
+    scheduler = make()
+    ask(scheduler, "a", [1])
+    ask(scheduler, "b", [1])
+    scheduler.finish(["a", "b"])
+    ask(scheduler, "a", [2])
+    step = scheduler.schedule()
+    assert (shape(step), step.finished) == ([("a", 0, 1)], ("b",))
+
+
 def test_an_abort_during_a_step_discards_its_result_and_may_come_twice() -> None:
     scheduler = make()
     paper = Paper(scheduler)
