@@ -1,14 +1,15 @@
 """What the profiler costs: two stages that echo, 64 requests under way, in processor time of all their processes.
 
-    python -m benchmarks.profiler [--generations 6] [--blocks 40] [--seconds 0.5]
+    python -m benchmarks.profiler [--generations 6] [--blocks 40] [--seconds 0.5] [--in-turns]
 
 Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it
 is, with nothing recorded; ``on`` is the same while events are recorded. In a block all three serve at the same moment,
 so that whatever else the machine does disturbs them alike; their differences within the block are paired. ``off`` and
 ``on`` change places with each block. Each generation starts all processes anew, since two processes of one program
-differ by a percent or so. The result is the median of the paired differences, with a 95 % interval by a bootstrap that
-draws generations, then blocks within them. Beside throughput, processor time hardly depends on who else uses the
-machine; with all processors busy it is the throughput.
+differ by a percent or so. With ``--in-turns`` the three serve one after the other instead, in random order and for a
+third of the time each: the better choice on a machine that does nothing else. The result is the median of the paired
+differences, with a 95 % interval by a bootstrap that draws generations, then blocks within them. Beside throughput,
+processor time hardly depends on who else uses the machine; with all processors busy it is the throughput.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 from urllib.parse import urlsplit
@@ -53,14 +54,15 @@ class Connection(asyncio.Protocol):
         self._request = request
         self._answer = b""
         self._until = 0.0
-        self._ended: asyncio.Future[None]
+        self._ended: asyncio.Future[None] | None = None
         self.asked = 0
 
     def begin(self, until: float) -> asyncio.Future[None]:
         """Ask until then, by the monotonic clock. Returns: when the last one is answered."""
-        self._until, self._ended = until, asyncio.get_running_loop().create_future()
+        ended = asyncio.get_running_loop().create_future()
+        self._until, self._ended = until, ended
         self._next()
-        return self._ended
+        return ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.WriteTransport, transport)
@@ -71,15 +73,14 @@ class Connection(asyncio.Protocol):
         if not end:
             return
         if not head.startswith(b"HTTP/1.1 200"):
-            self._ended.set_exception(SystemExit(self._answer.decode(errors="replace")[:500]))
+            self._end(SystemExit(self._answer.decode(errors="replace")[:500]))
             return
         length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
         if len(body) >= length:
             self._next()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._ended.done():
-            self._ended.set_exception(error or EOFError("the server closed the connection"))
+        self._end(error or EOFError("the server closed the connection"))
 
     def _next(self) -> None:
         self._answer = b""
@@ -87,7 +88,17 @@ class Connection(asyncio.Protocol):
             self.asked += 1
             self.transport.write(self._request)
         else:
-            self._ended.set_result(None)
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Of the block. Between two blocks the server may close a connection: it is made anew."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
 
 
 class Pipeline:
@@ -97,15 +108,19 @@ class Pipeline:
         self.url = url
         self.pids = pids
         self._connections: list[Connection] = []
+        self._asked = 0  #: On connections that were closed meanwhile.
 
     async def connect(self) -> None:
+        """Have all connections."""
         where = urlsplit(self.url)
         assert where.hostname is not None and where.port is not None
         host, port = where.hostname, where.port
         head = f"POST /v1/pipeline HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
         request = f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY
         loop = asyncio.get_running_loop()
-        for _ in range(CONCURRENCY):
+        self._asked += sum(each.asked for each in self._connections if each.transport.is_closing())
+        self._connections = [each for each in self._connections if not each.transport.is_closing()]
+        for _ in range(CONCURRENCY - len(self._connections)):
             _, one = await loop.create_connection(lambda: Connection(request), host, port)
             self._connections.append(one)
 
@@ -115,13 +130,14 @@ class Pipeline:
 
     async def cpu_us(self, until: float) -> float:
         """A block: its processor time per request."""
-        before, asked = used(self.pids), self._asked()
+        await self.connect()
+        before, asked = used(self.pids), self._all_asked()
         await asyncio.gather(*(each.begin(until) for each in self._connections))
         await asyncio.sleep(WRITTEN_S)
-        return (used(self.pids) - before).cpu_s / (self._asked() - asked) * 1e6
+        return (used(self.pids) - before).cpu_s / (self._all_asked() - asked) * 1e6
 
-    def _asked(self) -> int:
-        return sum(each.asked for each in self._connections)
+    def _all_asked(self) -> int:
+        return self._asked + sum(each.asked for each in self._connections)
 
 
 def without_hooks(folder: Path) -> int:
@@ -171,7 +187,18 @@ async def record(pipeline: Pipeline, http: httpx.AsyncClient, run_id: str) -> st
     return folder
 
 
-async def generation(root: Path, cut: Path, blocks: int, seconds: float) -> list[Block]:
+async def together(sides: Mapping[str, Pipeline], seconds: float) -> Block:
+    until = time.monotonic() + seconds
+    took = await asyncio.gather(*(each.cpu_us(until) for each in sides.values()))
+    return dict(zip(sides, took, strict=True))
+
+
+async def one_by_one(sides: Mapping[str, Pipeline], seconds: float) -> Block:
+    order = random.sample(list(sides), len(sides))
+    return {side: await sides[side].cpu_us(time.monotonic() + seconds / len(sides)) for side in order}
+
+
+async def generation(root: Path, cut: Path, blocks: int, seconds: float, in_turns: bool) -> list[Block]:
     """Fresh processes, and so many blocks of them."""
     root.mkdir()
     found: list[Block] = []
@@ -182,22 +209,21 @@ async def generation(root: Path, cut: Path, blocks: int, seconds: float) -> list
         for number in range(blocks + WARM_UP):
             off, on = whole if number % 2 else reversed(whole)
             folder = await record(on, http, f"block-{number}")
-            until = time.monotonic() + seconds
-            took = await asyncio.gather(bare.cpu_us(until), off.cpu_us(until), on.cpu_us(until))
+            sides = dict(zip(SIDES, (bare, off, on), strict=True))
+            found.append(await (one_by_one if in_turns else together)(sides, seconds))
             (await http.post(f"{on.url}/stop_request_profile", json={})).raise_for_status()
             shutil.rmtree(folder)
-            found.append(dict(zip(SIDES, took, strict=True)))
     return found[WARM_UP:]
 
 
-async def measure(generations: int, blocks: int, seconds: float) -> list[list[Block]]:
+async def measure(generations: int, blocks: int, seconds: float, in_turns: bool) -> list[list[Block]]:
     """Blocks by generation."""
     found = []
     with tempfile.TemporaryDirectory(prefix="profiler-") as name:
         root = Path(name)
         print(f"{without_hooks(root / 'cut')} hooks were cut out of the runtime", flush=True)
         for index in range(generations):
-            measured = await generation(root / str(index), root / "cut", blocks, seconds)
+            measured = await generation(root / str(index), root / "cut", blocks, seconds, in_turns)
             found.append(measured)
             told = "  ".join(f"{side} {statistics.median(each[side] for each in measured):.0f}" for side in SIDES)
             print(f"generation {index}: {told} us of processor time per request", flush=True)
@@ -225,9 +251,10 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=6)
     parser.add_argument("--blocks", type=int, default=40, help="of one generation")
     parser.add_argument("--seconds", type=float, default=0.5, help="of one block")
+    parser.add_argument("--in-turns", action="store_true", help="one side after the other: on a machine at rest")
     chosen = parser.parse_args()
     began = time.monotonic()
-    found = asyncio.run(measure(chosen.generations, chosen.blocks, chosen.seconds))
+    found = asyncio.run(measure(chosen.generations, chosen.blocks, chosen.seconds, chosen.in_turns))
     print(f"{sum(map(len, found))} blocks in {time.monotonic() - began:.0f} s")
     for side in SIDES:
         middle = statistics.median(block[side] for blocks in found for block in blocks)
