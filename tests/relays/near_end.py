@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,6 +63,51 @@ async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0)
+
+
+async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
+    """A get of ``LARGE`` bytes whose sender is frozen on the way. On a busy machine all of them may have come first."""
+    while True:
+        operation = near.fetch(far, LARGE, 1)
+        while not (operation.done() or near.stat("coming_here_bytes")):
+            await asyncio.sleep(0)
+        far.process.send_signal(signal.SIGSTOP)
+        await _still(lambda: near.stat("coming_here_bytes"))
+        if not operation.done():
+            return operation
+        far.process.send_signal(signal.SIGCONT)
+        await _dropped(near, operation)
+
+
+async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
+    """As `frozen_while_it_writes_to_us`, a put."""
+    while True:
+        operation = near.put(LARGE, 1)
+        ask_to_fetch(far, operation)
+        await until(lambda: near.stat("writing_transfers") == 1 or near.stat("unreleased_transfers") == 0)
+        far.process.send_signal(signal.SIGSTOP)
+        await _still(lambda: near.stat("writing_transfers"))
+        if near.stat("writing_transfers"):
+            return operation
+        far.process.send_signal(signal.SIGCONT)
+        assert far.answer()["nbytes"] == LARGE
+        for transfer in far.ask(do="drop"):
+            near.relays.released("far", transfer)
+
+
+async def _still(count: Callable[[], int]) -> None:
+    """What had been sent before is here, and this process has seen it."""
+    last = -1
+    while (now := count()) != last:
+        last = now
+        await asyncio.sleep(0.25)
+
+
+async def _dropped(near: Near, operation: RelayOperation) -> None:
+    operation.take().release()
+    near.relays.release_now()
+    await until(lambda: ("far", operation.transfer) in near.released)
+    near.released.clear()
 
 
 def ask_to_fetch(far: FarEnd, operation: RelayOperation) -> None:

@@ -16,7 +16,7 @@ from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from tests.relays.near_end import LARGE, Near, digest, processor_s, run_to_its_end, until
+from tests.relays.near_end import LARGE, Near, digest, frozen_while_it_writes_to_us, processor_s, run_to_its_end, until
 from tests.relays.relay_pairs import MIB, SMALL, FarEnd, pair
 
 ASKED = RelaySettings(asked=frozenset({"mooncake"}), arena_bytes=256 * MIB, prefault_bytes=0)
@@ -46,8 +46,7 @@ async def being_read(near: Near, far: FarEnd) -> RelayOperation:
 async def test_what_a_frozen_sender_sends_when_it_goes_on_lands_in_no_memory_that_is_used(
     near: Near, far: FarEnd
 ) -> None:
-    late = await being_read(near, far)
-    far.process.send_signal(signal.SIGSTOP)
+    late = await frozen_while_it_writes_to_us(near, far)
     with pytest.raises(TransferError, match="far is not reached"):
         await late.wait_for_completion(30)
     assert near.stat("quarantined_receive_bytes") == LARGE

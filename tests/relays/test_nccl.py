@@ -17,7 +17,6 @@ import pytest
 import torch.distributed
 
 from stage_runtime.errors import ConfigurationError, TransferError
-from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.nccl import messages, worlds
@@ -26,6 +25,8 @@ from tests.relays.near_end import (
     Near,
     ask_to_fetch,
     digest,
+    frozen_while_it_reads_from_us,
+    frozen_while_it_writes_to_us,
     processor_s,
     run_to_its_end,
     until,
@@ -46,22 +47,6 @@ async def near(far: FarEnd) -> AsyncIterator[Near]:
     end = Near(far, "nccl")
     yield end
     end.relays.close()
-
-
-async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
-    operation = near.put(LARGE, 1)
-    ask_to_fetch(far, operation)
-    await until(lambda: near.stat("writing_transfers") == 1)
-    far.process.send_signal(signal.SIGSTOP)
-    return operation
-
-
-async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
-    operation = near.fetch(far, LARGE, 1)
-    await until(lambda: near.stat("coming_here_bytes") > 0)
-    far.process.send_signal(signal.SIGSTOP)
-    assert not operation.done()
-    return operation
 
 
 async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_free_when_its_world_has_ended(

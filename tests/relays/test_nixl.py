@@ -15,12 +15,20 @@ import numpy as np
 import pytest
 
 from stage_runtime.errors import ConfigurationError, TransferError
-from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.nixl import agent, environment, messages
 from stage_runtime.relays.nixl.agent import Agent
-from tests.relays.near_end import LARGE, Near, ask_to_fetch, digest, processor_s, run_to_its_end, until
+from tests.relays.near_end import (
+    LARGE,
+    Near,
+    digest,
+    frozen_while_it_reads_from_us,
+    frozen_while_it_writes_to_us,
+    processor_s,
+    run_to_its_end,
+    until,
+)
 from tests.relays.relay_pairs import MIB, SMALL, FarEnd, Pair, pair
 
 ASKED = RelaySettings(asked=frozenset({"nixl"}), arena_bytes=256 * MIB, prefault_bytes=0)
@@ -39,22 +47,6 @@ async def near(far: FarEnd) -> AsyncIterator[Near]:
     end = Near(far, "nixl")
     yield end
     end.relays.close()
-
-
-async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
-    operation = near.put(LARGE, 1)
-    ask_to_fetch(far, operation)
-    await until(lambda: near.stat("writing_transfers") == 1)
-    far.process.send_signal(signal.SIGSTOP)
-    return operation
-
-
-async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
-    operation = near.fetch(far, LARGE, 1)
-    await until(lambda: near.stat("coming_here_bytes") > 0)
-    far.process.send_signal(signal.SIGSTOP)
-    assert not operation.done()
-    return operation
 
 
 async def test_the_slot_that_a_frozen_receiver_was_being_sent_is_not_used_before_the_transfer_has_ended(
