@@ -28,6 +28,7 @@ class FollowingEngine:
         threading.Thread(target=self._set_aside, args=(inbox, outbox), name="requests", daemon=True).start()
         try:
             follow(self._runner, self._ranks)
+            stop.wait()  # rank 0 is drained first, and its engine with it
         except RankLost:
             if not stop.is_set():  # rank 0 may end first while all are stopped
                 raise

@@ -1,0 +1,30 @@
+"""Stages that generate tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import stage_runtime as omni
+
+
+def language_model(model: str) -> omni.Autoregressive:
+    """Greedy; the result is the tokens."""
+
+    def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Result | omni.Chunk]:
+        told = answers.setdefault(payload.request.id, [])
+        told.extend(generation.tokens)
+        if generation.finish is not None:
+            yield omni.Result(answers.pop(payload.request.id))
+
+    answers: dict[str, list[int]] = {}
+    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    return omni.Autoregressive(
+        model=model,
+        prompt=lambda payload: omni.Prompt(text=payload.data["text"], params={"temperature": 0}),
+        deliver=deliver,
+        params=params,
+        threads=1,
+        block_size=4,
+        max_chunk=8,
+        kernels="torch",
+    )

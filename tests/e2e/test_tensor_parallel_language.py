@@ -1,0 +1,52 @@
+"""A stage that generates tokens with `tpSize` 2: two processes, one answer, and one end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from tests.e2e.local_pipelines import Client, eventually, running
+from tests.engines.generation_kit import alone, tiny_model, tiny_tokenizer
+
+
+def pipeline_of(model: Path) -> PipelineConfig:
+    return PipelineConfig(
+        name="language",
+        stages=[
+            StageConfig(
+                name="words",
+                factory="language_stages:language_model",
+                factory_args={"model": str(model)},
+                gpu=[0, 1],
+                tp_size=2,
+                terminal=True,
+            )
+        ],
+    )
+
+
+@pytest.mark.timeout(300)
+async def test_two_ranks_of_a_stage_generate_what_one_does_and_are_replaced_together(
+    base: Path, tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    texts = ["a", "the quick brown fox", "the quick brown cat"]
+    expected = [alone("llama", tiny_tokenizer()(text)["input_ids"], 12) for text in texts]
+
+    async def answers(client: Client) -> list[object]:
+        bodies = await asyncio.gather(*(client.ask(text) for text in texts))
+        return [body.get("results", body).get("words", body) for body in bodies]
+
+    async with running(pipeline_of(tmp_path), base, cpu=True) as pipeline, Client(pipeline.url) as client:
+        assert await answers(client) == expected
+        before = pipeline.pids()
+        os.kill(before["words_tp1"], signal.SIGKILL)
+        await eventually(lambda: not {before["words_tp0"], before["words_tp1"]} & set(pipeline.pids().values()), 20)
+        await pipeline.ready()
+        assert await answers(client) == expected
