@@ -13,6 +13,7 @@ import json
 import resource
 import statistics
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,14 @@ class _Counter:
 
     def add(self, request_id: str, params: SamplingParams, prompt: Any) -> None: ...
 
-    def execute_model(self, step: SchedulerOutput) -> Future[ModelOutput]:
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
         future: Future[ModelOutput] = Future()
         sampled = {row.request.id: (row.request.tokens[-1] + 1) % VOCABULARY for row in step.rows if row.samples}
         future.set_result(ModelOutput(sampled, {}, {}))
         return future
+
+    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+        raise AssertionError("no request has a grammar")
 
     def shutdown(self) -> None: ...
 
