@@ -206,7 +206,8 @@ def where_time_goes(arm: Arm, asks: Sequence[Ask]) -> dict[str, float]:
     own, whole = 2, 3
     return {
         "linear": seconds(["~"], ["_linear_pointwise", "_mkl_linear", "nn.linear"], own) / total,
-        "attention": seconds(["autoregressive/attention.py"], ["forward", "plan"], whole) / total,
+        "attention": seconds(["/attention.py", "/attention_pages.py"], ["forward", "plan"], whole) / total,
+        "loops": seconds(["autoregressive/native.py"], ["__call__"], own) / total,  # attention's among them
         "sampling": seconds(["autoregressive/sampler.py"], ["sample"], whole) / total,
         "scheduler": seconds(["scheduling.py"], ["schedule", "update_from_output"], whole) / total,
     }
