@@ -28,12 +28,22 @@ Call = Callable[[int, int], None]
 
 @functools.cache
 def available() -> bool:
+    """Whether numba is installed and compiles on this machine."""
     try:
         import numba
+
+        numba.cfunc(numba.types.void(numba.types.voidptr))(_nothing)
     except ImportError:
+        return False
+    except Exception as error:  # of LLVM, or of a broken installation: torch's operators do instead
+        log.warning("numba %s cannot compile here: %s", numba.__version__, error)
         return False
     log.debug("loops are compiled by numba %s", numba.__version__)
     return True
+
+
+def _nothing(data: int) -> None:
+    return
 
 
 @functools.cache
