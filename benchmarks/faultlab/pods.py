@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import subprocess
+import time
 from pathlib import Path
 from typing import Final, Literal
 
 Pod = Literal["near", "far"]
 ADDRESSES: Final[dict[Pod, str]] = {"near": "10.213.78.1", "far": "10.213.78.2"}  # seen by nobody else
+
+RUNNING_S: Final = 10.0
 
 
 class Pods:
@@ -23,6 +27,13 @@ class Pods:
         for pod, address in ADDRESSES.items():
             for words in (("addr", "add", f"{address}/24", "dev", "eth0"), *(("link", "set", one, "up") for one in UP)):
                 _ip("-n", self._space(pod), *words)
+        # The kernel calls an interface running some time after both ends are up; until then UCX takes it for none.
+        deadline = time.monotonic() + RUNNING_S
+        while not all(self._runs(pod) for pod in ADDRESSES):
+            if time.monotonic() > deadline:
+                self.close()
+                raise TimeoutError(f"a link between namespaces does not run within {RUNNING_S:g} s")
+            time.sleep(0.02)
 
     def command(self, pod: Pod, argv: list[str]) -> list[str]:
         """The command, to be run in that pod. It ends when the process that it starts is killed."""
@@ -40,6 +51,10 @@ class Pods:
         for pod in ADDRESSES:
             _ip("netns", "del", self._space(pod))
 
+    def _runs(self, pod: Pod) -> bool:
+        [link] = json.loads(_ip("-n", self._space(pod), "-j", "link", "show", "eth0"))
+        return bool(link["operstate"] == "UP")
+
     def _space(self, pod: Pod) -> str:
         return f"{self._name}-{pod}"
 
@@ -53,5 +68,5 @@ def child(pid: int) -> int | None:
     return int(found[0]) if found else None
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*words: str) -> bytes:
+    return subprocess.run(["ip", *words], check=True, capture_output=True).stdout

@@ -51,7 +51,8 @@ def test_a_run_is_started_stopped_listed_and_shown(base: Path) -> None:
         assert (
             again.stderr == f"error: {url}/profiles/other/report?format=table: no profile run 'other' is known here\n"
         )
-        assert omni("run", "--seconds", "0.2", *here).output.startswith("no run: 0 requests")
+        empty = omni("run", "--seconds", "0.2", *here).output
+        assert re.match(r"run-[-0-9]+: 0 requests, 0 events of 3 processes\nNo request was recorded: ", empty)
         program.program.send_signal(signal.SIGINT)
         program.program.wait(30)
     nobody = omni("list", "--url", url)

@@ -47,6 +47,9 @@ class Put:
     def __init__(self, peer: str, transfer: int, data: bytes) -> None:
         self.peer = peer
         self.transfer = transfer
+        self.transfers = (transfer,)
+        self.backend = "memory"
+        self.copied_nbytes = 0
         self.metadata = data
 
 
@@ -64,7 +67,15 @@ class MemoryRelays:
     def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return ("memory",)
 
-    def put(self, extracted: pack.Extracted, *, request_id: str, peer: str, backend: str = "auto") -> Put:
+    def put(
+        self,
+        extracted: pack.Extracted,
+        *,
+        request_id: str,
+        peer: str,
+        backend: str = "auto",
+        slot_nbytes: int | None = None,
+    ) -> Put:
         if peer in self.unreachable:
             raise TransferError(f"no relay reaches {peer}")
         assert extracted.pack is not None

@@ -129,18 +129,18 @@ def test_a_utility_that_fails_or_is_not_offered_raises_at_its_caller_alone(share
     assert shared.call_utility("echo", 1, timeout_s=PATIENCE_S) == [1]
 
 
-def test_a_second_request_with_an_id_in_use_is_refused_and_the_first_goes_on(shared: SyncMPClient) -> None:
-    shared.add_request(ask("twice", 1, 400))
-    with pytest.raises(RequestError) as refused:
-        shared.add_request(ask("twice"))
-    assert refused.value.code == "duplicate_request"
-    body = msgspec.msgpack.encode(ask("twice"))  # past the client's own check
-    shared._send(0, EngineCoreRequestType.ADD, msgspec.msgpack.encode(AddHeader("twice")), body)
-    answers = Answers(shared)
-    answers.until("twice")
-    assert answers.refused["twice"][0] == "duplicate_request"
-    shared.reqs_in_flight["twice"] = 0
-    shared.abort_requests(["twice"])
+def test_a_second_request_with_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
+    slow = msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.01})  # the first one is computed for seconds
+    with SyncMPClient(slow) as client:
+        client.add_request(ask("twice", 1, 400))
+        with pytest.raises(RequestError) as refused:
+            client.add_request(ask("twice"))
+        assert refused.value.code == "duplicate_request"
+        body = msgspec.msgpack.encode(ask("twice"))  # past the client's own check
+        client._send(0, EngineCoreRequestType.ADD, msgspec.msgpack.encode(AddHeader("twice")), body)
+        answers = Answers(client)
+        answers.until("twice")
+        assert answers.refused["twice"][0] == "duplicate_request"
 
 
 HOSTILE: list[list[bytes]] = [
