@@ -6,6 +6,7 @@ that does not move within `STALL_S` ends the world. Methods block, without the G
 
 from __future__ import annotations
 
+import atexit
 import collections
 import datetime
 import queue
@@ -13,6 +14,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
@@ -29,6 +31,16 @@ NO_TAG: Final = 1  #: Nothing is ever sent under it.
 POLL_S: Final = 50e-6
 
 Backend = Literal["gloo", "nccl"]
+
+_waiting: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle() -> None:
+    """Wait for threads that are in a call of the library: the interpreter's end would end them, and so the process."""
+    deadline = time.monotonic() + STALL_S + 1.0
+    for thread in list(_waiting):
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 class Broken(Exception):
@@ -90,6 +102,7 @@ class World:
         #: A byte for each piece that is over, in the order in which they began.
         self._over, self._ended = socket.socketpair()
         self._waiting = threading.Thread(target=self._wait, name="omni-relay-nccl-wait", daemon=True)
+        _waiting.add(self._waiting)
         self._waiting.start()
 
     @classmethod
@@ -136,8 +149,11 @@ class World:
         self._ended.close()
         if self._backend == "nccl":
             self._group.abort()
-            return
-        # Gloo has no abort. A receive that times out closes the connection; a further one raises when that is done.
+        else:
+            self._abort_gloo()
+
+    def _abort_gloo(self) -> None:
+        """Gloo has no abort. A receive that times out closes the connection; a further one raises when that is done."""
         import torch
 
         nothing = torch.zeros(1, dtype=torch.uint8)
