@@ -132,7 +132,7 @@ class Ground:
             *self.pods.command(pod, [sys.executable, program, self.relay, ADDRESSES[pod], name, *options]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **ENVIRONMENT},
+            env={**_inherited(), **ENVIRONMENT},
             limit=1 << 20,
         )
         end = self.ends[name] = End(name, process)
@@ -332,3 +332,8 @@ async def _again(near: End, far: End, mark: int) -> int:
         if (await asyncio.wait_for(near.ends[number], 60))["event"] == "here":
             return await _checked(near, number, mark)
     raise AssertionError("the way does not come back")
+
+
+def _inherited() -> dict[str, str]:
+    """Without what the relay nixl has set in this process: its network interface is none of a pod's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
