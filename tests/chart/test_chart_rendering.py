@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ def server(api_server: Cluster) -> Iterator[Cluster]:
     """With the namespaces and the foreign kinds that the combinations name."""
     namespaces = (NAMESPACE, "team-a", "team-b")
     for namespace in namespaces:
+        _end_of_deletion(api_server, namespace)
         api_server.kubectl("create", "namespace", namespace, check=False)
     # A dry run makes nothing, and a pod is admitted only where its service account is there.
     api_server.kubectl("-n", NAMESPACE, "create", "serviceaccount", "release-omnipipeline-test", check=False)
@@ -46,6 +48,18 @@ def server(api_server: Cluster) -> Iterator[Cluster]:
     yield api_server
     api_server.kubectl("delete", "crd", *(f"{plural}.monitoring.coreos.com" for plural in kinds))
     api_server.kubectl("delete", "namespace", *namespaces, "--wait=false")
+
+
+def _end_of_deletion(server: Cluster, namespace: str) -> None:
+    """An API server alone has no controller that ends the deletion of an earlier run's namespace."""
+    show = ("get", "namespace", namespace, "--ignore-not-found", "-o", "jsonpath={.status.phase}")
+    if server.kubectl(*show).stdout != "Terminating":
+        return
+    server.kubectl("wait", "--for=delete", f"namespace/{namespace}", "--timeout=5s", check=False)
+    if server.kubectl(*show).stdout == "Terminating":
+        empty = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}, "spec": {"finalizers": []}}
+        path = f"/api/v1/namespaces/{namespace}/finalize"
+        server.kubectl("replace", "--raw", path, "-f", "-", stdin=json.dumps(empty))
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
