@@ -91,8 +91,11 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
         while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
-            await self._ledger.room()
+            await self.room()
         return put
+
+    async def room(self) -> None:
+        await self._ledger.room()
 
     async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> GetOperation:
         operation = self.get(metadata, request_id=request_id, peer=peer)

@@ -85,6 +85,9 @@ class Relay(Protocol):
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation:
         """As `put`, waiting for a slot."""
 
+    async def room(self) -> None:
+        """Wait until something was released: a put that found no slot may find one. On the I/O thread."""
+
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> RelayOperation:
         """Fetch what ``peer`` put; on the I/O thread.
 

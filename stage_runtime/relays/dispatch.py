@@ -7,6 +7,7 @@ needs nothing else. Which relays there are is `registry`'s table.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
@@ -75,6 +76,7 @@ class Relays:
         self._refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
         self._late_releases = 0
         self._loop = loop
+        self._cutting = asyncio.Lock()
         here = _process_facts(incarnation, settings)
         try:
             for name in sorted(settings.asked - table.keys()):
@@ -112,6 +114,14 @@ class Relays:
         allowed.
         """
         return self._choices.choose(Peer(peer), backend).relay
+
+    def way(self, peer: str, backend: str = "auto") -> tuple[str, str]:
+        """The relay that `choose` gives, and the medium of its bytes; ``refused`` and ``none`` where it gives none."""
+        try:
+            choice = self._choices.choose(Peer(peer), backend)
+        except TransferError:
+            return "refused", "none"
+        return choice.relay, choice.medium
 
     def fail(self, peer: str, relay: str, reason: str, *, tell: bool = True) -> None:
         """A relay does not reach a peer that may be alive: the next one is used. From any thread.
@@ -162,14 +172,25 @@ class Relays:
             return Named(name, operation)
 
     async def put_async(
-        self, extracted: Extracted, *, request_id: str, peer: str, backend: str = "auto"
-    ) -> RelayOperation:
-        """As `put`, waiting for room."""
-        operation = self.put(extracted, request_id=request_id, peer=peer, backend=backend)
-        if operation is not None:
-            return operation
-        name = self.choose(peer, backend)
-        return Named(name, await self._relays[name].put_async(_pack(extracted), request_id=request_id, peer=Peer(peer)))
+        self,
+        extracted: Extracted,
+        *,
+        request_id: str,
+        peer: str,
+        backend: str = "auto",
+        slot_nbytes: int | None = None,
+    ) -> Put:
+        """As `put`, waiting for room: of a pack that is cut, for all its pieces. On the I/O thread."""
+        is_cut = slot_nbytes is not None and extracted.nbytes > slot_nbytes
+        # One at a time: what one gives back when there is no room for all of it would wake the others.
+        async with self._cutting if is_cut else contextlib.nullcontext():
+            while True:
+                operation = self.put(
+                    extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=slot_nbytes
+                )
+                if operation is not None:
+                    return operation
+                await self._relays[self.choose(peer, backend)].room()
 
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> RelayOperation:
         """Fetch what ``peer`` put. holder: the stage that will look at it, for `pins`.

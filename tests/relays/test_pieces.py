@@ -16,7 +16,7 @@ from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Pack, flatten
 from stage_runtime.relays import pieces
 from stage_runtime.relays.registry import RELAYS
-from tests.relays.relay_pairs import MIB, pair
+from tests.relays.relay_pairs import MIB, SMALL, pair
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=6), st.integers(1, 50), st.booleans())
@@ -64,6 +64,23 @@ async def test_a_piece_without_room_leaves_no_other_one_in_use(name: str) -> Non
         extracted = encoding.extract(np.ones(100 * MIB, np.uint8))  # of an arena of 64
         assert both.a.put(extracted, request_id="r", peer="b", backend=name, slot_nbytes=8 * MIB) is None
         assert both.held() == 0
+
+
+@pytest.mark.parametrize("name", ["shm", "nixl", "mooncake", "tcp"])
+async def test_a_put_that_waits_for_room_is_cut_as_one_that_does_not(name: str) -> None:
+    settings = msgspec.structs.replace(SMALL, arena_bytes=8 * MIB, unreleased_bytes=8 * MIB)
+    with pair(name, settings=settings) as both:
+        _, first = both.put(np.ones(6 * MIB, np.uint8))
+        extracted = encoding.extract(np.full(5 * MIB, 2, np.uint8))
+        to_b = {"request_id": "r", "peer": "b", "backend": name, "slot_nbytes": 2 * MIB}
+        waiting = asyncio.ensure_future(both.a.put_async(extracted, **to_b))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        buffer = await both.get(first)
+        del buffer
+        put = await asyncio.wait_for(waiting, 30)
+        assert len(put.transfers) == 3
+        assert set(bytes(await both.get(put))) == {2}
 
 
 async def test_pieces_that_are_declined_or_false_are_released() -> None:
