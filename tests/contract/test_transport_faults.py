@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.errors import InvalidPipeline
 from omnipipeline_spec.validation import topology
 from tests.contract.rulecases import pair
 
@@ -77,12 +78,15 @@ def test_nonsense_about_relays_is_refused_with_its_path(found: list[str], expect
     assert found == expected
 
 
-def test_shm_between_pods_is_warned_of() -> None:
-    def warned(**fields: Any) -> list[str]:
-        spec = topology.check(msgspec.convert(pair(relayBackend="shm", **fields), PipelineConfig))
-        return [f"{fault.path}: {fault.message}" for fault in topology.warnings(spec)]
-
-    assert warned() == [
-        "relayBackend: is shm, which never crosses pods: on a cluster, tensors from 'a' to 'b' are refused"
-    ]
-    assert warned(fusedStages=[["a", "b"]]) == []
+def test_shm_between_pods_is_refused_on_a_cluster_and_warned_of_elsewhere() -> None:
+    apart = msgspec.convert(pair(relayBackend="shm"), PipelineConfig)
+    message = (
+        "relayBackend: is shm, which never crosses pods, and on a cluster 'a' and 'b' run in different pods: use auto"
+    )
+    assert [str(fault) for fault in topology.warnings(topology.check(apart))] == [message]
+    with pytest.raises(InvalidPipeline) as refused:
+        topology.check_on_cluster(apart)
+    assert [str(fault) for fault in refused.value.faults] == [message]
+    together = msgspec.convert(pair(relayBackend="shm", fusedStages=[["a", "b"]]), PipelineConfig)
+    topology.check_on_cluster(together)
+    assert topology.warnings(together) == ()

@@ -38,3 +38,14 @@ def test_a_bad_spec_leaves_no_plan_behind() -> None:
     for _ in range(2):
         with pytest.raises(SpecError):
             plans.of(resource(generation=2, factory="no factory"), None)
+
+
+def test_shared_memory_between_pods_is_refused_with_the_edge() -> None:
+    apart = resource()
+    apart["spec"]["relayBackend"] = "shm"
+    apart["spec"]["stages"] = [
+        {"name": "a", "process": "a", "factory": "m:a", "next": ["b"]},
+        {"name": "b", "process": "b", "factory": "m:b", "terminal": True},
+    ]
+    with pytest.raises(SpecError, match=r"relayBackend: is shm, .* 'a' and 'b' run in different pods"):
+        PlanCache().of(apart, None)

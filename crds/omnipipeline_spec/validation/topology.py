@@ -31,9 +31,24 @@ def check(spec: PipelineConfig) -> PipelineConfig:
     return checked
 
 
+def check_on_cluster(spec: PipelineConfig) -> None:
+    """For the operator, of a spec that `check` accepts.
+
+    Raises: InvalidPipeline: with what works on one machine only.
+    """
+    found = faults_on_cluster(spec)
+    if found:
+        raise InvalidPipeline(found)
+
+
+def faults_on_cluster(spec: PipelineConfig) -> tuple[Fault, ...]:
+    """What works on one machine only, of a spec that `check` accepts."""
+    return tuple(transports.on_cluster(spec))
+
+
 def warnings(spec: PipelineConfig) -> tuple[Fault, ...]:
-    """Problems that some requests of a valid spec meet."""
-    return (*graph.warnings(spec), *transports.warnings(spec))
+    """Problems that some requests of a valid spec meet, and faults that it has on a cluster."""
+    return (*graph.warnings(spec), *transports.on_cluster(spec))
 
 
 def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:

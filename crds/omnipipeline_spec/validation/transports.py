@@ -23,12 +23,12 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
     yield from _without_tcp(spec)
 
 
-def warnings(spec: PipelineConfig) -> Iterator[Fault]:
+def on_cluster(spec: PipelineConfig) -> Iterator[Fault]:
     """What is refused on a cluster and works on one machine."""
     far = _between_pods(spec)
     if spec.relay_backend == "shm" and far is not None:
-        message = f"is shm, which never crosses pods: on a cluster, tensors from {far[0]!r} to {far[1]!r} are refused"
-        yield Fault(path="relayBackend", message=message, names=far)
+        message = f"is shm, which never crosses pods, and on a cluster {far[0]!r} and {far[1]!r} run in different pods"
+        yield Fault(path="relayBackend", message=f"{message}: use auto", names=far)
 
 
 def _between_pods(spec: PipelineConfig) -> tuple[str, str] | None:

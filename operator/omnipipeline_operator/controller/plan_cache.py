@@ -15,6 +15,7 @@ from omnipipeline_operator.cluster.store import PipelineKey
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.validation import topology
 
 
 class PlanCache:
@@ -36,7 +37,9 @@ class PlanCache:
             spec = loading.from_resource(resource).spec
             if rekeyed is not None:
                 spec = msgspec.structs.replace(spec, restarted_at=f"{spec.restarted_at or ''}+{rekeyed}")
-            made = self._made[key] = (asked, spec, planning.plan(spec, name=metadata["name"]))
+            planned = planning.plan(spec, name=metadata["name"])
+            topology.check_on_cluster(spec)
+            made = self._made[key] = (asked, spec, planned)
         return made[1], made[2]
 
     def forget(self, key: PipelineKey) -> None:

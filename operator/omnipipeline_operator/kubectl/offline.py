@@ -16,6 +16,7 @@ from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.loading import LoadedPipeline
 from omnipipeline_spec.types.plan import PipelinePlan
+from omnipipeline_spec.validation import topology
 
 NO_KEY = "manual"  # in place of the random id that the operator chooses
 
@@ -23,7 +24,9 @@ NO_KEY = "manual"  # in place of the random id that the operator chooses
 def read(file: str, overrides: Sequence[str] = ()) -> tuple[LoadedPipeline, PipelinePlan]:
     """A file's spec and its plan. Raises: SpecError: with all faults."""
     loaded = loading.load(file, overrides=overrides)
-    return loaded, planning.plan(loaded.spec, name=loaded.name)
+    planned = planning.plan(loaded.spec, name=loaded.name)
+    topology.check_on_cluster(loaded.spec)
+    return loaded, planned
 
 
 def of_resource(resource: Mapping[str, Any]) -> PipelinePlan:
