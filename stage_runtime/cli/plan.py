@@ -13,6 +13,7 @@ from rich.text import Text
 
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import EdgePlan, GroupPlan, PipelinePlan, UnitPlan
+from omnipipeline_spec.validation import topology
 from stage_runtime.cli import options
 from stage_runtime.cli.drawing import mermaid, svg
 from stage_runtime.processes import unsupported
@@ -42,6 +43,8 @@ def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str) -> No
             plan = planning.without_gpus(plan)
         for notice in unsupported.notices(loaded.spec, local=False):
             click.echo(f"note: {notice}", err=True)
+        for warning in topology.faults_on_cluster(loaded.spec):
+            click.echo(f"warning: {warning}", err=True)
         match output:
             case "json":
                 click.echo(msgspec.json.format(msgspec.json.encode(plan)).decode())
@@ -92,15 +95,15 @@ def _gpus(unit: UnitPlan, group: GroupPlan) -> str:
 
 def _edges(plan: PipelinePlan) -> Table:
     device_of = {stage.name: stage.relay.device for unit in plan.units for stage in unit.stages}
-    drawn = _table("FROM", "TO", "KIND", "TRANSPORT", "RELAY", "ARRIVES ON")
+    drawn = _table("FROM", "TO", "KIND", "TRANSPORT", "RELAY", "MEDIUM", "ARRIVES ON")
     for edge in plan.edges:
         device = device_of.get(edge.target, "cpu")
-        drawn.add_row(edge.source, edge.target, edge.kind, TRANSPORTS[edge.transport], _relay(edge), device)
+        drawn.add_row(edge.source, edge.target, edge.kind, TRANSPORTS[edge.transport], *_relay(edge), device)
     return drawn
 
 
-def _relay(edge: EdgePlan) -> str:
-    return "by reference" if edge.relay == "in_process" else edge.relay
+def _relay(edge: EdgePlan) -> tuple[str, str]:
+    return ("by reference", "") if edge.relay == "in_process" else (edge.relay, edge.medium)
 
 
 def _table(*headings: str) -> Table:

@@ -265,13 +265,17 @@ class Membership:
                     "running": instance.running,
                     "bound": instance.bound,
                     "bound_total": instance.bound_total,
-                    "gauges": self._beats[incarnation].gauges if incarnation in self._beats else {},
+                    "gauges": self._gauges_of(incarnation),
+                    "transports": planes.transports(self._gauges_of(incarnation)),
                 }
                 for incarnation, instance in self.state.instances.items()
             ],
         }
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _gauges_of(self, incarnation: str) -> planes.Gauges:
+        return self._beats[incarnation].gauges if incarnation in self._beats else {}
 
     def _refusal(self, sender: str, message: Hello) -> str | None:
         member = message.member

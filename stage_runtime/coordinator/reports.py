@@ -5,9 +5,11 @@ Called by `request_manager`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.tracing import Tracing
@@ -21,25 +23,32 @@ class Reports:
     """Reads the parts of a coordinator; changes nothing."""
 
     def __init__(
-        self, pipeline: str, membership: Membership, relays: Relays, send_queues: SendQueues, tracing: Tracing | None
+        self,
+        plan: CoordinatorPlan,
+        membership: Membership,
+        relays: Relays,
+        send_queues: SendQueues,
+        tracing: Tracing | None,
     ) -> None:
-        self._pipeline = pipeline
+        self._plan = plan
         self._membership = membership
         self._relays = relays
         self._send_queues = send_queues
         self._tracing = tracing
 
     def status(self, *, in_flight: int, awaiting_instance: int) -> Mapping[str, Any]:
-        newest = next(iter(self._membership.state.revisions[-1:]), None)
+        newest = self._newest
+        gauges = self._gauges()
         return {
-            "pipeline": self._pipeline,
+            "pipeline": self._plan.pipeline,
             "coordinator": self._membership.incarnation,
             "ready": self._membership.ready(),
             "in_flight": in_flight,
             "awaiting_instance": awaiting_instance,
             "stages": list(newest.stages) if newest is not None else [],
             "edges": list(newest.edges) if newest is not None else [],
-            "gauges": self._gauges(),
+            "gauges": gauges,
+            "transports": planes.transports(gauges),
             **self._membership.status(),
         }
 
@@ -60,6 +69,20 @@ class Reports:
             relays=self._relays.stats(),
             transfers_in_flight=self._send_queues.outstanding,
             edges=self._send_queues.edges(),
+            ways=self._ways(),
             sends_queued=self._send_queues.queued,
             events=self._membership.counters(),
         )
+
+    @property
+    def _newest(self) -> PipelineRevision | None:
+        return next(iter(self._membership.state.revisions[-1:]), None)
+
+    def _ways(self) -> dict[tuple[str, str, str, str], int]:
+        """How the instances of the entry stage are reached."""
+        entry = self._newest.entry if self._newest is not None else None
+        found: Counter[tuple[str, str, str, str]] = Counter()
+        for peer, instance in self._membership.state.instances.items():
+            if entry in instance.member.stages:
+                found[COORDINATOR, entry, *self._relays.way(peer, self._plan.relay_backend)] += 1
+        return dict(found)

@@ -122,7 +122,7 @@ class RequestManager:
         self._refusing: str | None = None  #: Why nothing is admitted any more.
         self._clocks_us = clocks_us
         self._tracing = tracing
-        self._reports = Reports(plan.pipeline, membership, relays, self.send_queues, tracing)
+        self._reports = Reports(plan, membership, relays, self.send_queues, tracing)
         self._started_at = time.monotonic()
 
     # --- events.RequestManagerApi -------------------------------------------------------------------------------------

@@ -196,6 +196,12 @@ EDGE_FAILOVERS: Final = Metric(
     help="Times that this relay took an edge over from one that had failed",
     labels=_OF_EDGE,
 )
+EDGE_INSTANCES: Final = Metric(
+    name="omnipipeline_edge_instances",
+    kind="gauge",
+    help="Instances of an edge's target, by the relay that is used to them and the medium of its bytes",
+    labels=(*_OF_EDGE, "medium"),
+)
 CONTROL_EVENTS: Final = Metric(
     name="omnipipeline_control_events_total",
     kind="counter",
@@ -274,6 +280,9 @@ ENGINE: Final[Mapping[str, Metric]] = {
 #: As `RELAY`, of keys that only the relays nixl, mooncake and nccl have.
 NIXL: Final[Mapping[str, Metric]] = {
     "stray_notices": _of_relay("stray_notices_total", "Notices of peers that belong to no transfer"),
+    "library_bytes": _of_relay(
+        "library_bytes_total", "Bytes that NIXL itself says it has moved from or to this process"
+    ),
     "copied_out_bytes": _of_relay("copied_out_bytes_total", "Bytes copied out of the receive arena to free it"),
     "receive_bytes_in_use": _of_relay("receive_bytes_in_use", "Bytes of the receive arena in use", kind="gauge"),
     "waiting_transfers": _of_relay("waiting_transfers", "Payloads that wait for memory to receive into", kind="gauge"),
@@ -344,6 +353,7 @@ EDGES: Final = (
     EDGE_OLDEST_TRANSFER,
     EDGE_QUARANTINED,
     EDGE_FAILOVERS,
+    EDGE_INSTANCES,
 )
 #: Of a process's planes, served by its pod. A coordinator serves its own, and in `omni up` those of all processes.
 PLANES: Final = (

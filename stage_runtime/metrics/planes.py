@@ -7,8 +7,8 @@ Called by `coordinator` and `stage`, which read their own, and by `web` and the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 from omnipipeline_spec.types.metrics import Metric
 from stage_runtime.metrics import catalog
@@ -42,6 +42,7 @@ _EDGE: Final[Mapping[str, Metric]] = {
     "edge_quarantined": catalog.EDGE_QUARANTINED,
     "edge_failovers": catalog.EDGE_FAILOVERS,
 }
+_WAY: Final = "edge_instances"
 _PLAIN: Final[Mapping[str, Metric]] = {
     "transfers_in_flight": catalog.TRANSFERS_IN_FLIGHT,
     "sends_queued": catalog.SENDS_QUEUED,
@@ -59,10 +60,11 @@ def gauges(
     sends_queued: int,
     events: Mapping[str, int],
     edges: Mapping[tuple[str, str, str], EdgeGauges] = {},
+    ways: Mapping[tuple[str, str, str, str], int] = {},
     engines: Mapping[str, Gauges] = {},
 ) -> dict[str, float]:
-    """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`. engines: by stage, what
-    its engine reports of itself.
+    """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`. ways: instances, by
+    source, target, relay and medium (`ways_of`). engines: by stage, what its engine reports of itself.
     """
     return {
         **{_RELAY + name: float(value) for name, value in relays.items()},
@@ -74,12 +76,31 @@ def gauges(
             for edge, numbers in edges.items()
             for name, value in zip(_EDGE, _of_edge(numbers), strict=True)
         },
+        **{f"{_WAY}:{':'.join(way)}": float(count) for way, count in ways.items()},
         **{
             f"{_ENGINE}{name}:{stage}": float(value)
             for stage, values in engines.items()
             for name, value in values.items()
         },
     }
+
+
+def transports(gauges: Gauges) -> list[dict[str, Any]]:
+    """For `/status`: a row for each relay that an edge uses or has used, with the instances of its target by medium."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for name in sorted(name for name in gauges if name.startswith("edge_")):
+        value = gauges[name]
+        short, *labels = name.split(":")
+        if short in _EDGE and len(labels) == 3:
+            _row(rows, labels)[short.removeprefix("edge_")] = value
+        elif short == _WAY and len(labels) == 4:
+            _row(rows, labels[:3])["instances"][labels[3]] = value
+    return [rows[edge] for edge in sorted(rows)]
+
+
+def _row(rows: dict[tuple[str, ...], dict[str, Any]], edge: Sequence[str]) -> dict[str, Any]:
+    named = dict(zip(("source", "target", "relay"), edge, strict=True))
+    return rows.setdefault(tuple(edge), {**named, "instances": {}})
 
 
 def of_ranks(gauges: Mapping[int, Gauges]) -> dict[str, float]:
@@ -128,6 +149,8 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             yield catalog.CONTROL_EVENTS, (name.removeprefix(_EVENT),), value
         elif (edge := name.split(":"))[0] in _EDGE and len(edge) == 4:
             yield _EDGE[edge[0]], (edge[1], edge[2], edge[3]), value
+        elif edge[0] == _WAY and len(edge) == 5:
+            yield catalog.EDGE_INSTANCES, tuple(edge[1:]), value
         elif name.startswith(_ENGINE):
             short, _, stage = name.removeprefix(_ENGINE).partition(":")
             if (metric := catalog.ENGINE.get(short)) is not None:

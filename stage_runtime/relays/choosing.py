@@ -14,10 +14,11 @@ import msgspec
 from stage_runtime.errors import RelayRefused
 
 #: What the bytes go through. ``memory``: read where they lie, by a process of the same machine. ``unix``: a socket of
-#: the machine. ``tcp``: the network's sockets, whichever library writes to them.
-Medium: TypeAlias = Literal["gpu", "memory", "rdma", "unix", "tcp"]
+#: the machine. ``tcp``: the network's sockets, whichever library writes to them; ``tcp+curve``: encrypted.
+Medium: TypeAlias = Literal["gpu", "memory", "rdma", "unix", "tcp", "tcp+curve"]
 Need: TypeAlias = Literal["gpu", "rdma"]
 
+NETWORK: Final = frozenset(("tcp", "tcp+curve"))  #: What `allowTCP` is about.
 PROCESS: Final = "process"  #: The key of `ProcessFacts` among the relays' facts.
 
 
@@ -76,7 +77,7 @@ def choose(
     Raises: RelayRefused: says why each relay is not used.
     """
     allow_tcp = allow_tcp or own.coordinator or peer.coordinator
-    usable = [each for each in reached if each.failed is None and (allow_tcp or each.medium != "tcp")]
+    usable = [each for each in reached if each.failed is None and (allow_tcp or each.medium not in NETWORK)]
     failed = {each.relay: each.failed for each in reached if each.failed is not None}
     named = next((each for each in usable if each.relay == wanted), None)
     if named is not None:
@@ -108,7 +109,7 @@ def _refusal(wanted: str, reached: Sequence[Reached], *, own: ProcessFacts, peer
 def _why(reached: Reached, allow_tcp: bool) -> str:
     if reached.failed is not None:
         return f"it failed ({reached.failed})"
-    if reached.medium == "tcp" and not allow_tcp:
+    if reached.medium in NETWORK and not allow_tcp:
         return "it would use TCP, and dataPlane.allowTCP is false"
     return "it is used where it is named" if not reached.auto else f"there is no way by {reached.needs}"
 

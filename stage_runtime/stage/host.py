@@ -20,6 +20,7 @@ from stage_runtime.metrics import planes
 from stage_runtime.profiler.session import Session
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
+from stage_runtime.stage import ways
 from stage_runtime.stage.administration import Administration
 from stage_runtime.stage.idle_trimming import IdleTrimming
 from stage_runtime.stage.membership import StageMembership
@@ -223,10 +224,17 @@ class Host:
             relays=process.relays.stats(),
             transfers_in_flight=process.send_queues.outstanding,
             edges=process.send_queues.edges(),
+            ways=self._ways(),
             sends_queued=process.send_queues.queued,
             events=process.channels.counters + process.counters,
             engines={name: stage.inbox.gauges for name, stage in self.stages.items()},
         )
+
+    def _ways(self) -> dict[ways.Way, int]:
+        """How each edge reaches the instances that this process knows."""
+        plans = [stage.plan for stage in self.stages.values()]
+        stages_of = {peer: member.stages for peer, member in self.membership.members.items()}
+        return ways.count(plans, stages_of, self.membership.registration.coordinators, self.process.relays.way)
 
     def reborn(self, incarnation: str) -> None:
         """Drop all work of the earlier incarnation; `wire` must follow."""

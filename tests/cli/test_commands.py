@@ -112,7 +112,7 @@ def test_plan_as_table_shows_pods_processes_and_transports() -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["front", "front", "split", "1"] in lines
     assert ["voice", "voice", "shout", "1"] in lines
-    assert ["split", "shout", "stream", "between", "pods", "tcp", "cpu"] in lines
+    assert ["split", "shout", "stream", "between", "pods", "tcp", "tcp+curve", "cpu"] in lines
 
 
 def test_plan_says_by_reference_once_stages_share_a_process() -> None:

@@ -68,8 +68,8 @@ def test_the_whole_plan_of_a_small_pipeline() -> None:
         ),
     )
     assert plan.edges == (
-        EdgePlan(source="a", target="b", kind="normal", transport="network", relay="tcp"),
-        EdgePlan(source="a", target="b", kind="stream", transport="network", relay="tcp"),
+        EdgePlan(source="a", target="b", kind="normal", transport="network", relay="tcp", medium="tcp+curve"),
+        EdgePlan(source="a", target="b", kind="stream", transport="network", relay="tcp", medium="tcp+curve"),
     )
     assert plan.replicas == {"front": 1, "back": 1}
     assert plan.local_gpus == {"front": ((),), "back": ((),)}
@@ -130,29 +130,41 @@ def test_the_process_of_a_tensor_parallel_stage_is_the_prefix_of_its_ranks() -> 
     assert unit.groups[0].processes == ("big_tp0", "big_tp1")
 
 
+RDMA = {"rdma": {"resourceName": "rdma/hca"}}
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "fields", "transport", "relay"),
+    ("first", "second", "fields", "transport", "relay", "medium"),
     [
-        ({"process": "p"}, {"process": "p"}, {}, "in_process", "in_process"),
-        ({}, {}, {}, "network", "tcp"),
-        ({}, {}, {"relayBackend": "shm"}, "network", "shm"),
-        ({}, {}, {"relayBackend": "nixl"}, "network", "nixl"),
-        ("gpu", "gpu", {"relayBackend": "nixl"}, "same_pod", "nixl"),
-        ({}, {}, {"relayBackend": "mooncake"}, "network", "mooncake"),
-        ({}, {}, {"dataPlane": {"rdma": {"resourceName": "rdma/hca"}}}, "network", "nixl"),
-        ("gpu", "gpu", {}, "same_pod", "shm"),
-        ("gpu", "gpu", {"relayBackend": "nccl"}, "same_pod", "nccl"),
-        ("gpu", "gpu", {"relayBackend": "tcp"}, "same_pod", "tcp"),
-        ("gpu", "gpu", {"relayBackend": "shm"}, "same_pod", "shm"),
+        ({"process": "p"}, {"process": "p"}, {}, "in_process", "in_process", "reference"),
+        ({}, {}, {}, "network", "tcp", "tcp+curve"),
+        ({}, {}, {"relayBackend": "shm"}, "network", "shm", "memory"),
+        ({}, {}, {"relayBackend": "nixl"}, "network", "nixl", "tcp"),
+        ("gpu", "gpu", {"relayBackend": "nixl"}, "same_pod", "nixl", "tcp"),
+        ({}, {}, {"relayBackend": "mooncake"}, "network", "mooncake", "tcp"),
+        ({}, {}, {"dataPlane": RDMA}, "network", "nixl", "rdma"),
+        ({}, {}, {"dataPlane": RDMA, "relayBackend": "mooncake"}, "network", "mooncake", "rdma"),
+        (
+            {},
+            {},
+            {"dataPlane": {**RDMA, "mooncakeProtocol": "tcp"}, "relayBackend": "mooncake"},
+            "network",
+            "mooncake",
+            "tcp",
+        ),
+        ("gpu", "gpu", {}, "same_pod", "shm", "memory"),
+        ("gpu", "gpu", {"relayBackend": "nccl"}, "same_pod", "nccl", "tcp"),
+        ("gpu", "gpu", {"relayBackend": "tcp"}, "same_pod", "tcp", "tcp+curve"),
+        ("gpu", "gpu", {"relayBackend": "shm"}, "same_pod", "shm", "memory"),
     ],
 )
 def test_an_edge_travels_as_its_ends_are_placed(
-    first: Any, second: Any, fields: Document, transport: str, relay: str
+    first: Any, second: Any, fields: Document, transport: str, relay: str, medium: str
 ) -> None:
     on_gpu = {"gpu": [3], "gpuMemory": {"fraction": 0.4}}
     ends = [on_gpu if end == "gpu" else end for end in (first, second)]
     (edge,) = plan_of(pair(*ends, **fields)).edges
-    assert (edge.transport, edge.relay) == (transport, relay)
+    assert (edge.transport, edge.relay, edge.medium) == (transport, relay, medium)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             sends_queued=2,
             events={"resent": 3, "received": 4},
             edges={("thinker", "talker", "shm"): EdgeNumbers(5, 4, 0, 1, 0.5, 2)},
+            ways={("thinker", "talker", "shm", "memory"): 2},
             engines={"chat": dict.fromkeys(catalog.ENGINE, 7.0), "sound": {}},
         )
     finally:
@@ -27,6 +28,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
     assert samples[catalog.EDGE_TRANSFERS_IN_FLIGHT] == {("talk", "thinker", "talker", "shm"): 1}
     assert samples[catalog.EDGE_OLDEST_TRANSFER] == {("talk", "thinker", "talker", "shm"): 0.5}
     assert samples[catalog.EDGE_QUARANTINED] == {("talk", "thinker", "talker", "shm"): 2}
+    assert samples[catalog.EDGE_INSTANCES] == {("talk", "thinker", "talker", "shm", "memory"): 2}
     assert samples[catalog.ENGINE["kv_blocks_used"]] == {("talk", "chat"): 7}
     assert samples[catalog.CONTROL_EVENTS] == {("talk", "resent"): 3, ("talk", "received"): 4}
 
@@ -38,3 +40,34 @@ def test_numbers_of_a_newer_process_are_left_out() -> None:
         "omnipipeline_sends_queued": {("talk",): 1},
         "omnipipeline_relay_sent_bytes_total": {("talk", "pigeon"): 3},
     }
+
+
+def test_the_transports_of_a_process_are_a_row_for_each_relay_of_an_edge() -> None:
+    numbers = planes.gauges(
+        relays={},
+        transfers_in_flight=0,
+        sends_queued=0,
+        events={},
+        edges={("a", "b", "shm"): EdgeNumbers(5, 4, 1, 2, 0.5, 1)},
+        ways={
+            ("a", "b", "tcp", "tcp+curve"): 3,
+            ("a", "b", "tcp", "unix"): 1,
+            ("a", "c", "in_process", "reference"): 1,
+        },
+    )
+    assert planes.transports(numbers) == [
+        {
+            "source": "a",
+            "target": "b",
+            "relay": "shm",
+            "instances": {},
+            "transfer_bytes": 5,
+            "copied_bytes": 4,
+            "transfers_in_flight": 2,
+            "oldest_transfer": 0.5,
+            "quarantined": 1,
+            "failovers": 1,
+        },
+        {"source": "a", "target": "b", "relay": "tcp", "instances": {"tcp+curve": 3, "unix": 1}},
+        {"source": "a", "target": "c", "relay": "in_process", "instances": {"reference": 1}},
+    ]

@@ -27,6 +27,7 @@ NIXL_RDMA = Reached(relay="nixl", medium="rdma", needs="rdma")
 MOONCAKE = Reached(relay="mooncake", medium="tcp", needs="rdma")
 TCP = Reached(relay="tcp", medium="tcp")
 UNIX = Reached(relay="tcp", medium="unix")
+CURVE = Reached(relay="tcp", medium="tcp+curve")
 
 
 def broken(reached: Reached) -> Reached:
@@ -42,6 +43,7 @@ def broken(reached: Reached) -> Reached:
         ("auto", [NIXL, MOONCAKE, TCP], {}, ("tcp", "tcp", None)),
         ("auto", [NIXL_RDMA, TCP], {"allow_tcp": False}, ("nixl", "rdma", None)),
         ("auto", [UNIX], {"allow_tcp": False}, ("tcp", "unix", None)),
+        ("auto", [CURVE], {}, ("tcp", "tcp+curve", None)),
         ("nixl", [SHM, NIXL, TCP], {}, ("nixl", "tcp", None)),
         ("tcp", [SHM, NIXL, TCP], {}, ("tcp", "tcp", None)),
         ("shm", [TCP], {"peer": COORDINATOR}, ("tcp", "tcp", None)),
@@ -112,7 +114,7 @@ def test_a_refusal_names_the_reason(wanted: str, reached: list[Reached], options
 LINES = st.builds(
     Reached,
     relay=st.sampled_from(STARTED),
-    medium=st.sampled_from(["gpu", "memory", "rdma", "unix", "tcp"]),
+    medium=st.sampled_from(["gpu", "memory", "rdma", "unix", "tcp", "tcp+curve"]),
     auto=st.booleans(),
     needs=st.sampled_from([None, "gpu", "rdma"]),
     failed=st.sampled_from([None, "broke"]),
@@ -132,7 +134,7 @@ def test_what_is_chosen_reaches_the_peer_has_not_failed_and_is_allowed(
         return
     chosen = next(each for each in reached if each.relay == choice.relay)
     assert chosen.failed is None
-    assert allow_tcp or chosen.medium != "tcp"
+    assert allow_tcp or chosen.medium not in ("tcp", "tcp+curve")
     failed = {each.relay for each in reached if each.failed}
     assert wanted in ("auto", chosen.relay) or wanted in failed
 

@@ -342,3 +342,14 @@ async def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPat
         ConfigurationError, match=r"^relay 'nixl' cannot be loaded .*pip install 'omnipipeline\[nixl\]'$"
     ):
         Relays(loop=asyncio.get_running_loop(), incarnation="x", on_release=lambda *_: None, settings=ASKED)
+
+
+async def test_nixl_s_own_count_has_all_bytes_that_were_moved() -> None:
+    with pair("nixl") as both:
+        await both.carry(np.ones(3 * MIB + 5, np.uint8))
+
+        def counted() -> int:
+            return sum(end.stats()["nixl_library_bytes"] for end in (both.a, both.b))
+
+        await both.until(lambda: counted() >= 3 * MIB + 5, timeout=30)
+        assert counted() < 4 * MIB

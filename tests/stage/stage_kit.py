@@ -90,6 +90,9 @@ class MemoryRelays:
     def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return ("memory",)
 
+    def way(self, peer: str, backend: str = "auto") -> tuple[str, str]:
+        return ("memory", "memory")
+
     def put(
         self,
         extracted: pack.Extracted,

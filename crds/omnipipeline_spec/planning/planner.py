@@ -238,12 +238,14 @@ def _edges(spec: PipelineConfig, groups: Grouping) -> Iterable[EdgePlan]:
         for kind in kinds:
             for target in stage.next if kind == "normal" else stage.stream_to:
                 transport = _transport(group_of[stage.name], group_of[target], groups)
+                relay = _edge_relay(spec, transport)
                 yield EdgePlan(
                     source=stage.name,
                     target=target,
                     kind=kind,
                     transport=transport,
-                    relay=_edge_relay(spec, transport),
+                    relay=relay,
+                    medium=_edge_medium(spec, relay),
                 )
 
 
@@ -263,6 +265,22 @@ def _edge_relay(spec: PipelineConfig, transport: str) -> str:
         return "shm"
     # Shared memory works within a pod; `omni up` runs all on one machine and uses it there, too.
     return "tcp" if spec.data_plane.rdma is None else "nixl"
+
+
+def _edge_medium(spec: PipelineConfig, relay: str) -> str:
+    """The operator gives every pipeline a control key, so the tcp relay encrypts."""
+    by_rdma = spec.data_plane.rdma is not None and spec.data_plane.mooncake_protocol != "tcp"
+    match relay:
+        case "in_process":
+            return "reference"
+        case "shm":
+            return "memory"
+        case "nixl" | "mooncake" | "nccl" if by_rdma:
+            return "rdma"
+        case "tcp":
+            return "tcp+curve"
+        case _:
+            return "tcp"
 
 
 def _replicas(members: Sequence[str], refined: Mapping[str, ProcessGroup]) -> int:

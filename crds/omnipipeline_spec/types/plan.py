@@ -102,6 +102,7 @@ class EdgePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Literal["normal", "stream"]
     transport: Literal["in_process", "same_pod", "network"]
     relay: str  #: What to expect: ``in_process``, or a backend of this version. Facts decide at run time.
+    medium: str  #: What its bytes are to go through on a cluster, as `edge_instances` shows it at run time.
 
 
 class PipelineRevision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

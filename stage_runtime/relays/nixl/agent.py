@@ -58,6 +58,8 @@ class Agent:
         config.useProgThread = True
         config.useListenThread = False
         config.pthrDelay = PROGRESS_DELAY_US
+        config.captureTelemetry = True
+        self.moved_nbytes = 0  #: By NIXL's own count, of the complete transfers that this agent began.
         try:
             self._agent = nixl.nixlAgent(name, config)
             self._agent.createBackend("UCX", {})
@@ -144,12 +146,19 @@ class Agent:
         except self._errors as error:
             self._release(handle)
             raise Unreachable(str(error)) from error
+        self._count(handle)
         self._release(handle)
         return True
 
     def close(self) -> None:
         """Nothing moves from here on: the only way to end a transfer under way."""
         del self._agent
+
+    def _count(self, handle: int) -> None:
+        try:
+            self.moved_nbytes += int(self._agent.getXferTelemetry(handle).totalBytes)
+        except self._errors:
+            pass  # NIXL has none of it; the bytes are where they belong
 
     def _release(self, handle: int) -> None:
         try:

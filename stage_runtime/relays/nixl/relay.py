@@ -120,6 +120,7 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
         return {
             "copied_bytes": self._placing.copied_bytes,
             "stray_notices": self._strays,
+            "library_bytes": self._agent.moved_nbytes,
             **super().stats(),
             **self._sending.stats(),
             **self._receiving.stats(),

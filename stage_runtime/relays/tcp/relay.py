@@ -119,7 +119,9 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         self._movement.forget(peer)
 
     def medium(self, peer: Peer) -> Medium:
-        return "tcp" if self._connections[peer].endpoint.startswith("tcp://") else "unix"
+        if not self._connections[peer].endpoint.startswith("tcp://"):
+            return "unix"
+        return "tcp" if self._context.security is None else "tcp+curve"
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
