@@ -17,7 +17,7 @@ import logging
 import resource
 import struct
 import termios
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
+from stage_runtime.web.exchange import CLIENT
 
 _log = logging.getLogger(__name__)
 #: uvicorn warns of each request that it cannot read; anybody could fill the log. Its errors are shown.
@@ -84,11 +85,39 @@ class Connection(HttpToolsProtocol):
         self._in_body = False
         self._wire_nbytes = self._head_nbytes = self._head_count = self._body_nbytes = 0
         self._refusal: RequestError | None = None
+        self._gone: Callable[[], object] | None = None  #: See `watch`.
         self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
         self._stalled_since = 0.0
         if len(self.connections) > self.most:
             self._refuse(RequestError("rate_limited", f"{self.most} connections are open", retry_after_s=1.0), 429)
             transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._notify_gone()
+        self.scope = None  # type: ignore[assignment]  # it holds this connection
+
+    # --- exchange.Client ----------------------------------------------------------------------------------------
+
+    @property
+    def received(self) -> bool:
+        """Requests come one after the other: with no other one begun, the one that is being answered is complete."""
+        return not self._in_message
+
+    def watch(self, gone: Callable[[], object]) -> None:
+        self._gone = gone
+        if self._over():
+            self._notify_gone()
+        else:
+            self.flow.resume_reading()  # a body pauses it, and a connection that is not read is not seen to end
+
+    def unwatch(self) -> None:
+        self._gone = None
+
+    def _notify_gone(self) -> None:
+        gone, self._gone = self._gone, None
+        if gone is not None:
+            gone()
 
     # --- what comes in ------------------------------------------------------------------------------------------
 
@@ -109,6 +138,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[CLIENT] = self  # type: ignore[typeddict-unknown-key]
         self._in_message, self._in_body = True, False
         self._head_nbytes = self._head_count = self._body_nbytes = 0
 
@@ -140,10 +170,14 @@ class Connection(HttpToolsProtocol):
             self._enter(Phase.IDLE)
 
     def on_response_complete(self) -> None:
-        waiting = bool(self.pipeline)
-        super().on_response_complete()
-        self._unset_keepalive_if_required()  # `sweep` ends connections at rest
-        if not waiting:
+        """As uvicorn's, without its timer: `sweep` ends connections at rest."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
             self._enter(Phase.IDLE if not self._in_message else Phase.DISCARD if self._in_body else Phase.HEAD)
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -185,6 +219,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:  # its body has turned out to be none
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._notify_gone()
         self.flow.resume_reading()
         self._enter(Phase.REFUSED)
 

@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from stage_runtime.web.errors import Headers, RequestRefused
 from stage_runtime.web.memory_budget import Reservation
 
 KEY: Final = "omni.exchange"  #: Where `Middleware` puts it into the ASGI scope.
+CLIENT: Final = "omni.client"  #: Where `connections` puts the connection.
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _TRACE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,64})?")
 #: Headers with the coding of a body, and their values for none; the server has decoded `chunked`.
@@ -29,6 +30,20 @@ _CODINGS: Final = {
 }
 _SECONDS: Final = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _BODILESS: Final = b""
+
+
+class Client(Protocol):
+    """The connection of the client. A task that waits for its end would cost as much as a request's admission."""
+
+    @property
+    def received(self) -> bool:
+        """The whole request is here: reading it does not wait."""
+
+    def watch(self, gone: Callable[[], object]) -> None:
+        """Call ``gone`` once, when the client has disconnected: now, if it has. After the request was read."""
+
+    def unwatch(self) -> None:
+        """It matters no more."""
 
 
 class Exchange:
@@ -49,6 +64,7 @@ class Exchange:
         self.first_byte_at: float | None = None
         self.complete = False  #: The answer is all sent.
         self.answer_times: AnswerTimes | None = None  #: Of an answer that is made of a request's events.
+        self._client: Client = scope[CLIENT]
         self._receive = receive
         self._send = send
         self._headers: dict[bytes, list[bytes]] = {}
@@ -160,6 +176,8 @@ class Exchange:
                 raise RequestRefused(415, "invalid_request", problem, param=name.decode())
 
     async def _next(self, begun: float) -> Message:
+        if self._client.received:
+            return await self._receive()
         body_timeout_s = self.reservation.body_timeout_s(self.body_nbytes)
         try:
             async with asyncio.timeout_at(begun + body_timeout_s):
@@ -168,15 +186,12 @@ class Exchange:
             problem = f"{self.body_nbytes} bytes of the body came within {body_timeout_s:g} s"
             raise RequestRefused(408, "deadline", problem) from None
 
-    def watch(self, gone: Callable[[], Any]) -> asyncio.Task[None]:
-        """Call ``gone`` once the client has disconnected. After `body`; cancel the task when the answer is out."""
-        return asyncio.get_running_loop().create_task(self._watch(gone))
+    def watch(self, gone: Callable[[], object]) -> None:
+        """Call ``gone`` when the client disconnects before the answer is out. After `body`; `unwatch` must follow."""
+        self._client.watch(gone)
 
-    async def _watch(self, gone: Callable[[], Any]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self.complete:
-            gone()
+    def unwatch(self) -> None:
+        self._client.unwatch()
 
     async def send(self, message: Message) -> None:
         """What starlette's own responses go through too."""

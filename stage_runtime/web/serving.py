@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stage_runtime.coordinator.events import ChunkEvent, RequestManagerApi, ResultEvent
+from stage_runtime.coordinator.events import ChunkEvent, RequestHandleApi, RequestManagerApi, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
 from stage_runtime.web.answer_times import AnswerTimes
@@ -50,11 +50,10 @@ class StreamEncoder(Protocol):
         """The last frame of a stream that cannot go on."""
 
 
-@asynccontextmanager
-async def admitted(
+async def _admit(
     manager: RequestManagerApi, exchange: Exchange, request: OmniRequest, timeout_s: float | None
-) -> AsyncIterator[AsyncIterator[Event]]:
-    """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
+) -> tuple[RequestHandleApi, AnswerTimes]:
+    """The request, which is aborted when the client disconnects. `Exchange.unwatch` must follow."""
     hook_result = await manager.call_terminal_stages(request, timeout_s=timeout_s)
     handle = manager.admit(
         request,
@@ -63,18 +62,32 @@ async def admitted(
         trace_state=exchange.trace_state(),
         hook_result=hook_result,
     )
-    watch = exchange.watch(lambda: handle.abort("the client disconnected"))
-    events = handle.events()
+    exchange.watch(lambda: handle.abort("the client disconnected"))
     times = exchange.answer_times = AnswerTimes(exchange.begun_at, streamed=request.stream)
+    return handle, times
+
+
+async def _let_go(exchange: Exchange, handle: RequestHandleApi, events: AsyncIterator[Event]) -> None:
+    """Its events are not read any more."""
+    exchange.unwatch()
+    handle.abort("the answer is not read")  # changes nothing when it is over
+    if isinstance(events, AsyncGenerator):
+        await events.aclose()
+
+
+@asynccontextmanager
+async def admitted(
+    manager: RequestManagerApi, exchange: Exchange, request: OmniRequest, timeout_s: float | None
+) -> AsyncIterator[AsyncIterator[Event]]:
+    """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
+    handle, times = await _admit(manager, exchange, request, timeout_s)
+    events = handle.events()
     timed = _timed(events, times)
     try:
         yield timed
     finally:
-        watch.cancel()
         await timed.aclose()
-        handle.abort("the answer is not read")  # changes nothing when it is over
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
+        await _let_go(exchange, handle, events)
 
 
 async def _timed(events: AsyncIterator[Event], times: AnswerTimes) -> AsyncGenerator[Event, None]:
@@ -90,10 +103,17 @@ async def collect(
     timeout_s: float | None,
     add: Callable[[Event], object],
 ) -> None:
-    """Hand every event to ``add``, up to the end."""
-    async with admitted(manager, exchange, request, timeout_s) as events:
+    """Hand every event to ``add``, up to the end. As `admitted`, without a context and a generator of its own."""
+    handle, times = await _admit(manager, exchange, request, timeout_s)
+    events = handle.events()
+    try:
         async for event in events:
+            times.note(event.data, time.perf_counter())
             add(event)
+    except BaseException:
+        await _let_go(exchange, handle, events)
+        raise
+    exchange.unwatch()
 
 
 async def stream(

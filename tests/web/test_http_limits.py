@@ -54,6 +54,7 @@ async def opened(
         ("/v1/chat/completions", {**CHAT, "stream": True}),
         ("/v1/pipeline", {"inputs": 1}),
         ("/v1/pipeline", {"inputs": 1, "stream": True}),
+        ("/v1/pipeline", {"inputs": "x" * (300 << 10)}),  # so much that the connection is paused meanwhile
         ("/v1/audio/speech", {"input": "hi"}),
     ],
 )
