@@ -21,6 +21,9 @@ MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
 MAX_TTL_MS: Final = 6_553_599  # it goes over the wire as 16 bits of tenths of a second
 SUBSCRIPTION_FACTOR: Final = 40.0
 BUFFERED: Final = 2000  # frames on either side of a socket
+#: Connections that wait to be accepted, at most; the kernel has a bound of its own (net.core.somaxconn). With libzmq's
+#: 100, of a thousand processes that connect at once most are turned away, and each waits before it tries again.
+ACCEPTING: Final = 4096
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has not the pipeline's key, or speaks another protocol",
@@ -101,6 +104,7 @@ class Sockets:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = BUFFERED
+        socket.backlog = ACCEPTING
         if kind in (zmq.PUB, zmq.DEALER):
             # Whoever connects beats, and tells how long to wait for it: beats of both ends cost twice as much.
             socket.heartbeat_ivl = 0
