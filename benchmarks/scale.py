@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import platform
 import sys
 import traceback
@@ -85,7 +86,7 @@ class Figures(msgspec.Struct):
             if changed.failed:
                 yield f"{changed.what} of {changed.instances}: {changed.failed} requests failed: {changed.reasons}"
         for first in self.first_messages:
-            if first.round_trips > ROUND_TRIPS:
+            if first.detour and first.round_trips > ROUND_TRIPS:
                 how = "CURVE" if first.curve else "plain"
                 yield f"the first message on a new link takes {first.round_trips:g} round trips more ({how})"
         for held in self.streams:
@@ -108,8 +109,8 @@ async def measure(figures: Figures, arguments: argparse.Namespace) -> None:
         async with part(figures, "coordinators side by side"):
             await measure_side_by_side(figures, arguments)
     async with part(figures, "first messages"):
-        for curve in (False, True):
-            figures.first_messages.append(await roundtrips.measure(curve))
+        for curve, detour in itertools.product((False, True), (False, True)):
+            figures.first_messages.append(await roundtrips.measure(curve, detour=detour))
             show(figures.first_messages[-1])
     if arguments.streams:
         async with part(figures, "streams"):

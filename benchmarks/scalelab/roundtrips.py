@@ -1,7 +1,7 @@
-"""How many round trips the first message on a new link takes, counted over a proxy. Real `Channels` over TCP.
+"""How many round trips the first message on a new link takes, counted over proxies. Real `Channels` over TCP.
 
-The proxy holds what comes and passes all of it on at once when both ends are silent: one flight. So a slow machine
-counts the same as a fast one. Called by `benchmarks/scale.py` and by the test of the links.
+The proxies hold what comes and pass all of it on at once when all ends are silent: one flight, half a round trip. So a
+slow machine counts the same as a fast one. Called by `benchmarks/scale.py` and by the test of the links.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Deregister, Message, RequestRef
+from stage_runtime.wire.messages import Deregister, Detour, Message, RequestRef
 
 QUIET_S: Final = 0.1  # nothing more comes without an answer
 TCP: Final = 1.0  # round trips of TCP's own handshake, which the proxy does not see
@@ -27,35 +27,41 @@ class FirstMessage(msgspec.Struct, frozen=True):
 
     curve: bool
     round_trips: float
+    detour: bool = False  #: By a coordinator, as between instances; else by the link's own connection alone.
 
 
 class Flights:
-    """A proxy to one TCP endpoint."""
+    """Proxies to TCP endpoints, which pass on at the same moments."""
 
-    def __init__(self, endpoint: str) -> None:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        self._target = (host.strip("[]"), int(port))
+    def __init__(self) -> None:
+        self._servers: list[asyncio.Server] = []
         self._held: list[tuple[asyncio.StreamWriter, bytes]] = []
         self._came = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.count = 0  #: Times that something was passed on.
 
     async def __aenter__(self) -> Flights:
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._start(self._pass_on())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
+        for server in self._servers:
+            server.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(*self._target)
-        self._start(self._hold(reader, back))
-        self._start(self._hold(there, writer))
+    async def to(self, endpoint: str) -> str:
+        """The endpoint of a proxy to that one."""
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection(host.strip("[]"), int(port))
+            self._start(self._hold(reader, back))
+            self._start(self._hold(there, writer))
+
+        self._servers.append(await asyncio.start_server(accepted, "127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{self._servers[-1].sockets[0].getsockname()[1]}"
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):
@@ -81,7 +87,7 @@ class Flights:
 
 
 class _End:
-    """`sockets.channels.Handler`."""
+    """`sockets.channels.Handler`: an instance, or the coordinator that passes frames on."""
 
     def __init__(self, name: str, security: Security | None) -> None:
         self.words: asyncio.Queue[str] = asyncio.Queue()
@@ -95,27 +101,50 @@ class _End:
         return False
 
     def received(self, sender: str, message: Message) -> None:
-        if isinstance(message, Deregister):
-            self.words.put_nowait(message.reason)
+        match message:
+            case Deregister():
+                self.words.put_nowait(message.reason)
+            case Detour(receiver, frame) if receiver == self.channels.incarnation:
+                self.channels.detoured(frame)
+            case Detour():
+                self.channels.hint(message.receiver, message)
 
     def unreadable(self, sender: str, request: RequestRef | None, problem: str) -> None: ...
 
     def lost(self, peer: str) -> None: ...
 
+    async def send(self, other: _End, word: str) -> None:
+        """Until it has come."""
+        self.channels.send(other.channels.incarnation, Deregister(word))
+        assert await other.words.get() == word
 
-async def measure(curve: bool) -> FirstMessage:
+
+async def measure(curve: bool, *, detour: bool = False) -> FirstMessage:
+    """detour: both ends have open links to a coordinator."""
     security = Security(os.urandom(32)) if curve else None
-    one, other = _End("one", security), _End("other", security)
+    one, other, coordinator = (_End(name, security) for name in ("one", "other", "coordinator"))
     try:
-        async with asyncio.timeout(PATIENCE_S), Flights(other.endpoint) as proxy:
+        async with asyncio.timeout(PATIENCE_S), Flights() as flights:
+            there = await flights.to(other.endpoint)
+            if detour:
+                one.channels.connect("coordinator", await flights.to(coordinator.endpoint))
+                other.channels.connect("coordinator", coordinator.endpoint)
+                coordinator.channels.connect("one", one.endpoint)
+                coordinator.channels.connect("other", there)
+                await one.send(coordinator, "open")
+                await coordinator.send(other, "open")
+                one.channels.detour = lambda: "coordinator"
             other.channels.connect("one", one.endpoint)
-            one.channels.connect("other", proxy.endpoint)
-            one.channels.send("other", Deregister("first"))
-            assert await other.words.get() == "first"
-            first = proxy.count
-            one.channels.send("other", Deregister("second"))
-            assert await other.words.get() == "second"
-            return FirstMessage(curve, TCP + (first - (proxy.count - first)) / 2)
+            before = flights.count
+            link = one.channels.connect("other", there)
+            await one.send(other, "first")
+            first = flights.count - before
+            own = not one.channels.counters["detours"]
+            while not link.connected or link.undelivered:
+                await asyncio.sleep(QUIET_S)
+            before = flights.count
+            await one.send(other, "second")
+            return FirstMessage(curve, own * TCP + (first - (flights.count - before)) / 2, detour)
     finally:
-        one.channels.close()
-        other.channels.close()
+        for end in (one, other, coordinator):
+            end.channels.close()

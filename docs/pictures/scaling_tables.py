@@ -82,7 +82,10 @@ def tables(figures: Figures) -> str:
         [str(one.coordinators), f"{one.processor_us / 1000:.2f} ms", f"{one.worst:.2f}"] for one in figures.side_by_side
     ]
     first = [["the first message on a new link", "round trips more", "target"]]
-    first += [["CURVE" if one.curve else "plain TCP", f"{one.round_trips:g}", "2"] for one in figures.first_messages]
+    for one in figures.first_messages:
+        way = "by a coordinator" if one.detour else "by its own connection alone"
+        kind = "CURVE" if one.curve else "plain TCP"
+        first.append([f"{kind}, {way}", f"{one.round_trips:g}", "2" if one.detour else ""])
     idle = [
         line
         for one in figures.streams

@@ -25,6 +25,7 @@ from stage_runtime.wire.messages import (
     Beat,
     Complete,
     Deregister,
+    Detour,
     ForwardAbort,
     ForwardAbortReply,
     HandBack,
@@ -72,6 +73,7 @@ class Coordinator:
             Ready: self._ready,
             PeerUnreachable: lambda sender, message: self.manager.peer_unreachable(sender, message.peer),
             Deregister: lambda sender, message: self.membership.deregister(sender, message),
+            Detour: lambda sender, message: self._channels.hint(message.receiver, message),
             Hello: self._hello_again,
             ProfilerReply: lambda sender, message: self.profiling.replied(sender, message),
         }

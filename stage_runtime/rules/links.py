@@ -18,20 +18,20 @@ ACK_EVERY: Final = 32  # frames received before an ack is sent on its own; when 
 class Outgoing:
     """The sender's half of one link. Not thread-safe: the caller holds the link's lock."""
 
-    __slots__ = ("_frames", "_given", "_last")  # one for each link
+    __slots__ = ("_frames", "_given", "last")  # one for each link
 
     def __init__(self) -> None:
-        self._last = 0  #: The newest sequence number given out.
+        self.last = 0  #: The newest sequence number given out.
         self._frames: deque[tuple[int, bytes]] = deque()  #: Not acknowledged; ascending.
         self._given = 0  #: How many of them, from the first on, the socket has; the others wait.
 
     def number(self) -> int:
         """The next frame's sequence number. Spent by `keep` alone: a frame that cannot be written leaves no hole."""
-        return self._last + 1
+        return self.last + 1
 
     def keep(self, seq: int, frame: bytes, *, sent: bool = False) -> None:
         """Keep a frame until it is acknowledged. It waits to be sent; or the socket has taken it, with no backlog."""
-        self._last = seq
+        self.last = seq
         self._frames.append((seq, frame))
         self._given += sent
 
@@ -47,7 +47,7 @@ class Outgoing:
 
         An ack of frames never sent frees none. After a rewind, acknowledged frames may be among those that wait.
         """
-        if ack > self._last:
+        if ack > self.last:
             return False
         freed = 0
         while self._frames and self._frames[0][0] <= ack:
@@ -74,6 +74,10 @@ class Outgoing:
     def frames(self) -> Iterator[bytes]:
         """Everything that the receiver may not have."""
         yield from (frame for _, frame in self._frames)
+
+    def after(self, seq: int) -> Iterator[tuple[int, bytes]]:
+        """What of it follows ``seq``, with its numbers."""
+        yield from (one for one in self._frames if one[0] > seq)
 
 
 class Verdict(Enum):

@@ -12,13 +12,14 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import zmq
 
 from stage_runtime.errors import LimitReached, ProtocolError, describe
 from stage_runtime.rules.links import Incoming, Standing, Verdict
-from stage_runtime.sockets import limits
+from stage_runtime.sockets import detours, limits
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.broadcasts import Broadcasts
 from stage_runtime.sockets.connecting import Connecting
@@ -120,6 +121,8 @@ class Channels:
             flush=self._resending.flush,
             gone=self._gone,
         )
+        #: The peer, if any, that passes the first frames of a new link on: a coordinator that knows both ends.
+        self.detour: Callable[[], str | None] = lambda: None
         self._dismissing = 0  #: Connections that were opened for one message.
         self._closed = False
         self._idle_after_s = idle_after_s
@@ -282,6 +285,10 @@ class Channels:
         self._dialers.close()
         self._sockets.close()
 
+    def detoured(self, frame: bytes) -> None:
+        """A frame for this process came by a coordinator, not on its link."""
+        self._take(frame)
+
     # --- hearing ------------------------------------------------------------------------------------------------
 
     def _take(self, data: bytes) -> None:
@@ -400,6 +407,10 @@ class Channels:
     def _unstall(self, link: Link) -> None:
         self._wake(link)
         self._resending.flush(link)
+        if not link.connected and not self._closed:
+            coordinator = self.detour()
+            if coordinator is not None:
+                detours.send(link, self._links.get(coordinator), self.counters)
 
     def _connected(self, link: Link) -> None:
         self._resending.again(link)

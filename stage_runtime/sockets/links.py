@@ -25,6 +25,8 @@ class Link:
     """Sends numbered frames to ``peer`` and keeps them until acknowledged; tracks what was received from it."""
 
     __slots__ = (
+        "_detoured",
+        "_detours_from",
         "_lock",
         "_me",
         "_outgoing",
@@ -67,6 +69,8 @@ class Link:
         self._stalled = stalled
         self._watch = watch
         self._outgoing = Outgoing()
+        self._detours_from = 0  #: The last frame before the connection that is being made, or is there.
+        self._detoured = (0, 0)  #: The last frame since then that went another way as well, and the bytes of all those.
         self._watched = False  #: The I/O thread looks after unacknowledged frames. False where there are none.
         self._lock = Lock()
         self.closed = False
@@ -128,6 +132,22 @@ class Link:
         with self._lock:
             return not self.closed and self._flush()
 
+    def detours(self, most: int, nbytes_most: int) -> list[bytes]:
+        """Frames that wait for the connection, for another way to the peer: each once, the oldest first.
+
+        At most so many for one connection, and so many bytes.
+        """
+        found = []
+        with self._lock:
+            last, nbytes = self._detoured
+            for seq, frame in self._outgoing.after(last):
+                nbytes += len(frame)
+                if self.closed or seq > self._detours_from + most or nbytes > nbytes_most:
+                    break
+                found.append(frame)
+                self._detoured = seq, nbytes
+        return found
+
     def at_rest(self) -> bool:
         """Whether nothing waits; then the next frame calls ``waiting`` again."""
         with self._lock:
@@ -140,6 +160,8 @@ class Link:
             if self.undelivered or self.incoming.owed:
                 return None
             connection, self.connection = self.connection, None
+            self._detours_from = self._outgoing.last
+            self._detoured = (self._detours_from, 0)
             return connection
 
     @property

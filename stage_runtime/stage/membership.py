@@ -19,6 +19,7 @@ from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.registration import Registration
 from stage_runtime.wire.messages import (
     Deregister,
+    Detour,
     ForwardAbort,
     ForwardAbortReply,
     Member,
@@ -56,11 +57,13 @@ class StageMembership:
             Members: self._members,
             ForwardAbort: self._forward_abort,
             ForwardAbortReply: self._forward_abort_reply,
+            Detour: lambda _, message: self._process.channels.detoured(message.frame),
         }
 
     def wire(self, registration: Registration) -> None:
         """The process has its ends of the planes."""
         self.registration = registration
+        self._process.channels.detour = lambda: next(iter(registration.coordinators), None)
 
     def reset(self) -> None:
         """The process takes a new incarnation: forget all members. `wire` must follow."""

@@ -262,12 +262,13 @@ class Welcome(BaseMessage, frozen=True, tag=21):
 class Rejected(BaseMessage, frozen=True, tag=22):
     """Coordinator → process, unordered: the registration is rejected.
 
-    ``fenced``: ``incarnation`` was declared dead; come back under a new one.
+    ``fenced``: ``incarnation`` was declared dead; come back under a new one. Else: ask again in a while.
     """
 
     incarnation: Name
     reason: str
     fenced: bool = False
+    via: str = ""  #: As in `Hello`, which this answers; empty: it answers another message.
 
 
 class Members(BaseMessage, frozen=True, tag=23):
@@ -307,6 +308,16 @@ class PeerUnreachable(BaseMessage, frozen=True, tag=28):
     """
 
     peer: Name  #: An incarnation.
+
+
+class Detour(BaseMessage, frozen=True, tag=29):
+    """Process → coordinator → ``receiver``, unordered: a frame of a link whose connection is still being made.
+
+    The link sends it again when it is connected: it may be lost, or come twice.
+    """
+
+    receiver: Name  #: An incarnation.
+    frame: bytes  #: An `Envelope`.
 
 
 # --- control ----------------------------------------------------------------------------------------------------
@@ -461,6 +472,7 @@ Message: TypeAlias = (
     | Deregister
     | Unbound
     | PeerUnreachable
+    | Detour
     | Shutdown
     | ProfilerStart
     | ProfilerStop

@@ -123,6 +123,9 @@ class MemoryChannels:
         self.said[peer].append(codec.decode(codec.encode(Frame(PROTOCOL, ME, peer, 1, 1, 1, 0, message))).message)
         return True
 
+    def hint(self, peer: str, message: Message) -> None:
+        self.send(peer, message)
+
     def publish(self, message: Message) -> None:
         self.published.append(message)
 

@@ -79,9 +79,10 @@ class End:
         security: Security | None = None,
         dead_after_s: float = 3.0,
         idle_after_s: float | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self.name = name
-        self.listener = Listener()
+        self.listener = listener or Listener()
         self.channels = Channels(
             self.listener,
             incarnation=name,
@@ -140,6 +141,10 @@ class Proxy:
     def hold(self) -> None:
         """Pass nothing on: from here to the `cut`, everything is under way."""
         self._flowing.clear()
+
+    def let_go(self) -> None:
+        """Pass on what was held, and what comes."""
+        self._flowing.set()
 
     def cut(self) -> None:
         with self._lock:
