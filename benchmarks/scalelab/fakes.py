@@ -211,7 +211,9 @@ class LightInstance:
 
     def _rejected(self, message: Rejected) -> None:
         """As a stage process, which takes a new incarnation when it was declared dead."""
-        assert message.fenced, message.reason
+        if not message.fenced:
+            self.registration.refused(message.via)
+            return
         fenced, self._fenced = self._fenced, None
         if fenced is not None and message.incarnation == self.incarnation:
             fenced(self)

@@ -39,6 +39,7 @@ READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready th
 FENCED_KEPT: Final = 10_000
 TICK_S: Final = 0.01  # departures within it are told together
 TOLD_AT_ONCE: Final = 100
+WELCOME_EVERY_S: Final = 1.0  # to one member: its Hello is repeated until it has read Welcome, which its link repeats
 FENCED: Final = "this incarnation was declared dead"
 
 
@@ -79,6 +80,9 @@ class Membership:
         self._beat_s = 0.0  #: As members were told.
         self._refusals: dict[str, str] = {}  #: As logged, by sender; oldest first.
         self._beats: dict[str, Beat] = {}
+        self._welcomed: dict[
+            str, tuple[Hello, float]
+        ] = {}  #: The last Hello of each member that got Welcome, and when.
         self._fenced: dict[str, str] = {}  #: Incarnations declared dead -> their endpoints; oldest first.
         self._started_at = time.monotonic()
         self._was_complete = False
@@ -89,6 +93,10 @@ class Membership:
     def hello(self, sender: str, message: Hello) -> Joined | None:
         """A process introduces itself. None: it is refused; it has a link otherwise."""
         member = message.member
+        now = time.monotonic()
+        last, at = self._welcomed.get(sender, (None, 0.0))
+        if last == message and now - at < WELCOME_EVERY_S:
+            return Joined(new=False, replaced=[])  # Welcome is under way: thousands that join at once ask several times
         refusal = self._refusal(sender, message)
         if refusal is None:
             try:
@@ -96,7 +104,7 @@ class Membership:
             except LimitReached as error:
                 refusal = f"this coordinator has no room for another instance: {error}"
         if refusal is not None:
-            self._refuse(sender, member, refusal)
+            self._refuse(sender, message, refusal)
             return None
         known = sender in self.state.instances
         self._relays.open(sender, member.relays)
@@ -108,6 +116,7 @@ class Membership:
         me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, self._relays.facts(), ())
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
+        self._welcomed[sender] = message, now
         self._adapt_beats()  # after it: whoever was not welcomed yet knows no link that Members could come on
         if not known:
             log.info(
@@ -169,6 +178,7 @@ class Membership:
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
         self._beats.pop(incarnation, None)
+        self._welcomed.pop(incarnation, None)
         self._channels.drop(incarnation)
         self._gone.pop(incarnation, None)
         for other in self._introductions.leave(incarnation):
@@ -287,6 +297,9 @@ class Membership:
             return f"belongs to pipeline {message.pipeline!r}, this is {self._pipeline!r}"
         if not message.edges.startswith(f"{PROTOCOL}:"):
             return f"speaks edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
+        known = self.state.instances.get(sender)
+        if known is not None and known.member.endpoint != member.endpoint:
+            return f"an instance at {known.member.endpoint} has the same incarnation, this one is at {member.endpoint}"
         return None
 
     def _log_ineligible(self, *incarnations: str) -> None:
@@ -296,14 +309,18 @@ class Membership:
             if ineligible_reason is not None:
                 log.info("%s (%s) gets no requests: %s", instance.member.group, incarnation, ineligible_reason)
 
-    def _refuse(self, sender: str, member: Member, refusal: str) -> None:
+    def _refuse(self, sender: str, hello: Hello, refusal: str) -> None:
         """Tell the sender why. It asks again and again, so each reason is logged once."""
+        member = hello.member
         if self._refusals.get(sender) != refusal:
             self._refusals[sender] = refusal
             if len(self._refusals) > FENCED_KEPT:
                 del self._refusals[next(iter(self._refusals))]
             log.warning("%s of group %s is refused: %s", sender, member.group, refusal)
-        self._channels.dismiss(sender, member.endpoint, Rejected(sender, refusal, fenced=sender in self._fenced))
+        if sender in self.state.instances:
+            return  # the link to that name is another process's
+        rejected = Rejected(sender, refusal, fenced=sender in self._fenced, via=hello.via)
+        self._channels.dismiss(sender, member.endpoint, rejected)
 
     def _members(self, incarnations: Iterable[str]) -> tuple[Member, ...]:
         instances = self.state.instances

@@ -190,6 +190,8 @@ class Host:
         self.process.counters["rejected"] += 1
         if message.fenced:
             self._lifecycle.fenced()
+        else:
+            self.membership.registration.refused(message.via)
 
     # --- what the process does with it --------------------------------------------------------------------------
 

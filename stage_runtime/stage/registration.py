@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 HELLO_EVERY_S: Final = 0.1  # at first
 HELLO_FACTOR: Final = 1.5
 HELLO_MOST_S: Final = 2.0
+REFUSED_S: Final = 5.0  # until a coordinator that refused is asked again; meanwhile it has no connection to hold
 RESOLVE_EVERY_S: Final = 2.0  # how often a name is resolved for more coordinators: a roll brings a second one
 
 Resolve = Callable[[str], Awaitable[list[str]]]
@@ -33,6 +34,18 @@ class HelloTimes:
         self._random = random
         self._next = now + (random(0.0, spread_s) if spread_s else 0.0)
         self._delay_s = HELLO_EVERY_S
+        self._resting = False  #: It was refused a moment ago.
+
+    def refused(self, now: float) -> None:
+        """The coordinator does not take the process."""
+        self._next = now + REFUSED_S * self._random(0.75, 1.25)
+        self._delay_s = HELLO_EVERY_S
+        self._resting = True
+
+    def rested(self, now: float) -> bool:
+        """Whether to connect to it; False: not yet."""
+        self._resting = self._resting and now < self._next
+        return not self._resting
 
     def due(self, now: float) -> bool:
         """Whether to say it now; the next one follows later."""
@@ -64,6 +77,7 @@ class Registration:
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
         self._times: dict[str, HelloTimes] = {}  #: When to say Hello again, by endpoint.
+        self._limited = False  #: The log has it that this process is at a limit.
         self._spread_s = 0.0  #: Over which the processes of this pipeline say Hello to a new coordinator.
 
     async def run(self) -> None:
@@ -87,14 +101,19 @@ class Registration:
         if endpoint in self._known:
             self._times.pop(endpoint, None)
             return
+        times = self._times.get(endpoint)
+        if times is not None and not times.rested(now):
+            return
         try:
             link = self._channels.connect("", endpoint)
         except LimitReached as error:
-            log.error("no link to the coordinator at %s: %s", endpoint, error)
+            if not self._limited:
+                self._limited = True
+                log.error("no link to the coordinator at %s: %s", endpoint, error)
             return
+        self._limited = False
         if not link.connected:
             return  # it would be lost
-        times = self._times.get(endpoint)
         if times is None:
             times = self._times[endpoint] = HelloTimes(now, spread_s=self._spread_s)
         if times.due(now):
@@ -118,6 +137,16 @@ class Registration:
         if sender in self.coordinators and message.via not in self._known:
             self._known[message.via] = sender
             self._channels.drop_unnamed(message.via)
+
+    def refused(self, endpoint: str) -> None:
+        """The coordinator there does not take this process: its connection is closed, and it is asked again later.
+
+        One that is at a limit would otherwise have a descriptor less for each process that it refuses.
+        """
+        times = self._times.get(endpoint)
+        if times is not None:
+            times.refused(asyncio.get_running_loop().time())
+            self._channels.drop_unnamed(endpoint)
 
     def lost(self, coordinator: str) -> bool:
         """True when it was a coordinator; Hello is sent to it again from now on."""

@@ -13,7 +13,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
-from stage_runtime.wire.messages import Beat, Deregister, Members, Rejected, Welcome
+from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, Rejected, Welcome
 from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, asked, came, coordinator_harness
 
 
@@ -87,6 +87,31 @@ async def test_who_says_hello_again_is_welcomed_again_and_nobody_else_is_trouble
         assert made.membership.state.instances["v1"].ready
 
 
+async def test_who_repeats_its_hello_before_it_has_read_the_answer_is_welcomed_once() -> None:
+    async with coordinator_harness(joined=False) as made:
+        for _ in range(20):
+            assert made.hello("v1", "voice")
+        assert len(said(made, "v1", Welcome)) <= 2, "a second one after a second at the earliest"
+
+
+async def test_of_two_processes_with_one_incarnation_the_second_is_refused_and_the_first_is_not_troubled() -> None:
+    async with coordinator_harness() as made:
+        before = list(made.channels.said["v1"])
+        assert not made.hello("v1", "voice", endpoint="ipc:///another")
+        assert made.channels.said["v1"] == before
+        instance = made.membership.state.instances["v1"]
+        assert instance.ready and instance.member.endpoint != "ipc:///another"
+
+
+async def test_a_detour_is_passed_on_to_members_alone() -> None:
+    async with coordinator_harness() as made:
+        detour = Detour("v1", b"a frame")
+        made.coordinator.received("f1", detour)
+        made.coordinator.received("f1", Detour("nobody", b"a frame"))
+        assert made.channels.said["v1"][-1] == detour
+        assert made.channels.said["nobody"] == []
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [({"pipeline": "other"}, "belongs to pipeline 'other'"), ({"edges": "99:edges"}, "speaks edges '99:edges'")],
@@ -120,7 +145,7 @@ async def test_the_dead_may_not_come_back_under_their_old_name() -> None:
         made.coordinator.lost("v1")
         await came(lambda: said(made, "f1", Members)[-1] == Members(gone=("v1",)))
         assert not made.hello("v1", "voice")
-        assert made.refused("v1")[-1] == Rejected("v1", "this incarnation was declared dead", True)
+        assert made.refused("v1")[-1] == Rejected("v1", "this incarnation was declared dead", True, "ipc:///cc")
 
 
 async def test_one_that_was_buried_and_still_speaks_is_told() -> None:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.stage.registration import HELLO_MOST_S, HelloTimes
+from stage_runtime.stage.registration import HELLO_MOST_S, REFUSED_S, HelloTimes
 
 
 def said(times: HelloTimes, until_s: float, step_s: float = 0.01) -> list[float]:
@@ -22,6 +22,16 @@ def test_it_is_said_at_once_and_then_ever_less_often() -> None:
     assert all(longer >= shorter - 0.02 for shorter, longer in itertools.pairwise(gaps))
     assert HELLO_MOST_S - 0.02 < gaps[-1] < HELLO_MOST_S + 0.02
     assert len(found) < 40
+
+
+def test_one_that_was_refused_has_no_connection_for_some_seconds_and_then_asks_again() -> None:
+    times = HelloTimes(0.0, spread_s=0.0, random=lambda low, high: (low + high) / 2)
+    assert times.rested(0.0) and times.due(0.0)
+    times.refused(1.0)
+    quiet = [step / 100 for step in range(100, int(100 * (1.0 + REFUSED_S)))]
+    assert not any(times.rested(now) or times.due(now) for now in quiet)
+    assert times.rested(1.0 + REFUSED_S) and times.due(1.0 + REFUSED_S)
+    assert times.rested(1.01 + REFUSED_S), "it waits for the answer"
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=30, max_size=30))
