@@ -16,10 +16,12 @@ from stage_runtime.engines.gates import Gate as Gate
 from stage_runtime.engines.gates import Parking
 from stage_runtime.errors import RequestError
 from stage_runtime.profiler import events as profile
-from stage_runtime.profiler.recorder import recorder
+from stage_runtime.profiler.recorder import active_stage, recorder
+from stage_runtime.profiler.templates import Template
 
 # Tuples, made once: ``A | B`` in a call makes a union each time.
 _UNBOUND: Final = (events.Abort, events.Admin, events.Stalled)  # not dropped with a request
+_leaves: Final[dict[str, Template]] = {}  #: The queue's event of each stage of this process, for profiles.
 _OPEN: Final = (events.StreamDone, events.StreamFailed, events.NoPayload)  # nothing is encoded
 
 
@@ -221,11 +223,14 @@ class Inbox:
 def _record(event: events.Incoming, depth: int) -> None:
     """It leaves the queue, for the profiler. In the thread of the stage that takes it."""
     match event:
-        case events.Start():
-            facts: dict[str, Any] = {"kind": "payload"}
-        case events.ChunkIn():
-            facts = {"kind": "chunk", "from_stage": event.chunk.source, "chunk_id": event.chunk.index}
+        case events.Start(work=work):
+            stage = active_stage() or ""
+            leaves = _leaves.get(stage) or _leaves.setdefault(
+                stage, Template(stage, (profile.STAGE_QUEUE_LEAVE, {"kind": "payload"}), number="depth")
+            )
+            recorder.note(leaves, work.request_id, work.attempt, depth)
+        case events.ChunkIn(work=work, chunk=chunk):
+            facts = {"from_stage": chunk.source, "chunk_id": chunk.index, "depth": depth, "attempt": work.attempt}
+            recorder.emit(profile.STAGE_QUEUE_LEAVE, work.request_id, None, {"kind": "chunk", **facts})
         case _:
             return
-    work, facts["depth"], facts["attempt"] = event.work, depth, event.work.attempt
-    recorder.emit(profile.STAGE_QUEUE_LEAVE, work.request_id, None, facts)

@@ -26,6 +26,7 @@ import msgspec
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events
+from stage_runtime.profiler.templates import Note, Template
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ TOGETHER: Final = 64  # lines that are encoded in one call: about 12 KiB, so tha
 _SCALARS: Final = frozenset((int, float, bool, type(None)))
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 _encoder = msgspec.json.Encoder()
+_now = time.time_ns
 
 
 class _Line(msgspec.Struct, gc=False):
@@ -52,7 +54,7 @@ class _Line(msgspec.Struct, gc=False):
     timestamp_ns: int
     run_id: str
     pid: int
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any] | msgspec.Raw
 
 
 class _Run:
@@ -63,7 +65,7 @@ class _Run:
         self.pid = os.getpid()
         self.path = path
         self.max_bytes = max_bytes
-        self.queue: deque[_Line] = deque()
+        self.queue: deque[_Line | Note] = deque()
         self.dropped = 0
         self.written = 0  #: bytes
         self.cut = False  #: The file ends in the middle of a line.
@@ -184,6 +186,16 @@ class Recorder:
             return
         run.queue.append(_Line(request_id, stage, event, time.time_ns(), run.run_id, run.pid, metadata))
 
+    def note(self, template: Template, request_id: str, attempt: int, number: int = 0, time_ns: int = 0) -> None:
+        """Record the events of a template, at this moment or at ``time_ns``."""
+        run = self._run
+        if run is None:
+            return
+        if len(run.queue) >= MAX_QUEUED:
+            run.dropped += len(template)
+            return
+        run.queue.append((template, request_id, time_ns or _now(), attempt, number))
+
     def _write(self, run: _Run, file: BinaryIO) -> None:
         """The writer thread."""
         with file:
@@ -201,8 +213,9 @@ class Recorder:
         """Write what is queued; nothing that is queued meanwhile, or it might never end."""
         waiting = [run.queue.popleft() for _ in range(len(run.queue))]
         made = bytearray()
-        for start in range(0, len(waiting), TOGETHER):
-            self._encode(run, waiting[start : start + TOGETHER], made)
+        lines = _lines(run, waiting)
+        for start in range(0, len(lines), TOGETHER):
+            self._encode(run, lines[start : start + TOGETHER], made)
         _write(run, made, file)
 
     def _encode(self, run: _Run, lines: list[_Line], made: bytearray) -> None:
@@ -231,6 +244,20 @@ class Recorder:
         if not self._failed:
             self._failed = True
             log.error("events are lost (logged once per process): %s: %s", run.path, error)
+
+
+def _lines(run: _Run, waiting: list[_Line | Note]) -> list[_Line]:
+    """The lines of notes in their places."""
+    made: list[_Line] = []
+    run_id, pid = run.run_id, run.pid
+    for one in waiting:
+        if type(one) is _Line:
+            made.append(one)
+            continue
+        template, request_id, time_ns, attempt, number = one
+        for name, metadata in template.with_numbers(attempt, number):
+            made.append(_Line(request_id, template.stage, name, time_ns, run_id, pid, metadata))
+    return made
 
 
 def _write(run: _Run, lines: bytes | bytearray, file: BinaryIO) -> None:

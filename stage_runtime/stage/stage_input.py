@@ -34,6 +34,7 @@ from stage_runtime.stage.arrivals import (
 )
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.joins import Joins
+from stage_runtime.stage.recorded import InputEvents
 from stage_runtime.stage.work import RequestWork, begun
 from stage_runtime.wire.messages import Consumed, Failure, Header, Timing
 
@@ -69,13 +70,14 @@ class StageInput:
         self._unwanted = unwanted
         self._reject = reject
         self._sources = frozenset(plan.inputs_from)
+        self._events = InputEvents(plan)
         self._device = devices.of_stage(plan)
         self._works: dict[tuple[str, str], RequestWork] = {}  #: By (owner, request id); those not over here.
         self._dead = Tombstones()
         self._lock = Lock()
         self._joins: Joins | None = None
         if plan.wait_for:
-            self._joins = Joins(hooks, begin=self._begin, fail=fail, look_ahead=self._look_ahead)
+            self._joins = Joins(hooks, begin=self._begin_merged, fail=fail, look_ahead=self._look_ahead)
             threads.start(f"{plan.name}-joins", self._joins.run, crashed=crashed)
 
     # --- what comes ---------------------------------------------------------------------------------------------
@@ -91,19 +93,23 @@ class StageInput:
         if timings:
             work.learn(timings)
         work.queued(source)
-        if recorder.active:
-            self._record(profile.STAGE_INPUT_RECEIVED, work, from_stage=source or COORDINATOR)
         if self._joins is not None and source:
+            self._note_received(work, source)
             self._joins.put(work, source, sealed)
             self._look_back(work)
             return
         if source and source not in self._sources:
+            self._note_received(work, source)
             log.warning("%s: unexpected payload from %r for %s dropped", self._plan.name, source, work.request_id)
             sealed.discard()
         elif not work.claim_payload():
+            self._note_received(work, source)
             sealed.discard()
             self._fail(work, self._second(source), "receive")
         else:
+            if recorder.active:
+                arrived = self._events.arrived[source or COORDINATOR]
+                recorder.note(arrived, work.request_id, work.attempt, len(self._inbox))
             self._begin(work, PayloadArrival(work, sealed))
 
     def chunk(
@@ -319,18 +325,27 @@ class StageInput:
         if work.dead:
             self._let_go(work)
 
+    def _begin_merged(self, work: RequestWork, arrival: MergedArrival) -> None:
+        if recorder.active:
+            recorder.note(self._events.merged, work.request_id, work.attempt, len(self._inbox))
+        self._begin(work, arrival)
+
     def _begin(self, work: RequestWork, arrival: PayloadArrival | MergedArrival) -> None:
         """The payload is complete."""
-        if recorder.active:
-            if isinstance(arrival, MergedArrival):
-                self._record(profile.STAGE_AGGREGATE_READY, work)
-            self._record(profile.STAGE_DISPATCH, work)
-            self._record(profile.STAGE_QUEUE_ENTER, work, kind="payload", depth=len(self._inbox))
         with self._lock:
             work.expecting.payload()
             self._inbox.put(arrival)
             if work.untold_ends:
                 self._flush_ends(work)
+
+    def _note_received(self, work: RequestWork, source: str) -> None:
+        """A payload has come that does not begin the request by itself."""
+        if not recorder.active:
+            return
+        if (template := self._events.received.get(source or COORDINATOR)) is not None:
+            recorder.note(template, work.request_id, work.attempt)
+        else:
+            self._record(profile.STAGE_INPUT_RECEIVED, work, from_stage=source)
 
     def _record_chunk(self, work: RequestWork, arrival: ChunkArrival) -> None:
         facts = {"from_stage": arrival.source, "chunk_id": arrival.index, "depth": len(self._inbox)}

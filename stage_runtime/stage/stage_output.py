@@ -22,6 +22,7 @@ from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.edges import Edges, Packed
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.process_context import ProcessContext
+from stage_runtime.stage.recorded import OutputEvents
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire import outputs
 from stage_runtime.wire.messages import (
@@ -59,6 +60,7 @@ class StageOutput:
         self._crashed = crashed
         self._take_back = take_back
         self._edges = Edges(plan, process, self._lost)
+        self._events = OutputEvents(plan)
         #: The one target that gets all results as they are: no hook is asked.
         self._only_next = plan.next[0] if len(plan.next) == 1 and hooks.passes_on else None
         self.given = 0  #: Results, chunks and failures that the engine has given.
@@ -70,7 +72,7 @@ class StageOutput:
         if ours.began_at is None:
             ours.began_at = time.monotonic()
         if recorder.active:
-            self._record(profile.STAGE_RUN_START, ours)
+            recorder.note(self._events.run_start, ours.request_id, ours.attempt)
         if recorder.traces is not None:
             recorder.traces.working(ours.request_id, self._plan.name, ours.traceparent)
         if self._process.mutation_check is not None:
@@ -98,8 +100,7 @@ class StageOutput:
         self.given += 1
         if ours.dead:
             return
-        if recorder.active:
-            self._record(profile.STAGE_RUN_END, ours)
+        ended_ns = time.time_ns() if recorder.active else 0
         try:
             if self._process.mutation_check is not None:
                 self._process.ended(self._plan.name, ours)  # before the result is handed on, which may share
@@ -111,8 +112,7 @@ class StageOutput:
                     else:
                         self._skip(ours, target, chunks=ours.sent(target))
             if recorder.active:
-                following = [] if self._plan.terminal else list(self._plan.next)
-                self._record(profile.STAGE_COMPLETE, ours, terminal=self._plan.terminal, next=following)
+                recorder.note(self._events.complete, ours.request_id, ours.attempt, 0, ended_ns)
             if self._plan.terminal:
                 self._complete(ours, data, has_data=has_data)
             elif self._only_next is not None:
@@ -210,7 +210,7 @@ class StageOutput:
         if request is None or instance is None:  # see `_pass_on`, `_met`
             return
         if recorder.active:
-            self._record(profile.STAGE_HOP_SENT, work, to_stage=target)
+            recorder.note(self._events.sent[target], work.request_id, work.attempt)
         self._edges.to(target, instance).payload(work, StagePayload(request=request, data=data), None)
         if self._process.mutation_check is not None:
             self._process.gave(self._plan.name, work, {"payload.data": data})
@@ -228,7 +228,7 @@ class StageOutput:
         packed: Packed = {}
         for target, projected in sent.items():
             if recorder.active:  # before it is sent: the receiver's event must not come first
-                self._record(profile.STAGE_HOP_SENT, work, to_stage=target)
+                recorder.note(self._events.sent[target], work.request_id, work.attempt)
             self._edges.to(target, work.bindings[target]).payload(work, projected, packed)
         for projected in sent.values():
             self._process.gave(self._plan.name, work, {"payload.data": projected.data})

@@ -20,6 +20,7 @@ from stage_runtime import profiler
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import recorder as recording
 from stage_runtime.profiler.recorder import Recorder, recorder
+from stage_runtime.profiler.templates import Template
 
 
 @pytest.fixture
@@ -280,3 +281,36 @@ def test_more_than_the_queue_holds_is_dropped_and_counted(mine: Recorder, tmp_pa
     mine.stop()
     names = {each["event_name"] for each in of_requests(path)}
     assert (dropped == 1) != ("over" in names)  # the writer may have looked in between
+
+
+def test_notes_are_lines_in_their_places_with_their_numbers(mine: Recorder, tmp_path: Path) -> None:
+    begins = Template("left", ("one", {"from_stage": 'a"b'}), ("two", {}), number="depth")
+    path = mine.start("demo", tmp_path, "left")
+    mine.note(begins, "r1", 1, 7, time_ns=5)
+    mine.emit("of an author", "r1", "left", {"x": 1}, timestamp_ns=6)
+    for attempt in range(600):  # more than a template keeps
+        mine.note(begins, "r2", attempt, attempt % 300, time_ns=7)
+    mine.stop()
+    found = of_requests(path)
+    pid = found[0]["pid"]
+    same = {"stage": "left", "run_id": "demo", "pid": pid}
+    one = {"event_name": "one", "metadata": {"from_stage": 'a"b', "attempt": 1}}
+    two = {"event_name": "two", "metadata": {"attempt": 1, "depth": 7}}
+    assert found[:2] == [{**same, "request_id": "r1", "timestamp_ns": 5, **event} for event in (one, two)]
+    assert found[2]["event_name"] == "of an author"
+    assert [(each["metadata"]["attempt"], each["metadata"].get("depth")) for each in found[3:]] == [
+        (attempt, depth) for attempt in range(600) for depth in (None, attempt % 300)
+    ]
+    mine.note(begins, "late", 1)
+    assert of_requests(path) == found
+
+
+def test_notes_beyond_the_bound_are_counted_by_their_events(mine: Recorder, tmp_path: Path) -> None:
+    begins = Template("left", ("one", {}), ("two", {}))
+    path = mine.start("demo", tmp_path, "left", max_bytes=2_000)
+    for _ in range(100):
+        mine.note(begins, "r", 1)
+    mine.note(begins, "\ud800", 1)  # no JSON
+    mine.stop()
+    written = of_requests(path)
+    assert lines(path)[-1]["metadata"]["dropped"] == 202 - len(written) > 150

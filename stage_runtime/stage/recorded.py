@@ -1,0 +1,36 @@
+"""The events of one stage's payloads, made once for its profiles: `recorder.note` takes them."""
+
+from __future__ import annotations
+
+from omnipipeline_spec.types.plan import StagePlan
+from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.profiler import events
+from stage_runtime.profiler.templates import Template
+
+
+class InputEvents:
+    """`arrived`: the payload of a source, which begins the request here; with the queue's depth. `received`: one of
+    several. `merged`: all of those are here.
+    """
+
+    def __init__(self, plan: StagePlan) -> None:
+        begins = ((events.STAGE_DISPATCH, {}), (events.STAGE_QUEUE_ENTER, {"kind": "payload"}))
+        received = {
+            source: (events.STAGE_INPUT_RECEIVED, {"from_stage": source}) for source in (COORDINATOR, *plan.inputs_from)
+        }
+        self.received = {source: Template(plan.name, event) for source, event in received.items()}
+        self.arrived = {
+            source: Template(plan.name, event, *begins, number="depth") for source, event in received.items()
+        }
+        self.merged = Template(plan.name, (events.STAGE_AGGREGATE_READY, {}), *begins, number="depth")
+
+
+class OutputEvents:
+    """`complete`: the run has ended, and its result is handed on."""
+
+    def __init__(self, plan: StagePlan) -> None:
+        following = [] if plan.terminal else list(plan.next)
+        complete = {"terminal": plan.terminal, "next": following}
+        self.run_start = Template(plan.name, (events.STAGE_RUN_START, {}))
+        self.complete = Template(plan.name, (events.STAGE_RUN_END, {}), (events.STAGE_COMPLETE, complete))
+        self.sent = {target: Template(plan.name, (events.STAGE_HOP_SENT, {"to_stage": target})) for target in plan.next}
