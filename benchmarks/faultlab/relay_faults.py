@@ -29,6 +29,8 @@ DEADLINE_S: Final = 3.0  # without progress: as a member's heartbeats
 LATE: Final = 32 << 20  # given up on its way
 KEPT: Final = 8  # transfers beside it
 LARGE: Final = 96 << 20
+STOPS_MOST: Final = 50  # tries to stop a process while it sends
+DRAINED_S: Final = 0.2  # what is in the kernel's buffers has come
 CALM_S: Final = 5.0
 SETTLED_S: Final = 30.0  # until a survivor must have everything back
 ENVIRONMENT: Final = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib", "MC_FORCE_TCP": "1", "GLOG_minloglevel": "3"}
@@ -208,6 +210,19 @@ async def under_way(near: End, relay: str) -> None:
         await asyncio.sleep(0)
 
 
+async def stopped_on_the_way(far: End, near: End, relay: str) -> int:
+    """Stop the far process while it sends. Returns: the number of the get that is on its way, and stays there."""
+    for _ in range(STOPS_MOST):
+        coming = await near.fetch(far, LARGE, 2)
+        await under_way(near, relay)
+        os.kill(far.pid, signal.SIGSTOP)
+        done, _ = await asyncio.wait({near.ends[coming]}, timeout=DRAINED_S)
+        if not done:
+            return coming
+        os.kill(far.pid, signal.SIGCONT)  # all of it was on its way already
+    raise AssertionError(f"{LARGE} bytes came before their sender was stopped, {STOPS_MOST} times")
+
+
 async def hurt(relay: str, fault: Fault) -> Outcome:
     """A fault of the far process while it sends, and is sent to; a third process is given the memory meanwhile."""
     async with ground(relay) as land:
@@ -217,8 +232,7 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
         for sender, receiver in ((far, near), (near, far), (other, near)):  # the ways are open
             await _checked(receiver, await receiver.fetch(sender, 1 << 20, 1), 1)
         await far.fetch(near, LARGE, 2)
-        coming = await near.fetch(far, LARGE, 2)
-        await under_way(near, relay)
+        coming = await stopped_on_the_way(far, near, relay)
         begun = time.monotonic()
         match fault:
             case "kill" | "restart":
@@ -226,9 +240,10 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
                 await far.dead.wait()
                 await near.ask(do="forget", peer="far")
             case "freeze":
-                os.kill(far.pid, signal.SIGSTOP)
+                pass
             case "link":
                 land.pods.cut()
+                os.kill(far.pid, signal.SIGCONT)
         end = await asyncio.wait_for(near.ends[coming], 60)
         noticed_s = end["at"] - begun
         reason = end.get("reason", "")
