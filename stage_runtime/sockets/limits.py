@@ -41,13 +41,17 @@ def check() -> None:
 
 def _descriptors() -> None:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    try:
-        lowest = os.dup(0)  # the lowest one that is free: all below it are in use
-        os.close(lowest)
-    except OSError:
-        lowest = allowed
     kept = min(KEPT_FREE, allowed // 4)
-    if lowest >= allowed - kept:
+    taken: list[int] = []
+    try:
+        # Taken and given back: the numbers that are free need not follow each other.
+        taken.extend(os.dup(0) for _ in range(kept))
+    except OSError:
+        pass
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    if len(taken) < kept:
         raise LimitReached(
             f"the process may open {allowed} descriptors (RLIMIT_NOFILE), and fewer than {kept} are left: raise the "
             "hard limit (ulimit -Hn, or LimitNOFILE of the container runtime)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
@@ -55,8 +56,9 @@ async def test_a_coordinator_without_descriptors_refuses_the_new_instance_and_se
         pid = pipeline.pids()["coordinator"]
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         assert soft == hard, "it has raised its limit"
-        highest = max(int(entry.name) for entry in os.scandir(f"/proc/{pid}/fd"))
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + 12, hard))
+        used = {int(entry.name) for entry in os.scandir(f"/proc/{pid}/fd")}
+        free = (number for number in itertools.count() if number not in used)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, 6, None)), hard))
         scaling = asyncio.create_task(pipeline.scale("side", 2))
 
         async def refused() -> bool:

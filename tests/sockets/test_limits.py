@@ -42,6 +42,34 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
+HOLES = """
+import os, resource
+from stage_runtime.errors import LimitReached
+from stage_runtime.sockets import limits
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+opened = []
+try:
+    while True:
+        opened.append(os.dup(0))
+except OSError:
+    pass
+free = limits.KEPT_FREE
+for descriptor in opened[: 2 * free : 2]:  # every second one
+    os.close(descriptor)
+limits.check()
+os.dup(0)
+try:
+    limits.check()
+except LimitReached as error:
+    print(error)
+"""
+
+
+def test_free_descriptors_are_counted_wherever_they_are() -> None:
+    run = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    assert "RLIMIT_NOFILE" in run.stdout and "fewer than 64 are left" in run.stdout
+
+
 def test_as_many_descriptors_are_allowed_as_may_be() -> None:
     run = subprocess.run(
         [
