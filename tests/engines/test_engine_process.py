@@ -327,6 +327,19 @@ def test_a_burst_of_requests_waits_for_an_engine_that_has_no_processor(shared: S
     assert Answers(shared).until(*names) == {name: [2] for name in names}
 
 
+def test_a_request_is_in_flight_until_its_last_output_is_given(shared: SyncMPClient) -> None:
+    for name in ("a", "b"):
+        before = shared.call_utility("executed", timeout_s=PATIENCE_S)
+        shared.add_request(ask(name, 1, 1))
+        while shared.call_utility("executed", timeout_s=PATIENCE_S) == before:  # the calls take what comes meanwhile
+            pass
+    assert set(shared.reqs_in_flight) == {"a", "b"}
+    given: list[str] = []
+    while shared.reqs_in_flight:
+        given += [output.request_id for output in shared.get_output(PATIENCE_S).outputs]
+    assert sorted(given) == ["a", "b"]
+
+
 def test_waiting_ends_at_its_time(shared: SyncMPClient) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError):

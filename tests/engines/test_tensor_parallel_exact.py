@@ -73,7 +73,8 @@ def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(tmp_path: 
         facts, answers = said(output)
         assert answers == {name: alone(kind, prompt, 12) for name, prompt in asked.items()}
         assert facts["kv_heads"] * 2 == (4 if kind in ("gpt_neox",) else 2)
-        assert second.wait(WAIT_S) == 0
+        _output, errors = second.communicate(timeout=WAIT_S)
+        assert second.returncode == 0, errors
 
 
 @pytest.mark.parametrize("dying", [0, 1])

@@ -228,7 +228,7 @@ class MPClient:
     # --- outputs --------------------------------------------------------------------------------------------------
 
     def _take(self, on_utility: Callable[[UtilityOutput], None]) -> list[EngineCoreOutputs]:
-        """All that has come from engines."""
+        """All that has come from engines. Whoever passes it on calls `_note`."""
         taken = []
         while (frames := self._early.popleft() if self._early else self._output.receive()) is not None:
             if self._take_greeting(frames):
@@ -250,7 +250,7 @@ class MPClient:
             if outputs.utility_output is not None:
                 on_utility(outputs.utility_output)
             elif outputs.outputs or outputs.refused:
-                taken.append(self._note(outputs))
+                taken.append(outputs)
         return taken
 
     def _take_death(self, frames: Sequence[memoryview]) -> list[EngineCoreOutputs]:
@@ -261,6 +261,7 @@ class MPClient:
         return []
 
     def _note(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """Requests that end with these outputs are in flight no more."""
         for output in outputs.outputs:
             if output.finish is not None:
                 self.reqs_in_flight.pop(output.request_id, None)

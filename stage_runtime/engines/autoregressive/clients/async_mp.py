@@ -104,7 +104,7 @@ class AsyncMPClient(MPClient):
     def _read(self) -> None:
         alive = self._dead is None
         for outputs in self._take(self._on_utility):
-            self._on_outputs(outputs)
+            self._on_outputs(self._note(outputs))
         if alive and self._dead is not None:
             self._tell_dead()
 

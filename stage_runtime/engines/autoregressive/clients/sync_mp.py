@@ -35,7 +35,7 @@ class SyncMPClient(MPClient):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._pending:
             self._poll(deadline)
-        return self._pending.popleft()
+        return self._note(self._pending.popleft())
 
     def call_utility(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """What the engine's utility of this name returns. Raises: UtilityFailed, EngineDeadError, TimeoutError."""

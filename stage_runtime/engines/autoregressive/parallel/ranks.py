@@ -93,6 +93,11 @@ class Ranks:
         return order
 
     def close(self) -> None:
+        """Ends gloo's threads, too: one that still holds a tensor when the interpreter ends would abort the process."""
+        groups = [self._orders, self._sums]
+        del self._orders, self._sums
+        while groups:
+            dist.destroy_process_group(groups.pop())
         if self._owns:
             dist.destroy_process_group()
 
