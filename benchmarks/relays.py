@@ -1,25 +1,33 @@
 """How long a payload takes from `put` to the receiver's buffer, per relay and size, beside memcpy and raw TCP.
 
-    python benchmarks/relays.py [--sizes 4096,1048576] [--rounds 9] [--json FILE]
+    python -m benchmarks.relays [--relay NAME …] [--sizes 4096,1048576] [--rounds 9] [--json FILE]
+    python -m benchmarks.relays --idle 10       # cores that each relay's two processes use while nothing is sent
+    python -m benchmarks.relays --soak 600      # payloads of random sizes by all relays; exit code 1: something leaks
 
 Two processes on one machine; all methods take turns within every round, so what disturbs one disturbs all. Times are
-one way, medians; a relay's include the message that announces the transfer (a Unix socket). Compare ratios: absolute
-times say more about the machine. Shared memory is mapped, not copied, so the receiver's first look is not in it.
+one way, medians; a relay's include the message that announces the transfer (a Unix socket). Processor time is that of
+both processes until the release, with what their other threads use meanwhile. Compare ratios: absolute times say more
+about the machine. Shared memory is mapped, not copied, so the receiver's first look is not in it. nixl moves by TCP, as
+between pods, where there is no RDMA device; tcp without CURVE, unless --curve is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import math
 import os
+import random
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,12 +38,14 @@ from stage_runtime.relays.base import Peer
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
+from stage_runtime.sockets.addresses import Security
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
-ALL = RelaySettings(asked=frozenset(RELAYS))
 SMALL_NBYTES = 4 << 20  # up to here a round takes many samples
 SAMPLES = 30
 WARM_UP = 3
+MOST_SOAKED = 16 << 20
+SPARE_MIB = 64  # that the allocator and the page cache of an arena may vary by
 
 
 class Control:
@@ -66,53 +76,154 @@ def main() -> None:
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="write the medians and ratios to this file")
-    parser.add_argument("--far", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.far is not None:
-        uvloop.run(far(Control(socket.socket(fileno=options.far))))
-        return
-    ours, theirs = socket.socketpair()
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--far", str(theirs.fileno())], pass_fds=[theirs.fileno()], env=os.environ
+    parser.add_argument("--relay", action="append", choices=list(RELAYS), help="only these")
+    parser.add_argument(
+        "--idle", type=float, metavar="SECONDS", help="measure idle processes instead, each relay alone"
     )
-    theirs.close()
-    try:
-        found = measure(Control(ours), options.sizes, options.rounds)
-    finally:
-        ours.close()
-        child.wait(30)
-    print(report(found))
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="look for leaks instead")
+    parser.add_argument("--far", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--curve", action="store_true", help="tcp encrypts")
+    options = parser.parse_args()
+    security = Security(b"k" * 32) if options.curve else None
+    names = options.relay or list(RELAYS)
+    if options.far is not None:
+        uvloop.run(far(Control(socket.socket(fileno=options.far)), names, security))
+        return
+    if options.idle is not None:
+        for name in names:
+            with far_process([name], curve=options.curve) as (control, _):
+                used = idle(met(control, [name], security), control, name, options.idle)
+                print(f"{name:>12}  {'  '.join(f'{100 * part:.2f} %' for part in used)}")
+        return
+    with far_process(names, curve=options.curve) as (control, child):
+        if options.soak is not None:
+            sys.exit(soak(met(control, names, security), control, names, options.soak, (os.getpid(), child)))
+        found = measure(met(control, names, security), control, names, options.sizes, options.rounds)
+    print(report(found, names))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures(found), file, indent=1)
 
 
-def measure(control: Control, sizes: list[int], rounds: int) -> dict[str, dict[int, float]]:
-    """Medians in seconds: method -> size -> time."""
+@contextlib.contextmanager
+def far_process(names: Sequence[str], *, curve: bool) -> Iterator[tuple[Control, int]]:
+    """The other process, and its id."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "benchmarks.relays", "--far", str(theirs.fileno())]
+    command += [argument for name in names for argument in ("--relay", name)]
+    command += ["--curve"] if curve else []
+    child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ)
+    theirs.close()
+    try:
+        yield Control(ours), child.pid
+    finally:
+        ours.close()
+        child.wait(30)
+
+
+def met(control: Control, names: Sequence[str], security: Security | None) -> Relays:
+    """The relays of this process, which the other one has opened."""
     loop = uvloop.new_event_loop()  # never runs: what is sent needs none
-    relays = Relays(loop=loop, incarnation="near", on_release=lambda peer, transfer: None, settings=ALL)
-    raw = raw_tcp(control)
+    settings = RelaySettings(asked=frozenset(names))
+    relays = Relays(
+        loop=loop, incarnation="near", on_release=lambda peer, transfer: None, settings=settings, security=security
+    )
     control.say({"facts": relays.facts()})
     relays.open("far", control.hear())
+    return relays
+
+
+class Took(NamedTuple):
+    """Seconds for one payload."""
+
+    wall: float
+    processor: float  #: Of both processes.
+
+
+def measure(
+    relays: Relays, control: Control, names: Sequence[str], sizes: list[int], rounds: int
+) -> dict[str, dict[int, Took]]:
+    """Medians: method -> size -> time."""
+    raw = raw_tcp(control)
     methods: dict[str, Callable[[int, np.ndarray[Any, Any]], float]] = {
         "memcpy": Memcpy().once,
         "raw tcp": lambda size, source: send_raw(control, raw, source),
-        **{name: relay_once(control, relays, name) for name in RELAYS},
+        **{name: relay_once(control, relays, name) for name in names},
     }
-    found: dict[str, dict[int, float]] = {name: {} for name in methods}
+    found: dict[str, dict[int, Took]] = {name: {} for name in methods}
     for size in sizes:
         source = np.random.default_rng(0).integers(0, 255, size, np.uint8)
         times: dict[str, list[float]] = {name: [] for name in methods}
+        used: dict[str, list[float]] = {name: [] for name in methods}
         for turn in range(WARM_UP + rounds):
             for name, once in methods.items():
+                before = sum(processor_s(control))
                 samples = [once(size, source) for _ in range(SAMPLES if size <= SMALL_NBYTES else 1)]
+                after = sum(processor_s(control))
                 if turn >= WARM_UP:
                     times[name].extend(samples)
+                    used[name].append((after - before) / len(samples))
         for name in methods:
-            found[name][size] = statistics.median(times[name])
+            found[name][size] = Took(statistics.median(times[name]), statistics.median(used[name]))
     raw.close()
     relays.close()
     return found
+
+
+def processor_s(control: Control) -> tuple[float, float]:
+    """Used so far by this process and the other one."""
+    control.say({"processor": None})
+    theirs: float = control.hear()
+    return time.process_time(), theirs
+
+
+def idle(relays: Relays, control: Control, name: str, seconds: float) -> tuple[float, float]:
+    """Cores that a sender and a receiver use, after one payload, while nothing is sent."""
+    relay_once(control, relays, name)(1 << 20, np.ones(1 << 20, np.uint8))
+    before = processor_s(control)
+    time.sleep(seconds)
+    after = processor_s(control)
+    relays.close()
+    return (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    resident_mib: int
+    descriptors: int
+    threads: int
+
+
+def held(pid: int) -> Held:
+    resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
+    return Held(resident, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
+
+
+def soak(relays: Relays, control: Control, names: Sequence[str], seconds: float, pids: Sequence[int]) -> int:
+    """1 when the last third holds more than the one before."""
+    each_once = [relay_once(control, relays, name) for name in names]
+    source = np.random.default_rng(0).integers(0, 255, MOST_SOAKED, np.uint8)
+    chance = random.Random(0)
+    begun, count, thirds = time.monotonic(), 0, [[Held(0, 0, 0)] * len(pids) for _ in range(3)]
+    while (past := time.monotonic() - begun) < seconds:
+        for once in each_once:
+            size = int(2 ** chance.uniform(0, math.log2(MOST_SOAKED)))
+            once(size, source[:size])
+            count += 1
+        third = thirds[int(3 * past / seconds)]
+        for index, pid in enumerate(pids):
+            third[index] = Held(*map(max, third[index], held(pid)))
+    in_use = relays.stats()["arena_bytes_in_use"]
+    relays.close()
+    print(f"{count} payloads; arena in use: {in_use} bytes")
+    for index, third in enumerate(thirds):
+        print(f"third {index + 1}:", "  ".join(str(one) for one in third))
+    leaks = any(
+        late.resident_mib > mid.resident_mib + SPARE_MIB or late[1:] > mid[1:]
+        for mid, late in zip(*thirds[1:], strict=True)
+    )
+    return int(leaks or in_use > 0)
 
 
 class Memcpy:
@@ -162,10 +273,17 @@ def send_raw(control: Control, connection: socket.socket, source: np.ndarray[Any
     return (arrived - begun) / 1e9
 
 
-async def far(control: Control) -> None:
+async def far(control: Control, names: Sequence[str], security: Security | None) -> None:
     """The other process: does what it is told, says when it was done (the monotonic clock is the machine's)."""
     loop = asyncio.get_running_loop()
-    relays = Relays(loop=loop, incarnation="far", on_release=lambda peer, transfer: control.say(transfer), settings=ALL)
+    settings = RelaySettings(asked=frozenset(names))
+    relays = Relays(
+        loop=loop,
+        incarnation="far",
+        on_release=lambda peer, transfer: control.say(transfer),
+        settings=settings,
+        security=security,
+    )
     over, tasks = asyncio.Event(), set()
     connection: socket.socket | None = None
     target = np.zeros(0, np.uint8)
@@ -183,6 +301,8 @@ async def far(control: Control) -> None:
                 case {"facts": facts}:
                     relays.open("near", facts)
                     control.say(relays.facts())
+                case {"processor": _}:
+                    control.say(time.process_time())
                 case {"get": metadata}:
                     task = loop.create_task(fetch(metadata))
                     tasks.add(task)
@@ -205,28 +325,34 @@ async def far(control: Control) -> None:
     relays.close()
 
 
-def figures(found: dict[str, dict[int, float]]) -> dict[str, dict[int, dict[str, float]]]:
-    """Method -> bytes -> microseconds, and how many times memcpy's and raw TCP's."""
+def figures(found: dict[str, dict[int, Took]]) -> dict[str, dict[int, dict[str, float]]]:
+    """Method -> bytes -> microseconds, how many times memcpy's and raw TCP's, microseconds of processor time."""
     copy, raw = found["memcpy"], found["raw tcp"]
     return {
         name: {
-            size: {"us": took * 1e6, "x_memcpy": took / copy[size], "x_tcp": took / raw[size]}
+            size: {
+                "us": round(took.wall * 1e6, 1),
+                "x_memcpy": round(took.wall / copy[size].wall, 2),
+                "x_tcp": round(took.wall / raw[size].wall, 2),
+                "cpu_us": round(took.processor * 1e6, 1),
+            }
             for size, took in times.items()
         }
         for name, times in found.items()
     }
 
 
-def report(found: dict[str, dict[int, float]]) -> str:
-    """A table: milliseconds, and each relay against memcpy and raw TCP."""
-    relays = "".join(f"{name + ' ms':>12} {'/memcpy':>8} {'/raw tcp':>9}" for name in RELAYS)
-    lines = [f"{'bytes':>12} {'memcpy ms':>10} {'raw tcp ms':>11}{relays}"]
+def report(found: dict[str, dict[int, Took]], names: Sequence[str]) -> str:
+    """A table: milliseconds, against memcpy and raw TCP, and milliseconds of processor time."""
+    heads = "".join(f"{name + ' ms':>12} {'/memcpy':>8} {'/raw tcp':>9} {'cpu ms':>8}" for name in names)
+    lines = [f"{'bytes':>12} {'memcpy ms':>10} {'raw tcp ms':>11} {'cpu ms':>8}{heads}"]
     for size, copy in found["memcpy"].items():
         raw = found["raw tcp"][size]
-        line = f"{size:>12,} {copy * 1e3:>10.3f} {raw * 1e3:>11.3f}"
-        for name in RELAYS:
+        line = f"{size:>12,} {copy.wall * 1e3:>10.3f} {raw.wall * 1e3:>11.3f} {raw.processor * 1e3:>8.3f}"
+        for name in names:
             took = found[name][size]
-            line += f"{took * 1e3:>12.3f} {took / copy:>8.2f} {took / raw:>9.2f}"
+            line += f"{took.wall * 1e3:>12.3f} {took.wall / copy.wall:>8.2f} {took.wall / raw.wall:>9.2f}"
+            line += f" {took.processor * 1e3:>8.3f}"
         lines.append(line)
     return "\n".join(lines)
 

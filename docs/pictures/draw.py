@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from docs.pictures import hops, request, rooms, scaling, scaling_tables, terminal
+from docs.pictures import hops, relays, request, rooms, scaling, scaling_tables, terminal
 
 FOLDER: Final = Path(__file__).parent
 
 PICTURES: Final[dict[str, Callable[[], str]]] = {
     "hops.svg": hops.draw,
     "omni-up.svg": lambda: terminal.draw((FOLDER / "omni-up.ansi").read_text()),
+    "relays.svg": relays.draw,
     "request.svg": request.draw,
     "rooms.svg": rooms.draw,
     "scaling.svg": scaling.draw,
