@@ -84,8 +84,10 @@ class Streaming(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What an `Autoregressive` stage continues: one of messages (for the chat template), text, and tokens.
+    """What an `Autoregressive` stage continues: one of messages (for the chat template), text, tokens, and parts.
 
+    parts: token ids and embeddings, one after the other: lists of ids, and float tensors ``[tokens, hidden]`` as the
+    model's own embedding of tokens gives them.
     params: over the stage's defaults, named as OpenAI's: max_tokens, temperature, top_p, top_k, min_p, seed, stop, ….
     priority: lower ones first, where the stage's policy is ``priority``. cache_salt: requests with another one share
     no cached prefix. template: further arguments of the chat template.
@@ -94,6 +96,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     messages: Sequence[dict[str, Any]] | None = None
     text: str | None = None
     tokens: Sequence[int] | None = None
+    parts: Sequence[Any] | None = None
     params: dict[str, Any] = {}
     priority: int = 0
     cache_salt: str = ""
@@ -109,7 +112,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: for each token ``(logprob, [(token, logprob), …])``, if they were asked for; ``shown_logprobs``: the same
     as OpenAI's ``logprobs.content``. prompt_logprobs: in the first part, of the prompt's tokens but the first.
     choice: which of ``n`` answers this is a part of. ends: the last part of the request. tool_calls: calls that are
-    whole now; their text is not in ``text``.
+    whole now; their text is not in ``text``. hidden_rows: ``[tokens, hidden]``, where the stage has ``hidden_rows``:
+    the last hidden state from which each token was chosen, on the CPU in the model's dtype.
     """
 
     text: str = ""
@@ -126,6 +130,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0
     ends: bool = False
     tool_calls: tuple[ToolCall, ...] = ()
+    hidden_rows: Any = None
 
 
 class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,9 +143,14 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: computed at once. max_batched_tokens: of one step. max_chunk: of one prompt in one step; small ones
     keep the gaps between tokens of the other requests small. kv_cache_bytes: None takes what the device offers, at
     most what ``max_requests`` of full length need. policy: ``fcfs`` or ``priority``.
+    stream: what a chunk of an upstream stage adds to the prompt: ``stream(chunk)`` returns token ids, a float tensor
+    ``[tokens, hidden]``, or None. A request begins with its first chunk, when ``prompt`` gets a payload without data;
+    what comes is computed at once, and the answer begins when all streams have ended. Without ``prompt`` there is
+    nothing before the stream. Where nothing streams into the stage, it is not called.
     linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``.
     kernels: on a CPU, ``numba`` compiles attention for the processor (extra ``numba``) and ``torch`` takes torch's
     operators; ``auto`` takes numba where it is installed.
+    hidden_rows: give ``deliver`` the last hidden row of each token, for a stage that continues from it.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
@@ -150,6 +160,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompt: Callable[[StagePayload], Prompt] | None = None
     deliver: Callable[[StagePayload, Generation], Iterable[Chunk | Result]] | None = None
+    stream: Callable[[Chunk], Any] | None = None
     params: dict[str, Any] = {}
     revision: str | None = None
     dtype: str = "float32"
@@ -164,6 +175,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     linears: str = "auto"
     kernels: str = "auto"
+    hidden_rows: bool = False
     own_process: bool = False
     data_parallel_size: int = 1
     cores: Sequence[Sequence[int]] = ()

@@ -154,7 +154,7 @@ def as_engine(
             _takes_one(made.fn, "the session", blame)
             return StreamingEngine(made.fn, made.concurrency, sources)
         case Autoregressive():
-            return _autoregressive(made, blame, context)
+            return _autoregressive(made, context, sources)
     if callable(getattr(made, "run", None)):
         return CustomEngine(made)
     if callable(made):
@@ -200,11 +200,11 @@ def _takes_one(fn: Callable[..., Any], what: str, blame: str) -> None:
         ) from error
 
 
-def _autoregressive(made: Autoregressive, blame: str, context: StageContext | None) -> Engine:
+def _autoregressive(made: Autoregressive, context: StageContext | None, sources: tuple[str, ...]) -> Engine:
     """Load its model. Imports torch and transformers, which other stages do not need."""
     from stage_runtime.engines.autoregressive import making
 
-    return making.make(made, context)
+    return making.make(made, context, sources)
 
 
 def _simple(made: Simple, blame: str) -> Engine:

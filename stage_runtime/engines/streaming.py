@@ -48,7 +48,7 @@ class StreamingEngine(LoopEngine):
             case events.NoPayload():
                 session.lack_payload()
             case events.StreamFailed():
-                session.fail(_cause(event))
+                session.fail(cause(event))
         self._let_go_on()
 
     def on_abort(self, work: Work) -> None:
@@ -258,7 +258,7 @@ class RequestSession:
             self.early += weight
 
 
-def _cause(event: events.StreamFailed) -> RequestError:
+def cause(event: events.StreamFailed) -> RequestError:
     """As the source reported it to the coordinator: whichever arrives first, the client gets the same error."""
     failure = event.failure
     if failure is None:

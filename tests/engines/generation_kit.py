@@ -17,6 +17,7 @@ from stage_runtime.engines.autoregressive import fusing
 from stage_runtime.engines.autoregressive.attention import GatherAttention
 from stage_runtime.engines.autoregressive.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.executors import InlineExecutor, ThreadExecutor
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel
@@ -132,7 +133,19 @@ def core(
         fusing.fuse(model.model)
     runner = ModelRunner(model, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)
     executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
-    return EngineCore(scheduler, executor, end_ids=frozenset({END}), vocab_size=VOCABULARY)
+    return EngineCore(
+        scheduler,
+        executor,
+        end_ids=frozenset({END}),
+        vocab_size=VOCABULARY,
+        embeddings=ModelEmbeddings(model.row_size or 0, model.dtype),
+    )
+
+
+def rows_of(kind: str, tokens: Sequence[int]) -> Any:
+    """What the model's embedding gives for token ids, ``[tokens, hidden]``."""
+    with torch.no_grad():
+        return tiny_model(kind).get_input_embeddings()(torch.tensor(list(tokens))).detach().clone()
 
 
 class Answers:
@@ -141,10 +154,11 @@ class Answers:
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.tokens: dict[str, list[int]] = {}
+        self.hidden_rows: dict[str, list[Any]] = {}
         self.finish: dict[str, tuple[Finish, Any]] = {}
 
     def ask(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **others: Any) -> None:
-        self.tokens[name] = []
+        self.tokens[name], self.hidden_rows[name] = [], []
         self.engine.add_request(
             EngineCoreRequest(request_id=name, prompt_token_ids=list(prompt), params=params, **others)
         )
@@ -153,6 +167,7 @@ class Answers:
         outputs, _executed = self.engine.step_fn()
         for one in outputs:
             self.tokens[one.request_id] += one.new_token_ids
+            self.hidden_rows[one.request_id] += one.hidden_rows
             if one.finish is not None:
                 assert one.request_id not in self.finish
                 self.finish[one.request_id] = (one.finish, one.reason)

@@ -59,9 +59,16 @@ def make(blocks: int = 20, **limits: Any) -> Scheduler:
 
 
 def ask(
-    scheduler: Scheduler, name: str, prompt: list[int], *, priority: int = 0, hold: Hold | None = None, **limits: Any
+    scheduler: Scheduler,
+    name: str,
+    prompt: list[int],
+    *,
+    priority: int = 0,
+    hold: Hold | None = None,
+    open: bool = False,
+    **limits: Any,
 ) -> Request:
-    request = Request(name, prompt, Limits(**{"max_tokens": 4, **limits}), priority=priority)
+    request = Request(name, prompt, Limits(**{"max_tokens": 4, **limits}), priority=priority, open=open)
     scheduler.add(request, hold)
     return request
 
@@ -140,6 +147,67 @@ def test_a_held_request_is_no_work_until_it_is_released() -> None:
     scheduler.release("never heard of")
 
 
+def test_a_prompt_that_grows_is_computed_as_it_comes_and_answered_when_it_is_whole() -> None:
+    scheduler = make()
+    paper = Paper(scheduler)
+    request = ask(scheduler, "a", [], open=True)
+    assert (request.state, scheduler.has_requests(), scheduler.held) == (State.HELD, False, 1)
+    scheduler.extend("a", [1], last=False)  # the last token waits: the answer may follow it
+    assert (request.state, scheduler.has_requests()) == (State.HELD, False)
+    scheduler.extend("a", [2, 3], last=False)
+    step = scheduler.schedule()
+    assert (shape(step), step.rows[0].samples) == ([("a", 0, 2)], False)
+    assert scheduler.update_from_output(step, paper.run(step), {}) == []
+    assert (request.state, scheduler.has_requests(), scheduler.held) == (State.PAUSED, False, 1)
+    assert request.blocks
+    scheduler.extend("a", [4], last=False)
+    assert (scheduler.has_requests(), scheduler.held) == (True, 0)
+    step = scheduler.schedule()
+    scheduler.extend("a", [], last=True)  # while its row is computed
+    assert shape(step) == [("a", 2, 1)]
+    scheduler.update_from_output(step, paper.run(step), {})
+    while scheduler.has_unfinished_requests():
+        assert scheduler.has_requests()
+        paper.step()
+    assert request.tokens == expected([1, 2, 3, 4], Limits(max_tokens=4))
+    assert scheduler.stats.prompt_tokens == 4
+    assert scheduler.pool.free == scheduler.pool.capacity
+
+
+def test_a_paused_prompt_gives_its_blocks_to_others_and_is_computed_again() -> None:
+    scheduler = make(blocks=6, prefix_caching=False)
+    paper = Paper(scheduler)
+    paused = ask(scheduler, "paused", [1, 2, 3, 4, 5, 6, 7], open=True)
+    paper.step()
+    assert paused.state is State.PAUSED
+    other = ask(scheduler, "other", [1, 2, 3, 4, 5], max_tokens=3)
+    while scheduler.has_requests():
+        paper.step()
+    assert other.tokens == expected([1, 2, 3, 4, 5], Limits(max_tokens=3))
+    assert (paused.state, paused.preemptions, paused.blocks) == (State.HELD, 1, [])
+    scheduler.extend("paused", [], last=True)
+    while scheduler.has_requests():
+        paper.step()
+    assert paused.tokens[:9] == expected([1, 2, 3, 4, 5, 6, 7], Limits(max_tokens=4))[:9]
+    assert scheduler.pool.free == scheduler.pool.capacity
+
+
+def test_an_extension_that_does_not_fit_raises_and_changes_nothing() -> None:
+    scheduler = make()
+    request = ask(scheduler, "a", [1, 2], open=True)
+    with pytest.raises(ValueError, match="30 tokens"):
+        scheduler.extend("a", [1] * 28, last=False)
+    assert (request.tokens, request.open) == ([1, 2], True)
+    scheduler.extend("a", [], last=True)
+    with pytest.raises(IllegalEvent, match="whole"):
+        scheduler.extend("a", [3], last=True)
+    ask(scheduler, "b", [], open=True)
+    with pytest.raises(ValueError, match="empty"):
+        scheduler.extend("b", [], last=True)
+    scheduler.extend("never heard of", [1], last=True)
+    assert request.tokens == [1, 2]
+
+
 def test_what_can_never_be_computed_is_refused_and_changes_nothing() -> None:
     scheduler = make(blocks=6)
     ask(scheduler, "a", [1])
@@ -198,7 +266,7 @@ def test_an_abort_during_a_step_discards_its_result_and_may_come_twice() -> None
 
 
 class Schedulers(RuleBasedStateMachine):
-    """Requests come, are held, aborted and failed, and steps overlap, in any order."""
+    """Requests come, grow, are held, aborted and failed, and steps overlap, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,14 +278,32 @@ class Schedulers(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+        open=st.booleans(),
         max_tokens=st.integers(1, 8),
         priority=st.integers(0, 2),
         hold=st.sampled_from([None, None, Hold.UPSTREAM_ROWS]),
     )
-    def add(self, prompt: list[int], max_tokens: int, priority: int, hold: Hold | None) -> None:
+    def add(self, prompt: list[int], open: bool, max_tokens: int, priority: int, hold: Hold | None) -> None:
         name = str(len(self.requests))
-        request = ask(self.scheduler, name, prompt, priority=priority, hold=hold, max_tokens=max_tokens)
+        prompt = prompt[1:] if open else prompt
+        request = ask(self.scheduler, name, prompt, priority=priority, hold=hold, max_tokens=max_tokens, open=open)
         self.requests[name] = (prompt, request)
+
+    @precondition(lambda self: self.growing())
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), max_size=5), last=st.booleans())
+    def extend(self, data: st.DataObject, tokens: list[int], last: bool) -> None:
+        name = data.draw(st.sampled_from(self.growing()))
+        prompt, request = self.requests[name]
+        try:
+            self.scheduler.extend(name, tokens, last=last)
+        except ValueError:
+            assert request.tokens == prompt
+            assert len(prompt) + len(tokens) >= self.scheduler.longest or (last and not prompt and not tokens)
+            return
+        self.requests[name] = ([*prompt, *tokens], request)
+
+    def growing(self) -> list[str]:
+        return [name for name, (_prompt, one) in self.requests.items() if one.open and one.state is not State.FINISHED]
 
     @rule()
     def begin_a_step(self) -> None:
@@ -258,17 +344,31 @@ class Schedulers(RuleBasedStateMachine):
     @invariant()
     def every_block_is_accounted_for(self) -> None:
         pool = self.scheduler.pool
-        live = [request for _prompt, request in self.requests.values() if request.state is State.RUNNING]
+        having = (State.RUNNING, State.PAUSED)
+        live = [request for _prompt, request in self.requests.values() if request.state in having]
         used = [block for request in live for block in request.blocks]
         assert pool.free == pool.capacity - len(set(used))
         assert [pool.users(block) for block in range(pool.capacity + 1)] == [
             used.count(block) for block in range(pool.capacity + 1)
         ]
-        assert not [one for _prompt, one in self.requests.values() if one.state is not State.RUNNING and one.blocks]
+        assert not [one for _prompt, one in self.requests.values() if one.state not in having and one.blocks]
+
+    @invariant()
+    def what_waits_for_others_is_no_work(self) -> None:
+        scheduler = self.scheduler
+        requests = [one for _prompt, one in self.requests.values()]
+        paused = [one for one in requests if one.state is State.PAUSED]
+        resuming = [one for one in paused if one.ready > one.computed]
+        queued = [one for one in requests if one.state in (State.WAITING, State.RUNNING, State.PREEMPTED)]
+        assert scheduler.has_requests() == bool(queued or resuming or scheduler._finished)
+        assert scheduler.held == sum(one.state is State.HELD for one in requests) + len(paused) - len(resuming)
 
     @invariant()
     def tokens_are_those_of_a_request_alone(self) -> None:
         for prompt, request in self.requests.values():
+            if request.open:
+                assert request.tokens == prompt
+                continue
             whole = expected(prompt, request.limits)
             assert request.tokens == whole[: len(request.tokens)]
             if self.ended.get(request.id) is Finish.LENGTH:
@@ -284,8 +384,11 @@ class Schedulers(RuleBasedStateMachine):
             self._ended(step, self.paper.run(step), {})
             steps += 1
             assert steps < 2000
-        held = [name for name, (_prompt, one) in self.requests.items() if one.state is State.HELD]
+        waiting = (State.HELD, State.PAUSED)
+        held = [name for name, (_prompt, one) in self.requests.items() if one.state in waiting]
         assert set(self.ended) == set(self.requests) - set(held)
+        for name in held:
+            assert self.requests[name][1].open or self.requests[name][1].state is State.HELD
         self.scheduler.finish(held)
         assert self.scheduler.pool.free == self.scheduler.pool.capacity
 

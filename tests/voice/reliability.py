@@ -55,7 +55,7 @@ class Chain:
         facts = self.book.find(question, limit=3, min_score=0.35)
         messages = prompting.build([Turn(role="user", text=question)], facts, max_turns=6)
         spoken = [{"role": turn.role, "content": turn.text} for turn in messages]
-        prompt = encode(omni.Prompt(messages=spoken), self.model.tokenizer)
+        prompt, _rows = encode(omni.Prompt(messages=spoken), self.model.tokenizer)
         params, tokens = SamplingParams(max_tokens=96, temperature=0.0), list[int]()
         self.model.core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=prompt, params=params))
         while self.model.core.has_work():

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
-from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive import parameters, prompting
 from stage_runtime.engines.autoregressive.choices import Choice
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
@@ -43,6 +42,7 @@ class _Coming(NamedTuple):
     payload: StagePayload
     prompt: Prompt
     params: parameters.SamplingParams
+    open: bool = False
 
 
 class _Answer:
@@ -78,12 +78,14 @@ class Answers:
 
         self.outbox: Outbox  #: Set before anything arrives.
         self._tokenizer = tokenizer
-        self._prompt = spec.prompt or prompting.default_prompt
+        unsaid = prompting.default_prompt if spec.stream is None else prompting.no_prompt
+        self._prompt = spec.prompt or unsaid
         self._deliver = spec.deliver or prompting.default_deliver
         self._defaults = parameters.from_params(
             {key: value for key, value in spec.params.items() if key != "max_tokens"},
             parameters.SamplingParams(max_tokens=int(spec.params.get("max_tokens", 256))),
         )
+        self._hidden_rows = spec.hidden_rows
         self._context = context
         self._wake = wake
         self._abort = abort
@@ -109,16 +111,18 @@ class Answers:
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
-    def start(self, event: events.Start) -> list[Entered]:
-        """Prompt to tokens. Empty: it has failed, alone, whatever was wrong; or its prompt is long, see `encoded`."""
-        work = event.work
+    def start(self, work: Work, payload: StagePayload, *, open: bool = False) -> list[Entered]:
+        """Prompt to tokens. Empty: it has failed, alone, whatever was wrong; or its prompt is long, see `encoded`.
+
+        open: more of the prompt will come, so that it is encoded now, however long it is.
+        """
         name = self._ids.of(work)
         try:
             self._emit(profile.SCHEDULER_REQUEST_BUILD_START, work)
-            prompt = self._prompt(event.payload)
-            params = parameters.from_params(prompt.params, self._defaults)
-            coming = _Coming(name, work, event.payload.detach(), prompt, params)
-            if prompting.size(prompt) > LONG:
+            prompt = self._prompt(payload)
+            params = self._params(prompt)
+            coming = _Coming(name, work, payload.detach(), prompt, params, open)
+            if prompting.size(prompt) > LONG and not open:
                 self._encoding[name] = work
                 self._names[work] = (name,)
                 self._encoder.submit(self._encode_apart, coming)
@@ -127,6 +131,10 @@ class Answers:
         except BaseException as error:  # SystemExit too: one request's code must not end the engine
             self._refuse(name, work, error)
             return []
+
+    def _params(self, prompt: Prompt) -> parameters.SamplingParams:
+        params = parameters.from_params(prompt.params, self._defaults)
+        return msgspec.structs.replace(params, hidden_rows=True) if self._hidden_rows else params
 
     def encoded(self) -> list[Entered]:
         """The requests with long prompts that have become tokens."""
@@ -148,13 +156,15 @@ class Answers:
     def _encode(self, coming: _Coming, tokenizer: Any) -> list[Entered]:
         """A request for each answer. In any thread, one at a time with the same tokenizer."""
         prompt, params = coming.prompt, coming.params
-        tokens = prompting.encode(prompt, tokenizer)
+        tokens, embeds = prompting.encode(prompt, tokenizer, whole=not coming.open)
         entered = []
         for index in range(params.n):
             seed = None if params.seed is None else (params.seed + index) % 2**63
             request = EngineCoreRequest(
                 request_id=coming.name if params.n == 1 else f"{coming.name}\0{index}",
                 prompt_token_ids=tokens,
+                prompt_embeds=embeds,
+                open=coming.open,
                 params=msgspec.structs.replace(params, n=1, seed=seed),
                 priority=prompt.priority,
                 cache_salt=prompt.cache_salt,
@@ -192,6 +202,13 @@ class Answers:
             return []
         self._emit(profile.SCHEDULER_QUEUE_ENTER, work, prompt_tokens=count)
         return entered
+
+    def extended(self, work: Work, prompt_tokens: int) -> Sequence[str]:
+        """The prompt of a request has so many tokens more. Returns: the names by which the engine knows it."""
+        names = self.names(work)
+        for name in names:
+            self._processor.extend_request(name, prompt_tokens)
+        return names
 
     def _refuse(self, name: str, work: Work, error: BaseException) -> None:
         self.outbox.fail(work, error)
@@ -254,6 +271,13 @@ class Answers:
         self._ids.end(answer.name)
         if others:
             self._abort(others)
+
+    def give_up(self, work: Work, error: BaseException) -> None:
+        """A request fails here, and the engine may be at it."""
+        names = self.names(work)
+        if names:
+            self.fail(names[0], error)
+            self._abort(names[:1])
 
     def _flush(self, answer: _Answer, name: str) -> None:
         """Give out what waits in a collector."""

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.prompt_rows import Placed
 from stage_runtime.rules.autoregressive.requests import Request
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 class RequestType(Enum):
     ADD = "add"  #: (EngineCoreRequest, Request): checked already.
+    EXTEND = "extend"  #: (id, Placed, whether it is the last): more of an open request's prompt.
     ABORT = "abort"  #: Ids.
     RELEASE = "release"  #: An id that was held.
     UTILITY = "utility"  #: A function, called with the core between two steps.
@@ -55,7 +57,8 @@ class BusyLoop:
     ) -> None:
         """deliver: hands on a step's outputs; returns the ids that are to be aborted. Must not raise.
         undelivered: whether outputs still wait for a reader: a drain waits for them.
-        refuse: a request could not be added. wake: lets a blocked ``inputs.get`` return; safe in a signal handler.
+        refuse: a request could not be added or extended.
+        wake: lets a blocked ``inputs.get`` return; safe in a signal handler.
         """
         self._core = core
         self._inputs = inputs
@@ -120,6 +123,8 @@ class BusyLoop:
         match item:
             case (RequestType.ADD, (EngineCoreRequest() as request, prepared)):
                 self._add(request, prepared)
+            case (RequestType.EXTEND, (str() as name, more, last)):
+                self._extend(name, more, last)
             case (RequestType.ABORT, request_ids):
                 self._core.abort_requests(request_ids)
             case (RequestType.RELEASE, request_id):
@@ -132,6 +137,13 @@ class BusyLoop:
             self._core.add_request(request, prepared)
         except Exception as error:  # it fails alone, whatever is wrong with it
             self._refuse(request.request_id, error)
+
+    def _extend(self, request_id: str, more: Placed, last: bool) -> None:
+        try:
+            self._core.extend_request(request_id, more, last=last)
+        except Exception as error:  # as of `_add`
+            self._core.abort_requests([request_id])
+            self._refuse(request_id, error)
 
     def _process_engine_step(self) -> None:
         outputs, executed = self._core.step_fn()

@@ -12,6 +12,16 @@ from stage_runtime.engines.autoregressive.output_processor import RequestOutput,
 from stage_runtime.engines.autoregressive.tools import Call, CallParser
 from stage_runtime.wire.values import ToolCall
 
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    """``[tokens, hidden]``; None of none."""
+    if not rows:
+        return None
+    import torch
+
+    return torch.stack(list(rows))
+
+
 Spell = Callable[[Sequence[int]], str]
 
 
@@ -51,6 +61,7 @@ class Choice:
             logprobs=tuple((one.logprob, one.top) for one in output.logprobs),
             shown_logprobs=self._shown(output) if self._shows else None,
             prompt_logprobs=tuple((one.logprob, one.top) for one in output.prompt_logprobs),
+            hidden_rows=_stacked(output.hidden_rows),
         )
 
     def _parsed(self, output: RequestOutput) -> tuple[str, tuple[ToolCall, ...]]:

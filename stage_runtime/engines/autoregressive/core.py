@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from stage_runtime.engines.autoregressive.grammars import Matcher
 from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
+from stage_runtime.engines.autoregressive.prompt_rows import ROW, Embeddings, Placed, PromptRows
 from stage_runtime.engines.autoregressive.steps import ModelOutput, TokenLogprobs
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.blocks import hash_blocks
@@ -31,11 +32,17 @@ GRAMMAR_END: Final = "grammar"  #: The reason of an answer whose grammar lets no
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """hold: what it waits for before it is scheduled. cache_salt: requests with another one share no prefix."""
+    """hold: what it waits for before it is scheduled. cache_salt: requests with another one share no prefix.
+
+    prompt_embeds: a float tensor ``[rows, hidden]``, one row for each `prompt_rows.ROW` among the token ids. open: more
+    of the prompt will come, by `EngineCore.extend_request`.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    prompt_embeds: Any = None
+    open: bool = False
     priority: int = 0
     hold: Hold | None = None
     cache_salt: str = ""
@@ -51,6 +58,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    hidden_rows: tuple[Any, ...] = ()  #: ``[hidden]`` of each new token, if they were asked for.
 
 
 class Executor(Protocol):
@@ -80,11 +88,13 @@ class EngineCore:
         vocab_size: int,
         ends: frozenset[int] = frozenset(),
         grammars: Callable[[Grammar], Matcher] | None = None,
+        embeddings: Embeddings | None = None,
     ) -> None:
         """ends: tokens by which grammars end, beside ``end_ids``. grammars: compiles one; in any thread; raises
-        ValueError.
+        ValueError. embeddings: of prompts with rows; None: the model takes none.
         """
         self._grammars = grammars
+        self._embeddings = embeddings
         self.scheduler = scheduler
         self.executor = executor
         self.aborts_queue: SimpleQueue[str] = SimpleQueue()  #: Ids, looked at between a pass and its update.
@@ -103,16 +113,16 @@ class EngineCore:
 
         Raises: ValueError: it can never be computed. It says what is wrong, for the client.
         """
-        params, prompt = request.params, request.prompt_token_ids
+        params = request.params
         if type(request.priority) is not int:
             raise ValueError("priority must be a whole number")
-        wrong = [token for token in (*prompt, *params.stop_token_ids) if not 0 <= token < self._vocab_size]
-        if wrong:
-            raise ValueError(f"the vocabulary has {self._vocab_size} tokens, and no token {wrong[0]}")
-        if len(prompt) >= self.scheduler.longest:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; with an answer it may have {self.scheduler.longest}"
-            )
+        self._check_tokens(params.stop_token_ids)
+        count = len(request.prompt_token_ids)
+        if count >= self.scheduler.longest:
+            raise ValueError(f"the prompt has {count} tokens; with an answer it may have {self.scheduler.longest}")
+        prompt, rows = self._place(request.prompt_token_ids, request.prompt_embeds)
+        if (rows or request.open) and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: a prompt with embeddings, or that grows by a stream, has none")
         matcher = None
         if params.grammar is not None:
             if self._grammars is None:
@@ -128,9 +138,53 @@ class EngineCore:
         if params.prompt_logprobs is not None:  # all of the prompt must be computed
             salt = os.urandom(16)
         hashes = hash_blocks(prompt, self.scheduler.limits.block_size, salt=salt)
-        made = Request(request.request_id, prompt, limits, priority=request.priority, hashes=hashes, salt=salt)
+        made = Request(
+            request.request_id,
+            prompt,
+            limits,
+            priority=request.priority,
+            hashes=hashes,
+            salt=salt,
+            open=request.open,
+        )
         made.matcher = matcher
+        _keep_rows(made, Placed(prompt, rows), 0)
         return made
+
+    def _check_tokens(self, tokens: Iterable[int]) -> None:
+        wrong = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"the vocabulary has {self._vocab_size} tokens, and no token {wrong}")
+
+    def preprocess_extension(self, tokens: Sequence[int], embeds: Any) -> Placed:
+        """Check a part of a prompt. In any thread. Raises: ValueError: it does not fit the model."""
+        if len(tokens) >= self.scheduler.longest:
+            raise ValueError(
+                f"the prompt has more than {len(tokens)} tokens; with an answer it may have {self.scheduler.longest}"
+            )
+        return self._place(tokens, embeds)
+
+    def extend_request(self, request_id: str, more: Placed, *, last: bool) -> None:
+        """More of an open request's prompt has come. last: it is whole.
+
+        Raises: ValueError, IllegalEvent: it does not fit; nothing is changed then.
+        """
+        request = self.scheduler.get(request_id)
+        if request is None:
+            return
+        first = len(request.tokens)
+        self.scheduler.extend(request_id, more.tokens, last=last)
+        _keep_rows(request, more, first)
+
+    def _place(self, tokens: Sequence[int], embeds: Any) -> Placed:
+        """Part of a prompt, checked. Raises: ValueError."""
+        if embeds is None:
+            self._check_tokens(tokens)
+            return Placed(list(tokens), [])
+        if self._embeddings is None:
+            raise ValueError("this model takes token ids only, no embeddings")
+        self._check_tokens(token for token in tokens if token != ROW)
+        return self._embeddings.place(tokens, embeds)
 
     def add_request(self, request: EngineCoreRequest, prepared: Request | None = None) -> None:
         """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then."""
@@ -223,6 +277,14 @@ class EngineCore:
         self.executor.shutdown()
 
 
+def _keep_rows(request: Request, part: Placed, first: int) -> None:
+    """first: the part's place in the prompt."""
+    if part.rows and request.rows is None:
+        request.rows = PromptRows()
+    for at, rows in part.rows:
+        request.rows.add(first + at, rows)
+
+
 def _output(update: Update, output: ModelOutput) -> EngineCoreOutput:
     request = update.request
     logprobs = output.logprobs.get(request.id)
@@ -234,4 +296,5 @@ def _output(update: Update, output: ModelOutput) -> EngineCoreOutput:
         reason=update.reason,
         cached_tokens=request.hit_tokens,
         prompt_logprobs=output.prompt_logprobs.get(request.id, ()),
+        hidden_rows=(output.hidden_rows[request.id],) if request.id in output.hidden_rows else (),
     )

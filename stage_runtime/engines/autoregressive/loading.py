@@ -12,6 +12,7 @@ from stage_runtime.api import Autoregressive
 from stage_runtime.engines.autoregressive import attention_pages, fusing, linears
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
+from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.grammars import Grammars
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
@@ -110,6 +111,7 @@ def assemble(
         ends=frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)}),
         vocab_size=paged.vocab_size,
         grammars=grammars.compile,
+        embeddings=None if paged.row_size is None else ModelEmbeddings(paged.row_size, paged.dtype),
     )
     if ranks is None or ranks.rank == 0:
         say("warming up")

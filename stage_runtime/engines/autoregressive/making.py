@@ -19,14 +19,24 @@ FACTORY: Final = "stage_runtime.engines.autoregressive.process.serving:autoregre
 MOST_ENGINES: Final = 64
 #: What an engine process needs not know: functions of the author, and what its client does.
 _OF_THE_STAGE: Final = frozenset(
-    {"prompt", "deliver", "params", "own_process", "data_parallel_size", "cores", "frozen_after_s"}
+    {
+        "prompt",
+        "deliver",
+        "stream",
+        "params",
+        "hidden_rows",
+        "own_process",
+        "data_parallel_size",
+        "cores",
+        "frozen_after_s",
+    }
 )
 
 
-def make(spec: Autoregressive, context: StageContext | None) -> Engine:
+def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[str] = ()) -> Engine:
     """Load the model, here or in its processes. Raises: ConfigurationError: it cannot be loaded, or values do not fit.
 
-    Blocks until all is loaded.
+    Blocks until all is loaded. sources: upstream stages that stream into this one.
     """
     from stage_runtime.engines.autoregressive import loading, models
 
@@ -43,10 +53,10 @@ def make(spec: Autoregressive, context: StageContext | None) -> Engine:
         from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 
         loaded = loading.load(spec, device=device, say=say)
-        return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context)
+        return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
     tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
     say(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
-    return _with_processes(spec, launch_of(spec, device), tokenizer, context)
+    return _with_processes(spec, launch_of(spec, device), tokenizer, context, sources)
 
 
 def _rank(spec: Autoregressive, context: StageContext) -> Engine:
@@ -56,6 +66,8 @@ def _rank(spec: Autoregressive, context: StageContext) -> Engine:
     from stage_runtime.engines.autoregressive.parallel.ranks import Ranks
     from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 
+    if spec.stream is not None:
+        raise ConfigurationError("omni.Autoregressive: tpSize does not go with stream")
     if spec.own_process or spec.data_parallel_size > 1:
         raise ConfigurationError("omni.Autoregressive: tpSize goes with neither own_process nor data_parallel_size")
     ranks = Ranks(context.tp_rank, context.tp_size)
@@ -65,16 +77,18 @@ def _rank(spec: Autoregressive, context: StageContext) -> Engine:
     return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context)
 
 
-def _with_processes(spec: Autoregressive, launch: EngineLaunch, tokenizer: Any, context: StageContext | None) -> Engine:
+def _with_processes(
+    spec: Autoregressive, launch: EngineLaunch, tokenizer: Any, context: StageContext | None, sources: Sequence[str]
+) -> Engine:
     if spec.data_parallel_size == 1:
-        return ProcessEngine(spec, AsyncMPClient(launch), tokenizer, context)
+        return ProcessEngine(spec, AsyncMPClient(launch), tokenizer, context, sources)
     coordinator = DPCoordinator(spec.data_parallel_size)
     try:
         client = DPLBAsyncMPClient(launch, coordinator, elastic=True)
     except BaseException:
         coordinator.close()
         raise
-    return ProcessEngine(spec, client, tokenizer, context)
+    return ProcessEngine(spec, client, tokenizer, context, sources)
 
 
 def launch_of(spec: Autoregressive, device: str) -> EngineLaunch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,7 +34,8 @@ NAN = "the model's logits are not finite"
 class Pass(msgspec.Struct, frozen=True, array_like=True):
     """One pass over a flat batch, on the host. tables: blocks of each row. last: each row's last token.
 
-    See `attention.BatchMeta`.
+    places: tokens that are given as ``embeddings``, the bytes of ``[places, hidden]`` in the model's dtype. hidden:
+    the last hidden rows are wanted, too. See `attention.BatchMeta`.
     """
 
     ids: list[int]
@@ -44,6 +45,16 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     computed: list[int]
     tables: list[list[int]]
     last: list[int]
+    places: list[int] = []
+    embeddings: bytes = b""
+    hidden: bool = False
+
+
+class Computed(NamedTuple):
+    """logits: ``[last, vocabulary]``. hidden: ``[last, hidden]``, where it was wanted."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
 
 
 class ModelRunner:
@@ -54,7 +65,7 @@ class ModelRunner:
         self._backend = backend
         self._block_size = block_size
         self._rows: dict[str, RowState] = {}
-        self._held: tuple[Sequence[Row], Tensor | None] = ((), None)  #: A pass whose tokens are not chosen yet.
+        self._held: tuple[Sequence[Row], Computed | None] = ((), None)  #: A pass whose tokens are not chosen yet.
         backend.alloc(model.layers, num_blocks, block_size, model.dtype, str(model.device))
 
     def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
@@ -69,7 +80,7 @@ class ModelRunner:
         """
         for request_id in step.finished:
             self._rows.pop(request_id, None)
-        output = ModelOutput({}, {}, {}, {})
+        output = ModelOutput({}, {}, {}, {}, {})
         if hold:
             self._held = (step.rows, self._tried(step.rows))
         elif step.rows:
@@ -78,13 +89,13 @@ class ModelRunner:
 
     def sample_tokens(self, masks: Masks) -> ModelOutput:
         """The output of the pass that was held. masks: request id -> which tokens it may get."""
-        (rows, logits), self._held = self._held, ((), None)
-        output = ModelOutput({}, {}, {}, {})
+        (rows, computed), self._held = self._held, ((), None)
+        output = ModelOutput({}, {}, {}, {}, {})
         if rows:
-            self._execute(rows, output, masks, logits)
+            self._execute(rows, output, masks, computed)
         return output
 
-    def _tried(self, rows: Sequence[Row]) -> Tensor | None:
+    def _tried(self, rows: Sequence[Row]) -> Computed | None:
         """None: the pass has failed; it is computed again, and then row by row."""
         try:
             with torch.inference_mode():
@@ -101,16 +112,25 @@ class ModelRunner:
             self.compute(Pass([0] * count, [*range(count)], [0] * count, [0, count], [0], [blocks], [count - 1]))
             self.clear([0])
 
-    def compute(self, batch: Pass) -> Tensor:
-        """Logits of the rows' last tokens, ``[rows, vocabulary]``; the cache is written."""
+    def compute(self, batch: Pass) -> Computed:
+        """Of the rows' last tokens; the cache is written."""
         device = self.model.device
         meta = BatchMeta(batch.starts, batch.computed, batch.tables, torch.tensor(batch.slots, device=device))
         return self._compute(batch, self._backend.plan(meta))
 
-    def _compute(self, batch: Pass, plan: Any) -> Tensor:
+    def _compute(self, batch: Pass, plan: Any) -> Computed:
         device = self.model.device
         ids, positions, last = (torch.tensor(one, device=device) for one in (batch.ids, batch.positions, batch.last))
-        return self.model.forward(self._backend, plan, ids, positions, last)
+        given = (self._backend, plan, ids, positions, last, self._embeddings(batch))
+        if batch.hidden:
+            return Computed(*self.model.forward_with_hidden(*given))
+        return Computed(self.model.forward(*given))
+
+    def _embeddings(self, batch: Pass) -> tuple[Tensor, Tensor] | None:
+        if not batch.places:
+            return None
+        rows = torch.frombuffer(bytearray(batch.embeddings), dtype=self.model.dtype).view(len(batch.places), -1)
+        return torch.tensor(batch.places, device=self.model.device), rows.to(self.model.device)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """`AttentionBackend.clear`."""
@@ -119,13 +139,16 @@ class ModelRunner:
     def close(self) -> None:
         """Nothing more will be computed."""
 
-    def _execute(self, rows: Sequence[Row], output: ModelOutput, masks: Masks, computed: Tensor | None = None) -> None:
+    def _execute(
+        self, rows: Sequence[Row], output: ModelOutput, masks: Masks, computed: Computed | None = None
+    ) -> None:
         try:
             with torch.inference_mode():
-                logits = self._forward(rows) if computed is None else computed
-                self._note_prompts(rows, logits[len(rows) :], output)
-                self._sample(rows, logits[: len(rows)], output, masks)
+                computed = computed or self._forward(rows)
+                self._note_prompts(rows, computed.logits[len(rows) :], output)
+                self._sample(rows, computed.logits[: len(rows)], output, masks)
                 self._clear([row for row in rows if row.request.id in output.failed])
+            self._note_hidden(rows, computed.hidden, output)
         except Exception as error:
             if len(rows) == 1:
                 log.warning("request %s failed in the model: %s", rows[0].request.id, describe(error))
@@ -135,8 +158,8 @@ class ModelRunner:
             for row in rows:
                 self._execute([row], output, masks)
 
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Logits of each row's last token, then of the prompts' tokens whose probabilities are asked for.
+    def _forward(self, rows: Sequence[Row]) -> Computed:
+        """Of each row's last token, then of the prompts' tokens whose probabilities are asked for.
 
         NaN anywhere in a row reaches its last token, so a prompt's chunk is checked, too.
         """
@@ -144,10 +167,16 @@ class ModelRunner:
         positions: list[int] = []
         slots: list[int] = []
         starts, last, tables = [0], [], []
+        places: list[int] = []
+        embeddings: list[bytes] = []
         size = self._block_size
         for row in rows:
             request, end = row.request, row.start + row.count
             ids += request.tokens[row.start : end]
+            if request.rows is not None:
+                for at, some in request.rows.within(row.start, end):
+                    places += range(starts[-1] + at - row.start, starts[-1] + at - row.start + len(some))
+                    embeddings.append(some.view(torch.uint8).numpy().tobytes())
             positions += range(row.start, end)
             blocks = request.blocks[: -(-end // size)]
             slots += [blocks[at // size] * size + at % size for at in range(row.start, end)]
@@ -155,7 +184,13 @@ class ModelRunner:
             tables.append(blocks)
             last.append(len(ids) - 1)
         last += [at for row, first in zip(rows, starts, strict=False) for at in self._asked(row, first)]
-        return self.compute(Pass(ids, positions, slots, starts, [row.start for row in rows], tables, last))
+        for at in places:
+            ids[at] = 0  # a row's name is no token
+        hidden = any(row.samples and self._rows[row.request.id].params.hidden_rows for row in rows)
+        computed = [row.start for row in rows]
+        return self.compute(
+            Pass(ids, positions, slots, starts, computed, tables, last, places, b"".join(embeddings), hidden)
+        )
 
     def _asked(self, row: Row, first: int) -> range:
         """Tokens of a row, at ``first`` of the flat batch, from which the prompt's next one is predicted."""
@@ -189,6 +224,8 @@ class ModelRunner:
             return
         states = [self._rows[row.request.id] for row in rows]
         for index, row in enumerate(rows):
+            if not row.request.generated:
+                states[index].begin(row.request.tokens)
             if (mask := masks.get(row.request.id)) is not None:
                 states[index].mask = torch.from_numpy(~mask)
         for row, one in zip(rows, sample(logits, states, [row.request.generated for row in rows]), strict=True):
@@ -198,6 +235,14 @@ class ModelRunner:
             output.sampled[row.request.id] = one.token
             if one.logprobs is not None:
                 output.logprobs[row.request.id] = one.logprobs
+
+    def _note_hidden(self, rows: Sequence[Row], hidden: Tensor | None, output: ModelOutput) -> None:
+        """Outside of inference mode, whose tensors an author's functions could not compute gradients with."""
+        if hidden is None:
+            return
+        for index, row in enumerate(rows):
+            if row.request.id in output.sampled and self._rows[row.request.id].params.hidden_rows:
+                output.hidden_rows[row.request.id] = hidden[index].to("cpu", copy=True)
 
     def _clear(self, rows: Sequence[Row]) -> None:
         """Blocks that failed rows have written into. Those before hold what other requests may share, without NaN."""

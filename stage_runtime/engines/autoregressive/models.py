@@ -154,7 +154,12 @@ class PagedModel:
         self.end_ids = _end_ids(model)
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        accepted = inspect.signature(model.forward).parameters
+        self._keeps_rows = "logits_to_keep" in accepted
+        #: Floats of a row that takes the place of a token id; None: the model takes ids only.
+        self.row_size: int | None = getattr(model.get_input_embeddings(), "embedding_dim", None)
+        if "inputs_embeds" not in accepted:
+            self.row_size = None
         self.layers = self._probe(int(text.num_hidden_layers))
 
     def _probe(self, expected: int) -> dict[int, LayerShape]:
@@ -163,7 +168,7 @@ class PagedModel:
         _pass.probe = found
         try:
             ids = torch.zeros(1, dtype=torch.long, device=self.device)
-            self._call(ids, torch.zeros_like(ids), torch.zeros_like(ids))
+            self._call(ids, torch.zeros_like(ids), torch.zeros_like(ids), None)
         finally:
             _pass.probe = None
         if len(found) != expected:
@@ -172,19 +177,56 @@ class PagedModel:
             )
         return found
 
-    def forward(self, backend: AttentionBackend, plan: Any, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def forward(
+        self,
+        backend: AttentionBackend,
+        plan: Any,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Logits ``[rows, vocabulary]`` f32 of the tokens at ``rows`` of the flat batch; the cache is written.
 
-        ids, positions: ``[T]``.
+        ids, positions: ``[T]``. embeddings: places in the flat batch, and ``[places, hidden]`` instead of their ids.
         """
         with _within(backend, plan):
-            return self._call(ids, positions, rows)
+            return self._call(ids, positions, rows, embeddings)
 
-    def _call(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def forward_with_hidden(
+        self,
+        backend: AttentionBackend,
+        plan: Any,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`; and ``[rows, hidden]``, what the head of the vocabulary takes."""
+        seen: list[Tensor] = []
+        # Not `output_hidden_states`, which keeps those of all layers and all tokens.
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda _head, given: seen.append(given[0]))
+        try:
+            logits = self.forward(backend, plan, ids, positions, rows, embeddings)
+        finally:
+            hook.remove()
+        return logits, seen[0][0] if self._keeps_rows else seen[0][0, rows]
+
+    def _inputs(self, ids: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+        if embeddings is None:
+            return {"input_ids": ids[None]}
+        places, rows = embeddings
+        return {"inputs_embeds": self.model.get_input_embeddings()(ids).index_copy(0, places, rows)[None]}
+
+    def _call(self, ids: Tensor, positions: Tensor, rows: Tensor, embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
         options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
         with torch.inference_mode():
             out = self.model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
+                **self._inputs(ids, embeddings),
+                position_ids=positions[None],
+                use_cache=False,
+                return_dict=True,
+                **options,
             )
             logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0, rows]
             return logits.float()

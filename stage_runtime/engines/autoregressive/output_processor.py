@@ -8,7 +8,7 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish: Finish | None = None
     reason: Reason = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    hidden_rows: tuple[Any, ...] = ()
 
     def joined(self, later: RequestOutput) -> RequestOutput:
         """This and a later delta as one."""
@@ -41,6 +42,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+            hidden_rows=self.hidden_rows + later.hidden_rows,
         )
 
 
@@ -92,6 +94,7 @@ class _RequestState:
         self.text = ""
         self.token_ids: tuple[int, ...] = ()
         self.logprobs: tuple[TokenLogprobs, ...] = ()
+        self.hidden_rows: tuple[Any, ...] = ()
         self.generated = 0
 
 
@@ -113,6 +116,12 @@ class OutputProcessor:
         collector: RequestOutputCollector | None = None,
     ) -> None:
         self._states[request_id] = _RequestState(self._decode, params, prompt_tokens, collector)
+
+    def extend_request(self, request_id: str, prompt_tokens: int) -> None:
+        """Its prompt has so many tokens more."""
+        state = self._states.get(request_id)
+        if state is not None:
+            state.prompt_tokens += prompt_tokens
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -145,12 +154,14 @@ class OutputProcessor:
             if finish is None:
                 processed.reqs_to_abort.append(output.request_id)
             finish, reason = Finish.STOP, stopped
-        token_ids, logprobs = output.new_token_ids, output.logprobs
+        token_ids, logprobs, hidden_rows = output.new_token_ids, output.logprobs, output.hidden_rows
         if state.params.output_kind is not OutputKind.DELTA:
             state.text += text
             state.token_ids += token_ids
             state.logprobs += logprobs
+            state.hidden_rows += hidden_rows
             text, token_ids, logprobs = state.text, state.token_ids, state.logprobs
+            hidden_rows = state.hidden_rows
         return RequestOutput(
             request_id=output.request_id,
             text=text,
@@ -162,6 +173,7 @@ class OutputProcessor:
             finish=finish,
             reason=reason,
             prompt_logprobs=output.prompt_logprobs,
+            hidden_rows=hidden_rows,
         )
 
     def _text(self, state: _RequestState, output: EngineCoreOutput) -> tuple[str, str | None]:

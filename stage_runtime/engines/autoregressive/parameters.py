@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     min_tokens: no end before. logprobs: how many of the likeliest tokens to report beside the chosen one's; None: none.
     logit_bias: token id -> what is added to its logit. n: answers, each with a seed of its own. prompt_logprobs: as
-    ``logprobs``, of the prompt's tokens but the first; None: none.
+    ``logprobs``, of the prompt's tokens but the first; None: none. hidden_rows: the last hidden row of each token.
     """
 
     max_tokens: int = 256
@@ -58,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
+    hidden_rows: bool = False
     output_kind: OutputKind = OutputKind.DELTA
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from threading import Event
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from stage_runtime.engines.autoregressive.answers import Answers
 from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+from stage_runtime.engines.autoregressive.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
@@ -31,7 +33,6 @@ DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
 class ProcessEngine:
     """`engines.base.Engine`."""
 
-    takes_chunks = False
     takes_admin = False
     concurrency = 1
 
@@ -41,12 +42,15 @@ class ProcessEngine:
         client: AsyncMPClient,
         tokenizer: Any,
         context: StageContext | None,
+        sources: Sequence[str] = (),
     ) -> None:
-        """client: not attached to a loop yet."""
+        """client: not attached to a loop yet. sources: upstream stages that stream into this one."""
+        self.takes_chunks = spec.stream is not None
         self._client = client
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived = asyncio.Event()
         self._answers = Answers(spec, tokenizer, context, wake=self._wake, abort=self._abort)
+        self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
         self._told = 0  #: Messages of engines that were taken.
         self._replacing: set[asyncio.Task[None]] = set()
         self._outbox: Outbox
@@ -119,11 +123,17 @@ class ProcessEngine:
     # --- what comes in --------------------------------------------------------------------------------------------
 
     async def _on_event(self, event: events.Incoming) -> None:
+        if self._growing is not None and isinstance(event, FromStream):
+            for told in self._growing.take(event, self._outbox):
+                await (self._extend(told) if isinstance(told, Grown) else self._add(told[0]))
+            return
         match event:
             case events.Start():
-                for request, _prepared in self._answers.start(event):
+                for request, _prepared in self._answers.start(event.work, event.payload):
                     await self._add(request)
             case events.Abort():
+                if self._growing is not None:
+                    self._growing.forget(event.work)
                 names = self._answers.forget(event.work)
                 if names:
                     self._abort(names)
@@ -138,6 +148,14 @@ class ProcessEngine:
             await self._client.add_request_async(request)
         except Exception as error:
             self._answers.fail(request.request_id, _of_request(error))
+
+    async def _extend(self, grown: Grown) -> None:
+        """As `_add`."""
+        try:
+            await self._client.extend_request_async(grown.name, grown.more)
+        except Exception as error:
+            self._answers.fail(grown.name, _of_request(error))
+            self._abort([grown.name])
 
     def _abort(self, names: Any) -> None:
         loop = self._loop

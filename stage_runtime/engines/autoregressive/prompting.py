@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stage_runtime.api import Generation, Prompt
 from stage_runtime.engines.autoregressive import tools
+from stage_runtime.engines.autoregressive.prompt_rows import ROW
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import Chunk, Finish, Note, Result, StagePayload, Text, Usage
 
@@ -37,6 +38,11 @@ def default_prompt(payload: StagePayload) -> Prompt:
     if not text:
         raise InvalidRequest("inputs must be a text, or hold text, tokens or messages", param="inputs")
     return Prompt(text=text, params=request.params)
+
+
+def no_prompt(payload: StagePayload) -> Prompt:
+    """All of it comes by a stream."""
+    return Prompt(parts=())
 
 
 def _spoken(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,27 +93,55 @@ def _shown(one: tuple[float, tuple[tuple[int, float], ...]]) -> dict[str, Any]:
 
 def size(prompt: Prompt) -> int:
     """About how many characters are to be encoded."""
-    if prompt.tokens is not None:
-        return len(prompt.tokens)
+    if prompt.tokens is not None or prompt.parts is not None:
+        return 0 if prompt.tokens is None else len(prompt.tokens)
     return len(prompt.text or "") + sum(len(str(one.get("content", ""))) for one in prompt.messages or ())
 
 
-def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Token ids of a prompt.
+def encode(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> tuple[list[int], Any]:
+    """Token ids of a prompt, and the rows of those that are `prompt_rows.ROW`; None: there are none.
+
+    whole: nothing more will come, so it must not be empty.
 
     Raises: InvalidRequest: it is empty, or the template refuses the messages.
     """
-    if prompt.tokens is not None:
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt.tokens):
-            raise InvalidRequest("tokens must be whole numbers", param="inputs")
-        tokens = list(prompt.tokens)
+    embeds = None
+    if prompt.parts is not None:
+        tokens, embeds = joined(prompt.parts)
+    elif prompt.tokens is not None:
+        tokens = _whole(prompt.tokens)
     elif prompt.messages is not None:
         tokens = _templated(prompt, tokenizer)
     else:
         tokens = [int(token) for token in tokenizer(prompt.text or "")["input_ids"]]
-    if not tokens:
+    if whole and not tokens:
         raise InvalidRequest("the prompt is empty")
-    return tokens
+    return tokens, embeds
+
+
+def _whole(tokens: Sequence[Any]) -> list[int]:
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise InvalidRequest("tokens must be whole numbers", param="inputs")
+    return list(tokens)
+
+
+def joined(parts: Sequence[Any]) -> tuple[list[int], Any]:
+    """Token ids and tensors as the ids with `ROW`s, and one tensor; None: no part is one. Raises: InvalidRequest."""
+    import torch
+
+    tokens: list[int] = []
+    tensors = []
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            tokens += _whole(part)
+            continue
+        if part.ndim != 2:
+            raise InvalidRequest(f"embeddings have the shape {list(part.shape)}; wanted: [tokens, hidden]")
+        tokens += [ROW] * len(part)
+        tensors.append(part)
+    if len({(one.shape[1], one.dtype, one.device) for one in tensors}) > 1:
+        raise InvalidRequest("the embeddings of one prompt must have one dtype and one size of rows")
+    return tokens, torch.cat(tensors) if tensors else None
 
 
 def _templated(prompt: Prompt, tokenizer: Any) -> list[int]:

@@ -22,15 +22,21 @@ FIRST_CANDIDATES: Final = 256  # of a nucleus; sorting a whole vocabulary costs 
 class RowState:
     """What sampling keeps of one request: which tokens it has seen, where its penalties need that."""
 
-    def __init__(self, params: SamplingParams, seed: int, end_ids: frozenset[int], prompt: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, seed: int, end_ids: frozenset[int], prompt: Sequence[int] = ()) -> None:
         self.params = params
         self.seed = seed
         self.mask: Tensor | None = None  #: ``[vocabulary]``: tokens that must not come next, by its grammar.
         self.prompt_logprobs: list[TokenLogprobs] = []  #: Of the prompt's tokens from the second on, as far as known.
         self.held_back = sorted(end_ids | set(params.stop_token_ids)) if params.min_tokens else []
-        self._prompt = tuple(prompt) if params.penalized else ()
+        self._prompt: tuple[int, ...] = ()
+        self.begin(prompt)
         self._seen: Tensor | None = None  #: ``[vocabulary]`` bool: in the prompt or generated.
         self._counts: Tensor | None = None  #: ``[vocabulary]``: how often it was generated.
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Its first token is chosen now. prompt: whole."""
+        if self.params.penalized:
+            self._prompt = tuple(token for token in prompt if token >= 0)
 
     def prepare(self, logits: Tensor, generated: int) -> None:
         """Apply bias and penalties to one row ``[vocabulary]``, in place."""

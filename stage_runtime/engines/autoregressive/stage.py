@@ -15,8 +15,10 @@ from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.answers import Answers, Entered
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
+from stage_runtime.engines.autoregressive.growing import FromStream, GrowingPrompts, Grown
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
+from stage_runtime.errors import InvalidRequest
 from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
 
 
@@ -24,11 +26,19 @@ class AutoregressiveEngine:
     """`engines.base.Engine`."""
 
     ticks = 0
-    takes_chunks = False
     takes_admin = False
     concurrency = 1  # threads that wait; how many requests it computes at once is the scheduler's business
 
-    def __init__(self, spec: Autoregressive, core: EngineCore, tokenizer: Any, context: StageContext | None) -> None:
+    def __init__(
+        self,
+        spec: Autoregressive,
+        core: EngineCore,
+        tokenizer: Any,
+        context: StageContext | None,
+        sources: Sequence[str] = (),
+    ) -> None:
+        """sources: upstream stages that stream into this one."""
+        self.takes_chunks = spec.stream is not None
         self._core = core
         self._arrived = Event()
         self._answers = Answers(
@@ -39,7 +49,8 @@ class AutoregressiveEngine:
             abort=core.abort_requests,
             check=core.preprocess_add_request,
         )
-        self._entered: deque[Entered] = deque()  #: Further answers to the request that was added last.
+        self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
+        self._items: deque[tuple[RequestType, Any]] = deque()  #: What follows from the events that were taken.
         self._outbox: Outbox
         self._inbox: Inbox
         self._loop: BusyLoop
@@ -52,7 +63,7 @@ class AutoregressiveEngine:
             self._core,
             self,
             self._on_outputs,
-            self._answers.fail,
+            self._refuse,
             wake=self._arrived.set,
             on_idle=(self._report,),
             undelivered=lambda: bool(self._answers),
@@ -68,13 +79,11 @@ class AutoregressiveEngine:
         while True:
             self._arrived.clear()  # before looking: what comes from here on sets it again
             self._answers.flush_opened()
-            self._entered.extend(self._answers.encoded())
-            if self._entered:
-                return RequestType.ADD, self._entered.popleft()
-            while (event := self._inbox.get_nowait()) is not None:
-                item = self._on_event(event)
-                if item is not None:
-                    return item
+            self._items.extend((RequestType.ADD, entered) for entered in self._answers.encoded())
+            while not self._items and (event := self._inbox.get_nowait()) is not None:
+                self._items.extend(self._on_event(event))
+            if self._items:
+                return self._items.popleft()
             if self._inbox.closed:
                 self._loop.request_shutdown()
             if not block or self._arrived.is_set():
@@ -95,19 +104,36 @@ class AutoregressiveEngine:
         finally:
             parking.resume()
 
-    def _on_event(self, event: events.Incoming) -> tuple[RequestType, Any] | None:
+    def _on_event(self, event: events.Incoming) -> list[tuple[RequestType, Any]]:
+        if self._growing is not None and isinstance(event, FromStream):
+            return [self._item(told) for told in self._growing.take(event, self._outbox)]
         match event:
             case events.Start():
-                self._entered.extend(self._answers.start(event))
-                return (RequestType.ADD, self._entered.popleft()) if self._entered else None
+                return [(RequestType.ADD, entered) for entered in self._answers.start(event.work, event.payload)]
             case events.Abort():
+                if self._growing is not None:
+                    self._growing.forget(event.work)
                 names = self._answers.forget(event.work)
-                return (RequestType.ABORT, names) if names else None
+                return [(RequestType.ABORT, names)] if names else []
             case events.ChunkIn():
                 self._outbox.fail(event.work, TakesNoChunks(event.chunk.source))
             case events.StreamDone():
                 self._outbox.fail(event.work, TakesNoChunks(event.source))
-        return None
+        return []
+
+    def _item(self, told: Entered | Grown) -> tuple[RequestType, Any]:
+        if not isinstance(told, Grown):
+            return RequestType.ADD, told
+        more = told.more
+        try:
+            placed = self._core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
+        except Exception as error:
+            self._refuse(told.name, error)
+            return RequestType.ABORT, [told.name]
+        return RequestType.EXTEND, (told.name, placed, more.last)
+
+    def _refuse(self, name: str, error: BaseException) -> None:
+        self._answers.fail(name, InvalidRequest(str(error)) if isinstance(error, ValueError) else error)
 
     def _forget(self, work: Work) -> None:
         """Nobody waits for it: the step under way is its last. In any thread; an `Abort` event follows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class TokenLogprobs(NamedTuple):
@@ -13,9 +13,13 @@ class TokenLogprobs(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """By request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their ends."""
+    """By request id. ``failed``: why. ``prompt_logprobs``: of prompts that are computed to their ends.
+
+    hidden_rows: ``[hidden]``, the last hidden state from which the token was chosen.
+    """
 
     sampled: dict[str, int]
     failed: dict[str, str]
     logprobs: dict[str, TokenLogprobs]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+    hidden_rows: dict[str, Any] = {}

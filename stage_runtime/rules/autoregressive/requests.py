@@ -15,6 +15,7 @@ class State(Enum):
     WAITING = "waiting"  #: In the queue, without blocks.
     HELD = "held"  #: Waits for something outside (remote KV, upstream rows); not in the queue, never polled.
     RUNNING = "running"  #: Scheduled in every step that has room for it.
+    PAUSED = "paused"  #: What has come of its prompt is computed; it keeps its blocks and waits for rows, never polled.
     PREEMPTED = "preempted"  #: Its blocks were taken away: in the queue again, to be computed from the start.
     FINISHED = "finished"
 
@@ -24,6 +25,8 @@ class Event(Enum):
     PREEMPTED = "preempted"
     HELD = "held"
     RELEASED = "released"
+    PAUSED = "paused"
+    RESUMED = "resumed"
     FINISHED = "finished"
 
 
@@ -34,7 +37,11 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
     (State.HELD, Event.RELEASED): State.WAITING,
     (State.HELD, Event.FINISHED): State.FINISHED,
     (State.RUNNING, Event.PREEMPTED): State.PREEMPTED,
+    (State.RUNNING, Event.PAUSED): State.PAUSED,
     (State.RUNNING, Event.FINISHED): State.FINISHED,
+    (State.PAUSED, Event.RESUMED): State.RUNNING,
+    (State.PAUSED, Event.PREEMPTED): State.HELD,
+    (State.PAUSED, Event.FINISHED): State.FINISHED,
     (State.PREEMPTED, Event.SCHEDULED): State.RUNNING,
     (State.PREEMPTED, Event.FINISHED): State.FINISHED,
 }
@@ -76,8 +83,8 @@ class Request:
     """What the scheduler knows of one request. Changed by the scheduler alone."""
 
     __slots__ = (
-        "arrival", "blocks", "computed", "hashes", "hit_tokens", "id", "in_flight", "limits", "matcher",
-        "preemptions", "priority", "prompt_tokens", "salt", "state", "ticket", "tokens",
+        "arrival", "begun", "blocks", "computed", "hashes", "hit_tokens", "id", "in_flight", "limits", "matcher",
+        "open", "preemptions", "priority", "prompt_tokens", "rows", "salt", "state", "ticket", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -89,9 +96,10 @@ class Request:
         priority: int = 0,
         hashes: Sequence[bytes] = (),
         salt: bytes = b"",
+        open: bool = False,
     ) -> None:
         """priority: lower ones first, where the policy looks at it. hashes: of the prompt's first full blocks, with
-        ``salt``."""
+        ``salt``. open: more of the prompt will come."""
         self.id = id
         self.limits = limits
         self.priority = priority
@@ -102,8 +110,11 @@ class Request:
         self.blocks: list[int] = []  #: Block ids in order of positions; empty unless RUNNING.
         self.hashes = list(hashes)  #: Of the first full blocks of ``tokens``; the rest are computed when needed.
         self.salt = salt
+        self.open = open
+        self.begun = False  #: It has been scheduled.
         self.state = State.WAITING
         self.matcher: Any = None  #: Its grammar's state: the core's alone.
+        self.rows: Any = None  #: What the model takes in place of negative tokens: the core's and the model's alone.
         self.in_flight = 0  #: Batches under way that hold a row of it.
         self.ticket = 0  #: Of its entry in the queue; entries with another one are stale.
         self.preemptions = 0
@@ -112,6 +123,17 @@ class Request:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def ready(self) -> int:
+        """Tokens that may be computed now. Of an open prompt the last one waits: the answer may follow it."""
+        return len(self.tokens) - (self.open and bool(self.tokens))
+
+    def grow(self, tokens: Sequence[int], *, last: bool) -> None:
+        """More of an open prompt. last: it is whole."""
+        self.tokens += tokens
+        self.prompt_tokens = len(self.tokens)
+        self.open = not last
 
     def happen(self, event: Event) -> None:
         """Raises: IllegalEvent: the table does not list it; nothing is changed then."""

@@ -8,7 +8,7 @@ sampled tokens and ends requests. Called by the engine core alone, in its thread
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -53,7 +53,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def _row(request: Request, start: int, count: int) -> Row:
-    return Row(request, start, count, start + count == len(request.tokens))
+    return Row(request, start, count, not request.open and start + count == len(request.tokens))
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
@@ -100,6 +100,8 @@ class Scheduler:
         self._queued = 0  #: Entries of the heap that are not stale.
         self._running: list[Request] = []  #: In order of the policy.
         self._holds: dict[str, Hold] = {}
+        self._paused: dict[str, Request] = {}
+        self._resuming: dict[str, Request] = {}  #: Of ``_paused``: those whose rows have come.
         self._finished: list[str] = []
         self._arrivals = 0
         self._tickets = 0
@@ -112,7 +114,7 @@ class Scheduler:
 
     @property
     def held(self) -> int:
-        return len(self._holds)
+        return len(self._holds) + len(self._paused) - len(self._resuming)
 
     @property
     def running(self) -> int:
@@ -125,7 +127,7 @@ class Scheduler:
 
     def has_requests(self) -> bool:
         """Whether a step could do something: requests that are held wait outside."""
-        return bool(self._queued or self._running or self._finished)
+        return bool(self._queued or self._running or self._finished or self._resuming)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -145,13 +147,12 @@ class Scheduler:
             raise IllegalEvent(f"request {request.id}", "added twice", ())
         if request.id in self._finished:  # the runner is told of its end no more: it knows the new one already
             self._finished.remove(request.id)
-        if not request.tokens:
-            raise ValueError("the prompt is empty")
-        if len(request.tokens) >= self.longest:
-            raise ValueError(f"the prompt has {len(request.tokens)} tokens; with an answer it may have {self.longest}")
+        self._check_length(len(request.tokens), whole=not request.open)
         self._arrivals += 1
         request.arrival = self._arrivals
         self._requests[request.id] = request
+        if hold is None and not request.ready:
+            hold = Hold.UPSTREAM_ROWS
         if hold is not None:
             request.happen(Event.HELD)
             self._holds[request.id] = hold
@@ -164,10 +165,42 @@ class Scheduler:
         Raises: IllegalEvent: it is not held. A request that has finished meanwhile is no fault.
         """
         request = self._requests.get(request_id)
-        if request is not None:
-            request.happen(Event.RELEASED)
-            del self._holds[request_id]
-            self._enqueue(request)
+        if request is None:
+            return
+        if request.state is State.HELD and not request.ready:
+            self._holds[request_id] = Hold.UPSTREAM_ROWS
+            return
+        request.happen(Event.RELEASED)
+        del self._holds[request_id]
+        self._enqueue(request)
+
+    def extend(self, request_id: str, tokens: Sequence[int], *, last: bool) -> None:
+        """More of an open request's prompt has come. last: it is whole.
+
+        Raises: IllegalEvent: it is whole already. ValueError: it becomes too long, or is whole and empty. Nothing is
+        changed then. A request that has finished meanwhile is no fault.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if not request.open:
+            raise IllegalEvent(f"request {request_id}", "extended while its prompt is whole", ())
+        self._check_length(len(request.tokens) + len(tokens), whole=last)
+        request.grow(tokens, last=last)
+        if request.begun:
+            self.stats.prompt_tokens += len(tokens)
+        if request.ready <= request.computed:
+            return
+        if request.state is State.PAUSED:
+            self._resuming[request_id] = request
+        elif self._holds.get(request_id) is Hold.UPSTREAM_ROWS:
+            self.release(request_id)
+
+    def _check_length(self, count: int, *, whole: bool) -> None:
+        if whole and not count:
+            raise ValueError("the prompt is empty")
+        if count >= self.longest:
+            raise ValueError(f"the prompt has {count} tokens; with an answer it may have {self.longest}")
 
     def finish(self, request_ids: Iterable[str], finish: Finish = Finish.ABORT) -> list[Request]:
         """End requests, in whatever state they are. Ids that are not known are ignored: aborts may come twice."""
@@ -186,6 +219,9 @@ class Scheduler:
             self._queued -= 1
         elif before is State.HELD:
             del self._holds[request.id]
+        elif before is State.PAUSED:
+            del self._paused[request.id]
+            self._resuming.pop(request.id, None)
         else:
             self._running.remove(request)
         self._free(request)
@@ -218,7 +254,8 @@ class Scheduler:
         """
         rows: dict[str, Row] = {}
         preempted = self.stats.preemptions
-        for request in sorted(self._running, key=lambda one: (len(one.tokens) - one.computed > 1, self._key(one))):
+        self._resume()
+        for request in sorted(self._running, key=lambda one: (one.ready - one.computed > 1, self._key(one))):
             self._continue(request, rows)
         if self.stats.preemptions == preempted:  # else there are no blocks for others
             while self._begin(rows):
@@ -237,12 +274,13 @@ class Scheduler:
         """A row for a running request, unless it was preempted, waits for a result, or nothing is left for it."""
         if request.state is not State.RUNNING:
             return
-        count = min(len(request.tokens) - request.computed, self._budget(rows), self.limits.max_chunk)
+        count = min(request.ready - request.computed, self._budget(rows), self.limits.max_chunk)
         if count <= 0:
             return
         fresh = self._blocks_for(request.computed + count) - len(request.blocks)
         while fresh > self.pool.free:
-            victim = max((one for one in self._running if not one.in_flight), key=self._key, default=None)
+            idle = (one for one in self._running if not one.in_flight)
+            victim = max((*idle, *self._paused.values()), key=self._key, default=None)
             if victim is None:
                 return
             self._preempt(victim)
@@ -260,23 +298,25 @@ class Scheduler:
             return False
         size = self.limits.block_size
         # One token at least is computed: the next one is sampled from its logits.
-        usable = self._hashes(request, (len(request.tokens) - 1) // size) if self.limits.prefix_caching else []
+        usable = self._hashes(request, (request.ready - 1) // size) if self.limits.prefix_caching else []
         found = self.pool.find(usable)
         whole = self._blocks_for(len(request.tokens)) - len(found)
         if self.pool.need(found, whole) > self.pool.free:  # begun with fewer, it would soon preempt or be preempted
-            return False
+            if self._running or not self._paused:
+                return False
+            self._preempt(max(self._paused.values(), key=self._key))  # or it would wait for another stage
+            return True
         heapq.heappop(self._queue)
         self._queued -= 1
-        first = request.state is State.WAITING
         request.happen(Event.SCHEDULED)
-        self._running.append(request)
-        self._running.sort(key=self._key)
+        self._run(request)
         hits = len(found) * size
-        count = min(len(request.tokens) - hits, budget, self.limits.max_chunk)
+        count = min(request.ready - hits, budget, self.limits.max_chunk)
         self.pool.share(found)
         request.blocks = [*found, *self.pool.take(self._blocks_for(hits + count) - len(found))]
         request.computed = hits
-        if first:
+        if not request.begun:
+            request.begun = True
             request.hit_tokens = hits
             self.stats.prompt_tokens += request.prompt_tokens
             self.stats.hit_tokens += hits
@@ -286,14 +326,38 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
+    def _run(self, request: Request) -> None:
+        self._running.append(request)
+        self._running.sort(key=self._key)
+
+    def _pause(self, request: Request) -> None:
+        request.happen(Event.PAUSED)
+        self._running.remove(request)
+        self._paused[request.id] = request
+
+    def _resume(self) -> None:
+        """Paused requests whose rows have come run again, as far as there is room."""
+        for request in sorted(self._resuming.values(), key=self._key):
+            if len(self._running) >= self.limits.max_requests:
+                return
+            request.happen(Event.RESUMED)
+            del self._resuming[request.id], self._paused[request.id]
+            self._run(request)
+
     def _preempt(self, request: Request) -> None:
         request.happen(Event.PREEMPTED)
-        self._running.remove(request)
         self._free(request)
         request.computed = 0
         request.preemptions += 1
         self.stats.preemptions += 1
-        self._enqueue(request)
+        if request.state is State.PREEMPTED:
+            self._running.remove(request)
+            self._enqueue(request)
+            return
+        del self._paused[request.id]
+        self._holds[request.id] = Hold.UPSTREAM_ROWS
+        if self._resuming.pop(request.id, None) is not None:
+            self.release(request.id)
 
     # --- its result ---------------------------------------------------------------------------------------------
 
@@ -326,6 +390,8 @@ class Scheduler:
                 updates.append(
                     self._append(request, token, (Finish.STOP, ended[request.id]) if request.id in ended else None)
                 )
+            elif request.open and not request.in_flight and request.computed >= request.ready:
+                self._pause(request)
         return updates
 
     def _append(self, request: Request, token: int, ending: tuple[Finish, Reason] | None) -> Update:

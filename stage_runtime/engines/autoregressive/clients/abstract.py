@@ -23,6 +23,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     Coordination,
     EngineCoreOutputs,
     EngineCoreRequestType,
+    Extension,
     Ready,
     Refused,
     SchedulerStats,
@@ -197,6 +198,13 @@ class MPClient:
         self._send(chosen, EngineCoreRequestType.ADD, header, *body)
         self.reqs_in_flight[name] = chosen
         return chosen
+
+    def _extend(self, request_id: str, more: Extension) -> None:
+        self.ensure_alive()
+        rank = self.reqs_in_flight.get(request_id)
+        if rank is not None:  # else it has ended
+            header = msgspec.msgpack.encode(AddHeader(request_id))
+            self._send(rank, EngineCoreRequestType.EXTEND, header, *self._encoder.encode(more))
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         """Ids of nothing in flight are left out: an abort may come after the end."""

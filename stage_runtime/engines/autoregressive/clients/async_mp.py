@@ -10,7 +10,12 @@ from typing import Any, Self
 from stage_runtime.engines.autoregressive.clients.abstract import LOOK_EVERY_S, MPClient, result_of
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import Coordination, EngineCoreOutputs, UtilityOutput
+from stage_runtime.engines.autoregressive.process.messages import (
+    Coordination,
+    EngineCoreOutputs,
+    Extension,
+    UtilityOutput,
+)
 from stage_runtime.errors import EngineDeadError
 
 
@@ -74,6 +79,10 @@ class AsyncMPClient(MPClient):
         Raises: EngineDeadError; ValueError, ValueRefused, RequestError: this request alone.
         """
         self._add(request, data_parallel_rank, pin)
+
+    async def extend_request_async(self, request_id: str, more: Extension) -> None:
+        """More of an open request's prompt. Raises: EngineDeadError; ValueRefused, RequestError: this request alone."""
+        self._extend(request_id, more)
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
         """Idempotent."""

@@ -8,7 +8,7 @@ from typing import Any
 from stage_runtime.engines.autoregressive.clients.abstract import UtilityFailed
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Refused
+from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, Refused
 from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
@@ -34,6 +34,16 @@ class InprocClient:
             self._refused.append(Refused(request.request_id, "invalid_request", str(error)))
         except Exception as error:
             self._refused.append(Refused(request.request_id, "stage_failed", describe(error)))
+
+    def extend_request(self, request_id: str, more: Extension) -> None:
+        """More of an open request's prompt."""
+        try:
+            placed = self.engine_core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
+            self.engine_core.extend_request(request_id, placed, last=more.last)
+        except Exception as error:
+            self.engine_core.abort_requests([request_id])
+            code = "invalid_request" if isinstance(error, ValueError) else "stage_failed"
+            self._refused.append(Refused(request_id, code, describe(error)))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self.engine_core.abort_requests(request_ids)

@@ -11,7 +11,7 @@ from typing import Any
 from stage_runtime.engines.autoregressive.clients.abstract import LOOK_EVERY_S, MPClient, result_of
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, UtilityOutput
+from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, UtilityOutput
 from stage_runtime.sockets import multipart
 
 
@@ -25,6 +25,10 @@ class SyncMPClient(MPClient):
     def add_request(self, request: EngineCoreRequest) -> None:
         """Raises: EngineDeadError; ValueRefused, RequestError: this request alone."""
         self._add(request, None, None)
+
+    def extend_request(self, request_id: str, more: Extension) -> None:
+        """More of an open request's prompt. Raises: as `add_request`."""
+        self._extend(request_id, more)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Idempotent."""

@@ -148,7 +148,8 @@ class DPEngineCoreProc(DataParallelProc):
 
     def _after_step(self, executed: bool) -> None:
         self.report()
-        unfinished = self._core.has_work()
+        # Requests that wait for rows count: who resumes them would step alone.
+        unfinished = self._core.has_work() or self._core.scheduler.has_unfinished_requests()
         if not executed:
             if not unfinished and not self.loop.engines_running:
                 return

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.model_runner import ModelRunner, Pass
+from stage_runtime.engines.autoregressive.model_runner import Computed, ModelRunner, Pass
 from stage_runtime.errors import describe
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Leading(ModelRunner):
         self._ranks = ranks
         self._ended = False
 
-    def _compute(self, batch: Pass, plan: Any) -> Tensor:
+    def _compute(self, batch: Pass, plan: Any) -> Computed:
         """Raises: RankLost: whatever goes wrong once the others have been told, for they would go on alone."""
         try:
             self._ranks.send(ComputePass(batch))

@@ -19,6 +19,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     READY,
     AddHeader,
     EngineCoreRequestType,
+    Extension,
     Refused,
     StartWave,
     UtilityCall,
@@ -60,6 +61,7 @@ class Inputs:
         self._clients = clients
         self._headers = MsgpackDecoder(AddHeader)
         self._requests = MsgpackDecoder(EngineCoreRequest, relay=relay)
+        self._extensions = MsgpackDecoder(Extension, relay=relay)
         self._ids = MsgpackDecoder(list[str])
         self._calls = MsgpackDecoder(UtilityCall)
         self._arguments: MsgpackDecoder[list[Any]] = MsgpackDecoder(list, relay=relay)
@@ -150,6 +152,8 @@ class Inputs:
         match known:
             case EngineCoreRequestType.ADD:
                 self._take_add(self._headers.decode(frames[:1]), frames[1:])
+            case EngineCoreRequestType.EXTEND:
+                self._take_extension(self._headers.decode(frames[:1]), frames[1:])
             case EngineCoreRequestType.ABORT:
                 self._take_abort(self._ids.decode(frames))
             case EngineCoreRequestType.UTILITY:
@@ -188,6 +192,25 @@ class Inputs:
         if (on_wave := self.on_wave) is not None:
             self.queue.put((RequestType.UTILITY, lambda core: on_wave(header.current_wave)))
         self.queue.put((RequestType.ADD, (request, prepared)))
+
+    def _take_extension(self, header: AddHeader, body: Sequence[memoryview]) -> None:
+        name, client = header.request_id, header.client_index
+        if self.owners.get(name) != client:
+            return  # it has ended meanwhile
+        try:
+            more = self._extensions.decode(body)
+            placed = self._core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
+        except (ValueError, ProtocolError) as error:
+            self._end(client, Refused(name, "invalid_request", str(error)))
+        except Exception as error:
+            self._end(client, Refused(name, "stage_failed", describe(error)))
+        else:
+            self.queue.put((RequestType.EXTEND, (name, placed, more.last)))
+
+    def _end(self, client: int, refused: Refused) -> None:
+        """A request that is being computed cannot go on."""
+        self._take_abort([refused.request_id])
+        self._refuse(client, refused)
 
     def _take_abort(self, names: list[str]) -> None:
         """To both queues: a step that is computed drops them at its end, and the order among messages is kept."""

@@ -1,0 +1,120 @@
+"""Prompts that grow by the chunks of upstream stages: each chunk becomes token ids or rows, in order of arrival.
+
+A request begins with its first message. What it says is computed as it comes; its answer begins when all its streams
+have ended. The engine's side is `scheduling.Scheduler.extend`. Used by stages with ``stream``, on their thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from stage_runtime.engines import events, streaming
+from stage_runtime.engines.autoregressive import prompting
+from stage_runtime.engines.autoregressive.answers import Answers, Entered
+from stage_runtime.engines.autoregressive.process.messages import Extension
+from stage_runtime.engines.base import Outbox, Work
+from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
+
+FromStream: TypeAlias = events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed | events.NoPayload
+
+
+class Grown(NamedTuple):
+    """One of the engine's requests, by its name, has more of its prompt."""
+
+    name: str
+    more: Extension
+
+
+class _Streams:
+    """Of one request."""
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        self.open = set(sources)  #: Sources that may still send.
+        self.request: OmniRequest | None = None
+        self.begun = False  #: The engine has it.
+        self.whole = False  #: The engine knows that nothing more comes.
+        self.parts: list[tuple[list[int], Any]] = []  #: What has come before that.
+
+
+class GrowingPrompts:
+    """All requests of the stage that have not ended."""
+
+    def __init__(self, stream: Callable[[Chunk], Any], sources: Sequence[str], answers: Answers) -> None:
+        self._stream = stream
+        self._sources = tuple(sources)
+        self._answers = answers
+        self._streams: dict[Work, _Streams] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def forget(self, work: Work) -> None:
+        self._streams.pop(work, None)
+
+    def take(self, event: FromStream, outbox: Outbox) -> list[Entered | Grown]:
+        """What the engine is to be told. Whatever is wrong with a chunk fails its request alone."""
+        work = event.work
+        if isinstance(event, events.StreamFailed):
+            self._fail(work, outbox, streaming.cause(event))
+            return []
+        streams = self._of(work)
+        if streams.whole:
+            return []
+        try:
+            self._note(streams, event)
+            if isinstance(event, events.ChunkIn):
+                outbox.consumed(work, event.chunk.source, 1)
+            return self._told(work, streams)
+        except BaseException as error:  # SystemExit too: one request's code must not end the engine
+            self._fail(work, outbox, error)
+            return []
+
+    def _of(self, work: Work) -> _Streams:
+        found = self._streams.get(work)
+        if found is None:
+            for other in [one for one in self._streams if one.over]:
+                del self._streams[other]
+            found = self._streams[work] = _Streams(self._sources)
+        return found
+
+    def _note(self, streams: _Streams, event: FromStream) -> None:
+        match event:
+            case events.Start():
+                streams.request = streams.request or event.payload.request
+            case events.ChunkIn():
+                streams.request = streams.request or event.chunk.request
+                part = self._stream(event.chunk)
+                if part is not None:
+                    streams.parts.append(prompting.joined([part]))
+            case events.StreamDone():
+                streams.request = streams.request or event.request
+                streams.open.discard(event.source)
+
+    def _told(self, work: Work, streams: _Streams) -> list[Entered | Grown]:
+        told: list[Entered | Grown] = []
+        if not streams.begun and streams.request is not None:
+            told += self._answers.start(work, StagePayload(request=streams.request, data=None), open=True)
+            streams.begun = bool(told)
+            if not told:  # it has failed
+                self.forget(work)
+                return []
+        if not streams.begun:
+            return []
+        parts, streams.parts = streams.parts, []
+        for tokens, embeds in parts:
+            told += self._grown(work, Extension(prompt_token_ids=tokens, prompt_embeds=embeds))
+        if not streams.open:
+            told += self._grown(work, Extension(last=True))
+            streams.whole = True
+        return told
+
+    def _grown(self, work: Work, more: Extension) -> list[Grown]:
+        return [Grown(name, more) for name in self._answers.extended(work, len(more.prompt_token_ids))]
+
+    def _fail(self, work: Work, outbox: Outbox, error: BaseException) -> None:
+        self.forget(work)
+        if self._answers.names(work):
+            self._answers.give_up(work, error)
+        else:
+            outbox.fail(work, error)
