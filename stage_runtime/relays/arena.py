@@ -96,7 +96,8 @@ class Arena:
         """
         shift = self._shift(source) if source is not None and len(source) >= buffers.LARGE_NBYTES else 0
         with self._lock:
-            self._reap()
+            if self._orphans:
+                self._reap()
             extent = self._extents.allocate(ALIGNMENT + shift + nbytes + tail_nbytes)
             if extent is None:
                 return None
@@ -125,6 +126,13 @@ class Arena:
         with self._lock:
             slot.take(Event.SENT)
             slot.receivers += 1
+
+    def send_copy(self, slot: Slot) -> None:
+        """As `sent`, and `drop`: the slot is its receiver's alone."""
+        with self._lock:
+            slot.take(Event.SENT)
+            slot.receivers += 1
+            slot.owned = False
 
     def lend(self, slot: Slot) -> None:
         """The slot is sent without a copy of its author's tensor, by this thread: `settle` follows."""
@@ -165,7 +173,8 @@ class Arena:
     def released(self, slot: Slot) -> bool:
         """One receiver less. True when the slot is free now."""
         with self._lock:
-            self._reap()
+            if self._orphans:
+                self._reap()
             slot.receivers -= 1
             if slot.receivers:
                 return False

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+
+import msgspec
 
 from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.relays.base import Peer, TransferId
@@ -16,16 +18,19 @@ from stage_runtime.relays.base import Peer, TransferId
 NOTHING: Final = memoryview(b"")
 
 
-class Completion:
-    """Something that ends once, in any thread, and that coroutines of ``loop`` await."""
+def _never() -> float:
+    return 0.0
 
-    __slots__ = ("_error", "_future", "_loop", "_over")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._over = False
-        self._error: TransferError | None = None
-        self._future: asyncio.Future[None] | None = None
+class Completion(msgspec.Struct, eq=False):
+    """Something that ends once, in any thread, and that coroutines of its loop await. A Struct, as are the operations:
+    they are made per transfer, and their fields are set in C.
+    """
+
+    _loop: asyncio.AbstractEventLoop
+    _over: bool = False
+    _error: TransferError | None = None
+    _future: asyncio.Future[None] | None = None
 
     def done(self) -> bool:
         return self._over
@@ -42,7 +47,7 @@ class Completion:
             except RuntimeError:  # the loop is closed, and with it all waiters
                 pass
 
-    async def wait(self, timeout: float | None, what: str, moved: Callable[[], float] = lambda: 0.0) -> None:
+    async def wait(self, timeout: float | None, what: str, moved: Callable[[], float] = _never) -> None:
         """moved: when something last moved, on `time.monotonic`.
 
         Raises: TransferError: as it ended. RelayFailed: nothing of ``what`` moved for ``timeout`` seconds.
@@ -70,41 +75,18 @@ class Completion:
             self._future.set_result(None)
 
 
-class PutOperation:
+class PutOperation(msgspec.Struct, eq=False):
     """A put: complete when its receiver has released it."""
 
-    __slots__ = (
-        "_completion",
-        "_metadata",
-        "announced",
-        "copied_nbytes",
-        "nbytes",
-        "peer",
-        "request_id",
-        "resource",
-        "transfer",
-    )
-
-    def __init__(
-        self,
-        completion: Completion,
-        transfer: TransferId,
-        peer: Peer,
-        request_id: str,
-        nbytes: int,
-        resource: Any,
-        metadata: bytes,
-        copied_nbytes: int = 0,
-    ) -> None:
-        self._completion = completion
-        self._metadata = metadata
-        self.copied_nbytes = copied_nbytes
-        self.transfer = transfer
-        self.peer = peer
-        self.request_id = request_id
-        self.nbytes = nbytes
-        self.resource = resource  #: What the backend frees when it is over: a slot, or buffers.
-        self.announced = False  #: `metadata` was read, so the receiver may know of it.
+    _completion: Completion
+    transfer: TransferId
+    peer: Peer
+    request_id: str
+    nbytes: int
+    resource: Any  #: What the backend frees when it is over: a slot, or buffers.
+    _metadata: bytes
+    copied_nbytes: int = 0
+    announced: bool = False  #: `metadata` was read, so the receiver may know of it.
 
     @property
     def metadata(self) -> bytes:
@@ -125,28 +107,17 @@ class PutOperation:
         self._completion.finish(error)
 
 
-class GetOperation:
+class GetOperation(msgspec.Struct, eq=False):
     """A get: complete when the bytes are here. It hands the buffer over once, and keeps no view of it."""
 
-    __slots__ = ("_completion", "_moved", "_view", "metadata", "peer", "transfer")
+    copied_nbytes: ClassVar[int] = 0
 
-    copied_nbytes: Final = 0
-
-    def __init__(
-        self,
-        completion: Completion,
-        transfer: TransferId,
-        peer: Peer,
-        metadata: bytes,
-        moved: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """moved: when something last came from ``peer``, on `time.monotonic`."""
-        self._completion = completion
-        self._moved = moved
-        self._view: memoryview | None = None
-        self.metadata = metadata
-        self.transfer = transfer
-        self.peer = peer
+    _completion: Completion
+    transfer: TransferId
+    peer: Peer
+    metadata: bytes
+    _moved: Callable[[], float] = _never  #: When something last came from ``peer``, on `time.monotonic`.
+    _view: memoryview | None = None
 
     async def wait_for_completion(self, timeout: float | None = None) -> memoryview:
         await self.wait(timeout)

@@ -11,9 +11,9 @@ import asyncio
 import collections
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import local
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -37,24 +37,11 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Watch(weakref.ref[Any]):
-    """A weak reference that knows what it watches."""
+    """A weak reference that knows what it watches: set right after it is made, which is in C."""
 
     __slots__ = ("key", "small")
     key: tuple[Peer, TransferId]
     small: bool
-
-    def __new__(cls, region: Any, callback: Callable[[Any], None], key: tuple[Peer, TransferId], small: bool) -> _Watch:
-        self = super().__new__(cls, region, callback)
-        self.key = key
-        self.small = small
-        return self
-
-    if not TYPE_CHECKING:  # typeshed's weakref has no __init__
-
-        def __init__(
-            self, region: Any, callback: Callable[[Any], None], key: tuple[Peer, TransferId], small: bool
-        ) -> None:
-            super().__init__(region, callback)
 
 
 class Pins:
@@ -103,7 +90,10 @@ class Pins:
             nbytes=nbytes,
             since=time.monotonic(),
         )
-        self._pins[key] = (_Watch(region, self._died, key, nbytes < SMALL_NBYTES), pin)
+        watch = _Watch(region, self._died)
+        watch.key = key
+        watch.small = nbytes < SMALL_NBYTES
+        self._pins[key] = (watch, pin)
         if len(self.dead) >= MANY // 2:
             self.flush()
         if not self._timed:

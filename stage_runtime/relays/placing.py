@@ -40,8 +40,7 @@ class Placing:
         for part, offset in zip(pack.parts, pack.offsets, strict=True):
             self._arena.write(slot, offset, part)
         self.copied_bytes += pack.nbytes
-        self._arena.sent(slot)
-        self._arena.drop(slot)
+        self._arena.send_copy(slot)
         return Placed(slot, slot.offset, pack.nbytes)
 
     def _in_place(self, pack: Pack) -> Placed | None:

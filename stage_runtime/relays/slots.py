@@ -9,6 +9,8 @@ import bisect
 from enum import Enum
 from typing import Final
 
+import msgspec
+
 
 class State(Enum):
     FREE = "free"
@@ -17,6 +19,8 @@ class State(Enum):
     ACKED = "acked"  #: No receiver has it; its author may still hold the tensor that is in it.
     QUARANTINED = "quarantined"  #: Its request is gone, but a receiver may still read: not to be reused.
 
+    __hash__ = object.__hash__  # an Enum's own is a Python function, which each look into the table would call
+
 
 class Event(Enum):
     ALLOCATED = "allocated"
@@ -24,6 +28,8 @@ class Event(Enum):
     RELEASED = "released"  #: The last receiver has let go, or is proven gone.
     ABORTED = "aborted"  #: The request is over while receivers have it.
     DROPPED = "dropped"  #: The sender has let go.
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
@@ -47,27 +53,24 @@ class IllegalTransition(Exception):
     """An event that cannot happen in the slot's state: a fault of this program."""
 
 
-class Slot:
-    """One extent in use.
+class Slot(msgspec.Struct, eq=False):
+    """One extent in use. A Struct, because one is made per transfer: its fields are set in C.
 
     start, size: the extent, header and slack included. offset, nbytes: the data inside. generation: unique per use.
     """
 
-    __slots__ = ("generation", "given", "nbytes", "offset", "owned", "receivers", "size", "start", "state", "tail_used")
-
-    def __init__(self, start: int, size: int, offset: int, nbytes: int, generation: int) -> None:
-        self.start = start
-        self.size = size
-        self.offset = offset
-        self.nbytes = nbytes
-        self.generation = generation
-        self.state = State.FREE
-        self.receivers = 0  #: Transfers that are not released.
-        self.owned = True  #: The sender still holds it: it is filling it, or an author's tensor is in it.
-        self.given = (
-            False  #: Sent from where its author's tensor lies; what the author writes since stays in this process.
-        )
-        self.tail_used = False  #: Something was appended behind an author's tensor.
+    start: int
+    size: int
+    offset: int
+    nbytes: int
+    generation: int
+    state: State = State.FREE
+    receivers: int = 0  #: Transfers that are not released.
+    owned: bool = True  #: The sender still holds it: it is filling it, or an author's tensor is in it.
+    given: bool = (
+        False  #: Sent from where its author's tensor lies; what the author writes since stays in this process.
+    )
+    tail_used: bool = False  #: Something was appended behind an author's tensor.
 
     def take(self, event: Event) -> State:
         """Move on.

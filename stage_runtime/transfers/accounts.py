@@ -39,7 +39,10 @@ class Accounts:
 
     def sent(self, edge: tuple[str, str, str], relay: str, nbytes: int, copied_nbytes: int) -> None:
         """edge: source, target, peer."""
-        totals = self._totals.setdefault((edge[0], edge[1], relay), EdgeNumbers())
+        source, target, _ = edge
+        totals = self._totals.get((source, target, relay))
+        if totals is None:
+            totals = self._totals[source, target, relay] = EdgeNumbers()
         totals.nbytes += nbytes
         totals.copied_nbytes += copied_nbytes
         last = self._last.get(edge)

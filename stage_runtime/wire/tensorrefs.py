@@ -73,10 +73,11 @@ def _problem(ref: TensorRef, nbytes: int) -> str | None:
     itemsize = ITEMSIZES.get(ref.dtype)
     if itemsize is None:
         return f"unknown dtype {ref.dtype[:40]!r}"
-    if len(ref.shape) > MAX_DIMENSIONS or any(size < 0 for size in ref.shape):
-        return f"impossible shape of {len(ref.shape)} dimensions"
-    if math.prod(ref.shape) * itemsize != ref.nbytes:
-        return f"{ref.dtype} of shape {list(ref.shape)[:8]} is not {ref.nbytes} bytes"
+    shape = ref.shape
+    if len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0:
+        return f"impossible shape of {len(shape)} dimensions"
+    if math.prod(shape) * itemsize != ref.nbytes:
+        return f"{ref.dtype} of shape {list(shape)[:8]} is not {ref.nbytes} bytes"
     match ref.kind:
         case "torch":
             return None
