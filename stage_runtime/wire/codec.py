@@ -39,7 +39,9 @@ def encode(frame: Frame) -> bytes:
         raise _refused(message, error) from error
     request = REQUEST_OF[type(message)](message)
     numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
-    data = _encoder.encode(Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, encoded))
+    data = _encoder.encode(
+        Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, memoryview(encoded))
+    )
     if len(data) > FRAME_LIMIT:
         raise ValueRefused(
             type(message).__name__,

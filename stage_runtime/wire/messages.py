@@ -511,7 +511,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     seq: Count  #: 1.. per session; 0: outside the order, may be lost.
     ack: Count  #: All frames of the receiver up to this one were received.
     request: RequestRef | None  #: The request that fails when the message cannot be decoded.
-    message: bytes  #: MessagePack of a `Message`.
+    message: memoryview  #: MessagePack of a `Message`; where it came from a socket, it lies in the frame's bytes.
 
 
 class Frame(msgspec.Struct, frozen=True):

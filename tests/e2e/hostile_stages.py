@@ -245,7 +245,7 @@ def _encode_unchecked(frame: messages.Frame) -> bytes:
     said = codec._encoder.encode(frame.message)
     request = codec.REQUEST_OF[type(frame.message)](frame.message)
     data = codec._encoder.encode(
-        messages.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, said)
+        messages.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, memoryview(said))
     )
     if len(data) > messages.FRAME_LIMIT:
         raise errors.ValueRefused("message", "over the limit")

@@ -331,7 +331,9 @@ def frame(sender: str, receiver: str, message: object, **fields: int) -> bytes:
 
 def unreadable(sender: str, receiver: str, seq: int, request: RequestRef | None) -> bytes:
     """A frame whose message no receiver knows."""
-    return msgspec.msgpack.encode(Envelope(PROTOCOL, sender, receiver, 1, 0, seq, 0, request, b"\x91\xcc\xc8"))
+    return msgspec.msgpack.encode(
+        Envelope(PROTOCOL, sender, receiver, 1, 0, seq, 0, request, memoryview(b"\x91\xcc\xc8"))
+    )
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
