@@ -70,7 +70,7 @@ class RelayConfig(Spec, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=65536)], doc("Largest slot in MiB; a larger payload is sent in pieces.")
     ] = 512
     credits: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)], doc("Unreleased large payloads per edge; small ones share 8 MiB.")
+        Annotated[int, Meta(ge=1, le=1024)], doc("Unreleased large payloads per edge; those up to 2 MiB share 64 MiB.")
     ] = 2
     rank: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None, doc("Rank in the author's own NCCL world; local runs only.")

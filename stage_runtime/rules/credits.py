@@ -1,7 +1,7 @@
 """Flow control of relays: how many unreleased transfers one edge may have. Queued payloads need no credit.
 
-Small transfers take no credit: they share a number of bytes. A credit is made for what is large, and two of them would
-leave an edge of small payloads waiting for releases most of the time.
+Transfers take no credit while they find room in a number of bytes that they share. A credit is made for what is large,
+and two of them would leave an edge of small payloads waiting for releases most of the time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ class Window:
     taken, and the transfer that took the last one is copied out and released at once.
     """
 
-    def __init__(self, limit: int, shared_nbytes: int = 0) -> None:
-        """shared_nbytes: what transfers without a credit may have in all."""
+    def __init__(self, limit: int, shared_nbytes: int = 0, *, small_nbytes: int | None = None) -> None:
+        """shared_nbytes: what transfers without a credit may have in all, if none is larger than ``small_nbytes``: a
+        larger one takes a share only within an eighth of it. None: all are small.
+        """
         if limit < 1:
             raise ValueError(f"a window of {limit} would never let anything through")
         self._limit = limit
         self._shared_nbytes = shared_nbytes
+        self._small_nbytes = shared_nbytes if small_nbytes is None else small_nbytes
         self.credits = 0  #: Taken.
         self.shared = 0  #: Bytes taken.
 
     def take(self, nbytes: int) -> Grant | None:
         """For a transfer of so many bytes: its share if there is room, else a credit. None: queue the payload."""
-        if self.shared + nbytes <= self._shared_nbytes:
+        if self.shared + nbytes <= (self._shared_nbytes if nbytes <= self._small_nbytes else self._shared_nbytes // 8):
             self.shared += nbytes
             return Grant.SHARED
         if self.credits >= self._limit:

@@ -35,8 +35,10 @@ Send: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there
 Make: TypeAlias = Callable[[Body], Message]
 Lost: TypeAlias = Callable[[BaseException], None]
 
-#: What small payloads of one edge may have under way without a credit: 64 requests of 128 KiB, 8 of 1 MiB.
-SHARED_NBYTES: Final = 8 << 20
+#: What payloads of one edge may have under way without a credit, if none is over `SMALL_NBYTES`: 64 of 1 MiB. What
+#: waits for a credit is copied twice, into memory that is fresh each time. Larger ones: an eighth of it.
+SHARED_NBYTES: Final = 64 << 20
+SMALL_NBYTES: Final = 2 << 20
 SLOT_NBYTES: Final = RelayPlan().slot_bytes
 PIECE_LIMIT: Final = 128  # bytes of it for each further piece of a large payload
 METADATA_LIMIT: Final = 512  # bytes of a relay's metadata; shm and tcp take fewer than 100
@@ -84,7 +86,7 @@ class SendQueue:
         """slot_nbytes: a larger payload goes in pieces."""
         self.edge = edge
         self.slot_nbytes = slot_nbytes
-        self.window = Window(credits, shared_nbytes)
+        self.window = Window(credits, shared_nbytes, small_nbytes=SMALL_NBYTES)
         self.waiting: deque[PendingSend] = deque()
         self.lock = Lock()
         self.closed = False

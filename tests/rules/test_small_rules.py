@@ -20,13 +20,14 @@ from stage_runtime.rules.tombstones import Tombstones
 @given(
     limit=st.integers(1, 3),
     shared_nbytes=st.integers(0, 20),
+    small_nbytes=st.integers(0, 25) | st.none(),
     steps=st.lists(st.integers(0, 25) | st.none(), max_size=40),  # a transfer of so many bytes; a release
     random=st.randoms(use_true_random=False),
 )
 def test_a_window_is_never_overdrawn_and_refuses_only_while_one_transfer_is_copied(
-    limit: int, shared_nbytes: int, steps: list[int | None], random: Random
+    limit: int, shared_nbytes: int, small_nbytes: int | None, steps: list[int | None], random: Random
 ) -> None:
-    window = Window(limit, shared_nbytes)
+    window = Window(limit, shared_nbytes, small_nbytes=small_nbytes)
     out: list[tuple[Grant, int]] = []
     for nbytes in steps:
         if nbytes is None:
@@ -43,7 +44,8 @@ def test_a_window_is_never_overdrawn_and_refuses_only_while_one_transfer_is_copi
         if grant is None:
             assert len(credits) == limit
             assert Grant.LAST_CREDIT in credits, "it is in motion, and its release lets this one through"
-            assert shared + nbytes > shared_nbytes
+            is_small = small_nbytes is None or nbytes <= small_nbytes
+            assert shared + nbytes > (shared_nbytes if is_small else shared_nbytes // 8)
     for grant, nbytes in out:
         window.give(grant, nbytes)
     assert (window.credits, window.shared) == (0, 0)
