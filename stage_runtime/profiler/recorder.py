@@ -251,7 +251,7 @@ def _lines(run: _Run, waiting: list[_Line | Note]) -> list[_Line]:
     made: list[_Line] = []
     run_id, pid = run.run_id, run.pid
     for one in waiting:
-        if type(one) is _Line:
+        if isinstance(one, _Line):
             made.append(one)
             continue
         template, request_id, time_ns, attempt, number = one

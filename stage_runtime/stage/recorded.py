@@ -14,7 +14,10 @@ class InputEvents:
     """
 
     def __init__(self, plan: StagePlan) -> None:
-        begins = ((events.STAGE_DISPATCH, {}), (events.STAGE_QUEUE_ENTER, {"kind": "payload"}))
+        begins: tuple[tuple[str, dict[str, str]], ...] = (
+            (events.STAGE_DISPATCH, {}),
+            (events.STAGE_QUEUE_ENTER, {"kind": "payload"}),
+        )
         received = {
             source: (events.STAGE_INPUT_RECEIVED, {"from_stage": source}) for source in (COORDINATOR, *plan.inputs_from)
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,7 +73,7 @@ async def test_a_put_that_waits_for_room_is_cut_as_one_that_does_not(name: str) 
     with pair(name, settings=settings) as both:
         _, first = both.put(np.ones(6 * MIB, np.uint8))
         extracted = encoding.extract(np.full(5 * MIB, 2, np.uint8))
-        to_b = {"request_id": "r", "peer": "b", "backend": name, "slot_nbytes": 2 * MIB}
+        to_b: dict[str, Any] = {"request_id": "r", "peer": "b", "backend": name, "slot_nbytes": 2 * MIB}
         waiting = asyncio.ensure_future(both.a.put_async(extracted, **to_b))
         await asyncio.sleep(0)
         assert not waiting.done()
