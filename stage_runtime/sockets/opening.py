@@ -18,12 +18,15 @@ import zmq
 from stage_runtime.sockets.addresses import Security, check, is_local
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
-MAX_TTL_MS: Final = 6_553_599  # it goes over the wire as 16 bits of tenths of a second
+#: The end that gets it computes ms in 16 bits (libzmq issue 4226, in 4.3.5): 80 s became 14 s there, and it broke the
+#: connection after each heartbeat.
+MAX_TTL_MS: Final = 65_500
 SUBSCRIPTION_FACTOR: Final = 40.0
 BUFFERED: Final = 2000  # frames on either side of a socket
 #: Connections that wait to be accepted, at most; the kernel has a bound of its own (net.core.somaxconn). With libzmq's
 #: 100, of a thousand processes that connect at once most are turned away, and each waits before it tries again.
 ACCEPTING: Final = 4096
+ABANDONED_S: Final = (60, 20, 3)  # of a connection that others made: before the first probe, between them; how many
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has not the pipeline's key, or speaks another protocol",
@@ -108,6 +111,9 @@ class Sockets:
         if kind in (zmq.PUB, zmq.DEALER):
             # Whoever connects beats, and tells how long to wait for it: beats of both ends cost twice as much.
             socket.heartbeat_ivl = 0
+            # It may tell nothing (`MAX_TTL_MS`). A machine that vanished must not hold our descriptors for ever.
+            socket.tcp_keepalive = 1
+            socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = ABANDONED_S
         else:
             # What is broadcast may be lost, and its publisher has a link.
             self.heartbeats(SUBSCRIPTION_FACTOR if kind == zmq.SUB else 1.0).set(socket)

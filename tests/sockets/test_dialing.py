@@ -146,3 +146,14 @@ def test_whoever_is_checked_waits_longer_for_a_heartbeat_than_they_are_apart(
     assert times.ttl > times.interval or times.ttl == 0
     assert times.interval + times.timeout <= dead_after_s * 1000 * (1 + (factor - 1) / 3)
     assert times.rare == (factor > 1)
+
+
+@pytest.mark.parametrize("dead_after_s", [3.0, 4.7, 18.0, 30.0, 49.1, 49.3, 60.0, 600.0, 86_400.0])
+@pytest.mark.parametrize("factor", [1.0, 4.0, 8.0, 40.0])
+def test_no_time_is_told_that_the_other_end_s_libzmq_takes_for_a_shorter_one(
+    dead_after_s: float, factor: float
+) -> None:
+    """Its milliseconds have 16 bits: 80,000 were 14,464, and each heartbeat ended the connection."""
+    times = opening.heartbeats(dead_after_s, factor)
+    assert times.ttl < 1 << 16
+    assert times.ttl == 0 or times.ttl > times.interval
