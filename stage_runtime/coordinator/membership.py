@@ -20,6 +20,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules import beats
 from stage_runtime.rules.introductions import Introductions
 from stage_runtime.rules.membership import MembershipState
+from stage_runtime.rules.welcomes import Welcomes
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import (
     PROTOCOL,
@@ -39,7 +40,6 @@ READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready th
 FENCED_KEPT: Final = 10_000
 TICK_S: Final = 0.01  # departures within it are told together
 TOLD_AT_ONCE: Final = 100
-WELCOME_EVERY_S: Final = 1.0  # to one member: its Hello is repeated until it has read Welcome, which its link repeats
 FENCED: Final = "this incarnation was declared dead"
 
 
@@ -80,9 +80,7 @@ class Membership:
         self._beat_s = 0.0  #: As members were told.
         self._refusals: dict[str, str] = {}  #: As logged, by sender; oldest first.
         self._beats: dict[str, Beat] = {}
-        self._welcomed: dict[
-            str, tuple[Hello, float]
-        ] = {}  #: The last Hello of each member that got Welcome, and when.
+        self._welcomes = Welcomes()
         self._fenced: dict[str, str] = {}  #: Incarnations declared dead -> their endpoints; oldest first.
         self._started_at = time.monotonic()
         self._was_complete = False
@@ -93,10 +91,6 @@ class Membership:
     def hello(self, sender: str, message: Hello) -> Joined | None:
         """A process introduces itself. None: it is refused; it has a link otherwise."""
         member = message.member
-        now = time.monotonic()
-        last, at = self._welcomed.get(sender, (None, 0.0))
-        if last == message and now - at < WELCOME_EVERY_S:
-            return Joined(new=False, replaced=[])  # Welcome is under way: thousands that join at once ask several times
         refusal = self._refusal(sender, message)
         if refusal is None:
             try:
@@ -106,6 +100,8 @@ class Membership:
         if refusal is not None:
             self._refuse(sender, message, refusal)
             return None
+        if not self._welcomes.due(sender, message, time.monotonic()):
+            return Joined(new=False, replaced=[])
         known = sender in self.state.instances
         self._relays.open(sender, member.relays)
         # Not before it says Ready: a request that comes before Welcome could not be answered. One that was fenced is
@@ -116,7 +112,6 @@ class Membership:
         me = Member(self.incarnation, COORDINATOR, "", "", self._endpoint, self._relays.facts(), ())
         # A member that sends Hello again has found us at a second address, or has given up its link to us.
         self._channels.send(sender, Welcome(self._publisher, me, message.via, self._beat_s))
-        self._welcomed[sender] = message, now
         self._adapt_beats()  # after it: whoever was not welcomed yet knows no link that Members could come on
         if not known:
             log.info(
@@ -146,6 +141,7 @@ class Membership:
         known = self.state.instances.get(sender)
         if known is None:
             return False
+        self._welcomes.forget(sender)
         if not known.ready:  # it says so again after each Welcome
             log.info("%s (%s) is ready", known.member.group, sender)
         self.state.mark(sender, ready=True)
@@ -178,7 +174,7 @@ class Membership:
         if len(self._fenced) > FENCED_KEPT:
             del self._fenced[next(iter(self._fenced))]
         self._beats.pop(incarnation, None)
-        self._welcomed.pop(incarnation, None)
+        self._welcomes.forget(incarnation)
         self._channels.drop(incarnation)
         self._gone.pop(incarnation, None)
         for other in self._introductions.leave(incarnation):

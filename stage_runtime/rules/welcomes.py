@@ -1,0 +1,45 @@
+"""Which Hello is answered, of a member that repeats it. Pure: the caller passes the time.
+
+A process says Hello until it has read Welcome. Where thousands join at once that takes longer than the time between two
+of them, and each answer delays the others. The link to the member repeats a Welcome by itself; another one is needed
+only where the member has given up its link. Called by `coordinator.membership`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from stage_runtime.wire.messages import Hello
+
+AGAIN_S: Final = 1.0  # after a Welcome; doubled each time
+AGAIN_MOST_S: Final = 8.0
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    hello: Hello  #: What it answered.
+    again_at: float
+    delay_s: float
+
+
+class Welcomes:
+    """Those that may not have been read yet."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, _Sent] = {}  #: By incarnation.
+
+    def due(self, member: str, hello: Hello, now: float) -> bool:
+        """Whether to answer this one; then Welcome is sent. False: the last answer may be under way."""
+        last = self._sent.get(member)
+        delay_s = AGAIN_S
+        if last is not None and last.hello == hello:
+            if now < last.again_at:
+                return False
+            delay_s = min(2 * last.delay_s, AGAIN_MOST_S)
+        self._sent[member] = _Sent(hello, now + delay_s, delay_s)
+        return True
+
+    def forget(self, member: str) -> None:
+        """It has read its Welcome, or is gone."""
+        self._sent.pop(member, None)
