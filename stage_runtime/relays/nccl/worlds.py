@@ -151,6 +151,8 @@ class World:
             self._group.abort()
         else:
             self._abort_gloo()
+        # Gloo's threads end with it. One that still held a tensor when the interpreter ends would abort the process.
+        self._group = None
 
     def _abort_gloo(self) -> None:
         """Gloo has no abort. A receive that times out closes the connection; a further one raises when that is done."""
@@ -195,21 +197,21 @@ class World:
         import torch
 
         tensor = torch.from_numpy(array)
-        return self._begun(self._group.send, tensor.cuda() if self._backend == "nccl" else tensor, None)
+        return self._begun("send", tensor.cuda() if self._backend == "nccl" else tensor, None)
 
     def _receive(self, array: Any) -> Work:
         import torch
 
         tensor = torch.from_numpy(array)
         if self._backend == "nccl":
-            return self._begun(self._group.recv, torch.empty_like(tensor, device="cuda"), tensor)
-        return self._begun(self._group.recv, tensor, None)
+            return self._begun("recv", torch.empty_like(tensor, device="cuda"), tensor)
+        return self._begun("recv", tensor, None)
 
-    def _begun(self, call: Callable[..., Any], tensor: Any, host: Any) -> Work:
+    def _begun(self, call: Literal["send", "recv"], tensor: Any, host: Any) -> Work:
         if self._is_over:
             raise Broken("it was given up")
         try:
-            work = Work(call([tensor], self._other, TAG), tensor, host)
+            work = Work(getattr(self._group, call)([tensor], self._other, TAG), tensor, host)
         except RuntimeError as error:
             self.abort()
             raise Broken(_plain(str(error))) from None
