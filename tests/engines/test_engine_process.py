@@ -33,6 +33,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     identity,
 )
 from stage_runtime.errors import ConfigurationError, EngineDeadError, RequestError
+from stage_runtime.rules.autoregressive.requests import Hold
 from tests.engines.counting_core import BLOCKS, LAUNCHED
 
 PATIENCE_S = 100.0
@@ -110,6 +111,16 @@ def test_a_request_that_fails_its_checks_fails_alone(shared: SyncMPClient) -> No
         "long": "invalid_request",
     }
     assert "no token 5000" in answers.refused["unknown token"][1]
+
+
+def test_a_request_held_for_remote_kv_is_computed_when_it_is_released(shared: SyncMPClient) -> None:
+    shared.add_request(msgspec.structs.replace(ask("held", 5), hold=Hold.REMOTE_KV))
+    shared.add_request(ask("other", 1))
+    answers = Answers(shared)
+    assert answers.until("other") == {"other": [2, 3, 4]}
+    assert "held" not in answers.tokens
+    shared.release_requests(["held", "never seen"])
+    assert answers.until("held") == {"held": [6, 7, 8]}
 
 
 def test_arrays_cross_the_boundary_both_ways(shared: SyncMPClient) -> None:

@@ -206,6 +206,14 @@ class MPClient:
             header = msgspec.msgpack.encode(AddHeader(request_id))
             self._send(rank, EngineCoreRequestType.EXTEND, header, *self._encoder.encode(more))
 
+    def _release(self, request_ids: Iterable[str]) -> None:
+        """Ids of nothing in flight are left out, as of `_abort`."""
+        self.ensure_alive()
+        for name in request_ids:
+            rank = self.reqs_in_flight.get(name)
+            if rank is not None:
+                self._send(rank, EngineCoreRequestType.RELEASE, msgspec.msgpack.encode([name]))
+
     def _abort(self, request_ids: Iterable[str]) -> None:
         """Ids of nothing in flight are left out: an abort may come after the end."""
         by_engine: dict[int, list[str]] = {}

@@ -84,6 +84,10 @@ class AsyncMPClient(MPClient):
         """More of an open request's prompt. Raises: EngineDeadError; ValueRefused, RequestError: this request alone."""
         self._extend(request_id, more)
 
+    async def release_requests_async(self, request_ids: Iterable[str]) -> None:
+        """What these held requests wait for is there. Raises: EngineDeadError."""
+        self._release(request_ids)
+
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
         """Idempotent."""
         self._abort(request_ids)

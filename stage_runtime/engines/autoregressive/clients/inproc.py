@@ -45,6 +45,11 @@ class InprocClient:
             code = "invalid_request" if isinstance(error, ValueError) else "stage_failed"
             self._refused.append(Refused(request_id, code, describe(error)))
 
+    def release_requests(self, request_ids: Sequence[str]) -> None:
+        """What these held requests wait for is there."""
+        for name in request_ids:
+            self.engine_core.release(name)
+
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self.engine_core.abort_requests(request_ids)
 

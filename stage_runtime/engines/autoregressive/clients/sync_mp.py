@@ -30,6 +30,10 @@ class SyncMPClient(MPClient):
         """More of an open request's prompt. Raises: as `add_request`."""
         self._extend(request_id, more)
 
+    def release_requests(self, request_ids: Sequence[str]) -> None:
+        """What these held requests wait for is there. Raises: EngineDeadError."""
+        self._release(request_ids)
+
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Idempotent."""
         self._abort(request_ids)
