@@ -16,7 +16,10 @@ import stage_runtime as omni
 from stage_runtime.engines.autoregressive import loading
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.parallel.ranks import RankLost, Ranks, follow
-from tests.engines.generation_kit import Answers, tiny_model, tiny_tokenizer
+from stage_runtime.engines.autoregressive.prompt_rows import ROW
+from tests.engines.generation_kit import Answers, rows_of, tiny_model, tiny_tokenizer
+
+ROWS = "13"  #: Requests whose prompts are given as embeddings.
 
 
 def die_in(runner: ModelRunner, last: int) -> None:
@@ -47,7 +50,10 @@ def main(rank: int, size: int, file: str, kind: str, kernels: str) -> None:
         return
     answers = Answers(loaded.core)
     for name, prompt in json.load(sys.stdin).items():
-        answers.ask(name, prompt)
+        if name in ROWS:
+            answers.ask(name, [ROW] * len(prompt), prompt_embeds=rows_of(kind, prompt))
+        else:
+            answers.ask(name, prompt)
         answers.step()
     answers.run()
     loaded.core.shutdown()

@@ -299,6 +299,30 @@ def test_an_aborted_request_is_computed_no_further_and_its_id_may_come_again() -
     stage.at_rest(rig)
 
 
+def test_the_steps_of_a_request_are_recorded_as_scheduler_events() -> None:
+    recorded: list[tuple[str, str, dict[str, Any]]] = []
+
+    class Context:
+        def emit(self, event: str, request_id: str, **metadata: Any) -> None:
+            recorded.append((request_id, event, metadata))
+
+    context: Any = Context()
+    spec = omni.Autoregressive(model="", prompt=prompt, deliver=deliver_text, params=GREEDY)
+    engine = AutoregressiveEngine(spec, scripted_core(ScriptedExecutor()), tiny_tokenizer(), context)
+    with running(engine) as rig:
+        for name in "ab":
+            rig.start(name, {"tokens": [7] * 9})
+            assert rig.outbox.next()[:2] == (name, "done")
+    for name, cached in (("a", 0), ("b", 8)):
+        assert [(event, metadata) for one, event, metadata in recorded if one == name] == [
+            ("scheduler_request_build_start", {}),
+            ("scheduler_request_build_end", {}),
+            ("scheduler_queue_enter", {"prompt_tokens": 9}),
+            ("scheduler_prefill_start", {"cached_tokens": cached}),
+            ("scheduler_first_emit", {}),
+        ]
+
+
 def test_chunks_are_refused_and_the_engine_reports_what_it_does() -> None:
     stage = Stage()
     with running(stage.engine) as rig:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType, ShutdownState
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.parameters import SamplingParams
+from stage_runtime.engines.autoregressive.executors import ThreadExecutor
+from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
+from stage_runtime.engines.autoregressive.steps import ModelOutput
+from stage_runtime.rules.autoregressive.blocks import BlockPool
 from stage_runtime.rules.autoregressive.requests import Finish, Hold
+from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
 from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, scripted_core
 
 PATIENCE_S = 10.0
@@ -149,6 +154,49 @@ def test_what_cannot_be_added_is_refused_alone() -> None:
     assert "120 tokens" in refused[0][1]
     running.loop.request_shutdown()
     running.join()
+
+
+class OnceMasked:
+    """A grammar of one token, and a model whose pass ends only after the mask was asked for."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.masked = threading.Event()
+        self.overlapped: list[bool] = []
+
+    def mask(self) -> Any:
+        self.masked.set()
+        allowed = np.zeros(VOCABULARY, dtype=np.bool_)
+        allowed[77] = True
+        return allowed
+
+    def take(self, token: int) -> bool:
+        return token == 77
+
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> ModelOutput:
+        if hold:
+            self.overlapped.append(self.masked.wait(PATIENCE_S))
+        return ModelOutput({}, {}, {})
+
+    def sample_tokens(self, masks: Mapping[str, Any]) -> ModelOutput:
+        return ModelOutput({name: int(mask.nonzero()[0][0]) for name, mask in masks.items()}, {}, {})
+
+    def add(self, *_request: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_grammar_s_mask_is_made_while_the_model_computes() -> None:
+    model: Any = OnceMasked()
+    scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
+    core = EngineCore(scheduler, ThreadExecutor(model), vocab_size=VOCABULARY, grammars=lambda grammar: model)
+    answers = Answers(core)
+    answers.ask("a", [1], SamplingParams(max_tokens=1, grammar=Grammar("json_schema", "{}")))
+    answers.run()
+    core.shutdown()
+    assert answers.tokens == {"a": [77]}
+    assert model.overlapped == [True]
 
 
 def test_a_failed_step_fails_its_rows_and_the_next_one_is_computed() -> None:
