@@ -7,8 +7,10 @@ form 2.8x as fast as plain on one of them, MKL's on the other), so nothing is as
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -19,7 +21,11 @@ log = logging.getLogger(__name__)
 
 Backend = Literal["plain", "onednn", "mkl"]
 ROWS: Final = (1, 16, 64)  # rows of a step for which each form is timed
-REPEATS: Final = 5
+LEAST_ROUNDS: Final = 5
+MOST_S: Final = 0.5  # of this thread, for one shape
+CLOSE: Final = 1.1  # as a factor: less than what two measurements of one form differ by
+TICK_S: Final = 1e-7  # a clock that has not moved
+PREFERRED: Final[tuple[Backend, ...]] = ("onednn", "mkl", "plain")
 SMALLEST: Final = 64 * 64  # below, the call itself is what takes time
 MKL_HINT: Final = 16  # rows that MKL packs for
 
@@ -53,8 +59,11 @@ def packed(weight: Tensor, bias: Tensor | None, backend: Backend) -> Callable[[T
     return lambda x: functional.linear(x, weight, bias)
 
 
-def measure(weight: Tensor, candidates: Sequence[Backend]) -> dict[Backend, float]:
-    """Seconds of this thread that each form takes for `ROWS` together, the best of some repeats taken in turns."""
+def measure(weight: Tensor, candidates: Sequence[Backend]) -> dict[Backend, list[float]]:
+    """Seconds of this thread that each form takes for each of `ROWS`: the least of rounds in which all take turns.
+
+    Rounds are repeated until their least values are `settled`: whoever else uses the processor makes some of them slow.
+    """
     forms = {}
     for backend in candidates:
         try:
@@ -64,24 +73,50 @@ def measure(weight: Tensor, candidates: Sequence[Backend]) -> dict[Backend, floa
             forms[backend] = multiply
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             log.debug("no %s linears: %s", backend, error)
-    best = {backend: [float("inf")] * len(ROWS) for backend in forms}
     inputs = [torch.randn(count, weight.shape[1]).to(weight.dtype) for count in ROWS]
-    for _ in range(REPEATS):
-        for backend, multiply in forms.items():
-            for at, rows in enumerate(inputs):
-                began = time.thread_time()  # not wall time: machines are shared
-                multiply(rows)
-                best[backend][at] = min(best[backend][at], time.thread_time() - began)
-    return {backend: sum(times) for backend, times in best.items()}
+    rounds: list[dict[Backend, list[float]]] = []
+    began = time.thread_time()
+    while not settled(rounds) and (len(rounds) < LEAST_ROUNDS or time.thread_time() - began < MOST_S):
+        rounds.append({backend: [_seconds(multiply, rows) for rows in inputs] for backend, multiply in forms.items()})
+    return least(rounds)
 
 
-def fastest(weight: Tensor, candidates: Sequence[Backend]) -> Backend:
-    times = measure(weight, candidates)
-    return min(times, key=lambda backend: times[backend])
+def _seconds(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> float:
+    began = time.thread_time()  # not wall time: machines are shared
+    multiply(rows)
+    return time.thread_time() - began
+
+
+def least(rounds: Sequence[Mapping[Backend, Sequence[float]]]) -> dict[Backend, list[float]]:
+    """What each form takes when nothing else is in its way."""
+    return {
+        backend: [min(times) for times in zip(*(one[backend] for one in rounds), strict=True)] for backend in rounds[0]
+    }
+
+
+def settled(rounds: Sequence[Mapping[Backend, Sequence[float]]]) -> bool:
+    """Whether the last `LEAST_ROUNDS` rounds have made no least value smaller by more than `CLOSE`."""
+    if len(rounds) < 2 * LEAST_ROUNDS:
+        return False
+    before, now = least(rounds[:-LEAST_ROUNDS]), least(rounds)
+    return all(new * CLOSE >= old for backend in now for old, new in zip(before[backend], now[backend], strict=True))
+
+
+def choose(times: Mapping[Backend, Sequence[float]]) -> Backend:
+    """The form that is slower than the fastest by the smallest factor, on the geometric mean of `ROWS`.
+
+    Forms within `CLOSE` of the best one are equal: the first of `PREFERRED` among them is taken, so that a machine
+    makes the same choice each time.
+    """
+    factors = {
+        backend: math.exp(statistics.fmean(math.log(max(one, TICK_S)) for one in of)) for backend, of in times.items()
+    }
+    best = min(factors.values())
+    return next(backend for backend in PREFERRED if factors.get(backend, math.inf) <= best * CLOSE)
 
 
 def pack(model: nn.Module, choice: Backend | Literal["auto"] = "auto") -> dict[Backend, int]:
-    """Replace the linear layers of ``model`` on a CPU, each shape by the form that is fastest for it.
+    """Replace the linear layers of ``model`` on a CPU, each shape in the form that is fastest for it.
 
     Returns: how many layers have which form.
     """
@@ -93,7 +128,7 @@ def pack(model: nn.Module, choice: Backend | Literal["auto"] = "auto") -> dict[B
         if shape not in chosen:
             small = weight.numel() < SMALLEST
             candidates: Sequence[Backend] = ("plain",) if small else ("plain", "onednn", "mkl")
-            chosen[shape] = fastest(weight, candidates) if choice == "auto" else choice
+            chosen[shape] = choose(measure(weight, candidates)) if choice == "auto" else choice
         backend = chosen[shape]
         used[backend] = used.get(backend, 0) + 1
         if backend != "plain":
