@@ -154,6 +154,8 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
+    engine: what computes: ``own``, or ``openvino`` (extra ``openvino``), which takes fewer settings and fewer fields of
+    requests, and refuses the others by name.
     frozen_after_s: an engine process that gives no sign of life for so long is killed; its requests fail.
     """
 
@@ -163,6 +165,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     stream: Callable[[Chunk], Any] | None = None
     params: dict[str, Any] = {}
     revision: str | None = None
+    engine: str = "own"
     dtype: str = "float32"
     threads: int | None = None
     max_requests: int = 32

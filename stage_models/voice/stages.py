@@ -119,16 +119,19 @@ def chat(
     temperature: float = 0.0,
     threads: int = 1,
     dtype: str = "float32",
+    engine: str = "own",
 ) -> omni.Autoregressive:
     """Answer, token by token: to `write`, and to `speak` when it is to be heard.
 
     weights: a GGUF file (converted once, then kept) or a transformers checkpoint folder. max_tokens: the most that a
-    request may ask for, and what it gets when it asks for nothing. temperature: when a request names none.
+    request may ask for, and what it gets when it asks for nothing. temperature: when a request names none. engine: as
+    of `omni.Autoregressive`.
     """
     source = checkpoints.locate(weights)
     checkpoint = source if source.is_dir() else checkpoints.from_gguf(source, say=context.progress)
     return omni.Autoregressive(
         model=str(checkpoint),
+        engine=engine,
         prompt=_asked,
         deliver=_answered,
         params={"max_tokens": max_tokens, "temperature": temperature},

@@ -100,7 +100,10 @@ def tiny_tokenizer() -> Any:
 
 def alone(kind: str, prompt: Sequence[int], count: int) -> list[int]:
     """What transformers' own ``generate`` answers to one prompt, greedily, in f32."""
-    model = tiny_model(kind)
+    return alone_with(tiny_model(kind), prompt, count)
+
+
+def alone_with(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     model.set_attn_implementation("eager")
     wanted = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
     with torch.inference_mode():

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 HOST_CACHE_BYTES: Final = 1 << 29  # of a CPU, where a stage has no budget of its own
 DEVICE_SHARE: Final = 0.9  # of what the stage's budget leaves: a step's activations need the rest
+ENGINES: Final = ("own", "openvino")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -168,6 +169,7 @@ def check(spec: Autoregressive) -> None:
         if getattr(spec, name) < 1:
             raise ConfigurationError(f"omni.Autoregressive({name}={getattr(spec, name)}): at least 1")
     for name, allowed in (
+        ("engine", ENGINES),
         ("dtype", DTYPES),
         ("policy", ("fcfs", "priority")),
         ("linears", ("auto", "plain", "onednn", "mkl")),

@@ -47,6 +47,8 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
         raise ConfigurationError(
             f"omni.Autoregressive(data_parallel_size={spec.data_parallel_size}): from 1 to {MOST_ENGINES}"
         )
+    if spec.engine != "own":
+        return _external(spec, context)
     if context is not None and context.tp_size > 1:
         return _rank(spec, context)
     if not spec.own_process and spec.data_parallel_size == 1:
@@ -57,6 +59,18 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
     say(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     return _with_processes(spec, launch_of(spec, device), tokenizer, context, sources)
+
+
+def _external(spec: Autoregressive, context: StageContext | None) -> Engine:
+    """Another engine under the same stage."""
+    from stage_runtime.engines.autoregressive.external import openvino
+
+    if context is not None and context.tp_size > 1:
+        raise ConfigurationError(f"omni.Autoregressive(engine={spec.engine!r}): tpSize is for engine='own'")
+    if context is not None and context.device != "cpu":
+        raise ConfigurationError(f"omni.Autoregressive(engine={spec.engine!r}): runs on CPUs, not on {context.device}")
+    client, tokenizer = openvino.load(spec, context)
+    return ProcessEngine(spec, client, tokenizer, context)
 
 
 def _rank(spec: Autoregressive, context: StageContext) -> Engine:

@@ -124,6 +124,25 @@ def load_model(model: str, *, dtype: str = "float32", revision: str | None = Non
     return loaded.eval().to(device)
 
 
+def load_plain(model: str, *, revision: str | None = None) -> Any:
+    """A model as transformers has it, to read its weights."""
+    where, options = _where(model, revision)
+    return transformers().AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
+
+
+def load_configs(model: str, *, revision: str | None = None) -> tuple[Any, Any]:
+    """The model's config and its generation config; None where it has no such file."""
+    package = transformers()
+    where, options = _where(model, revision)
+    config = package.AutoConfig.from_pretrained(where, **options)
+    if "gguf_file" in options:
+        return config, None
+    try:
+        return config, package.GenerationConfig.from_pretrained(where, **options)
+    except OSError:
+        return config, None
+
+
 def load_tokenizer(model: str, *, revision: str | None = None) -> Any:
     where, options = _where(model, revision)
     return transformers().AutoTokenizer.from_pretrained(where, **options)
@@ -150,8 +169,8 @@ class PagedModel:
         self.model = model.eval()
         text = model.config.get_text_config(decoder=True)
         self.vocab_size = int(text.vocab_size)
-        self.positions = int(getattr(text, "max_position_embeddings", 1 << 20) or 1 << 20)
-        self.end_ids = _end_ids(model)
+        self.positions = positions_of(text)
+        self.end_ids = end_ids_of(getattr(model, "generation_config", None), model.config)
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         accepted = inspect.signature(model.forward).parameters
@@ -241,9 +260,14 @@ def _within(backend: AttentionBackend, plan: Any) -> Iterator[None]:
         _pass.backend, _pass.plan = None, None
 
 
-def _end_ids(model: Any) -> frozenset[int]:
+def positions_of(text_config: Any) -> int:
+    """How long a request can be."""
+    return int(getattr(text_config, "max_position_embeddings", 1 << 20) or 1 << 20)
+
+
+def end_ids_of(generation_config: Any, config: Any) -> frozenset[int]:
     """The tokens that end an answer, by the generation config."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = getattr(generation_config, "eos_token_id", None)
     if found is None:
-        found = getattr(model.config, "eos_token_id", None)
+        found = getattr(config, "eos_token_id", None)
     return frozenset([] if found is None else [int(found)] if isinstance(found, int) else map(int, found))

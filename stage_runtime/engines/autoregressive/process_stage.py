@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Event
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
 from stage_runtime.engines.autoregressive.answers import Answers
-from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.growing import FromStream, GrowingPrompts, Grown
-from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs
+from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, SchedulerStats
 from stage_runtime.engines.base import Inbox, Outbox, Work
 from stage_runtime.engines.simple import TakesNoChunks
 from stage_runtime.errors import EngineDeadError, RequestError, describe
@@ -28,6 +27,23 @@ from stage_runtime.errors import EngineDeadError, RequestError, describe
 log = logging.getLogger(__name__)
 
 DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
+
+
+class EngineClient(Protocol):
+    """What the stage uses of a client of engines. Its calls are made on the loop that it was attached to."""
+
+    reqs_in_flight: dict[str, int]
+    stats: dict[int, SchedulerStats]
+    on_scheduled: Callable[[Sequence[tuple[str, int]]], None]
+
+    @property
+    def dead(self) -> bool: ...
+    def attach(self) -> None: ...
+    async def add_request_async(self, request: EngineCoreRequest) -> None: ...
+    async def extend_request_async(self, request_id: str, more: Extension) -> None: ...
+    async def abort_requests_async(self, request_ids: Iterable[str]) -> None: ...
+    async def get_output_async(self) -> EngineCoreOutputs: ...
+    async def close(self, *, drain_s: float = 0.0) -> None: ...
 
 
 class ProcessEngine:
@@ -39,7 +55,7 @@ class ProcessEngine:
     def __init__(
         self,
         spec: Autoregressive,
-        client: AsyncMPClient,
+        client: EngineClient,
         tokenizer: Any,
         context: StageContext | None,
         sources: Sequence[str] = (),
