@@ -10,12 +10,15 @@ their 16 bits; sums are f32. Loops see no shapes beyond their arguments: the cal
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+from stage_runtime.engines.autoregressive import loop_cache
 from stage_runtime.engines.autoregressive.native import Loop
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # not nnan: NaN must reach the logits, which end the request
@@ -100,12 +103,31 @@ def _access(bf16: bool) -> tuple[Any, Any, Any]:
     return (u16_at, _load_bf16, _store_bf16) if bf16 else (f32_at, _load_f32, _store_f32)
 
 
-def _compiled(kernel: Any) -> Loop:
-    return Loop(cfunc(SIGNATURE, fastmath=FAST, error_model="numpy")(kernel))
+def _loop(make: Callable[..., Any]) -> Callable[..., Loop]:
+    """A loop for given constants, each compiled once. ``make`` returns the function to be compiled."""
+
+    @functools.cache
+    def made(*constants: int) -> Loop:
+        name = f"{make.__name__}_{'_'.join(str(int(one)) for one in constants)}"
+
+        def compile_() -> Any:
+            kernel = make(*constants)
+            kernel.__name__ = kernel.__qualname__ = name  # symbols of loops from different files must differ
+            return cfunc(SIGNATURE, fastmath=FAST, error_model="numpy")(kernel)
+
+        found = loop_cache.compiled(name, _source(), compile_, kept=loop_cache.folder())
+        return Loop(found.address, found.keeps)
+
+    return made
 
 
 @functools.cache
-def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: int) -> Loop:
+def _source() -> bytes:
+    return Path(__file__).read_bytes()
+
+
+@_loop
+def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: int) -> Any:
     """Attention of one query token a row, over pages where they lie.
 
     Arguments: queries, keys, values, output; rows' tokens ``[rows]``, lengths ``[rows]``, tables ``[rows, width]``,
@@ -183,11 +205,11 @@ def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block
                     for d in range(value_dim):
                         store(output, base + d, total[g * wide + d])
 
-    return _compiled(kernel)
+    return kernel
 
 
-@functools.cache
-def rms_norm(bf16: bool) -> Loop:
+@_loop
+def rms_norm(bf16: bool) -> Any:
     """Each ``[dim]`` divided by the root of its mean square, times a weight. May write where it reads.
 
     Arguments: input, weight, output, rows, heads of a row, dim, input's and output's stride by row, epsilon.
@@ -214,11 +236,11 @@ def rms_norm(bf16: bool) -> Loop:
                     for d in range(dim):
                         store(output, base_out + d, load(source, base + d) * factor * load(weight, d))
 
-    return _compiled(kernel)
+    return kernel
 
 
-@functools.cache
-def silu_multiply(bf16: bool) -> Loop:
+@_loop
+def silu_multiply(bf16: bool) -> Any:
     """``silu(gate) * up``, of rows ``[gate, up]``. Arguments: input ``[rows, 2 * dim]``, output, rows, dim."""
     at, load, store = _access(bf16)
 
@@ -235,11 +257,11 @@ def silu_multiply(bf16: bool) -> Loop:
                     gate = load(source, base + d)
                     store(output, base_out + d, gate / (np.float32(1) + _exp(-gate)) * load(source, base + dim + d))
 
-    return _compiled(kernel)
+    return kernel
 
 
-@functools.cache
-def rotate(bf16: bool) -> Loop:
+@_loop
+def rotate(bf16: bool) -> Any:
     """Rotary embedding of the first heads of each row, in place: halves of a head are the two axes.
 
     Arguments: values, cosines and sines ``[rows, dim]``, rows, heads, dim, stride by row.
@@ -266,4 +288,4 @@ def rotate(bf16: bool) -> Loop:
                         store(values, base + d, x * c - y * s)
                         store(values, base + half + d, y * c2 + x * s2)
 
-    return _compiled(kernel)
+    return kernel

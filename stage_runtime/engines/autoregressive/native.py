@@ -62,10 +62,11 @@ def _gomp_parallel() -> Any:
 class Loop:
     """A compiled loop: ``kernel(data)``, where data are 64-bit words: next part, number of parts, then arguments."""
 
-    def __init__(self, kernel: Any) -> None:
-        self._compiled = kernel  # keeps the machine code alive
-        self._address: int = kernel.address
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+    def __init__(self, address: int, keeps: Any) -> None:
+        """keeps: what holds the machine code."""
+        self._keeps = keeps
+        self._address = address
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
         self._parallel = _gomp_parallel()
 
     def __call__(self, parts: int, *arguments: int) -> None:
