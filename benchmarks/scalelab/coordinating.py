@@ -39,6 +39,7 @@ class Coordinating:
 
         self._coordinator.received = counted  # type: ignore[method-assign]
         channels = Channels(self._coordinator, incarnation=incarnation, loop=loop, dead_after_s=dead_after_s)
+        self._channels = channels
         relays: Any = NoRelays()
         publisher = channels.bind_publisher(f"ipc://{folder}/{name}.publish")
         self._coordinator.wire(
@@ -52,6 +53,10 @@ class Coordinating:
         self._name = name
         self._stop = False
         self._loading: asyncio.Task[dict[str, Any]] | None = None
+
+    def close(self) -> None:
+        """For one that is not a process of its own."""
+        self._channels.close()
 
     async def usage(self) -> dict[str, Any]:
         return {

@@ -141,7 +141,7 @@ class Membership:
         known = self.state.instances.get(sender)
         if known is None:
             return False
-        self._welcomes.forget(sender)
+        self._welcomes.read(sender)
         if not known.ready:  # it says so again after each Welcome
             log.info("%s (%s) is ready", known.member.group, sender)
         self.state.mark(sender, ready=True)

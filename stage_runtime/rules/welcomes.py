@@ -2,7 +2,8 @@
 
 A process says Hello until it has read Welcome. Where thousands join at once that takes longer than the time between two
 of them, and each answer delays the others. The link to the member repeats a Welcome by itself; another one is needed
-only where the member has given up its link. Called by `coordinator.membership`.
+only where the member has given up its link. A member that says Hello without end gets one a second. Called by
+`coordinator.membership`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ AGAIN_MOST_S: Final = 8.0
 
 class _Sent(msgspec.Struct, frozen=True):
     hello: Hello  #: What it answered.
-    again_at: float
-    delay_s: float
+    at: float
+    delay_s: float  #: Until it is answered again.
 
 
 class Welcomes:
-    """Those that may not have been read yet."""
+    """The last one to each member."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}  #: By incarnation.
@@ -34,12 +35,18 @@ class Welcomes:
         last = self._sent.get(member)
         delay_s = AGAIN_S
         if last is not None and last.hello == hello:
-            if now < last.again_at:
+            if now < last.at + last.delay_s:
                 return False
             delay_s = min(2 * last.delay_s, AGAIN_MOST_S)
-        self._sent[member] = _Sent(hello, now + delay_s, delay_s)
+        self._sent[member] = _Sent(hello, now, delay_s)
         return True
 
+    def read(self, member: str) -> None:
+        """It has read its Welcome: if it says Hello again, it needs another."""
+        last = self._sent.get(member)
+        if last is not None:
+            self._sent[member] = msgspec.structs.replace(last, delay_s=AGAIN_S)
+
     def forget(self, member: str) -> None:
-        """It has read its Welcome, or is gone."""
+        """It is gone."""
         self._sent.pop(member, None)

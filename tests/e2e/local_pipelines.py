@@ -106,8 +106,11 @@ def coordinator(**fields: Any) -> Coordinator:
 class Client:
     """Asks /v1/pipeline, and retries nothing."""
 
-    def __init__(self, url: str, *, connections: int = 32) -> None:
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    def __init__(self, url: str, *, connections: int = 32, keep_s: float | None = 5.0) -> None:
+        """keep_s: how long a connection without requests stays open; None: as long as the server leaves it open."""
+        limits = httpx.Limits(
+            max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=keep_s
+        )
         self._http = httpx.AsyncClient(base_url=url, timeout=40, limits=limits)
 
     async def __aenter__(self) -> Client:
@@ -119,6 +122,10 @@ class Client:
     async def post(self, body: dict[str, Any], *, request_id: str | None = None) -> httpx.Response:
         headers = {} if request_id is None else {"x-request-id": request_id}
         return await self._http.post("/v1/pipeline", json=body, headers=headers)
+
+    async def order(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Another route than `/v1/pipeline`."""
+        return await self._http.post(path, json=body)
 
     async def send(self, body: bytes) -> httpx.Response:
         """A body that is JSON already."""

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
+
 from benchmarks.scalelab import fakes, fleet
+from benchmarks.scalelab.children import Child
 
 INSTANCES = 60
 
@@ -20,6 +24,35 @@ async def test_a_tenth_of_a_fleet_that_dies_at_once_loses_no_request_and_a_roll_
         assert (rolled.failed, rolled.reasons) == (0, {}) and rolled.requests > 0
     finally:
         await fleet.stop(made)
+
+
+async def test_a_coordinator_that_dies_while_a_fleet_registers_is_replaced_by_one_that_all_register_with() -> None:
+    folder = tempfile.TemporaryDirectory(prefix="scale-")
+
+    async def coordinator() -> Child:
+        return await Child.start("benchmarks.scalelab.coordinating", folder.name, "c0", "60")
+
+    first = await coordinator()
+    instances = await Child.start("benchmarks.scalelab.instances", folder.name, "60", f"ipc://{folder.name}/c0")
+    second: Child | None = None
+    try:
+        beginning = asyncio.create_task(
+            instances.ask("begin", of_each_group=INSTANCES // len(fakes.GROUPS), unit_revision="one")
+        )
+        while not (await first.ask("usage"))["ready"]:
+            await asyncio.sleep(0.01)
+        await first.kill()
+        await beginning
+        second = await coordinator()
+        async with asyncio.timeout(100):
+            await second.ask("until_ready", instances=INSTANCES)
+            served = await second.ask("load", requests=100, per_second=100.0)
+        assert served["failed"] == {}
+    finally:
+        for child in (first, instances, second):
+            if child is not None:
+                await child.kill()
+        folder.cleanup()
 
 
 async def test_a_fleet_is_divided_evenly_with_a_tenth_of_each_group_in_the_last_process() -> None:

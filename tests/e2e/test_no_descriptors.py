@@ -1,0 +1,62 @@
+"""A process without a free descriptor: what runs goes on, whatever wants to open one, and all works again later."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.local_pipelines import APART, Client, diamond, running
+
+
+@contextlib.contextmanager
+def none_left(pid: int) -> Iterator[None]:
+    """The process can open nothing: not even what it keeps free where it counts by itself."""
+    used = {int(entry.name) for entry in os.scandir(f"/proc/{pid}/fd")}
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    lowest = next(number for number in itertools.count() if number not in used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def connect(url: str) -> int:
+    """The status of an answer on a new connection."""
+    async with httpx.AsyncClient(base_url=url, timeout=40) as client:
+        return (await client.get("/status")).status_code
+
+
+async def test_a_process_without_descriptors_serves_on_and_says_what_it_cannot_open(base: Path) -> None:
+    environ = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
+    async with (
+        running(diamond(APART), base, environ=environ) as pipeline,
+        Client(pipeline.url, connections=1, keep_s=None) as client,
+    ):
+        for _ in range(3):  # every edge has moved a large payload
+            await client.answer("before", size=1 << 20)
+        pids = pipeline.pids()
+        for process in ("coordinator", "front"):
+            with none_left(pids[process]):
+                turned_away = asyncio.create_task(connect(pipeline.url))
+                await client.answer("a short one")
+                await client.answer("a large one", size=1 << 20)
+                words = [word["data"] for name, word in await client.streamed("a stream") if name == "chunk"]
+                assert words == ["A", "STREAM"]
+                assert await client.metrics() and await client.status()
+                profile = await client.order("/start_profile", {})
+                assert "Too many open files" in profile.text
+                await client.answer("another one")
+            with contextlib.suppress(httpx.TransportError):  # it may have waited instead
+                await turned_away
+            await client.order("/stop_profile", {})
+            assert await connect(pipeline.url) == 200
+            await client.answer("after", size=1 << 20)
+        assert pipeline.pids() == pids, "none has ended"
