@@ -98,6 +98,21 @@ def test_a_request_that_waits_for_chunks_takes_no_steps_and_is_woken_by_one() ->
     stage.at_rest(rig)
 
 
+def test_a_stage_that_ends_fails_requests_whose_streams_have_not_ended() -> None:
+    stage = Stage()
+    with running(stage.engine) as rig:
+        rig.chunk("x", [10, 11], "a", 0)
+        rig.chunk("y", [10], "a", 0)
+        rig.done("y", "a")
+        rig.done("y", "b")
+        assert rig.outbox.next() == ("y", "done", [2, 3])
+        rig.inbox.close()
+        name, what, said = rig.outbox.next()
+        assert (name, what) == ("x", "failed")
+        assert said.startswith("RequestError: the stage ends")
+    stage.at_rest(rig)
+
+
 def test_what_is_wrong_with_a_stream_fails_its_request_alone_wherever_it_is() -> None:
     stage = Stage()
     with running(stage.engine) as rig:

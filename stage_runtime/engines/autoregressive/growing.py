@@ -14,6 +14,7 @@ from stage_runtime.engines.autoregressive import prompting
 from stage_runtime.engines.autoregressive.answers import Answers, Entered
 from stage_runtime.engines.autoregressive.process.messages import Extension
 from stage_runtime.engines.base import Outbox, Work
+from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
 FromStream: TypeAlias = events.Start | events.ChunkIn | events.StreamDone | events.StreamFailed | events.NoPayload
@@ -51,6 +52,12 @@ class GrowingPrompts:
 
     def forget(self, work: Work) -> None:
         self._streams.pop(work, None)
+
+    def close(self, outbox: Outbox) -> None:
+        """No more events come: requests whose streams have not ended never will. Idempotent."""
+        for work, streams in list(self._streams.items()):
+            if not streams.whole and not work.over:
+                self._fail(work, outbox, RequestError("unavailable", "the stage ends before the request's streams"))
 
     def take(self, event: FromStream, outbox: Outbox) -> list[Entered | Grown]:
         """What the engine is to be told. Whatever is wrong with a chunk fails its request alone."""

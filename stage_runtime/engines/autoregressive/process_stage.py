@@ -101,6 +101,8 @@ class ProcessEngine:
                 while (event := self._inbox.get_nowait()) is not None:
                     await self._on_event(event)
                 self._report()
+                if self._inbox.closed and self._growing is not None:
+                    self._growing.close(self._outbox)
                 if self._inbox.closed and not self._answers:
                     return
                 await self._wait()

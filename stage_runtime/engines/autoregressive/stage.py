@@ -85,6 +85,8 @@ class AutoregressiveEngine:
             if self._items:
                 return self._items.popleft()
             if self._inbox.closed:
+                if self._growing is not None:
+                    self._growing.close(self._outbox)
                 self._loop.request_shutdown()
             if not block or self._arrived.is_set():
                 return None
