@@ -10,8 +10,8 @@
 #
 # Both run as a numeric user, with a read-only root file system, and hold neither pip nor a compiler: what is installed
 # here is what runs. A stage image of your own is `FROM` this one plus `COPY` of your modules (docs/install.md).
-# Layers, from seldom to often changed: Debian, torch, other dependencies, our code (5 MB: all that an upgrade of
-# ours pulls).
+# Layers, from seldom to often changed: Debian, torch, other dependencies, those of extras, our code (5 MB: all that an
+# upgrade of ours pulls).
 
 FROM debian:bookworm-slim AS base
 RUN apt-get update \
@@ -76,11 +76,19 @@ right or sys.exit("VARIANT=%s, but torch %s is built for %s: name its index by T
 
 
 FROM torch AS stage-dependencies
-ARG EXTRAS=""
 COPY --from=requirements /build/*.txt ./
-RUN $INSTALL --prefix /more -r runtime.txt -r otel.txt \
-    && for extra in $(echo "$EXTRAS" | tr , ' '); do $INSTALL --prefix /more -r "$extra.txt" || exit 1; done \
-    && $PRUNE
+RUN $INSTALL --prefix /more -r runtime.txt -r otel.txt && $PRUNE
+
+
+# What the extras add to that. pip sees what is installed, so that images with different extras share the other layers.
+FROM stage-dependencies AS stage-extras
+ARG EXTRAS=""
+RUN mkdir /extras \
+    && if [ -n "$EXTRAS" ]; then \
+        cp -a /more/. /opt/omnipipeline \
+        && $INSTALL --prefix /extras $(echo ",$EXTRAS" | sed 's/,\([^,]*\)/ -r \1.txt/g') \
+        && find /extras -type d -path '*/site-packages/*' '(' -name tests -o -name e2e_test ')' -prune -exec rm -rf {} + ; \
+    fi
 
 
 # The user has a name: getpass, and so torch and kopf, fails for a number without one.
@@ -99,9 +107,11 @@ WORKDIR /tmp
 ENTRYPOINT ["python", "-m", "omnipipeline_operator"]
 
 
-# What the extras' wheels link beside what Debian's slim image has (docs/install.md, "Relays that need more").
-FROM runtime AS stage-libraries
+FROM runtime AS stage
+COPY --from=torch /opt/omnipipeline /opt/omnipipeline
+COPY --from=stage-dependencies /more /opt/omnipipeline
 ARG EXTRAS=""
+# What the extras' wheels link beside what Debian's slim image has (docs/install.md, "Relays that need more").
 RUN case ",$EXTRAS," in \
         *,mooncake*) libraries="libibverbs1 libnuma1 libcurl4" ;; \
         *,nixl*) libraries="libibverbs1 libnuma1" ;; \
@@ -109,13 +119,9 @@ RUN case ",$EXTRAS," in \
     esac \
     && apt-get update && apt-get install -y --no-install-recommends $libraries \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*
-
-
-FROM stage-libraries AS stage
-ARG VARIANT=cpu
-COPY --from=torch /opt/omnipipeline /opt/omnipipeline
-COPY --from=stage-dependencies /more /opt/omnipipeline
+COPY --from=stage-extras /extras /opt/omnipipeline
 COPY --from=code /code /opt/omnipipeline
+ARG VARIANT=cpu
 LABEL org.opencontainers.image.title="omnipipeline-stage" \
       org.opencontainers.image.description="Coordinator and stages of a pipeline" \
       org.opencontainers.image.licenses="Apache-2.0" \
