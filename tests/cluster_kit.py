@@ -93,7 +93,13 @@ class _Kit:
         self.was_up = _answers(state / "admin.conf", environment)
 
     def up(self, *arguments: str) -> Cluster:
-        return _cluster_of(_run(self.program, "up", *arguments))
+        """Twice if need be: on a busy machine the kubelet may ask containerd too early, and end."""
+        try:
+            printed = _run(self.program, "up", *arguments)
+        except pytest.fail.Exception:
+            _run(self.program, "down")  # `up` beside a kube-proxy that runs would end it
+            printed = _run(self.program, "up", *arguments)
+        return _cluster_of(printed)
 
     def down(self) -> None:
         try:
