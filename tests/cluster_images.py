@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OPERATOR = "localhost/omnipipeline-operator:e2e"
 STAGE = "localhost/omnipipeline-stage:e2e"
 VOICE = "localhost/omnipipeline-voice:e2e"
+RELAYS = "localhost/omnipipeline-stage:relays"
 BUILD_S = 1800.0  # of a machine that has neither the base image nor torch yet, and other things to do
 _SHOWN = 3000  # characters of a failed build's output
 
@@ -58,6 +59,11 @@ def stage() -> str:
     return build(STAGE, "-f", "Dockerfile", "--target", "stage")
 
 
+def relays() -> str:
+    """The stage image with the packages of the relays nixl and mooncake, for a CPU."""
+    return build(RELAYS, "-f", "Dockerfile", "--target", "stage", "--build-arg", "EXTRAS=nixl,mooncake")
+
+
 def voice(stage_image: str = STAGE) -> str:
     """The image of examples/voice, made from a stage image."""
     return build(VOICE, "-f", "examples/voice/Dockerfile", "--build-arg", f"STAGE_IMAGE={stage_image}")
@@ -67,7 +73,7 @@ def main() -> None:
     """Build all, one after the other; nothing where the cluster has images of ours already."""
     if given() is not None:
         return
-    for make in (operator, stage, voice):
+    for make in (operator, stage, voice, relays):
         print(make(), flush=True)
 
 

@@ -1,7 +1,7 @@
 """The chart's release and the pipelines that the tests of this folder share.
 
-In the order of the files: what serves, GPUs, models, a lost node, the release's upgrade, a roll to another protocol,
-foreign pods, and at the end what is left after deleting everything.
+In the order of the files: what serves, GPUs, models, a lost node, profiles, relays between pods, the release's upgrade,
+a roll to another protocol, foreign pods, and at the end what is left after deleting everything.
 """
 
 from __future__ import annotations
