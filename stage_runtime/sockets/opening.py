@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from stage_runtime.rules import beats
 from stage_runtime.sockets.addresses import Security, check, is_local
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
@@ -70,13 +71,16 @@ def heartbeats(dead_after_s: float, factor: float = 1.0) -> Heartbeats:
     """For any time that a spec can set. factor: how many times as long as usual the interval is.
 
     A frozen peer is seen one timeout after a beat, so at most an interval later: within ``dead_after_s`` in all, which
-    leaves the grace for reconnecting to the promised 4 s. Each time more of the factor adds a third of it.
+    leaves the grace for reconnecting to the promised 4 s. Each time more of the factor adds a third of it. Members tell
+    a coordinator no ttl: its libzmq would keep a timer for each, and walk over all timers for each message that comes.
+    The kernel's keepalive closes the connections of a machine that is gone.
     """
     third = max(min(int(dead_after_s * 1000 / 3), MAX_HEARTBEAT_MS // 2), 1)  # 0 would mean that there are none
     interval = max(min(int(dead_after_s * 1000 / 3 * factor), MAX_HEARTBEAT_MS // 2), 1)
     timeout = max(min(int(dead_after_s * 2000 / 3), MAX_HEARTBEAT_MS), 1)
     ttl = interval + timeout + third
-    return Heartbeats(interval, timeout, ttl if ttl <= MAX_TTL_MS else 0, factor > 1)
+    told = ttl <= MAX_TTL_MS and factor <= beats.RAREST
+    return Heartbeats(interval, timeout, ttl if told else 0, factor > 1)
 
 
 class Sockets:

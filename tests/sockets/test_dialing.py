@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from stage_runtime.rules import beats
 from stage_runtime.sockets import opening
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.dialing import canonical
@@ -144,6 +145,7 @@ def test_whoever_is_checked_waits_longer_for_a_heartbeat_than_they_are_apart(
 ) -> None:
     times = opening.heartbeats(dead_after_s, factor)
     assert times.ttl > times.interval or times.ttl == 0
+    assert not times.ttl or factor <= beats.RAREST, "a coordinator keeps no timer for each of its members"
     assert times.interval + times.timeout <= dead_after_s * 1000 * (1 + (factor - 1) / 3)
     assert times.rare == (factor > 1)
 
