@@ -34,6 +34,7 @@ from benchmarks.hoplab import client, prototype
 from benchmarks.hoplab.limits import memcpy_us, raw_tcp_us, zmq_one_way_us
 from benchmarks.hoplab.measuring import Visits, rate, visits
 from benchmarks.hoplab.pipelines import Running, pipeline, running, tensor
+from stage_runtime.processes import collecting
 from stage_runtime.web.app import make_app
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
@@ -206,6 +207,7 @@ async def main(arguments: argparse.Namespace) -> None:
         async with contextlib.AsyncExitStack() as stack:
             side, apart = await ours(stack)
             both = (side, await bare(stack))
+            collecting.settle()  # as a coordinator's process does
             figures["visits"] = await visited(both, rounds=rounds, requests=requests)
             figures["rates"] = await rates(both, apart[2], rounds=3 if arguments.quick else 5, total=total)
             if not arguments.quick:

@@ -21,7 +21,7 @@ from stage_runtime.coordinator.profiling import Limits
 from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.processes import logs, process_context, statuspipe, traces
+from stage_runtime.processes import collecting, logs, process_context, statuspipe, traces
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
@@ -102,6 +102,7 @@ async def _serve(settings: CoordinatorSettings) -> int:
             _watch(settings.api_key_file, _keys, shown.api_keys.replace, tasks)
         _watch(settings.revisions.with_name(ASIDE), _hosts, coordinator.set_aside, tasks, known=b"[]")
         tasks.start("memory", _give_memory_back(lambda: manager.stats.outcomes.total()))
+        collecting.settle()
         statuspipe.report(settings.status_fd, statuspipe.Serving(url=server.url))
         log.info("serving %s at %s", settings.plan.pipeline, server.url)
         stopping = asyncio.create_task(stop.wait())
