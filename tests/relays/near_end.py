@@ -20,6 +20,7 @@ from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from tests.relays.relay_pairs import MIB, FarEnd
 
+STILL_TIMES = 4  # once was too few on a machine with a load of 17: the relay's own thread had not run yet
 LARGE = 128 * MIB  # long enough on its way to be frozen there
 
 
@@ -59,7 +60,7 @@ class Near:
         return self.relays.get(metadata, request_id="r", peer=peer)
 
 
-async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0)
@@ -97,9 +98,10 @@ async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperati
 
 async def _still(count: Callable[[], int]) -> None:
     """What had been sent before is here, and this process has seen it."""
-    last = -1
-    while (now := count()) != last:
-        last = now
+    last, times = -1, 0
+    while times < STILL_TIMES:
+        now = count()
+        last, times = now, times + 1 if now == last else 0
         await asyncio.sleep(0.25)
 
 
