@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -22,32 +23,48 @@ LENGTHS = (16, 40, 7, 120)
 ANSWER = 16
 
 
-def test_greedy_answers_are_those_of_generate_with_chunks_late_joins_and_a_shared_prefix() -> None:
+def prompts() -> list[list[int]]:
+    draw = random.Random(5)
+    made = [[draw.randrange(5, 40000) for _ in range(length)] for length in LENGTHS]
+    return [*made, made[3][:96] + made[0]]
+
+
+@functools.cache
+def reference() -> tuple[str, list[list[int]]]:
+    """The checkpoint, and what transformers answers to each prompt alone."""
     import torch
 
-    from stage_runtime.engines.autoregressive import loading, models
-    from stage_runtime.engines.autoregressive.core import EngineCoreRequest
-    from stage_runtime.engines.autoregressive.parameters import SamplingParams
+    from stage_runtime.engines.autoregressive import models
 
     checkpoint = str(checkpoints.from_gguf(GGUF, say=print))
-    draw = random.Random(5)
-    prompts = [[draw.randrange(5, 40000) for _ in range(length)] for length in LENGTHS]
-    prompts.append(prompts[3][:96] + prompts[0])
-    reference: Any = models.transformers().AutoModelForCausalLM.from_pretrained(
+    model: Any = models.transformers().AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
     wanted = models.transformers().GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
-    expected = []
-    for prompt in prompts:
+    answers = []
+    for prompt in prompts():
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            whole = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=wanted)
-        expected.append(whole[0, len(prompt) :].tolist())
+            whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=wanted)
+        answers.append(whole[0, len(prompt) :].tolist())
+    return checkpoint, answers
 
-    core = loading.load(omni.Autoregressive(model=checkpoint, max_chunk=32, max_batched_tokens=48)).core
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+def test_greedy_answers_are_those_of_generate_with_chunks_late_joins_and_a_shared_prefix(kernels: str) -> None:
+    """numba: attention over pages in place, and fused layers."""
+    from stage_runtime.engines.autoregressive import loading
+    from stage_runtime.engines.autoregressive.core import EngineCoreRequest
+    from stage_runtime.engines.autoregressive.parameters import SamplingParams
+
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    checkpoint, expected = reference()
+    spec = omni.Autoregressive(model=checkpoint, max_chunk=32, max_batched_tokens=48, kernels=kernels)
+    core = loading.load(spec).core
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
-    found: list[list[int]] = [[] for _ in prompts]
-    waiting = list(enumerate(prompts))
+    waiting = list(enumerate(prompts()))
+    found: list[list[int]] = [[] for _ in waiting]
     steps = 0
     while waiting or core.has_work():
         if waiting and steps % 4 == 0:
