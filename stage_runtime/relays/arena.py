@@ -27,7 +27,7 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays import pages
-from stage_runtime.relays.slots import Event, Extents, Slot, State
+from stage_runtime.relays.slots import Extents, Slot, SlotEvent, SlotState
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Arena:
                 return None
             start, size = extent
             slot = Slot(start, size, start + ALIGNMENT + shift, nbytes, next(self._generations))
-            slot.take(Event.ALLOCATED)
+            slot.take(SlotEvent.ALLOCATED)
             self._slots[start] = slot
             self._in_use += size
             end = start + size
@@ -124,13 +124,13 @@ class Arena:
     def sent(self, slot: Slot) -> None:
         """One more receiver has the slot."""
         with self._lock:
-            slot.take(Event.SENT)
+            slot.take(SlotEvent.SENT)
             slot.receivers += 1
 
     def send_copy(self, slot: Slot) -> None:
         """As `sent`, and `drop`: the slot is its receiver's alone."""
         with self._lock:
-            slot.take(Event.SENT)
+            slot.take(SlotEvent.SENT)
             slot.receivers += 1
             slot.owned = False
 
@@ -164,9 +164,9 @@ class Arena:
     def share(self, slot: Slot) -> bool:
         """As `sent`, for a slot that was sent before. False when it is free, or its request was aborted."""
         with self._lock:
-            if slot.state not in (State.IN_FLIGHT, State.ACKED):
+            if slot.state not in (SlotState.IN_FLIGHT, SlotState.ACKED):
                 return False
-            slot.take(Event.SENT)
+            slot.take(SlotEvent.SENT)
             slot.receivers += 1
             return True
 
@@ -178,13 +178,13 @@ class Arena:
             slot.receivers -= 1
             if slot.receivers:
                 return False
-            slot.take(Event.RELEASED)
+            slot.take(SlotEvent.RELEASED)
             return self._free_unless_held(slot)
 
     def aborted(self, slot: Slot) -> None:
         """The request is over, and it is unknown whether the receivers still read."""
         with self._lock:
-            slot.take(Event.ABORTED)
+            slot.take(SlotEvent.ABORTED)
 
     def drop(self, slot: Slot) -> bool:
         """The sender needs the slot no more. True when it is free now; else the last receiver frees it."""
@@ -266,7 +266,7 @@ class Arena:
                 "arena_bytes": self.nbytes - PAGE,
                 "arena_bytes_in_use": self._in_use,
                 "arena_bytes_resident": self._touched,
-                **{f"slots_{state.value}": states[state] for state in State if state is not State.FREE},
+                **{f"slots_{state.value}": states[state] for state in SlotState if state is not SlotState.FREE},
             }
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class Arena:
                 pages.remap(self._address, slot.start, slot.size, self.fd, private=False)
             except OSError:
                 return False  # other processes could not see what is written there: it is not used again
-        slot.take(Event.DROPPED)
+        slot.take(SlotEvent.DROPPED)
         self._extents.free(slot.start, slot.size)
         del self._slots[slot.start]
         self._regions.pop(slot.start, None)

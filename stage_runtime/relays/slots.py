@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 
-class State(Enum):
+class SlotState(Enum):
     FREE = "free"
     FILLING = "filling"  #: Bytes are being written; no other process knows of it.
     IN_FLIGHT = "in_flight"  #: Some receiver may read it.
@@ -22,7 +22,7 @@ class State(Enum):
     __hash__ = object.__hash__  # an Enum's own is a Python function, which each look into the table would call
 
 
-class Event(Enum):
+class SlotEvent(Enum):
     ALLOCATED = "allocated"
     SENT = "sent"  #: Put to one more receiver.
     RELEASED = "released"  #: The last receiver has let go, or is proven gone.
@@ -32,19 +32,19 @@ class Event(Enum):
     __hash__ = object.__hash__
 
 
-TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
-    State.FREE: {Event.ALLOCATED: State.FILLING},
-    State.FILLING: {Event.SENT: State.IN_FLIGHT, Event.DROPPED: State.FREE},
-    State.IN_FLIGHT: {
-        Event.SENT: State.IN_FLIGHT,
-        Event.RELEASED: State.ACKED,
-        Event.ABORTED: State.QUARANTINED,
+TRANSITIONS: Final[dict[SlotState, dict[SlotEvent, SlotState]]] = {
+    SlotState.FREE: {SlotEvent.ALLOCATED: SlotState.FILLING},
+    SlotState.FILLING: {SlotEvent.SENT: SlotState.IN_FLIGHT, SlotEvent.DROPPED: SlotState.FREE},
+    SlotState.IN_FLIGHT: {
+        SlotEvent.SENT: SlotState.IN_FLIGHT,
+        SlotEvent.RELEASED: SlotState.ACKED,
+        SlotEvent.ABORTED: SlotState.QUARANTINED,
     },
-    State.ACKED: {Event.SENT: State.IN_FLIGHT, Event.DROPPED: State.FREE},
-    State.QUARANTINED: {
-        Event.SENT: State.QUARANTINED,
-        Event.RELEASED: State.ACKED,
-        Event.ABORTED: State.QUARANTINED,
+    SlotState.ACKED: {SlotEvent.SENT: SlotState.IN_FLIGHT, SlotEvent.DROPPED: SlotState.FREE},
+    SlotState.QUARANTINED: {
+        SlotEvent.SENT: SlotState.QUARANTINED,
+        SlotEvent.RELEASED: SlotState.ACKED,
+        SlotEvent.ABORTED: SlotState.QUARANTINED,
     },
 }
 
@@ -64,7 +64,7 @@ class Slot(msgspec.Struct, eq=False):
     offset: int
     nbytes: int
     generation: int
-    state: State = State.FREE
+    state: SlotState = SlotState.FREE
     receivers: int = 0  #: Transfers that are not released.
     owned: bool = True  #: The sender still holds it: it is filling it, or an author's tensor is in it.
     given: bool = (
@@ -72,7 +72,7 @@ class Slot(msgspec.Struct, eq=False):
     )
     tail_used: bool = False  #: Something was appended behind an author's tensor.
 
-    def take(self, event: Event) -> State:
+    def take(self, event: SlotEvent) -> SlotState:
         """Move on.
 
         Raises: IllegalTransition: and nothing has changed.

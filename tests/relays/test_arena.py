@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.relays.arena import PAGE, Arena
-from stage_runtime.relays.slots import IllegalTransition, Slot, State
+from stage_runtime.relays.slots import IllegalTransition, Slot, SlotState
 from tests.thoroughness import examples
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def in_use(arena: Arena) -> int:
     return arena.stats()["arena_bytes_in_use"]
 
 
-def state_of(slot: Slot) -> State:
+def state_of(slot: Slot) -> SlotState:
     """Asked anew each time: a type checker takes an attribute to stay what it was compared with."""
     return slot.state
 
@@ -59,7 +59,7 @@ def test_an_exhausted_arena_gives_none_until_something_is_free(arena: Arena) -> 
     assert arena.allocate(2 * MIB) is None
     assert arena.drop(first)
     assert allocated(arena, 2 * MIB).start == first.start
-    assert second.state is State.FILLING
+    assert second.state is SlotState.FILLING
 
 
 def test_a_slot_is_free_only_after_sender_and_all_receivers_have_let_go(arena: Arena) -> None:
@@ -68,9 +68,9 @@ def test_a_slot_is_free_only_after_sender_and_all_receivers_have_let_go(arena: A
     arena.sent(slot)
     assert not arena.drop(slot)
     assert not arena.released(slot)
-    assert state_of(slot) is State.IN_FLIGHT
+    assert state_of(slot) is SlotState.IN_FLIGHT
     assert arena.released(slot)
-    assert state_of(slot) is State.FREE and in_use(arena) == 0
+    assert state_of(slot) is SlotState.FREE and in_use(arena) == 0
 
 
 def test_a_quarantined_slot_is_not_used_again_until_it_is_released(arena: Arena) -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stage_runtime.relays.slots import TRANSITIONS, Event, Extents, IllegalTransition, Slot, State
+from stage_runtime.relays.slots import TRANSITIONS, Extents, IllegalTransition, Slot, SlotEvent, SlotState
 from tests.thoroughness import examples
 
 
@@ -66,8 +66,8 @@ ExtentsMachine.TestCase.settings = settings(max_examples=examples(60), stateful_
 TestAnyOrderOfAllocationsKeepsExtentsApartAndFreesThemOnce = ExtentsMachine.TestCase
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
-def test_an_event_moves_a_slot_by_the_table_or_changes_nothing(state: State, event: Event) -> None:
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(SlotState, SlotEvent)))
+def test_an_event_moves_a_slot_by_the_table_or_changes_nothing(state: SlotState, event: SlotEvent) -> None:
     slot = Slot(0, 64, 64, 0, 1)
     slot.state = state
     after = TRANSITIONS[state].get(event)
@@ -80,6 +80,8 @@ def test_an_event_moves_a_slot_by_the_table_or_changes_nothing(state: State, eve
 
 
 def test_a_slot_that_receivers_may_read_becomes_free_only_through_their_release() -> None:
-    for state in (State.IN_FLIGHT, State.QUARANTINED):
-        assert State.FREE not in TRANSITIONS[state].values()
-        assert [event for event, after in TRANSITIONS[state].items() if after is State.ACKED] == [Event.RELEASED]
+    for state in (SlotState.IN_FLIGHT, SlotState.QUARANTINED):
+        assert SlotState.FREE not in TRANSITIONS[state].values()
+        assert [event for event, after in TRANSITIONS[state].items() if after is SlotState.ACKED] == [
+            SlotEvent.RELEASED
+        ]
