@@ -345,7 +345,7 @@ SERVICE: Final = (
     AUDIO_SECONDS,
     AUDIO_UNDERRUNS,
 )
-#: Of the edges of a process that have sent something by relay; among `PLANES`.
+#: Of the edges of a process, all but the last once they have sent something by relay; among `PLANES`.
 EDGES: Final = (
     EDGE_TRANSFER_BYTES,
     EDGE_TRANSFERS_IN_FLIGHT,
