@@ -20,6 +20,8 @@ from stage_runtime.processes.unsupported import NOT_IN_THIS_VERSION
 from tests.docs.field_reads import reads
 from tests.docs.test_tables import named, table
 
+pytestmark = pytest.mark.timeout(600)  # half a minute of type checking on a quiet machine
+
 #: Rooms that look at fields and carry none of them out: they judge, print and draw.
 ONLY_LOOK = (
     *(
