@@ -5,12 +5,10 @@ A note is a tuple: no mapping is made in the thread that notes it. Used by `reco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
-
-KEPT: Final = 256  # encoded metadata of one template, by its numbers
 
 _encode = msgspec.json.Encoder().encode
 
@@ -22,31 +20,25 @@ class Template:
     is noted each time, in the metadata of the last event.
     """
 
-    __slots__ = ("_events", "_known", "_number", "stage")
+    __slots__ = ("_lines", "_number", "stage")
 
     def __init__(self, stage: str, *events: tuple[str, Mapping[str, Any]], number: str | None = None) -> None:
         self.stage: Final = stage
-        self._events = events
-        self._number = number
-        self._known: dict[tuple[int, int], Sequence[tuple[str, msgspec.Raw]]] = {}
+        #: The name of each event, and its metadata as JSON up to the value of ``attempt``.
+        self._lines = tuple((name, _encode({**metadata, "attempt": 0})[:-2]) for name, metadata in events)
+        self._number = None if number is None else b"," + _encode(number) + b":"
 
     def __len__(self) -> int:
         """How many events."""
-        return len(self._events)
+        return len(self._lines)
 
-    def with_numbers(self, attempt: int, number: int) -> Sequence[tuple[str, msgspec.Raw]]:
-        """The name and the metadata, as JSON, of each event. Of the writer's thread."""
-        return self._known.get((attempt, number)) or self._make(attempt, number)
-
-    def _make(self, attempt: int, number: int) -> Sequence[tuple[str, msgspec.Raw]]:
-        given = [{**metadata, "attempt": attempt} for _, metadata in self._events]
+    def with_numbers(self, attempt: int, number: int) -> list[tuple[str, msgspec.Raw]]:
+        """The name and the metadata, as JSON, of each event. Attempts have new numbers: none is kept."""
+        end = b"%d}" % attempt
+        made = [(name, msgspec.Raw(metadata + end)) for name, metadata in self._lines]
         if self._number is not None:
-            given[-1][self._number] = number
-        names = (name for name, _ in self._events)
-        made = tuple(zip(names, (msgspec.Raw(_encode(metadata)) for metadata in given), strict=True))
-        if len(self._known) >= KEPT:
-            self._known.clear()
-        self._known[attempt, number] = made
+            name, metadata = self._lines[-1]
+            made[-1] = name, msgspec.Raw(b"%b%d%b%d}" % (metadata, attempt, self._number, number))
         return made
 
 

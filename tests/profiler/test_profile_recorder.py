@@ -288,7 +288,7 @@ def test_notes_are_lines_in_their_places_with_their_numbers(mine: Recorder, tmp_
     path = mine.start("demo", tmp_path, "left")
     mine.note(begins, "r1", 1, 7, time_ns=5)
     mine.emit("of an author", "r1", "left", {"x": 1}, timestamp_ns=6)
-    for attempt in range(600):  # more than a template keeps
+    for attempt in range(600):
         mine.note(begins, "r2", attempt, attempt % 300, time_ns=7)
     mine.stop()
     found = of_requests(path)
