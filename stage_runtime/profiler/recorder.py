@@ -257,6 +257,7 @@ def _lines(run: _Run, waiting: list[_Line | Note]) -> list[_Line]:
         template, request_id, time_ns, attempt, number = one
         for name, metadata in template.with_numbers(attempt, number):
             made.append(_Line(request_id, template.stage, name, time_ns, run_id, pid, metadata))
+            time_ns += 1  # readers order events by time
     return made
 
 

@@ -74,8 +74,10 @@ async def test_hops_between_clocks_that_are_apart_are_paired_and_take_as_long_as
     assert report["unpaired_hops"] == {}
     for request in report["timeline"]:
         assert request["duration_ms"] < 30_000
-        names = [each["event_name"] for each in request["events"] if each["event_name"] != "relay_released"]
-        assert (names[0], names[-1]) == ("request_admission", "terminal_response")
+        times = {each["event_name"]: each["t_rel_ms"] for each in request["events"]}
+        times.pop("relay_released", None)
+        assert times["request_admission"] <= min(times.values()) + 2 * uncertain_ms
+        assert times["terminal_response"] >= max(times.values()) - 2 * uncertain_ms
     _check_record(record)
 
 

@@ -296,7 +296,10 @@ def test_notes_are_lines_in_their_places_with_their_numbers(mine: Recorder, tmp_
     same = {"stage": "left", "run_id": "demo", "pid": pid}
     one = {"event_name": "one", "metadata": {"from_stage": 'a"b', "attempt": 1}}
     two = {"event_name": "two", "metadata": {"attempt": 1, "depth": 7}}
-    assert found[:2] == [{**same, "request_id": "r1", "timestamp_ns": 5, **event} for event in (one, two)]
+    assert found[:2] == [
+        {**same, "request_id": "r1", "timestamp_ns": 5, **one},
+        {**same, "request_id": "r1", "timestamp_ns": 6, **two},
+    ]
     assert found[2]["event_name"] == "of an author"
     assert [(each["metadata"]["attempt"], each["metadata"].get("depth")) for each in found[3:]] == [
         (attempt, depth) for attempt in range(600) for depth in (None, attempt % 300)
