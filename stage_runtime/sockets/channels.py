@@ -123,6 +123,7 @@ class Channels:
         )
         #: The peer, if any, that passes the first frames of a new link on: a coordinator that knows both ends.
         self.detour: Callable[[], str | None] = lambda: None
+        self._in_detour = False
         self._dismissing = 0  #: Connections that were opened for one message.
         self._closed = False
         self._idle_after_s = idle_after_s
@@ -286,8 +287,15 @@ class Channels:
         self._sockets.close()
 
     def detoured(self, frame: bytes) -> None:
-        """A frame for this process came by a coordinator, not on its link."""
-        self._take(frame)
+        """A frame for this process came by a coordinator, not on its link. One within another is dropped."""
+        if self._in_detour:
+            self._reading.refuse("malformed", "a Detour within a Detour")
+            return
+        self._in_detour = True
+        try:
+            self._take(frame)
+        finally:
+            self._in_detour = False
 
     # --- hearing ------------------------------------------------------------------------------------------------
 

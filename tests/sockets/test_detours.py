@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from stage_runtime.rules.links import Incoming
@@ -31,12 +32,15 @@ def folder() -> Iterator[Path]:
 class Passing(Listener):
     """A coordinator passes detours on, an instance takes them."""
 
+    passed: bytes = b""  #: The last frame that was passed on.
+
     def received(self, sender: str, message: Message) -> None:
         if not isinstance(message, Detour):
             super().received(sender, message)
         elif message.receiver == self.channels.incarnation:
             self.channels.detoured(message.frame)
         else:
+            self.passed = message.frame
             self.channels.hint(message.receiver, message)
 
 
@@ -94,6 +98,22 @@ async def test_when_the_coordinator_is_gone_the_frames_come_by_their_own_connect
         one.send("other", "second")
         await other.listener.until(lambda: len(other.listener.received_words) == 2)
         assert other.listener.received_words == ["first", "second"]
+
+
+async def test_a_detour_within_another_is_dropped_and_the_next_frame_is_taken() -> None:
+    async with three() as (one, other, coordinator, _proxy):
+        one.send("other", "first")
+        await other.listener.until(lambda: other.listener.received_words == ["first"])
+        assert isinstance(coordinator.listener, Passing)
+        frame = coordinator.listener.passed
+        unordered = msgspec.structs.replace(codec.decode(frame), seq=0)
+        for _ in range(1000):
+            frame = codec.encode(msgspec.structs.replace(unordered, message=Detour("other", frame)))
+        other.channels.detoured(frame)
+        assert other.channels.counters["malformed"] == 1
+        assert other.channels.counters["handler_errors"] == 0
+        one.send("other", "second")
+        await other.listener.until(lambda: other.listener.received_words == ["first", "second"])
 
 
 async def test_on_one_machine_nothing_goes_by_the_coordinator(folder: Path) -> None:
