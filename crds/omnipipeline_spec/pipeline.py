@@ -60,7 +60,7 @@ ChatParameter = Literal[
     "min_tokens",
     "stop_token_ids",
 ]
-RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake"]
+RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake", "cuda_ipc"]
 
 
 class RelayConfig(Spec, frozen=True, kw_only=True):

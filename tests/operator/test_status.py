@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from omnipipeline_operator.changes import assessment, conditions, diagnostics, rollout, status, workloads
-from omnipipeline_operator.changes.facts import Exposure, Facts, Refusal
 from omnipipeline_operator.changes.rollout import DesiredUnit, Goal
+from omnipipeline_operator.changes.status_inputs import Exposure, Refusal, StatusInputs
 from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_spec import loading, planning
 from omnipipeline_spec.types.plan import PipelinePlan
@@ -57,14 +57,14 @@ def coordinator(*pods: Pod) -> Workload:
     return workload(COORDINATOR, PLAN.coordinator.revision, *pods)
 
 
-def facts(*observed: Workload, **more: Any) -> Facts:
+def inputs(*observed: Workload, **more: Any) -> StatusInputs:
     goal_more = {name: more.pop(name) for name in ("suspended", "paused", "strategy") if name in more}
     goal = Goal(
         units={unit.name: DesiredUnit(revision=unit.revision, replicas=1) for unit in PLAN.units},
         coordinator=DesiredUnit(revision=PLAN.coordinator.revision, replicas=1),
         **goal_more,
     )
-    return Facts(
+    return StatusInputs(
         plan=PLAN,
         goal=goal,
         decision=rollout.decide(goal, observed, {}),
@@ -75,7 +75,7 @@ def facts(*observed: Workload, **more: Any) -> Facts:
     )
 
 
-def said(given: Facts, before: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
+def said(given: StatusInputs, before: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
     _, found = status.summarise(given, before or {}, generation=1, now=NOW)
     return {each.type: (each.status, each.reason) for each in found}
 
@@ -85,9 +85,9 @@ RUNNING = (*all_of(PLAN, READY), coordinator(READY))
 
 
 def test_all_ready_is_ready_and_the_crd_takes_the_status() -> None:
-    made, _ = status.summarise(facts(*RUNNING), {}, generation=4, now=NOW)
+    made, _ = status.summarise(inputs(*RUNNING), {}, generation=4, now=NOW)
     msgspec.convert(made, PipelineStatus)
-    assert said(facts(*RUNNING)) == {
+    assert said(inputs(*RUNNING)) == {
         "Accepted": ("True", "Valid"),
         "Ready": ("True", "Serving"),
         "Available": ("True", "Serving"),
@@ -104,7 +104,7 @@ def test_all_ready_is_ready_and_the_crd_takes_the_status() -> None:
 
 
 def test_the_same_facts_give_the_same_status_at_any_time() -> None:
-    given = facts(*RUNNING)
+    given = inputs(*RUNNING)
     first, _ = status.summarise(given, {}, generation=1, now=NOW)
     again, found = status.summarise(given, first, generation=1, now=NOW + 1000)
     assert again == first
@@ -112,12 +112,12 @@ def test_the_same_facts_give_the_same_status_at_any_time() -> None:
 
 
 def test_without_a_coordinator_nothing_is_available() -> None:
-    found = said(facts(*all_of(PLAN, READY), coordinator(pod())))
+    found = said(inputs(*all_of(PLAN, READY), coordinator(pod())))
     assert (found["Available"], found["Ready"]) == (("False", "Starting"), ("False", "Starting"))
 
 
 def test_with_only_the_old_revision_ready_requests_are_answered_but_it_is_not_ready() -> None:
-    found = said(facts(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY)))
+    found = said(inputs(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY)))
     assert found["Available"] == ("True", "Serving")
     assert found["Ready"] == ("False", "RollingOut")
     assert found["Progressing"] == ("True", "RollingOut")
@@ -126,20 +126,20 @@ def test_with_only_the_old_revision_ready_requests_are_answered_but_it_is_not_re
 def test_incomplete_sets_of_two_revisions_do_not_make_a_complete_one() -> None:
     new, old = all_of(PLAN), all_of(OLD)
     observed = (workload("first", new[0].revision, READY), workload("last", old[1].revision, READY), coordinator(READY))
-    assert said(facts(*observed))["Available"][0] == "False"
+    assert said(inputs(*observed))["Available"][0] == "False"
 
 
 def test_a_new_revision_is_not_ready_while_old_pods_still_take_requests() -> None:
-    assert said(facts(*RUNNING, *all_of(OLD, READY)))["Ready"][0] == "False"
+    assert said(inputs(*RUNNING, *all_of(OLD, READY)))["Ready"][0] == "False"
     leaving = all_of(OLD, pod(ready=True, terminating=True), replicas=0)
-    assert said(facts(*RUNNING, *leaving))["Ready"] == ("True", "Serving")
+    assert said(inputs(*RUNNING, *leaving))["Ready"] == ("True", "Serving")
 
 
 def test_the_worst_diagnostic_names_its_pod_and_cause() -> None:
     broken = pod("duo-first-x", reason="ImagePullBackOff", message="container stage: no such image")
     unplaced = pod("duo-last-y", reason="Unschedulable", message="0/3 nodes", unschedulable=True)
     first, last = PLAN.units
-    given = facts(
+    given = inputs(
         workload("first", first.revision, broken), workload("last", last.revision, unplaced), coordinator(READY)
     )
     made, found = status.summarise(given, {}, generation=1, now=NOW)
@@ -152,41 +152,41 @@ def test_the_worst_diagnostic_names_its_pod_and_cause() -> None:
 
 def test_a_pod_that_loads_for_too_long_is_reported() -> None:
     slow = Pod(name="slow", created_at=NOW - PLAN.units[0].startup_deadline_s - 1)
-    assert said(facts(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"
+    assert said(inputs(*all_of(PLAN, slow), coordinator(READY)))["Ready"][1] == "StartupDeadlineExceeded"
 
 
 def test_a_roll_without_capacity_is_reported_but_not_with_recreate() -> None:
     unplaced = pod("new", reason="Unschedulable", message="0/3 nodes: Insufficient nvidia.com/gpu", unschedulable=True)
     observed = (*all_of(PLAN, unplaced), *all_of(OLD, READY), coordinator(READY))
-    assert said(facts(*observed))["Progressing"] == ("False", "InsufficientCapacity")
-    assert said(facts(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
+    assert said(inputs(*observed))["Progressing"] == ("False", "InsufficientCapacity")
+    assert said(inputs(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
 
 
 def test_no_progress_for_too_long_is_reported_and_the_old_revision_serves() -> None:
     observed = (*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
-    found = said(facts(*observed, progress_deadline_s=15.0))
+    found = said(inputs(*observed, progress_deadline_s=15.0))
     assert found["Progressing"] == ("False", "ProgressDeadlineExceeded")
     assert found["Available"] == ("True", "Serving")
 
 
 def test_a_passed_deadline_needs_no_further_reconcile() -> None:
-    starting = facts(*all_of(PLAN, pod()), coordinator(READY), progress_deadline_s=100.0)
+    starting = inputs(*all_of(PLAN, pod()), coordinator(READY), progress_deadline_s=100.0)
     assert assessment.deadline(starting, NOW) == NOW + 80
     start = PLAN.units[0].startup_deadline_s
     assert assessment.deadline(starting, NOW + 80) == NOW - 10 + start + 1, "StartupDeadlineExceeded is told then"
     assert assessment.deadline(starting, NOW + start) is None
-    assert assessment.deadline(facts(*RUNNING), NOW) is None
+    assert assessment.deadline(inputs(*RUNNING), NOW) is None
 
 
 def test_the_serving_revision_changes_when_the_roll_has_finished() -> None:
     before = {"revision": {"current": OLD.current.revision}}
-    half = facts(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
+    half = inputs(*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
     assert status.serving_revision(half, before) == OLD.current.revision
-    assert status.serving_revision(facts(*RUNNING), before) == PLAN.current.revision
+    assert status.serving_revision(inputs(*RUNNING), before) == PLAN.current.revision
 
 
 def test_a_refused_spec_keeps_the_rest_of_the_status() -> None:
-    before, _ = status.summarise(facts(*RUNNING), {}, generation=1, now=NOW)
+    before, _ = status.summarise(inputs(*RUNNING), {}, generation=1, now=NOW)
     refusal = Refusal(reason="InvalidSpec", message="stages[0].next: 'nobody' is no stage")
     made, found = status.refused(refusal, before, generation=2, available=True, now=NOW + 5)
     assert made["units"] == before["units"]
@@ -201,16 +201,16 @@ def test_a_refused_spec_keeps_the_rest_of_the_status() -> None:
 
 
 def test_a_suspended_pipeline_has_no_warning() -> None:
-    _, found = status.summarise(facts(coordinator(), suspended=True), {}, generation=1, now=NOW)
+    _, found = status.summarise(inputs(coordinator(), suspended=True), {}, generation=1, now=NOW)
     assert not [each for each in found if conditions.is_bad(each) and each.type != "Available"]
-    assert said(facts(coordinator(), suspended=True))["Ready"] == ("False", "Suspended")
+    assert said(inputs(coordinator(), suspended=True))["Ready"] == ("False", "Suspended")
 
 
 def test_registered_counts_what_the_coordinator_reports_when_it_answers() -> None:
     first = PLAN.units[0]
-    made, _ = status.summarise(facts(*RUNNING, registered={("first", first.revision): 0}), {}, generation=1, now=NOW)
+    made, _ = status.summarise(inputs(*RUNNING, registered={("first", first.revision): 0}), {}, generation=1, now=NOW)
     assert made["units"][0]["ready"] == 1 and made["units"][0]["registered"] == 0
-    made, _ = status.summarise(facts(*RUNNING), {}, generation=1, now=NOW)
+    made, _ = status.summarise(inputs(*RUNNING), {}, generation=1, now=NOW)
     assert made["units"][0]["registered"] == 1
 
 
@@ -260,7 +260,7 @@ def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
 
     def told(*pods: Pod, gave_up: bool = False) -> tuple[str, str]:
         fetching = diagnostics.of_prefetch("duo-prefetch-1", "me/mine", pods, gave_up=gave_up)
-        _, found = status.summarise(facts(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
+        _, found = status.summarise(inputs(coordinator(pod(ready=True)), fetching=fetching), {}, generation=1, now=NOW)
         [ready] = [each for each in found if each.type == "Ready"]
         return ready.reason, ready.message
 

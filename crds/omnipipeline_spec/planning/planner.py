@@ -69,9 +69,16 @@ def without_gpus(plan: PipelinePlan) -> PipelinePlan:
     return msgspec.structs.replace(
         plan,
         units=units,
+        edges=tuple(_edge_without_gpus(edge, plan.coordinator.relay_backend) for edge in plan.edges),
         local_gpus={group: ((),) * len(devices) for group, devices in plan.local_gpus.items()},
         current=_stamped(msgspec.structs.replace(plan.current, units=revisions, revision="")),
     )
+
+
+def _edge_without_gpus(edge: EdgePlan, backend: str) -> EdgePlan:
+    if edge.relay != "cuda_ipc" or backend != "auto":
+        return edge
+    return msgspec.structs.replace(edge, relay="shm", medium="memory")
 
 
 def _name_faults(name: str) -> list[Fault]:
@@ -233,12 +240,14 @@ def _code_config_map(spec: PipelineConfig) -> str | None:
 
 def _edges(spec: PipelineConfig, groups: Grouping) -> Iterable[EdgePlan]:
     group_of = {stage.name: name for name, members in groups.groups.items() for stage in members}
+    gpu_of = {stage.name: stage.gpus[:1] for stage in spec.stages}  # of rank 0, which has the edges
     kinds: tuple[Literal["normal", "stream"], ...] = ("normal", "stream")
     for stage in spec.stages:
         for kind in kinds:
             for target in stage.next if kind == "normal" else stage.stream_to:
                 transport = _transport(group_of[stage.name], group_of[target], groups)
-                relay = _edge_relay(spec, transport)
+                one_gpu = bool(gpu_of[stage.name]) and gpu_of[stage.name] == gpu_of[target]
+                relay = _edge_relay(spec, transport, one_gpu=one_gpu)
                 yield EdgePlan(
                     source=stage.name,
                     target=target,
@@ -255,14 +264,17 @@ def _transport(source: str, target: str, groups: Grouping) -> Literal["in_proces
     return "same_pod" if groups.unit_of(source) == groups.unit_of(target) else "network"
 
 
-def _edge_relay(spec: PipelineConfig, transport: str) -> str:
-    """The relay to expect: the one that is named, else what `auto` chooses; facts of both processes decide."""
+def _edge_relay(spec: PipelineConfig, transport: str, *, one_gpu: bool) -> str:
+    """The relay to expect: the one that is named, else what `auto` chooses; facts of both processes decide.
+
+    one_gpu: both ends compute on the same.
+    """
     if transport == "in_process":
         return "in_process"
     if spec.relay_backend != "auto":
         return spec.relay_backend
     if transport == "same_pod":
-        return "shm"
+        return "cuda_ipc" if one_gpu else "shm"
     # Shared memory works within a pod; `omni up` runs all on one machine and uses it there, too.
     return "tcp" if spec.data_plane.rdma is None else "nixl"
 
@@ -273,6 +285,8 @@ def _edge_medium(spec: PipelineConfig, relay: str) -> str:
     match relay:
         case "in_process":
             return "reference"
+        case "cuda_ipc":
+            return "gpu"
         case "shm":
             return "memory"
         case "nixl" | "mooncake" | "nccl" if by_rdma:

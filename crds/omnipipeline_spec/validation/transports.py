@@ -12,6 +12,7 @@ from omnipipeline_spec.pipeline import PipelineConfig, RelayConfig
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.validation import grouping
 
+OF_ONE_POD = ("shm", "cuda_ipc")
 BY_RDMA = ("auto", "nixl", "mooncake", "nccl")  # backends that use RDMA devices where there are some
 
 
@@ -26,8 +27,9 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
 def on_cluster(spec: PipelineConfig) -> Iterator[Fault]:
     """What is refused on a cluster and works on one machine."""
     far = _between_pods(spec)
-    if spec.relay_backend == "shm" and far is not None:
-        message = f"is shm, which never crosses pods, and on a cluster {far[0]!r} and {far[1]!r} run in different pods"
+    if spec.relay_backend in OF_ONE_POD and far is not None:
+        message = f"is {spec.relay_backend}, which never crosses pods, "
+        message += f"and on a cluster {far[0]!r} and {far[1]!r} run in different pods"
         yield Fault(path="relayBackend", message=f"{message}: use auto", names=far)
 
 

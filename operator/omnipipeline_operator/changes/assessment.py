@@ -1,4 +1,4 @@
-"""The conditions of a pipeline, from its facts; and when they change next without an event. Pure.
+"""The conditions of a pipeline, from its inputs; and when they change next without an event. Pure.
 
 Here: which conditions hold, why, and the diagnostic of each unit. Not here: their form and times (`conditions`), the
 rest of the status (`status`).
@@ -12,8 +12,8 @@ from typing import Any, Final
 from omnipipeline_operator.changes import diagnostics
 from omnipipeline_operator.changes.conditions import Condition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
-from omnipipeline_operator.changes.facts import (
-    Facts,
+from omnipipeline_operator.changes.status_inputs import (
+    StatusInputs,
     coordinator_is_ready,
     desired_workloads,
     is_available,
@@ -25,68 +25,68 @@ from omnipipeline_operator.changes.facts import (
 from omnipipeline_spec.types.pods import COORDINATOR
 
 
-def conditions_of(facts: Facts, found: Mapping[str, Diagnostic], now: float) -> list[Condition]:
+def conditions_of(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: float) -> list[Condition]:
     worst = diagnostics.worst(found.values())
-    stages = _stages_ready(facts, found)
-    available = is_available(facts.entries, facts.observed)
-    progressing = _progressing(facts, found, now)
+    stages = _stages_ready(inputs, found)
+    available = is_available(inputs.entries, inputs.observed)
+    progressing = _progressing(inputs, found, now)
     return [
-        _accepted(facts),
-        _ready(facts, worst, available, progressing),
-        condition("Available", available, *_why_available(facts, available, worst)),
-        _scheduled(facts, found),
-        _coordinator_ready(facts, found),
+        _accepted(inputs),
+        _ready(inputs, worst, available, progressing),
+        condition("Available", available, *_why_available(inputs, available, worst)),
+        _scheduled(inputs, found),
+        _coordinator_ready(inputs, found),
         stages,
-        _exposed(facts),
+        _exposed(inputs),
         progressing,
-        condition("Suspended", facts.goal.suspended, "Suspended" if facts.goal.suspended else "NotSuspended"),
+        condition("Suspended", inputs.goal.suspended, "Suspended" if inputs.goal.suspended else "NotSuspended"),
     ]
 
 
-def _accepted(facts: Facts) -> Condition:
-    if facts.refusal is not None:
-        return condition("Accepted", False, facts.refusal.reason, facts.refusal.message)
-    planned = f"{len(facts.plan.units)} pod units are planned"
-    return condition("Accepted", True, "Valid", f"{planned}; {facts.note}" if facts.note else planned)
+def _accepted(inputs: StatusInputs) -> Condition:
+    if inputs.refusal is not None:
+        return condition("Accepted", False, inputs.refusal.reason, inputs.refusal.message)
+    planned = f"{len(inputs.plan.units)} pod units are planned"
+    return condition("Accepted", True, "Valid", f"{planned}; {inputs.note}" if inputs.note else planned)
 
 
-def _ready(facts: Facts, worst: Diagnostic | None, available: bool, progressing: Condition) -> Condition:
+def _ready(inputs: StatusInputs, worst: Diagnostic | None, available: bool, progressing: Condition) -> Condition:
     """Ready: available, and the desired revision serves."""
-    if facts.refusal is not None:
-        return condition("Ready", False, facts.refusal.reason, facts.refusal.message)
-    if facts.goal.suspended:
+    if inputs.refusal is not None:
+        return condition("Ready", False, inputs.refusal.reason, inputs.refusal.message)
+    if inputs.goal.suspended:
         return condition("Ready", False, "Suspended", "spec.suspend is true")
     if progressing.reason == "InsufficientCapacity":  # its message names the remedies
         return condition("Ready", False, progressing.reason, progressing.message)
-    replaced = not old_revision_serves(facts)
+    replaced = not old_revision_serves(inputs)
     if (
         available
         and replaced
-        and is_complete(facts.plan.current, facts.observed)
-        and coordinator_is_ready(facts.observed, facts)
+        and is_complete(inputs.plan.current, inputs.observed)
+        and coordinator_is_ready(inputs.observed, inputs)
     ):
-        return condition("Ready", True, "Serving", f"revision {facts.plan.current.revision} answers requests")
+        return condition("Ready", True, "Serving", f"revision {inputs.plan.current.revision} answers requests")
     if worst is not None:
         return condition("Ready", False, worst.reason, worst.description)
     if progressing.status == "False":
         return condition("Ready", False, progressing.reason, progressing.message)
-    if facts.decision.rolling and available:
-        return condition("Ready", False, "Paused" if facts.goal.paused else "RollingOut", progressing.message)
-    return condition("Ready", False, "Starting", _waiting_for(facts))
+    if inputs.decision.rolling and available:
+        return condition("Ready", False, "Paused" if inputs.goal.paused else "RollingOut", progressing.message)
+    return condition("Ready", False, "Starting", _waiting_for(inputs))
 
 
-def _why_available(facts: Facts, available: bool, worst: Diagnostic | None) -> tuple[str, str]:
+def _why_available(inputs: StatusInputs, available: bool, worst: Diagnostic | None) -> tuple[str, str]:
     if available:
-        complete = [each.revision for each in facts.entries if is_complete(each, facts.observed)]
+        complete = [each.revision for each in inputs.entries if is_complete(each, inputs.observed)]
         return "Serving", f"complete sets of revision {' and '.join(complete)}"
-    if facts.goal.suspended:
+    if inputs.goal.suspended:
         return "Suspended", "spec.suspend is true"
     if worst is not None:
         return worst.reason, worst.description
-    return "Starting", _waiting_for(facts)
+    return "Starting", _waiting_for(inputs)
 
 
-def _scheduled(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
+def _scheduled(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Condition:
     unplaced = [each for each in found.values() if each.reason in ("Unschedulable", *_UNMADE)]
     worst = diagnostics.worst(unplaced)
     if worst is not None:
@@ -97,10 +97,10 @@ def _scheduled(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
 _UNMADE: Final = ("QuotaExceeded", "PodSecurity", "PodsRefused")
 
 
-def _coordinator_ready(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
-    if coordinator_is_ready(facts.observed):
+def _coordinator_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Condition:
+    if coordinator_is_ready(inputs.observed):
         return condition("CoordinatorReady", True, "Serving")
-    if facts.goal.suspended:
+    if inputs.goal.suspended:
         return condition("CoordinatorReady", False, "Suspended")
     diagnostic = found.get(COORDINATOR)
     return condition(
@@ -108,13 +108,13 @@ def _coordinator_ready(facts: Facts, found: Mapping[str, Diagnostic]) -> Conditi
     )
 
 
-def _stages_ready(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
+def _stages_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Condition:
     short = []
-    for name, desired in facts.goal.units.items():
-        ready = workload_ready(facts, name, desired.revision)
+    for name, desired in inputs.goal.units.items():
+        ready = workload_ready(inputs, name, desired.revision)
         if ready < desired.replicas:
             short.append(f"{name} {ready}/{desired.replicas}")
-    if facts.goal.suspended:
+    if inputs.goal.suspended:
         return condition("StagesReady", False, "Suspended")
     if not short:
         return condition("StagesReady", True, "AllReady")
@@ -122,36 +122,36 @@ def _stages_ready(facts: Facts, found: Mapping[str, Diagnostic]) -> Condition:
     return condition("StagesReady", False, worst.reason if worst else "Starting", f"ready pods: {', '.join(short)}")
 
 
-def _exposed(facts: Facts) -> Condition:
-    if facts.exposure.pending:
-        return condition("Exposed", False, "AddressPending", facts.exposure.pending)
-    return condition("Exposed", True, "Exposed", facts.exposure.external or facts.exposure.url)
+def _exposed(inputs: StatusInputs) -> Condition:
+    if inputs.exposure.pending:
+        return condition("Exposed", False, "AddressPending", inputs.exposure.pending)
+    return condition("Exposed", True, "Exposed", inputs.exposure.external or inputs.exposure.url)
 
 
-def _progressing(facts: Facts, found: Mapping[str, Diagnostic], now: float) -> Condition:
-    goal = facts.goal
+def _progressing(inputs: StatusInputs, found: Mapping[str, Diagnostic], now: float) -> Condition:
+    goal = inputs.goal
     if goal.suspended:
         return condition("Progressing", None, "Suspended")
-    done = not facts.decision.rolling and not is_short(facts)
+    done = not inputs.decision.rolling and not is_short(inputs)
     if done:
-        return condition("Progressing", True, "RolledOut", f"revision {facts.plan.current.revision} is complete")
-    if goal.paused and facts.decision.rolling:
+        return condition("Progressing", True, "RolledOut", f"revision {inputs.plan.current.revision} is complete")
+    if goal.paused and inputs.decision.rolling:
         return condition("Progressing", None, "Paused", "rollout.paused is true")
-    squeezed = _insufficient_capacity(facts, found)
+    squeezed = _insufficient_capacity(inputs, found)
     if squeezed is not None:
         return condition("Progressing", False, "InsufficientCapacity", squeezed)
-    since = _last_progress(facts)
-    late = since is not None and now - since > facts.progress_deadline_s
-    if late and (facts.decision.rolling or not is_available(facts.entries, facts.observed)):
+    since = _last_progress(inputs)
+    late = since is not None and now - since > inputs.progress_deadline_s
+    if late and (inputs.decision.rolling or not is_available(inputs.entries, inputs.observed)):
         worst = diagnostics.worst(found.values())
         why = f": {worst.description}" if worst else ""
         return condition("Progressing", False, "ProgressDeadlineExceeded", f"no progress{why}")
-    return condition("Progressing", True, "RollingOut" if facts.decision.rolling else "Starting", _waiting_for(facts))
+    return condition("Progressing", True, "RollingOut" if inputs.decision.rolling else "Starting", _waiting_for(inputs))
 
 
-def _insufficient_capacity(facts: Facts, found: Mapping[str, Diagnostic]) -> str | None:
+def _insufficient_capacity(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> str | None:
     """Whether the roll waits for a GPU or a node that the old revision uses; None: no."""
-    if not facts.decision.rolling or facts.goal.strategy != "Coherent":
+    if not inputs.decision.rolling or inputs.goal.strategy != "Coherent":
         return None
     for diagnostic in found.values():
         if diagnostic.reason == "Unschedulable" and diagnostic.unit:
@@ -160,36 +160,36 @@ def _insufficient_capacity(facts: Facts, found: Mapping[str, Diagnostic]) -> str
     return None
 
 
-def deadline(facts: Facts, now: float) -> float | None:
+def deadline(inputs: StatusInputs, now: float) -> float | None:
     """When time alone changes the status next: a deadline of the roll or of a start, a crash that expires.
 
     None: it does not.
     """
     times = []
-    if is_short(facts):
-        since = _last_progress(facts)
-        times += [] if since is None else [since + facts.progress_deadline_s]
-    for each, limit in desired_workloads(facts):
+    if is_short(inputs):
+        since = _last_progress(inputs)
+        times += [] if since is None else [since + inputs.progress_deadline_s]
+    for each, limit in desired_workloads(inputs):
         for pod in each.pods:
             if not (pod.ready or pod.finished or pod.terminating):  # a second later: timestamps have whole seconds
                 times += [pod.reason_until or 0.0, (pod.starting_since or -limit) + limit + 1]
     return min((each for each in times if each > now), default=None)
 
 
-def _last_progress(facts: Facts) -> float | None:
+def _last_progress(inputs: StatusInputs) -> float | None:
     """When a workload of the desired revision was last made or became ready."""
-    desired = {(name, one.revision) for name, one in facts.goal.units.items()}
-    current = [each for each in facts.observed if (each.unit, each.revision) in desired]
+    desired = {(name, one.revision) for name, one in inputs.goal.units.items()}
+    current = [each for each in inputs.observed if (each.unit, each.revision) in desired]
     times = [each.created_at for each in current]
     times += [pod.ready_since for each in current for pod in each.pods if pod.ready_since]
     return max(times, default=None)
 
 
-def diagnostics_of(facts: Facts, before: Mapping[str, Any], now: float) -> dict[str, Diagnostic]:
+def diagnostics_of(inputs: StatusInputs, before: Mapping[str, Any], now: float) -> dict[str, Diagnostic]:
     """The worst diagnostic of each unit's desired revision; its message is kept when only numbers have changed."""
     previous = {each.get("name"): each for each in before.get("units", ())}
-    given = [*filter(None, [facts.fetching]), *facts.missing]
-    for each, limit in desired_workloads(facts):
+    given = [*filter(None, [inputs.fetching]), *inputs.missing]
+    for each, limit in desired_workloads(inputs):
         diagnostic = diagnostics.of_workload(each, startup_deadline_s=limit, now=now)
         if diagnostic is not None:
             given.append(diagnostic)
@@ -202,12 +202,12 @@ def diagnostics_of(facts: Facts, before: Mapping[str, Any], now: float) -> dict[
     return found
 
 
-def _waiting_for(facts: Facts) -> str:
-    units = [*facts.goal.units.items(), (COORDINATOR, facts.goal.coordinator)]
+def _waiting_for(inputs: StatusInputs) -> str:
+    units = [*inputs.goal.units.items(), (COORDINATOR, inputs.goal.coordinator)]
     short = [
         f"{name} {ready}/{one.replicas}"
         for name, one in units
-        if (ready := workload_ready(facts, name, one.revision)) < one.replicas
+        if (ready := workload_ready(inputs, name, one.revision)) < one.replicas
     ]
     return f"waiting for {', '.join(short)}" if short else "waiting for old pods to end"
 

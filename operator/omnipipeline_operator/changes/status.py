@@ -1,6 +1,6 @@
 """The resource's status: a summary of the observed workloads, for people and for ``kubectl wait``.
 
-Here: units, counts, revisions. Not here: conditions (`assessment`), writing it (`cluster.applying`). Pure: equal facts
+Here: units, counts, revisions. Not here: conditions (`assessment`), writing it (`cluster.applying`). Pure: equal inputs
 give an equal status, so that nothing is written when nothing has changed.
 """
 
@@ -13,7 +13,7 @@ from omnipipeline_operator.changes import conditions
 from omnipipeline_operator.changes.assessment import conditions_of, diagnostics_of, still
 from omnipipeline_operator.changes.conditions import Condition, condition
 from omnipipeline_operator.changes.diagnostics import Diagnostic
-from omnipipeline_operator.changes.facts import Facts, Refusal, is_complete
+from omnipipeline_operator.changes.status_inputs import Refusal, StatusInputs, is_complete
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_spec.types.pods import COORDINATOR
 
@@ -32,56 +32,56 @@ def refused(refusal: Refusal, before: Mapping[str, Any], *, generation: int, ava
 
 
 def summarise(
-    facts: Facts, before: Mapping[str, Any], *, generation: int, now: float
+    inputs: StatusInputs, before: Mapping[str, Any], *, generation: int, now: float
 ) -> tuple[dict[str, Any], list[Condition]]:
     """The whole status, and its conditions on their own."""
-    found = diagnostics_of(facts, before, now)
-    reported = conditions_of(facts, found, now)
-    units = [_unit(facts, name, found.get(name)) for name in (*facts.goal.units, COORDINATOR)]
+    found = diagnostics_of(inputs, before, now)
+    reported = conditions_of(inputs, found, now)
+    units = [_unit(inputs, name, found.get(name)) for name in (*inputs.goal.units, COORDINATOR)]
     ready = {each["name"]: each["ready"] for each in units}
-    stages = [(stage.name, unit.name) for unit in facts.plan.units for stage in unit.stages]
-    endpoint = {"url": facts.exposure.url, "external": facts.exposure.external}
-    serving = serving_revision(facts, before)
+    stages = [(stage.name, unit.name) for unit in inputs.plan.units for stage in unit.stages]
+    endpoint = {"url": inputs.exposure.url, "external": inputs.exposure.external}
+    serving = serving_revision(inputs, before)
     status = {
         "observedGeneration": generation,
         "endpoint": _set(endpoint),
         "stagesReady": f"{sum(ready[unit] > 0 for _, unit in stages)}/{len(stages)}",
-        "gpus": _gpus(facts),
-        "revision": _revision(facts, serving),
+        "gpus": _gpus(inputs),
+        "revision": _revision(inputs, serving),
         "units": units,
         "conditions": conditions.merged(reported, before.get("conditions", ()), generation=generation, now=now),
     }
     return status, reported
 
 
-def serving_revision(facts: Facts, before: Mapping[str, Any]) -> str | None:
+def serving_revision(inputs: StatusInputs, before: Mapping[str, Any]) -> str | None:
     """The current revision: the new one when the roll has finished, until then the one that served before."""
-    update = facts.plan.current
+    update = inputs.plan.current
     was = before.get("revision", {}).get("current")
-    known = {each.revision: each for each in facts.entries}
-    if is_complete(update, facts.observed) and (not facts.decision.rolling or facts.decision.complete == 1):
+    known = {each.revision: each for each in inputs.entries}
+    if is_complete(update, inputs.observed) and (not inputs.decision.rolling or inputs.decision.complete == 1):
         return update.revision
     if was in known:
         return str(was)
-    complete = [each.revision for each in facts.entries if is_complete(each, facts.observed)]
+    complete = [each.revision for each in inputs.entries if is_complete(each, inputs.observed)]
     return complete[0] if complete else None
 
 
 # --- counts -----------------------------------------------------------------------------------------------------
 
 
-def _unit(facts: Facts, name: str, diagnostic: Diagnostic | None) -> dict[str, Any]:
-    desired = facts.goal.coordinator if name == COORDINATOR else facts.goal.units[name]
-    own = [each for each in facts.observed if each.unit == name]
+def _unit(inputs: StatusInputs, name: str, diagnostic: Diagnostic | None) -> dict[str, Any]:
+    desired = inputs.goal.coordinator if name == COORDINATOR else inputs.goal.units[name]
+    own = [each for each in inputs.observed if each.unit == name]
     current = next((each for each in own if each.revision == desired.revision), None)
     ready = sum(each.ready for each in own)
     unit = {
         "name": name,
         "workload": current.name if current else None,
-        "replicas": 0 if facts.goal.suspended else desired.replicas,
+        "replicas": 0 if inputs.goal.suspended else desired.replicas,
         "ready": ready,
         "updated": sum(not pod.terminating for pod in current.present) if current else 0,
-        "registered": _registered(facts, own) if name != COORDINATOR else ready,
+        "registered": _registered(inputs, own) if name != COORDINATOR else ready,
         "revision": desired.revision,
     }
     if diagnostic is not None:
@@ -91,31 +91,31 @@ def _unit(facts: Facts, name: str, diagnostic: Diagnostic | None) -> dict[str, A
     return _set(unit)
 
 
-def _revision(facts: Facts, serving: str | None) -> dict[str, Any]:
+def _revision(inputs: StatusInputs, serving: str | None) -> dict[str, Any]:
     """Each pipeline revision with its image."""
-    update = facts.plan.current.revision
-    images = {**facts.images, update: facts.image}
+    update = inputs.plan.current.revision
+    images = {**inputs.images, update: inputs.image}
     revisions = {
         "current": serving,
         "currentImage": images.get(serving or ""),
         "update": update,
-        "updateImage": facts.image,
+        "updateImage": inputs.image,
     }
     return {key: value for key, value in revisions.items() if value}
 
 
-def _registered(facts: Facts, own: Sequence[Workload]) -> int:
-    if facts.registered is None:
+def _registered(inputs: StatusInputs, own: Sequence[Workload]) -> int:
+    if inputs.registered is None:
         return sum(each.ready for each in own)
-    return sum(facts.registered.get((each.unit, each.revision), 0) for each in own)
+    return sum(inputs.registered.get((each.unit, each.revision), 0) for each in own)
 
 
-def _gpus(facts: Facts) -> dict[str, int]:
-    desired = {unit.name: len(unit.gpu_ids) for unit in facts.plan.units}
-    leaving = [(each.gpus, pod) for each in facts.observed for pod in each.present if pod.terminating]
+def _gpus(inputs: StatusInputs) -> dict[str, int]:
+    desired = {unit.name: len(unit.gpu_ids) for unit in inputs.plan.units}
+    leaving = [(each.gpus, pod) for each in inputs.observed for pod in each.present if pod.terminating]
     return {
-        "requested": sum(count * facts.goal.units[name].replicas for name, count in desired.items()),
-        "ready": sum(each.gpus * each.ready for each in facts.observed),
+        "requested": sum(count * inputs.goal.units[name].replicas for name, count in desired.items()),
+        "ready": sum(each.gpus * each.ready for each in inputs.observed),
         "terminating": sum(count for count, _ in leaving),
     }
 

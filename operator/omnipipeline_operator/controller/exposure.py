@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.changes.facts import Exposure
+from omnipipeline_operator.changes.status_inputs import Exposure
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming, services
 from omnipipeline_spec.pipeline import PipelineConfig

@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import assessment, conditions, rollout
-from omnipipeline_operator.changes.facts import Refusal
+from omnipipeline_operator.changes.status_inputs import Refusal
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
@@ -116,14 +116,14 @@ class Reconciler:
             default_image=self._settings.stage_image,
             random_id=secrets.token_hex(5),
         )
-        facts = PodFacts(
+        inputs = PodFacts(
             owner=snapshot.owner,
             image=pins.image,
             control_secret=pins.control_secret,
             allow_privileged=self._settings.allow_privileged,
             default_resources=self._settings.default_resources,
         )
-        desired = children.children(spec, plan, facts, scrapers=self._settings.scrapers)
+        desired = children.children(spec, plan, inputs, scrapers=self._settings.scrapers)
         return Planned(spec=spec, plan=plan, goal=rollout_goal(spec, plan), pins=pins, desired=desired)
 
     async def _apply(self, resource: Manifest, planned: Planned, snapshot: Snapshot, applier: Applier) -> float | None:
@@ -178,15 +178,15 @@ class Reconciler:
         except (errors.Invalid, errors.Forbidden) as error:
             refusal, failed = _child_refusal(error), error
         after = self._snapshot(snapshot.owner)
-        facts = reporting.facts(planned, after, statuses, refusal, serving, missing_references)
-        reported = await self._reporter.summarise(resource, facts, applier)
+        inputs = reporting.inputs(planned, after, statuses, refusal, serving, missing_references)
+        reported = await self._reporter.summarise(resource, inputs, applier)
         if failed is not None:
             raise failed
         if conditions.is_true(reported, "Ready"):
             await revision_history.record(self._client, after, resource, planned.plan, planned.goal.history)
         now = self._clock()
-        times = [retry_at(each, now) for each in facts.observed if each.refused is not None]
-        times += filter(None, [assessment.deadline(facts, now)])
+        times = [retry_at(each, now) for each in inputs.observed if each.refused is not None]
+        times += filter(None, [assessment.deadline(inputs, now)])
         waits = [again, missing_references.again_s, *(max(each - now, SOON_S) for each in times)]
         return min((each for each in waits if each is not None), default=None)
 

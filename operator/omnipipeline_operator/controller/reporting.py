@@ -13,7 +13,7 @@ import msgspec
 
 from omnipipeline_operator import errors
 from omnipipeline_operator.changes import conditions, rollout, status
-from omnipipeline_operator.changes.facts import Facts, Refusal, is_available
+from omnipipeline_operator.changes.status_inputs import Refusal, StatusInputs, is_available
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus
 from omnipipeline_operator.controller import coordinators as coordinators_of
@@ -26,22 +26,22 @@ from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import Manifest
 
 
-def facts(
+def inputs(
     planned: Planned,
     snapshot: Snapshot,
     coordinators: Sequence[CoordinatorStatus],
     refusal: Refusal | None,
     serving: Mapping[str, str],
     missing: MissingReferences,
-) -> Facts:
-    """The facts that the status is made of. ``snapshot``: taken after the writes."""
+) -> StatusInputs:
+    """The inputs that the status is made of. ``snapshot``: taken after the writes."""
     observed = [
         msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
         if each.refused is not None
         else each
         for each in snapshot.workloads
     ]
-    return Facts(
+    return StatusInputs(
         plan=planned.plan,
         goal=planned.goal,
         decision=rollout.decide(planned.goal, observed, serving),
@@ -66,10 +66,10 @@ class StatusReporter:
         self._event_recorder = event_recorder
         self._clock = clock
 
-    async def summarise(self, resource: Manifest, facts: Facts, applier: Applier) -> Manifest:
+    async def summarise(self, resource: Manifest, inputs: StatusInputs, applier: Applier) -> Manifest:
         """Write the status of a spec that is carried out; returns it."""
         before, generation = conditions.reported(resource.get("status", {})), resource["metadata"]["generation"]
-        now, reported = status.summarise(facts, before, generation=generation, now=self._clock())
+        now, reported = status.summarise(inputs, before, generation=generation, now=self._clock())
         await self._write(resource, now, reported, applier)
         return now
 

@@ -34,7 +34,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     pending: str | None = None  #: What has no address yet.
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the status is made of."""
 
     plan: PipelinePlan
@@ -46,7 +46,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     registered: Mapping[tuple[str, str], int] | None = (
         None  #: (unit, revision) -> instances; None: no coordinator answered.
     )
-    refusal: Refusal | None = None  #: Such as a name that is taken; the other facts still hold.
+    refusal: Refusal | None = None  #: Such as a name that is taken; the other inputs still hold.
     progress_deadline_s: float = 3600.0
     fetching: Diagnostic | None = None  #: Why units are waiting for the model; None: they are not.
     image: str = ""  #: Of the desired revision.
@@ -66,33 +66,33 @@ def is_available(entries: Sequence[PipelineRevision], observed: Sequence[Workloa
     return coordinator_is_ready(observed) and any(is_complete(each, observed) for each in entries)
 
 
-def desired_workloads(facts: Facts) -> Iterator[tuple[Workload, float]]:
+def desired_workloads(inputs: StatusInputs) -> Iterator[tuple[Workload, float]]:
     """The workloads of desired revisions, each with its startup deadline."""
-    deadlines = {unit.name: unit.startup_deadline_s for unit in facts.plan.units}
-    for each in facts.observed:
-        desired = facts.goal.coordinator if each.unit == COORDINATOR else facts.goal.units.get(each.unit)
+    deadlines = {unit.name: unit.startup_deadline_s for unit in inputs.plan.units}
+    for each in inputs.observed:
+        desired = inputs.goal.coordinator if each.unit == COORDINATOR else inputs.goal.units.get(each.unit)
         if desired is not None and desired.revision == each.revision:
             yield each, deadlines.get(each.unit, START_DEADLINE_S)
 
 
-def is_short(facts: Facts) -> bool:
-    units = [(name, one) for name, one in facts.goal.units.items()] + [(COORDINATOR, facts.goal.coordinator)]
-    return any(workload_ready(facts, name, one.revision) < one.replicas for name, one in units)
+def is_short(inputs: StatusInputs) -> bool:
+    units = [(name, one) for name, one in inputs.goal.units.items()] + [(COORDINATOR, inputs.goal.coordinator)]
+    return any(workload_ready(inputs, name, one.revision) < one.replicas for name, one in units)
 
 
-def workload_ready(facts: Facts, unit: str, revision: str) -> int:
-    return sum(each.ready for each in facts.observed if (each.unit, each.revision) == (unit, revision))
+def workload_ready(inputs: StatusInputs, unit: str, revision: str) -> int:
+    return sum(each.ready for each in inputs.observed if (each.unit, each.revision) == (unit, revision))
 
 
-def old_revision_serves(facts: Facts) -> bool:
+def old_revision_serves(inputs: StatusInputs) -> bool:
     """Whether pods of another revision still take new requests; draining ones do not."""
-    desired = {name: one.revision for name, one in facts.goal.units.items()} | {
-        COORDINATOR: facts.goal.coordinator.revision
+    desired = {name: one.revision for name, one in inputs.goal.units.items()} | {
+        COORDINATOR: inputs.goal.coordinator.revision
     }
-    return any(desired.get(each.unit) != each.revision and (each.replicas or each.ready) for each in facts.observed)
+    return any(desired.get(each.unit) != each.revision and (each.replicas or each.ready) for each in inputs.observed)
 
 
-def coordinator_is_ready(observed: Sequence[Workload], facts: Facts | None = None) -> bool:
-    """Whether a coordinator is ready; with ``facts``: one of the desired revision."""
-    revision = facts.goal.coordinator.revision if facts else None
+def coordinator_is_ready(observed: Sequence[Workload], inputs: StatusInputs | None = None) -> bool:
+    """Whether a coordinator is ready; with ``inputs``: one of the desired revision."""
+    revision = inputs.goal.coordinator.revision if inputs else None
     return any(each.ready and revision in (None, each.revision) for each in observed if each.unit == COORDINATOR)
