@@ -1,13 +1,15 @@
 """How fast `omni.Autoregressive` generates, beside transformers' ``generate`` and its continuous batching.
 
-    python -m benchmarks.engine [--workloads S,M] [--requests 16] [--dtype float32] [--rounds 2] [--profile]
-        [--with openvino=/path/to/venv]
+    python -m benchmarks.engine [--workloads S,M] [--requests 1,16] [--dtype float32] [--rounds 2] [--profile]
+        [--with openvino=/path/to/venv] [--with vllm=/path/to/venv]
 
 All arms take turns in every round, warm, with the same model, prompts and lengths; ends of answers are
 ignored. S: prompts of 30 to 50 tokens, 32 new ones. M: prompts of 16 to 512, 32 to 128 new ones. ``shared``: 400 tokens
-at the beginning of all prompts, with and without the prefix cache. ``generate`` answers ``--one-by-one`` requests of
-the workload only. ``--with`` adds another engine as an arm; its process, in an environment of its own, is idle while
-the others have their turns.
+at the beginning of all prompts, with and without the prefix cache. ``late``: while 8 requests are answered, a prompt of
+512 tokens comes; for the arms ``engine…`` in this process alone, such as ``engine-chunk-64``. ``engine-dp2`` has two
+engines in processes of their own, a processor each; ``engine-onednn`` has linear layers in that form. Each workload is
+run with each number of ``--requests``, all at once; ``generate`` answers ``--one-by-one`` of them. ``--with`` adds
+another engine as an arm; its process, in an environment of its own, is idle while the others have their turns.
 
 Processor time per token stands beside tokens per second, for machines are shared: compare it, and rows of one run.
 ``--profile`` says where a step's time goes. The model is the voice example's (extra ``demo``), or ``--model``, a folder
@@ -20,6 +22,7 @@ import argparse
 import contextlib
 import cProfile
 import gc
+import itertools
 import json
 import pstats
 import random
@@ -35,6 +38,7 @@ import torch
 
 import stage_runtime as omni
 from benchmarks.enginelab.others import Ask, Run, others
+from benchmarks.enginelab.parallel import Engines
 from stage_runtime.engines.autoregressive import loading, models
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreRequest
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
@@ -59,7 +63,9 @@ def workload(name: str, count: int, vocabulary: int) -> list[Ask]:
     if name == "shared":
         beginning = tokens(SHARED)
         return [Ask(beginning + tokens(draw.randint(8, 24)), 16) for _ in range(count)]
-    raise SystemExit(f"no workload {name!r}: S, M, shared")
+    if name == "late":
+        return [*(Ask(tokens(40), 64) for _ in range(8)), Ask(tokens(512), 16, after=16)]
+    raise SystemExit(f"no workload {name!r}: S, M, shared, late")
 
 
 def engine(core: EngineCore) -> Arm:
@@ -68,25 +74,29 @@ def engine(core: EngineCore) -> Arm:
     def run(asks: Sequence[Ask]) -> Run:
         core.scheduler.pool.forget_all()  # only what one turn shares counts
         began, cpu = time.perf_counter(), time.process_time()
-        for index, ask in enumerate(asks):
-            params = SamplingParams(temperature=0.0, max_tokens=ask.new, ignore_eos=True)
-            core.add_request(EngineCoreRequest(request_id=str(index), prompt_token_ids=ask.prompt, params=params))
-        first, gaps, last = {}, [], dict[str, float]()
+        asked, first, gaps, last = dict[str, float](), dict[str, float](), [], dict[str, float]()
         answers: list[list[int]] = [[] for _ in asks]
-        while core.has_work():
+        coming = list(enumerate(asks))
+        while core.has_work() or coming:
+            for index, ask in [one for one in coming if one[1].after <= len(answers[0])]:
+                coming.remove((index, ask))
+                asked[str(index)] = time.perf_counter() if ask.after else began
+                params = SamplingParams(temperature=0.0, max_tokens=ask.new, ignore_eos=True)
+                core.add_request(EngineCoreRequest(request_id=str(index), prompt_token_ids=ask.prompt, params=params))
             for one in core.step_fn()[0]:
                 now = time.perf_counter()
                 answers[int(one.request_id)] += one.new_token_ids
                 if one.request_id in last:
                     gaps.append(now - last[one.request_id])
                 else:
-                    first[one.request_id] = now - began
+                    first[one.request_id] = now - asked[one.request_id]
                 last[one.request_id] = now
         return Run(
             tokens=sum(map(len, answers)),
             wall_s=time.perf_counter() - began,
             cpu_s=time.process_time() - cpu,
             first_s=list(first.values()),
+            late_s=[first[str(index)] for index, ask in enumerate(asks) if ask.after],
             gaps_s=gaps,
             answers=answers,
         )
@@ -146,6 +156,20 @@ def continuous(model: Any) -> Arm:
     return run
 
 
+def changed(arm: str) -> dict[str, Any]:
+    """The settings that an arm of ours has changed."""
+    if arm.startswith("engine-chunk-"):
+        return {"max_chunk": int(arm.removeprefix("engine-chunk-"))}
+    settings: dict[str, dict[str, Any]] = {
+        "engine": {},
+        "engine-plain": {"linears": "plain"},
+        "engine-onednn": {"linears": "onednn"},
+        "engine-torch": {"kernels": "torch"},
+        "engine-no-cache": {"prefix_caching": False},
+    }
+    return settings[arm]
+
+
 def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], int]:
     """The arms by name, and the size of the vocabulary."""
     dtype = getattr(torch, options.dtype)
@@ -153,18 +177,15 @@ def arms(options: argparse.Namespace, checkpoint: str) -> tuple[dict[str, Arm], 
     found: dict[str, Arm] = {}
     vocabulary = 0
     settings = {"dtype": options.dtype, "threads": options.threads, "kv_cache_bytes": options.kv_mib << 20}
-    for name, changed in (
-        ("engine", {}),
-        ("engine-plain", {"linears": "plain"}),
-        ("engine-torch", {"kernels": "torch"}),
-        ("engine-no-cache", {"prefix_caching": False}),
-    ):
-        if name in wanted:
-            spec = omni.Autoregressive(model=checkpoint, max_requests=options.requests, **{**settings, **changed})
-            loaded = loading.load(spec)
-            print(f"{name}: linear layers {loaded.linears}, {loaded.num_blocks} blocks", file=sys.stderr)
-            found[name] = engine(loaded.core)
-            vocabulary = len(loaded.tokenizer)
+    settings |= {"model": checkpoint, "max_requests": max(options.requests)}
+    for name in [one for one in wanted if one.startswith("engine") and one != "engine-dp2"]:
+        spec = omni.Autoregressive(**{**settings, **changed(name)})
+        loaded = loading.load(spec)
+        print(f"{name}: linear layers {loaded.linears}, {loaded.num_blocks} blocks", file=sys.stderr)
+        found[name] = engine(loaded.core)
+        vocabulary = len(loaded.tokenizer)
+    if "engine-dp2" in wanted:
+        found["engine-dp2"] = Engines(omni.Autoregressive(**{**settings, "threads": None, "data_parallel_size": 2}))
     loader = models.transformers().AutoModelForCausalLM
     for name in ("generate", "continuous"):
         if name in wanted:
@@ -192,9 +213,10 @@ def where_time_goes(arm: Arm, asks: Sequence[Ask]) -> dict[str, float]:
     total = float(stats.total_tt)
     own, whole = 2, 3
     return {
-        "linear": seconds(["~"], ["_linear_pointwise", "_mkl_linear", "nn.linear"], own) / total,
+        "linear": seconds(["~"], ["_linear_pointwise", "_mkl_linear", "nn.linear"], own) / total
+        + seconds(["autoregressive/linears.py"], ["__call__"], whole) / total,
         "attention": seconds(["/attention.py", "/attention_pages.py"], ["forward", "plan"], whole) / total,
-        "loops": seconds(["autoregressive/native.py"], ["__call__"], own) / total,  # attention's among them
+        "loops": seconds(["autoregressive/native.py"], ["__call__"], own) / total,  # of both above, too
         "sampling": seconds(["autoregressive/sampler.py"], ["sample"], whole) / total,
         "scheduler": seconds(["scheduling.py"], ["schedule", "update_from_output"], whole) / total,
     }
@@ -208,11 +230,19 @@ def row(runs: Sequence[Run]) -> dict[str, float]:
         "tokens_per_s": max(run.tokens / run.wall_s for run in runs),
         "cpu_ms_per_token": min(run.cpu_s / run.tokens for run in runs) * 1000,
     }
+    late = [one for run in runs for one in run.late_s]
+    if late:
+        found["late_first_token_ms"] = statistics.median(late) * 1000
     if first and gaps:
         found["first_token_ms"] = statistics.median(first) * 1000
         found["gap_ms"] = statistics.median(gaps) * 1000
         found["worst_gap_ms"] = gaps[-1] * 1000
     return found
+
+
+def in_this_process(arm: str) -> bool:
+    """Whether it is an engine of ours in this process."""
+    return arm.startswith("engine") and arm != "engine-dp2"
 
 
 def equal(one: Run, other: Run) -> int:
@@ -223,10 +253,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder in transformers' form")
     parser.add_argument(
-        "--arms", default="engine,generate,continuous", help="also engine-plain, engine-torch, engine-no-cache"
+        "--arms",
+        default="engine,generate,continuous",
+        help="also engine-plain, engine-onednn, engine-torch, engine-no-cache, engine-chunk-N, engine-dp2",
     )
     parser.add_argument("--workloads", default="S,M")
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument(
+        "--requests", type=lambda text: [int(one) for one in text.split(",")], default=[16], metavar="N[,N…]"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--one-by-one", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
@@ -234,7 +268,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument(
-        "--with", dest="others", metavar="ENGINE=VENV", action="append", default=[], help="openvino: openvino-genai"
+        "--with",
+        dest="others",
+        metavar="ENGINE=VENV",
+        action="append",
+        default=[],
+        help="openvino: openvino-genai; vllm; vllm-eager: not compiled, which loads sooner",
     )
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -246,35 +285,42 @@ def main() -> None:
         for name, other in others(options, checkpoint, folder).items():
             stack.callback(other.close)
             found[name] = other
+        if isinstance(engines := found.get("engine-dp2"), Engines):
+            stack.callback(engines.close)
         compare(options, found, vocabulary)
 
 
 def compare(options: argparse.Namespace, found: dict[str, Arm], vocabulary: int) -> None:
     report: dict[str, Any] = {"settings": {**vars(options), "torch": torch.__version__}, "workloads": {}}
-    for name in options.workloads.split(","):
-        asks = workload(name, options.requests, vocabulary)
-        runs: dict[str, list[Run]] = {arm: [] for arm in found}
-        for turn in range(options.rounds + 1):
-            for arm, run in found.items():
-                gc.collect()
-                made = run(asks)
-                if turn:  # the first one warms up
-                    runs[arm].append(made)
-        rows = {arm: row(turns) for arm, turns in runs.items()}
+    for name, count in itertools.product(options.workloads.split(","), options.requests):
+        asks = workload(name, count, vocabulary)
+        label = f"{name} {count}"
+        rows = turns(options, {arm: run for arm, run in found.items() if name != "late" or in_this_process(arm)}, asks)
+        report["workloads"][label] = rows
         for arm, values in rows.items():
-            for other in ("generate", "continuous"):
-                if other in runs and arm != other:
-                    values[f"equal_to_{other}"] = equal(runs[arm][0], runs[other][0])
-        if options.profile:
-            for arm in rows:
-                if arm.startswith("engine"):
-                    rows[arm] |= {f"share_{key}": value for key, value in where_time_goes(found[arm], asks).items()}
-        report["workloads"][name] = rows
-        for arm, values in rows.items():
-            print(f"{name:7} {arm:16}", "  ".join(f"{key} {value:.3g}" for key, value in values.items()), flush=True)
+            print(f"{label:9} {arm:16}", "  ".join(f"{key} {value:.3g}" for key, value in values.items()), flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(report, file, indent=1)
+
+
+def turns(options: argparse.Namespace, found: dict[str, Arm], asks: Sequence[Ask]) -> dict[str, dict[str, float]]:
+    """All arms at one workload."""
+    runs: dict[str, list[Run]] = {arm: [] for arm in found}
+    for turn in range(options.rounds + 1):
+        for arm, run in found.items():
+            gc.collect()
+            made = run(asks)
+            if turn:  # the first one warms up
+                runs[arm].append(made)
+    rows = {arm: row(made) for arm, made in runs.items()}
+    for arm, values in rows.items():
+        for other in ("generate", "continuous"):
+            if other in runs and arm != other:
+                values[f"equal_to_{other}"] = equal(runs[arm][0], runs[other][0])
+        if options.profile and in_this_process(arm):
+            values |= {f"share_{key}": value for key, value in where_time_goes(found[arm], asks).items()}
+    return rows
 
 
 def _voice_model() -> str:

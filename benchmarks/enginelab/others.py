@@ -16,10 +16,11 @@ from stage_runtime.engines.autoregressive.external import gguf_file
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request: its prompt, and how many tokens are generated."""
+    """One request: its prompt, and how many tokens are generated. after: it comes when the first has so many."""
 
     prompt: list[int]
     new: int
+    after: int = 0
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     cpu_s: float
     first_s: list[float] = []
+    late_s: list[float] = []  #: As ``first_s``, of the requests that came while others were answered.
     gaps_s: list[float] = []
     answers: list[list[int]] = []
 
@@ -65,17 +67,19 @@ def others(options: argparse.Namespace, checkpoint: str, folder: Path) -> dict[s
     """The engines of ``--with``, each loaded."""
     settings = {
         "gguf": str(folder / "model.gguf"),
+        "model": checkpoint,
         "dtype": options.dtype,
         "threads": options.threads,
-        "requests": options.requests,
+        "requests": max(options.requests),
         "kv_mib": options.kv_mib,
         "prefix_caching": False,  # or a turn would find the prompts of the turn before
     }
     found = {}
     for one in options.others:
         name, _, environment = one.partition("=")
-        if name != "openvino":
-            raise SystemExit(f"--with {one}: no such engine; openvino")
-        gguf_file.write(checkpoint, Path(settings["gguf"]))
+        if name not in ("openvino", "vllm", "vllm-eager"):
+            raise SystemExit(f"--with {one}: no such engine; openvino, vllm, vllm-eager")
+        if name == "openvino":
+            gguf_file.write(checkpoint, Path(settings["gguf"]))
         found[name] = Other(name, environment, settings)
     return found

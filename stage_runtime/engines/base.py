@@ -16,12 +16,11 @@ from stage_runtime.engines.gates import Gate as Gate
 from stage_runtime.engines.gates import Parking
 from stage_runtime.errors import RequestError
 from stage_runtime.profiler import events as profile
-from stage_runtime.profiler.recorder import active_stage, recorder
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.profiler.templates import Template
 
 # Tuples, made once: ``A | B`` in a call makes a union each time.
 _UNBOUND: Final = (events.Abort, events.Admin, events.Stalled)  # not dropped with a request
-_leaves: Final[dict[str, Template]] = {}  #: The queue's event of each stage of this process, for profiles.
 _OPEN: Final = (events.StreamDone, events.StreamFailed, events.NoPayload)  # nothing is encoded
 
 
@@ -113,9 +112,12 @@ class Engine(Protocol):
 class Inbox:
     """What waits for a stage's engine, in order of arrival. `tensor_parallel` has a leader's and a follower's."""
 
-    def __init__(self, fail: Callable[[Work, BaseException], None]) -> None:
+    def __init__(self, fail: Callable[[Work, BaseException], None], leaves: Template | None = None) -> None:
+        """leaves: the event of a payload that the engine takes, with the queue's depth. None: none is recorded."""
         self._backlog: Backlog[Any] = Backlog()
         self._fail = fail
+        self._leaves = leaves
+        self.depth: Final = self._backlog.__len__  #: How many wait, with one call less than `len`.
         self._wake: Callable[[], None] | None = None
         self._forget: Callable[[Work], None] | None = None
         self.parking = Parking()  #: The engine's workers, as far as they wait for others.
@@ -216,21 +218,20 @@ class Inbox:
             self._fail(item.work, error)
             return None
         if recorder.active:
-            _record(opened, len(self))
+            self._record_leaving(opened)
         return opened
 
-
-def _record(event: events.Incoming, depth: int) -> None:
-    """It leaves the queue, for the profiler. In the thread of the stage that takes it."""
-    match event:
-        case events.Start(work=work):
-            stage = active_stage() or ""
-            leaves = _leaves.get(stage) or _leaves.setdefault(
-                stage, Template(stage, (profile.STAGE_QUEUE_LEAVE, {"kind": "payload"}), number="depth")
-            )
-            recorder.note(leaves, work.request_id, work.attempt, depth)
-        case events.ChunkIn(work=work, chunk=chunk):
-            facts = {"from_stage": chunk.source, "chunk_id": chunk.index, "depth": depth, "attempt": work.attempt}
+    def _record_leaving(self, event: events.Incoming) -> None:
+        """It leaves the queue. In the thread of the stage that takes it."""
+        if isinstance(event, events.Start):
+            if self._leaves is not None:
+                recorder.note(self._leaves, event.work.request_id, event.work.attempt, self.depth())
+        elif isinstance(event, events.ChunkIn):
+            work, chunk = event.work, event.chunk
+            facts = {
+                "from_stage": chunk.source,
+                "chunk_id": chunk.index,
+                "depth": self.depth(),
+                "attempt": work.attempt,
+            }
             recorder.emit(profile.STAGE_QUEUE_LEAVE, work.request_id, None, {"kind": "chunk", **facts})
-        case _:
-            return

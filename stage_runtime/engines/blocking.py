@@ -15,19 +15,42 @@ import time
 import traceback as tracebacks
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from stage_runtime.errors import is_ours
 
 log = logging.getLogger(__name__)
 
-TURN_S: Final = 0.25  # between two steps of the loop, and between two checks of them: 10 microseconds each
+TURN_S: Final = 0.25  # between two steps of the loop, and between two checks of them: 30 microseconds each
 HELD_S: Final = 1.0  # a call that lasts longer is named
 COMPUTES: Final = 0.1  # of a processor: far more than a frozen thread has, and what is left to one of many
 _MOST: Final = 32  # functions that are named; who has more has read the first ones
 _STDLIB: Final = sysconfig.get_paths()["stdlib"]
 _INSTALLED: Final = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
+
+
+class ClockReading(NamedTuple):
+    """The clocks at one look, in seconds."""
+
+    now: float  # monotonic
+    computed: float  # processor time of the loop's thread so far
+    runnable: bool = False  # whether that thread has, or waits for, a processor; where that can't be read, no
+
+
+def is_blocked(before: ClockReading, last: ClockReading, turned: float, *, held_s: float, turn_s: float) -> bool:
+    """Whether code on the loop's thread blocks the loop, by the last two looks and the time of its last turn.
+
+    Who could not look in time was held up as well: by the loop's thread, if it is that which computed (and kept the
+    GIL); otherwise the process was frozen, or another thread of it computed. A thread that does not compute although
+    it could run waits for a processor: a busy machine holds it up, and no call.
+    """
+    waited = last.now - before.now
+    late = waited > 2 * turn_s
+    if (late or last.runnable) and last.computed - before.computed <= waited * COMPUTES:
+        return False
+    return last.now - turned > held_s + turn_s
 
 
 class LoopWatch:
@@ -40,6 +63,7 @@ class LoopWatch:
         self._held_s, self._turn_s = held_s, turn_s
         self._thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread)
+        self._state = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
         self._turned = time.monotonic()
         self._named: set[tuple[str, str]] = set()
         self._over = threading.Event()
@@ -60,16 +84,21 @@ class LoopWatch:
             thread.join()
 
     def _look(self) -> None:
-        looked, computed = time.monotonic(), time.clock_gettime(self._clock)
+        last = self._reading()
         while not self._over.wait(self._turn_s):
-            now, cpu = time.monotonic(), time.clock_gettime(self._clock)
-            # Who could not look in time was held up as well: by this loop's thread, if it is that which computed
-            # (and kept the GIL); otherwise the process was frozen, or another thread of it computed.
-            late = now - looked > 2 * self._turn_s
-            ours_to_blame = not late or cpu - computed > (now - looked) * COMPUTES
-            looked, computed = now, cpu
-            if self._busy() and ours_to_blame and now - self._turned > self._held_s + self._turn_s:
+            last, before = self._reading(), last
+            if self._busy() and is_blocked(before, last, self._turned, held_s=self._held_s, turn_s=self._turn_s):
                 self._name()
+
+    def _reading(self) -> ClockReading:
+        return ClockReading(time.monotonic(), time.clock_gettime(self._clock), self._runnable())
+
+    def _runnable(self) -> bool:
+        try:
+            said = self._state.read_bytes()  # of Linux: "tid (name) state …"
+        except OSError:
+            return False
+        return said.rpartition(b") ")[2].startswith(b"R")
 
     def _name(self) -> None:
         frame = sys._current_frames().get(self._thread)

@@ -42,7 +42,7 @@ class CustomEngine:
         named = NamedInbox(inbox, outbox)
         self._engine.run(named, NamedOutbox(named, outbox), stop)
         if not stop.is_set() and not inbox.closed:
-            raise EngineCrashed("run() returned before it was told to stop")
+            raise EngineCrashed("run() returned before it was asked to stop")
 
 
 class RequestIds:

@@ -1,4 +1,4 @@
-"""What goes into a stage's engine and what comes out: the words of the low-level interface.
+"""What goes into a stage's engine and what comes out: the types of the low-level interface.
 
 Engines with a loop of their own (``run(inbox, outbox, stop)``) speak these directly; `simple`, `batched` and
 `streaming` speak them for functions.
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from stage_runtime.wire.messages import Failure
+from stage_runtime.wire.parts import Failure
 from stage_runtime.wire.values import Chunk, OmniRequest, StagePayload
 
 

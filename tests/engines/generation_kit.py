@@ -13,7 +13,7 @@ import torch
 import transformers as untyped
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stage_runtime.engines.autoregressive import fusing
+from stage_runtime.engines.autoregressive import fusing, linears
 from stage_runtime.engines.autoregressive.attention import GatherAttention
 from stage_runtime.engines.autoregressive.attention_pages import PageAttention
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
@@ -24,7 +24,7 @@ from stage_runtime.engines.autoregressive.models import PagedModel
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.requests import Finish
+from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
 
 transformers: Any = untyped
@@ -125,15 +125,18 @@ def core(
     *,
     backend: str = "gather",
     fused: bool = False,
+    linear: linears.Backend | None = None,
     blocks: int = 64,
     overlapping: bool = False,
     **limits: Any,
 ) -> EngineCore:
     chosen = {"block_size": 4, "max_requests": 8, "max_batched_tokens": 32, "max_chunk": 16, "max_model_len": 120}
     scheduler = Scheduler(SchedulerLimits(**{**chosen, **limits}), BlockPool(blocks))
-    model = PagedModel(copy.deepcopy(tiny_model(kind)) if fused else tiny_model(kind))
+    model = PagedModel(copy.deepcopy(tiny_model(kind)) if fused or linear else tiny_model(kind))
     if fused:
         fusing.fuse(model.model)
+    if linear is not None:
+        linears.pack(model.model, linear)
     runner = ModelRunner(model, attention(backend), num_blocks=blocks, block_size=scheduler.limits.block_size)
     executor = ThreadExecutor(runner) if overlapping else InlineExecutor(runner)
     return EngineCore(
@@ -158,7 +161,7 @@ class Answers:
         self.engine = engine
         self.tokens: dict[str, list[int]] = {}
         self.hidden_rows: dict[str, list[Any]] = {}
-        self.finish: dict[str, tuple[Finish, Any]] = {}
+        self.finish: dict[str, tuple[FinishReason, Any]] = {}
 
     def ask(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **others: Any) -> None:
         self.tokens[name], self.hidden_rows[name] = [], []

@@ -221,7 +221,11 @@ def test_an_engine_that_ends_waits_for_readers_that_lag() -> None:
         rig.outbox.next()
         rig.inbox.close()
         threading.Timer(0, held.set_result, [None]).start()
-        assert rig.outbox.several(2) == [("a", "chunk", [8, 9]), ("a", "done", {"finish": "length", "tokens": 2})]
+        said = [rig.outbox.next()]
+        while said[-1][1] == "chunk":
+            said.append(rig.outbox.next())
+    assert [token for one in said[:-1] for token in one[2]] == [8, 9]
+    assert said[-1] == ("a", "done", {"finish": "length", "tokens": 2})
 
 
 class GatedTokenizer:

@@ -10,7 +10,7 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines.loading import as_engine
-from tests.engines.engine_kit import Rig, running
+from tests.engines.engine_kit import PATIENCE_S, Rig, running
 
 Payload = omni.StagePayload
 
@@ -24,7 +24,7 @@ class Doubling:
 
     def __call__(self, payloads: list[Payload]) -> list[Any]:
         self.batches.append([payload.data for payload in payloads])
-        assert self.go.wait(10)
+        assert self.go.wait(PATIENCE_S)
         return [payload.data * 2 for payload in payloads]
 
 
@@ -122,7 +122,7 @@ def test_what_waits_when_the_inbox_closes_is_still_computed() -> None:
         rig.start(f"r{index}", index)
     rig.inbox.close()
     rig.thread.start()
-    rig.thread.join(10)
+    rig.thread.join(PATIENCE_S)
     assert not rig.thread.is_alive()
     assert sorted(rig.outbox.several(5)) == [(f"r{index}", "done", index) for index in range(5)]
 

@@ -12,7 +12,7 @@ import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.errors import HookError
-from tests.engines.engine_kit import Rig, gate, running
+from tests.engines.engine_kit import PATIENCE_S, Rig, gate, running
 
 
 class Loop:
@@ -233,11 +233,11 @@ def test_a_loop_may_poll() -> None:
             assert inbox.get_nowait() is None
             assert inbox.get(timeout=0.001) is None
             found_nothing.set()
-            outbox.put(events.Done(inbox.get(timeout=10).request_id, "polled"))
-            assert stop.wait(10)
+            outbox.put(events.Done(inbox.get(timeout=PATIENCE_S).request_id, "polled"))
+            assert stop.wait(PATIENCE_S)
 
     with running(as_engine(Poller())) as rig:
-        assert found_nothing.wait(10)
+        assert found_nothing.wait(PATIENCE_S)
         rig.start("r1")
         assert rig.outbox.next() == ("r1", "done", "polled")
 
@@ -248,8 +248,8 @@ def test_a_loop_that_returns_before_it_is_told_has_crashed() -> None:
 
     rig = Rig(as_engine(Ends()))
     rig.thread.start()
-    rig.thread.join(10)
-    assert "before it was told to stop" in str(rig.crash)
+    rig.thread.join(PATIENCE_S)
+    assert "before it was asked to stop" in str(rig.crash)
 
 
 def test_a_loop_that_raises_ends_with_its_error() -> None:
@@ -259,7 +259,7 @@ def test_a_loop_that_raises_ends_with_its_error() -> None:
     rig = Rig(as_engine(Loop(step)))
     rig.thread.start()
     rig.start("r1")
-    rig.thread.join(10)
+    rig.thread.join(PATIENCE_S)
     assert isinstance(rig.crash, ValueError)
 
 

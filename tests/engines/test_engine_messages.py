@@ -29,7 +29,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shelf:
-    """`serial.Relay`: keeps what is large enough, in a list."""
+    """`serial.TensorRelay`: keeps what is large enough, in a list."""
 
     def __init__(self, least: int) -> None:
         self.least = least

@@ -66,17 +66,17 @@ async def executed(client: AsyncMPClient, rank: int) -> tuple[int, int]:
 
 
 async def test_requests_are_spread_over_engines_and_ranks_and_pins_are_kept() -> None:
-    client = await DPLBAsyncMPClient.launch_all(LAUNCH, 2)
+    client = await DPLBAsyncMPClient.launch_all(msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.05}), 2)
     async with client:
         reader = Reader(client)
         for index in range(12):
-            await client.add_request_async(ask(f"r{index}", index, 40))
+            await client.add_request_async(ask(f"r{index}", index, 10))
         assert sorted(client.reqs_in_flight.values()) == [0] * 6 + [1] * 6
         await reader.until(*(f"r{index}" for index in range(12)))
-        assert reader.tokens == {f"r{index}": list(range(index + 1, index + 41)) for index in range(12)}
-        await client.add_request_async(ask("a", 1, 200), data_parallel_rank=1)
+        assert reader.tokens == {f"r{index}": list(range(index + 1, index + 11)) for index in range(12)}
+        await client.add_request_async(ask("a", 1, 450), data_parallel_rank=1)
         for name in "bcd":
-            await client.add_request_async(ask(name, 1, 200), pin="one document")
+            await client.add_request_async(ask(name, 1, 450), pin="one document")
         assert client.reqs_in_flight["a"] == 1 and len({client.reqs_in_flight[name] for name in "bcd"}) == 1
         with pytest.raises(ValueError, match="data_parallel_rank"):
             await client.add_request_async(ask("e"), data_parallel_rank=2)
@@ -150,7 +150,9 @@ async def test_clients_of_one_engine_each_wake_the_others_engines_for_a_wave() -
 
 
 async def test_engines_are_added_and_removed_while_they_serve_and_no_request_is_lost() -> None:
-    client = await DPLBAsyncMPClient.launch_all(LAUNCH, 1, elastic=True)
+    client = await DPLBAsyncMPClient.launch_all(
+        msgspec.structs.replace(LAUNCH, kwargs={"step_s": 0.02}), 1, elastic=True
+    )
     async with client:
         reader = Reader(client)
         for index in range(4):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,10 @@ from stage_runtime.engines.autoregressive.external import gguf_file
 from stage_runtime.engines.autoregressive.external.openvino import OpenVINOClient
 from stage_runtime.engines.autoregressive.process_stage import ProcessEngine
 from stage_runtime.errors import ConfigurationError, EngineDeadError
-from tests.engines.engine_kit import Rig, running
-from tests.engines.generation_kit import CONFIGS, tiny_model, tiny_tokenizer
+from tests.engines import external_kit
+from tests.engines.engine_kit import running
+from tests.engines.external_kit import ends
+from tests.engines.generation_kit import CONFIGS, tiny_model
 
 
 class Status(Enum):
@@ -116,35 +118,11 @@ class Pipeline:
 
 
 PACKAGE = SimpleNamespace(GenerationStatus=Status, GenerationFinishReason=FinishReason, GenerationConfig=Config)
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 5}
-
-
-def prompt(payload: omni.StagePayload) -> omni.Prompt:
-    return omni.Prompt(tokens=payload.data["tokens"], params={**GREEDY, **payload.data.get("params", {})})
-
-
-def deliver(payload: omni.StagePayload, generation: omni.Generation) -> Iterator[omni.Chunk | omni.Result]:
-    if generation.begins:
-        yield omni.Chunk("begins")
-    if generation.finish is not None:
-        yield omni.Result([generation.finish, generation.completion_tokens])
 
 
 def engine(pipeline: Pipeline, **facts: Any) -> ProcessEngine:
-    client = OpenVINOClient(PACKAGE, pipeline, tensor=list, **{"vocab_size": 100_000, "longest": 50_000, **facts})
-    spec = omni.Autoregressive(model="", prompt=prompt, deliver=deliver, params={"max_tokens": 100_000})
-    return ProcessEngine(spec, client, tiny_tokenizer(), None)
-
-
-def ends(rig: Rig, count: int) -> dict[str, tuple[Any, ...]]:
-    """How ``count`` requests end."""
-    found: dict[str, tuple[Any, ...]] = {}
-    while len(found) < count:
-        name, kind, *rest = rig.outbox.next()
-        if kind != "chunk":
-            assert name not in found
-            found[name] = (kind, *rest)
-    return found
+    facts = {"vocab_size": 100_000, "longest": 50_000, **facts}
+    return external_kit.engine(OpenVINOClient(PACKAGE, pipeline, tensor=list, **facts))
 
 
 def test_requests_are_answered_and_end_by_length_or_by_a_stop_token() -> None:

@@ -16,7 +16,7 @@ from stage_runtime.engines.autoregressive.output_processor import (
     RequestOutputCollector,
 )
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
-from stage_runtime.rules.autoregressive.requests import Finish
+from stage_runtime.rules.autoregressive.requests import FinishReason
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -64,7 +64,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(text: str, s
         assert len(given_out) + len(str(reached)) == min(text.find(stop) + len(stop) for _at, stop in found)
 
 
-def outputs(name: str, *tokens: int, finish: Finish | None = None) -> list[EngineCoreOutput]:
+def outputs(name: str, *tokens: int, finish: FinishReason | None = None) -> list[EngineCoreOutput]:
     last = len(tokens) - 1
     return [
         EngineCoreOutput(request_id=name, new_token_ids=(token,), finish=finish if index == last else None)
@@ -85,11 +85,11 @@ def test_outputs_are_deltas_or_all_so_far_or_the_end_alone(kind: OutputKind, exp
     processor.add_request("a", SamplingParams(output_kind=kind), 5)
     found = [
         (made.text, made.generated, made.finish, made.prompt_tokens)
-        for one in outputs("a", *b"hi!", finish=Finish.LENGTH)
+        for one in outputs("a", *b"hi!", finish=FinishReason.LENGTH)
         for made in processor.process_outputs([one]).outputs
     ]
     assert found == [
-        (text, count, Finish.LENGTH if index == len(expected) - 1 else None, 5)
+        (text, count, FinishReason.LENGTH if index == len(expected) - 1 else None, 5)
         for index, (text, count) in enumerate(expected)
     ]
     assert len(processor) == 0
@@ -110,8 +110,8 @@ def test_a_stop_string_across_tokens_ends_the_text_and_the_core_is_told_once() -
 def test_a_token_that_ends_the_answer_is_no_text_and_a_held_beginning_of_a_stop_is() -> None:
     processor = OutputProcessor(decode)
     processor.add_request("a", SamplingParams(stop=("END",)), 1)
-    *_, last = [processor.process_outputs([one]) for one in outputs("a", *b"xEN", 0, finish=Finish.STOP)]
-    assert [(made.text, made.finish, made.generated) for made in last.outputs] == [("EN", Finish.STOP, 4)]
+    *_, last = [processor.process_outputs([one]) for one in outputs("a", *b"xEN", 0, finish=FinishReason.STOP)]
+    assert [(made.text, made.finish, made.generated) for made in last.outputs] == [("EN", FinishReason.STOP, 4)]
     assert last.reqs_to_abort == []
 
 

@@ -16,11 +16,11 @@ from stage_runtime.engines.autoregressive.executors import ThreadExecutor
 from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.requests import Finish, Hold
+from stage_runtime.rules.autoregressive.requests import FinishReason, Hold
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput
 from tests.engines.generation_kit import END, VOCABULARY, Answers, ScriptedExecutor, scripted_core
 
-PATIENCE_S = 10.0
+PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 
 
 class Queue:
@@ -71,8 +71,8 @@ class Running:
         )
         self.queue.items.put((RequestType.ADD, (request, None)))
 
-    def ends(self, count: int) -> dict[str, tuple[Finish, Any]]:
-        found: dict[str, tuple[Finish, Any]] = {}
+    def ends(self, count: int) -> dict[str, tuple[FinishReason, Any]]:
+        found: dict[str, tuple[FinishReason, Any]] = {}
         while len(found) < count:
             one = self.given.get(timeout=PATIENCE_S)
             if one.finish is not None:
@@ -94,7 +94,7 @@ def test_all_that_has_come_is_in_the_first_step() -> None:
     for name in "abc":
         running.ask(name)
     running.thread.start()
-    assert running.ends(3) == dict.fromkeys("abc", (Finish.LENGTH, None))
+    assert running.ends(3) == dict.fromkeys("abc", (FinishReason.LENGTH, None))
     running.loop.request_shutdown()
     running.join()
     assert steps[0] == ["a", "b", "c"]
@@ -111,7 +111,7 @@ def test_an_idle_loop_waits_in_its_queue_and_a_wakeup_ends_it() -> None:
 
 
 def test_a_drain_finishes_what_is_under_way_and_an_abort_does_not() -> None:
-    for drain, finish in ((True, {"a": (Finish.LENGTH, None)}), (False, {})):
+    for drain, finish in ((True, {"a": (FinishReason.LENGTH, None)}), (False, {})):
         executor = ScriptedExecutor()
         running = Running(executor)
 
@@ -134,7 +134,7 @@ def test_a_held_request_is_waited_for_without_steps() -> None:
     running.thread.start()
     assert running.idle.wait(PATIENCE_S)
     running.queue.items.put((RequestType.RELEASE, "a"))
-    assert running.ends(1) == {"a": (Finish.LENGTH, None)}
+    assert running.ends(1) == {"a": (FinishReason.LENGTH, None)}
     running.loop.request_shutdown()
     running.join()
     assert [count for count in steps if count] == [1, 1, 1]
@@ -148,7 +148,7 @@ def test_what_cannot_be_added_is_refused_alone() -> None:
     running.ask("a", max_tokens=50)
     running.ask("a")
     running.thread.start()
-    assert running.ends(1) == {"a": (Finish.LENGTH, None)}
+    assert running.ends(1) == {"a": (FinishReason.LENGTH, None)}
     refused = [running.refused.get(timeout=PATIENCE_S) for _ in range(4)]
     assert [name for name, _why in refused] == ["long", "unknown token", "empty", "a"]
     assert "120 tokens" in refused[0][1]
@@ -207,7 +207,7 @@ def test_a_failed_step_fails_its_rows_and_the_next_one_is_computed() -> None:
     answers.run()
     answers.ask("b", [1])
     answers.run()
-    assert answers.finish["a"][0] is Finish.ERROR
+    assert answers.finish["a"][0] is FinishReason.ERROR
     assert "no room" in answers.finish["a"][1]
     assert answers.tokens["b"] == list(range(2, 14))
 
@@ -219,7 +219,7 @@ def test_a_failed_row_ends_its_request_alone_and_gives_its_blocks_back() -> None
     answers.ask("good", [1])
     answers.ask("bad", [2])
     answers.run()
-    assert answers.finish == {"good": (Finish.LENGTH, None), "bad": (Finish.ERROR, "NaN")}
+    assert answers.finish == {"good": (FinishReason.LENGTH, None), "bad": (FinishReason.ERROR, "NaN")}
     assert answers.engine.scheduler.pool.free == answers.engine.scheduler.pool.capacity
 
 
@@ -239,4 +239,4 @@ def test_the_end_token_ends_an_answer_unless_it_is_ignored(ignored: bool) -> Non
     answers = Answers(scripted_core(ScriptedExecutor(lambda tokens: END)))
     answers.ask("a", [1], SamplingParams(max_tokens=3, ignore_eos=ignored))
     answers.run()
-    assert answers.finish["a"] == ((Finish.LENGTH, None) if ignored else (Finish.STOP, None))
+    assert answers.finish["a"] == ((FinishReason.LENGTH, None) if ignored else (FinishReason.STOP, None))

@@ -15,7 +15,7 @@ from stage_runtime.engines.autoregressive.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.model_runner import NAN, ModelRunner
 from stage_runtime.engines.autoregressive.models import PagedModel, UnsupportedModel
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.requests import Finish
+from stage_runtime.rules.autoregressive.requests import FinishReason
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits
 from tests.engines.generation_kit import VOCABULARY, Answers, alone, tiny_model
 
@@ -52,7 +52,7 @@ def test_a_prompt_that_gives_nan_ends_alone_and_its_blocks_are_not_cached() -> N
     answers.ask("bad", bad)
     answers.ask("neighbour", good[:9])
     answers.run()
-    assert answers.finish["bad"] == (Finish.ERROR, NAN)
+    assert answers.finish["bad"] == (FinishReason.ERROR, NAN)
     assert answers.tokens == {"good": alone("llama", good, 12), "bad": [], "neighbour": alone("llama", good[:9], 12)}
     pool = answers.engine.scheduler.pool
     assert pool.free == pool.capacity
@@ -98,14 +98,6 @@ def test_a_pass_that_raises_is_computed_row_by_row_and_the_rows_that_raise_end()
     for name, prompt in prompts.items():
         answers.ask(name, prompt)
     answers.run()
-    assert answers.finish["seven"][0] is Finish.ERROR
+    assert answers.finish["seven"][0] is FinishReason.ERROR
     assert "no room for seven" in str(answers.finish["seven"][1])
     assert answers.tokens == {"a": alone("llama", [1, 2, 3], 12), "seven": [], "b": alone("llama", prompts["b"], 12)}
-
-
-def test_bf16_is_computed_and_gives_as_many_tokens() -> None:
-    answers = Answers(engine(copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)))
-    answers.ask("a", [1, 2, 3, 4, 5])
-    answers.ask("b", [1, 2])
-    answers.run()
-    assert [len(tokens) for tokens in answers.tokens.values()] == [12, 12]

@@ -42,7 +42,7 @@ def test_pages_read_in_place_give_what_gathered_pages_give(dtype: torch.dtype, d
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=7))
     counts = [data.draw(st.sampled_from([1, 1, 1, min(3, length)])) for length in lengths]
     kv_heads, group, key_dim, value_dim = data.draw(
-        st.sampled_from([(1, 1, 8, 8), (2, 3, 8, 8), (3, 1, 6, 10), (2, 2, 16, 16)])
+        st.sampled_from([(1, 1, 8, 8), (2, 3, 8, 8), (3, 1, 6, 10), (2, 2, 16, 16), (2, 3, 64, 64), (1, 7, 48, 32)])
     )
     options: dict[str, Any] = {
         "scale": key_dim**-0.5,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import pytorch_utils
@@ -15,13 +15,14 @@ from transformers import pytorch_utils
 from stage_runtime.engines.autoregressive import linears
 from stage_runtime.engines.autoregressive.linears import Backend, PackedLinear
 from tests.engines.generation_kit import tiny_model
+from tests.thoroughness import examples
 
 Conv1D: Any = pytorch_utils.Conv1D
-FORMS: list[Backend] = ["plain", "onednn", "mkl"]
+FORMS: list[Backend] = ["plain", "onednn", "mkl", "numba"]
 
 
 def available(backend: Backend) -> bool:
-    return backend in linears.measure(torch.randn(8, 8), ["plain", backend])
+    return backend in linears.measure(torch.randn(32, 8), ["plain", backend])
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -29,12 +30,80 @@ def available(backend: Backend) -> bool:
 def test_a_packed_layer_multiplies_as_a_plain_one_whatever_the_number_of_rows(backend: Backend, bias: bool) -> None:
     if not available(backend):
         pytest.skip(f"this torch has no {backend}")
-    layer = nn.Linear(48, 20, bias=bias)
+    layer = nn.Linear(48, 64, bias=bias)
     packed = PackedLinear(layer.weight.detach(), layer.bias.detach() if bias else None, backend)
     with torch.inference_mode():
         for shape in ((1, 48), (16, 48), (1, 70, 48)):
             rows = torch.randn(shape)
             torch.testing.assert_close(packed(rows), layer(rows))
+
+
+def test_an_error_of_a_form_that_this_torch_has_is_not_taken_for_its_absence() -> None:
+    class Broken(torch.Tensor):
+        """An error of ours inside a form, as a wrong name would give."""
+
+        def new_zeros(self, *shape: Any, **kwargs: Any) -> torch.Tensor:
+            raise AttributeError("no such name")
+
+    with pytest.raises(AttributeError, match="no such name"):
+        linears.measure(torch.randn(32, 8).as_subclass(Broken), ["plain"])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("short", [True, False])
+@settings(max_examples=examples(25))
+@given(
+    rows=st.sampled_from([1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 64, 127, 129, 150]),
+    inputs=st.sampled_from([1, 2, 31, 48, 200]),
+    outputs=st.sampled_from([32, 64, 160]),
+    bias=st.booleans(),
+)
+def test_a_compiled_product_is_that_of_exact_weights(
+    threads: int, short: bool, rows: int, inputs: int, outputs: int, bias: bool
+) -> None:
+    """short: weights that bf16 holds are kept as such."""
+    pytest.importorskip("numba")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(rows * inputs + outputs)
+        weight = torch.randn(outputs, inputs)
+        weight = weight.bfloat16().float() if short else weight + 2.0**-20
+        added = torch.randn(outputs) if bias else None
+        multiply = linears.TiledLinear(weight, added)
+        assert multiply.weight_bytes == weight.numel() * (2 if short else 4)
+        x = torch.randn(inputs, rows).T  # rows are not one after the other
+        exact = x.double() @ weight.double().T + (0 if added is None else added.double())
+        torch.testing.assert_close(multiply(x).double(), exact, rtol=1e-5, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_nan_of_a_row_stays_in_that_row_of_a_compiled_product() -> None:
+    pytest.importorskip("numba")
+    multiply = linears.TiledLinear(torch.randn(32, 16), None)
+    x = torch.randn(20, 16)
+    x[18, 3] = float("nan")
+    out = multiply(x)
+    assert torch.isnan(out[18]).all()
+    assert torch.isfinite(out[:18]).all() and torch.isfinite(out[19]).all()
+
+
+def test_weights_that_are_not_finite_are_multiplied_as_they_are() -> None:
+    pytest.importorskip("numba")
+    weight = torch.zeros(32, 4)
+    weight[5, 1], weight[6, 1] = float("inf"), float("nan")
+    out = linears.TiledLinear(weight, None)(torch.ones(1, 4))[0]
+    assert out[5] == float("inf") and torch.isnan(out[6])
+    assert out[:5].tolist() == [0.0] * 5 and out[7:].tolist() == [0.0] * 25
+
+
+def test_a_layer_that_has_no_compiled_product_is_as_it_would_be_by_itself() -> None:
+    pytest.importorskip("numba")
+    holder: Any = nn.Module()
+    holder.odd, holder.even = nn.Linear(16, 33), nn.Linear(16, 64)
+    assert linears.pack(holder, "numba") == {"plain": 1, "numba": 1}
+    assert isinstance(holder.even, PackedLinear) and type(holder.odd) is nn.Linear
 
 
 def test_a_conv1d_of_gpt2_is_the_transposed_layer() -> None:

@@ -17,7 +17,7 @@ import torch
 import stage_runtime as omni
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.engines.simple import is_async
-from tests.engines.engine_kit import Rig, gate, running
+from tests.engines.engine_kit import PATIENCE_S, Rig, gate, running
 
 Payload = omni.StagePayload
 
@@ -237,7 +237,7 @@ def test_sync_functions_run_as_many_at_once_as_declared() -> None:
     together = threading.Barrier(3)
 
     def fn(payload: Payload) -> int:
-        return together.wait(10)  # passes only when three are in it
+        return together.wait(PATIENCE_S)  # passes only when three are in it
 
     with running(as_engine(omni.Simple(fn, concurrency=3))) as rig:
         for index in range(3):
@@ -252,13 +252,18 @@ def test_async_functions_run_at_most_as_many_at_once_as_declared() -> None:
         nonlocal now, most
         now += 1
         most = max(most, now)
-        await asyncio.sleep(0.005)
+        while most < 2:  # until the second one has come
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
         now -= 1
 
-    with running(as_engine(omni.Simple(fn, concurrency=2))) as rig:
-        for index in range(6):
-            rig.start(f"r{index}")
-        assert {one[1] for one in rig.outbox.several(6)} == {"done"}
+    rig = Rig(as_engine(omni.Simple(fn, concurrency=2)))
+    for index in range(6):
+        rig.start(f"r{index}")
+    rig.thread.start()
+    assert {one[1] for one in rig.outbox.several(6)} == {"done"}
+    rig.close()
     assert most == 2
 
 
@@ -279,7 +284,7 @@ def test_an_aborted_coroutine_is_cancelled_and_its_place_given_on() -> None:
         rig.start("r1", "endless")
         rig.start("r2")
         rig.start("r3")
-        assert begun.wait(10)
+        assert begun.wait(PATIENCE_S)
         rig.abort("r3")  # while it waits for its turn
         rig.abort("r1")
         assert rig.outbox.next() == ("r2", "done", "fine")
@@ -301,7 +306,7 @@ def test_an_aborted_generator_stops_at_its_next_chunk_and_is_closed() -> None:
         rig.start("r1")
         rig.outbox.next()
         rig.abort("r1")
-        assert closed.wait(10)
+        assert closed.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("fn", [upper, upper_async])
@@ -341,7 +346,7 @@ def test_a_running_coroutine_is_finished_when_the_inbox_closes() -> None:
 
     with running(as_engine(fn)) as rig:
         rig.start("r1")
-        assert begun.wait(10)
+        assert begun.wait(PATIENCE_S)
     assert rig.outbox.next() == ("r1", "done", "done")
 
 

@@ -25,7 +25,7 @@ from stage_runtime.engines.custom import RequestIds
 from stage_runtime.engines.running import Yields
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.profiler import events as profile
-from stage_runtime.rules.autoregressive.requests import Finish, Request
+from stage_runtime.rules.autoregressive.requests import FinishReason, Request
 from stage_runtime.wire.values import StagePayload
 
 LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
@@ -58,7 +58,7 @@ class _Answer:
         self.scheduled = False
 
 
-class Answers:
+class GenerationAnswers:
     """All requests of the stage that have not ended here."""
 
     def __init__(
@@ -287,7 +287,7 @@ class Answers:
         output = choice.collector.get_nowait()
         if output is None:
             return
-        if output.finish is Finish.ERROR:
+        if output.finish is FinishReason.ERROR:
             self.fail(name, RequestError("stage_failed", str(output.reason)))
             return
         last = all(one.over for one in answer.choices.values() if one is not choice)
@@ -321,7 +321,7 @@ class Answers:
         self._wake()
 
     def _drop(self, name: str) -> None:
-        """Nothing more is said of a request here."""
+        """Nothing more of a request is sent from here."""
         answer = self._answers.pop(name, None)
         if answer is not None:
             self._names.pop(answer.work, None)

@@ -16,6 +16,7 @@ from stage_runtime.engines.autoregressive import native
 from stage_runtime.engines.autoregressive.attention import BatchMeta, GatherAttention, LayerShape, _Group
 
 NO_WINDOW: Final = 1 << 40
+LEAST_READ: Final = 256  # tokens of a KV head for which a thread is worth its start
 
 
 class _Decode(NamedTuple):
@@ -37,7 +38,7 @@ class _Plan:
         self.chunks = chunks
         self.slots = batch.slot_mapping
         self.groups: list[_Group] | None = None  #: The decode rows for layers with a soft cap, once they are needed.
-        self.bounds: dict[int, Tensor] = {}  #: Of the parts, by number of KV heads.
+        self.bounds: dict[tuple[int, int], Tensor] = {}  #: Of the parts, by KV heads and sets of them.
 
 
 class PageAttention(GatherAttention):
@@ -104,11 +105,12 @@ class PageAttention(GatherAttention):
         group, longest = q.shape[1] // heads, max(decode.host_lengths)
         if q.stride(-1) != 1:
             q = q.contiguous()
-        bounds = plan.bounds.get(heads)
+        sets = 1 if len(decode.rows) >= native.parts_for(sum(decode.host_lengths) * heads, LEAST_READ) else heads
+        bounds = plan.bounds.get((heads, sets))
         if bounds is None:
-            bounds = plan.bounds[heads] = torch.tensor(_bounds(decode.host_lengths, heads))
-        parts = len(bounds) - 1
-        words = group * (max(key_dim, values.shape[-1]) + longest) + 16  # 16: threads share no line of the cache
+            bounds = plan.bounds[heads, sets] = torch.tensor(_bounds(decode.host_lengths, heads, sets))
+        parts, each = len(bounds) - 1, heads // sets
+        words = each * group * (max(key_dim, values.shape[-1]) + longest) + 16  # 16: threads share no line of the cache
         if self._scratch.numel() < parts * words:
             self._scratch = torch.empty(parts * words * 2)
         loop = self._kernels.decode_attention(
@@ -126,19 +128,20 @@ class PageAttention(GatherAttention):
             native.bits(scale),
             q.stride(0),
             q.stride(1),
+            each,
         )
 
 
-def _bounds(lengths: Sequence[int], heads: int) -> list[int]:
-    """Where each part begins and ends, in units of (row, KV head): parts have about equally many tokens to read."""
-    total = sum(lengths) * heads
-    parts = native.parts_for(total, least=256)
+def _bounds(lengths: Sequence[int], heads: int, sets: int) -> list[int]:
+    """Where each part begins and ends, in units of (row, set of KV heads). Parts read about equally many tokens."""
+    total = sum(lengths) * sets
+    parts = native.parts_for(sum(lengths) * heads, LEAST_READ)
     bounds, seen = [0], 0
-    for unit in range(len(lengths) * heads):
-        seen += lengths[unit // heads]
+    for unit in range(len(lengths) * sets):
+        seen += lengths[unit // sets]
         while len(bounds) < parts and seen * parts >= total * len(bounds):
             bounds.append(unit + 1)
-    return bounds + [len(lengths) * heads] * (parts + 1 - len(bounds))
+    return bounds + [len(lengths) * sets] * (parts + 1 - len(bounds))
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:

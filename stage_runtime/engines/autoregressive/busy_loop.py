@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
-from stage_runtime.engines.autoregressive.prompt_rows import Placed
+from stage_runtime.engines.autoregressive.prompt_rows import PlacedRows
 from stage_runtime.rules.autoregressive.requests import Request
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 class RequestType(Enum):
     ADD = "add"  #: (EngineCoreRequest, Request): checked already.
-    EXTEND = "extend"  #: (id, Placed, whether it is the last): more of an open request's prompt.
+    EXTEND = "extend"  #: (id, PlacedRows, whether it is the last): more of an open request's prompt.
     ABORT = "abort"  #: Ids.
     RELEASE = "release"  #: An id that was held.
     UTILITY = "utility"  #: A function, called with the core between two steps.
@@ -138,7 +138,7 @@ class BusyLoop:
         except Exception as error:  # it fails alone, whatever is wrong with it
             self._refuse(request.request_id, error)
 
-    def _extend(self, request_id: str, more: Placed, last: bool) -> None:
+    def _extend(self, request_id: str, more: PlacedRows, last: bool) -> None:
         try:
             self._core.extend_request(request_id, more, last=last)
         except Exception as error:  # as of `_add`

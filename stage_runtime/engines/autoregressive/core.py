@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from stage_runtime.engines.autoregressive.grammars import Matcher
 from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
-from stage_runtime.engines.autoregressive.prompt_rows import ROW, Embeddings, Placed, PromptRows
+from stage_runtime.engines.autoregressive.prompt_rows import ROW, Embeddings, PlacedRows, PromptRows
 from stage_runtime.engines.autoregressive.steps import ModelOutput, TokenLogprobs
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.blocks import hash_blocks
-from stage_runtime.rules.autoregressive.requests import Finish, Hold, Limits, Reason, Request
+from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Reason, Request, TokenLimits
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerOutput, Update
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     new_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     reason: Reason = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -111,7 +111,7 @@ class EngineCore:
     def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
         """Check a request and hash its blocks. In any thread.
 
-        Raises: ValueError: it can never be computed. It says what is wrong, for the client.
+        Raises: ValueError: it can never be computed. Its message is for the client.
         """
         params = request.params
         if type(request.priority) is not int:
@@ -128,7 +128,7 @@ class EngineCore:
             if self._grammars is None:
                 raise ValueError("this engine follows no grammars")
             matcher = self._grammars(params.grammar)
-        limits = Limits(
+        limits = TokenLimits(
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             end_ids=frozenset() if params.ignore_eos else self._end_ids,
@@ -148,7 +148,7 @@ class EngineCore:
             open=request.open,
         )
         made.matcher = matcher
-        _keep_rows(made, Placed(prompt, rows), 0)
+        _keep_rows(made, PlacedRows(prompt, rows), 0)
         return made
 
     def _check_tokens(self, tokens: Iterable[int]) -> None:
@@ -156,7 +156,7 @@ class EngineCore:
         if wrong is not None:
             raise ValueError(f"the vocabulary has {self._vocab_size} tokens, and no token {wrong}")
 
-    def preprocess_extension(self, tokens: Sequence[int], embeds: Any) -> Placed:
+    def preprocess_extension(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
         """Check a part of a prompt. In any thread. Raises: ValueError: it does not fit the model."""
         if len(tokens) >= self.scheduler.longest:
             raise ValueError(
@@ -164,7 +164,7 @@ class EngineCore:
             )
         return self._place(tokens, embeds)
 
-    def extend_request(self, request_id: str, more: Placed, *, last: bool) -> None:
+    def extend_request(self, request_id: str, more: PlacedRows, *, last: bool) -> None:
         """More of an open request's prompt has come. last: it is whole.
 
         Raises: ValueError, IllegalEvent: it does not fit; nothing is changed then.
@@ -176,11 +176,11 @@ class EngineCore:
         self.scheduler.extend(request_id, more.tokens, last=last)
         _keep_rows(request, more, first)
 
-    def _place(self, tokens: Sequence[int], embeds: Any) -> Placed:
+    def _place(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
         """Part of a prompt, checked. Raises: ValueError."""
         if embeds is None:
             self._check_tokens(tokens)
-            return Placed(list(tokens), [])
+            return PlacedRows(list(tokens), [])
         if self._embeddings is None:
             raise ValueError("this model takes token ids only, no embeddings")
         self._check_tokens(token for token in tokens if token != ROW)
@@ -277,7 +277,7 @@ class EngineCore:
         self.executor.shutdown()
 
 
-def _keep_rows(request: Request, part: Placed, first: int) -> None:
+def _keep_rows(request: Request, part: PlacedRows, first: int) -> None:
     """first: the part's place in the prompt."""
     if part.rows and request.rows is None:
         request.rows = PromptRows()

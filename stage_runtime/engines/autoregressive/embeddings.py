@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stage_runtime.engines.autoregressive.prompt_rows import ROW, Placed
+from stage_runtime.engines.autoregressive.prompt_rows import ROW, PlacedRows
 
 NAME_BYTES: Final = 8
 KEY_BYTES: Final = 32
@@ -25,7 +25,7 @@ class ModelEmbeddings:
         self._dtype = dtype
         self._key = os.urandom(KEY_BYTES)  # of this process: nobody can search rows with equal names beforehand
 
-    def place(self, tokens: Sequence[int], embeds: Any) -> Placed:
+    def place(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
         wanted = sum(token == ROW for token in tokens)
         rows = self._checked(embeds) if embeds is not None else torch.empty(0, self._hidden, dtype=self._dtype)
         if len(rows) != wanted:
@@ -57,7 +57,7 @@ def _digest(data: bytes, key: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=NAME_BYTES, key=key).digest(), "little")
 
 
-def _placed(tokens: Sequence[int], rows: Tensor, names: Sequence[int]) -> Placed:
+def _placed(tokens: Sequence[int], rows: Tensor, names: Sequence[int]) -> PlacedRows:
     placed: list[int] = []
     pieces: list[tuple[int, Any]] = []
     taken = 0
@@ -70,4 +70,4 @@ def _placed(tokens: Sequence[int], rows: Tensor, names: Sequence[int]) -> Placed
             pieces.append((at, rows[taken : taken + run - at]))
         placed.append(names[taken])
         taken += 1
-    return Placed(placed, pieces)
+    return PlacedRows(placed, pieces)

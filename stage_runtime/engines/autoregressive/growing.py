@@ -1,6 +1,6 @@
 """Prompts that grow by the chunks of upstream stages: each chunk becomes token ids or rows, in order of arrival.
 
-A request begins with its first message. What it says is computed as it comes; its answer begins when all its streams
+A request begins with its first message. Its tokens are computed as they come; its answer begins when all its streams
 have ended. The engine's side is `scheduling.Scheduler.extend`. Used by stages with ``stream``, on their thread.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from stage_runtime.engines import events, streaming
 from stage_runtime.engines.autoregressive import prompting
-from stage_runtime.engines.autoregressive.answers import Answers, Entered
+from stage_runtime.engines.autoregressive.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.process.messages import Extension
 from stage_runtime.engines.base import Outbox, Work
 from stage_runtime.errors import RequestError
@@ -41,7 +41,7 @@ class _Streams:
 class GrowingPrompts:
     """All requests of the stage that have not ended."""
 
-    def __init__(self, stream: Callable[[Chunk], Any], sources: Sequence[str], answers: Answers) -> None:
+    def __init__(self, stream: Callable[[Chunk], Any], sources: Sequence[str], answers: GenerationAnswers) -> None:
         self._stream = stream
         self._sources = tuple(sources)
         self._answers = answers
@@ -60,7 +60,7 @@ class GrowingPrompts:
                 self._fail(work, outbox, RequestError("unavailable", "the stage ends before the request's streams"))
 
     def take(self, event: FromStream, outbox: Outbox) -> list[Entered | Grown]:
-        """What the engine is to be told. Whatever is wrong with a chunk fails its request alone."""
+        """What the engine gets. Whatever is wrong with a chunk fails its request alone."""
         work = event.work
         if isinstance(event, events.StreamFailed):
             self._fail(work, outbox, streaming.cause(event))
@@ -99,22 +99,22 @@ class GrowingPrompts:
                 streams.open.discard(event.source)
 
     def _told(self, work: Work, streams: _Streams) -> list[Entered | Grown]:
-        told: list[Entered | Grown] = []
+        inputs: list[Entered | Grown] = []
         if not streams.begun and streams.request is not None:
-            told += self._answers.start(work, StagePayload(request=streams.request, data=None), open=True)
-            streams.begun = bool(told)
-            if not told:  # it has failed
+            inputs += self._answers.start(work, StagePayload(request=streams.request, data=None), open=True)
+            streams.begun = bool(inputs)
+            if not inputs:  # it has failed
                 self.forget(work)
                 return []
         if not streams.begun:
             return []
         parts, streams.parts = streams.parts, []
         for tokens, embeds in parts:
-            told += self._grown(work, Extension(prompt_token_ids=tokens, prompt_embeds=embeds))
+            inputs += self._grown(work, Extension(prompt_token_ids=tokens, prompt_embeds=embeds))
         if not streams.open:
-            told += self._grown(work, Extension(last=True))
+            inputs += self._grown(work, Extension(last=True))
             streams.whole = True
-        return told
+        return inputs
 
     def _grown(self, work: Work, more: Extension) -> list[Grown]:
         return [Grown(name, more) for name in self._answers.extended(work, len(more.prompt_token_ids))]

@@ -18,7 +18,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from stage_runtime.engines.autoregressive import loop_cache
+from stage_runtime.engines.autoregressive import loop_cache, tiles
 from stage_runtime.engines.autoregressive.native import Loop
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # not nnan: NaN must reach the logits, which end the request
@@ -103,7 +103,7 @@ def _access(bf16: bool) -> tuple[Any, Any, Any]:
     return (u16_at, _load_bf16, _store_bf16) if bf16 else (f32_at, _load_f32, _store_f32)
 
 
-def _loop(make: Callable[..., Any]) -> Callable[..., Loop]:
+def loop(make: Callable[..., Any]) -> Callable[..., Loop]:
     """A loop for given constants, each compiled once. ``make`` returns the function to be compiled."""
 
     @functools.cache
@@ -115,100 +115,142 @@ def _loop(make: Callable[..., Any]) -> Callable[..., Loop]:
             kernel.__name__ = kernel.__qualname__ = name  # symbols of loops from different files must differ
             return cfunc(SIGNATURE, fastmath=FAST, error_model="numpy")(kernel)
 
-        found = loop_cache.compiled(name, _source(), compile_, kept=loop_cache.folder())
+        source = b"".join(_text(one) for one in (__file__, tiles.__file__, make.__code__.co_filename))
+        found = loop_cache.compiled(name, source, compile_, kept=loop_cache.folder())
         return Loop(found.address, found.keeps)
 
     return made
 
 
 @functools.cache
-def _source() -> bytes:
-    return Path(__file__).read_bytes()
+def _text(file: str) -> bytes:
+    return Path(file).read_bytes()
 
 
-@_loop
+def _scalar_scores(bf16: bool, dim: int, wide: int, group: int) -> Any:
+    """`tiles.scores` of any ``dim``."""
+    at, load, _store = _access(bf16)
+
+    @njit(inline="always")
+    def multiply(queries, keys, found, count, by_key, by_query):
+        query, key, score = f32_at(queries), at(keys), f32_at(found)
+        for t in range(count):
+            for g in range(group):
+                total = np.float32(0)
+                for d in range(dim):
+                    total += query[g * wide + d] * load(key, t * by_key + d)
+                score[g * by_query + t] = total
+
+    return multiply
+
+
+def _scalar_weighted(bf16: bool, dim: int, wide: int, group: int) -> Any:
+    """`tiles.weighted` of any ``dim``."""
+    at, load, _store = _access(bf16)
+
+    @njit(inline="always")
+    def add(sums, values, weights, count, by_value, by_query):
+        total, value, weight = f32_at(sums), at(values), f32_at(weights)
+        for g in range(group):
+            for t in range(count):
+                for d in range(dim):
+                    total[g * wide + d] += weight[g * by_query + t] * load(value, t * by_value + d)
+
+    return add
+
+
+@loop
 def decode_attention(bf16: bool, key_dim: int, value_dim: int, group: int, block_size: int) -> Any:
     """Attention of one query token a row, over pages where they lie.
 
     Arguments: queries, keys, values, output; rows' tokens ``[rows]``, lengths ``[rows]``, tables ``[rows, width]``,
-    bounds of the parts in units of (row, KV head); scratch, words of it for each part; width, KV heads, window, scale;
-    strides of queries by token and by head.
+    bounds of the parts in units of (row, KV heads); scratch, words of it for each part; width, KV heads, window, scale;
+    strides of queries by token and by head; KV heads of a unit: with all of them, pages are read from end to end.
     """
     at, load, store = _access(bf16)
-    wide = max(key_dim, value_dim)
+    wide, size = max(key_dim, value_dim), 2 if bf16 else 4
+    vectors = key_dim % tiles.LANES == value_dim % tiles.LANES == 0
+    score_page = (tiles.scores if vectors else _scalar_scores)(bf16, key_dim, wide, group)
+    add_page = (tiles.weighted if vectors else _scalar_weighted)(bf16, value_dim, wide, group)
 
     def kernel(data):
         words = i64_at(data)
-        queries, keys, values, output = at(words[2]), at(words[3]), at(words[4]), at(words[5])
+        queries, output = at(words[2]), at(words[5])
         tokens, lengths, tables, bounds = i64_at(words[6]), i64_at(words[7]), i64_at(words[8]), i64_at(words[9])
         width, heads, window = words[12], words[13], words[14]
         scale = np.float32(f64_of(words[15]))
-        by_token, by_head = words[16], words[17]
+        by_token, by_head, each = words[16], words[17], words[18]
+        count = each * group  # queries of a unit
         while True:
             part = next_part(words)
             if part >= words[1]:
                 return
-            scratch = f32_at(words[10] + part * words[11] * 4)
-            query, total = scratch, scratch  # [group, wide]: the query, later the sum of values
+            place_of = words[10] + part * words[11] * 4
+            scratch = f32_at(place_of)  # [count, wide]: the queries, later the sums of values; [count, length]: scores
+            scores = count * wide
             for unit in range(bounds[part], bounds[part + 1]):
-                row = unit // heads
-                head = unit - row * heads
+                row = unit * each // heads
+                head = unit * each - row * heads
                 length = lengths[row]
                 first = max(0, length - window)
-                for g in range(group):
-                    base = tokens[row] * by_token + (head * group + g) * by_head
+                for q in range(count):
+                    base = tokens[row] * by_token + (head * group + q) * by_head
                     for d in range(key_dim):
-                        query[g * wide + d] = load(queries, base + d) * scale
-                scores = group * wide
+                        scratch[q * wide + d] = load(queries, base + d) * scale
                 place = first
                 while place < length:
                     block = place // block_size
                     end = min(length, (block + 1) * block_size)
-                    page = (tables[row * width + block] * block_size - block * block_size) * heads + head
-                    for t in range(place, end):
-                        base = (page + t * heads) * key_dim
-                        for g in range(group):
-                            score = np.float32(0)
-                            for d in range(key_dim):
-                                score += query[g * wide + d] * load(keys, base + d)
-                            scratch[scores + g * length + t] = score
+                    slot = (tables[row * width + block] - block) * block_size + place
+                    for h in range(each):
+                        score_page(
+                            place_of + h * group * wide * 4,
+                            words[3] + (slot * heads + head + h) * key_dim * size,
+                            place_of + (scores + h * group * length + place) * 4,
+                            end - place,
+                            heads * key_dim,
+                            length,
+                        )
                     place = end
-                for g in range(group):
+                for q in range(count):
                     top = np.float32(-np.inf)
-                    at_g = scores + g * length
+                    at_q = scores + q * length
                     for t in range(first, length):
-                        top = max(top, scratch[at_g + t])
+                        top = max(top, scratch[at_q + t])
                     whole = np.float32(0)
                     for t in range(first, length):
-                        weight = _exp(scratch[at_g + t] - top)
-                        scratch[at_g + t] = weight
+                        weight = _exp(scratch[at_q + t] - top)
+                        scratch[at_q + t] = weight
                         whole += weight
                     share = np.float32(1) / whole
                     for t in range(first, length):
-                        scratch[at_g + t] *= share
-                for d in range(group * wide):
-                    total[d] = np.float32(0)
+                        scratch[at_q + t] *= share
+                for d in range(count * wide):
+                    scratch[d] = np.float32(0)
                 place = first
                 while place < length:
                     block = place // block_size
                     end = min(length, (block + 1) * block_size)
-                    page = (tables[row * width + block] * block_size - block * block_size) * heads + head
-                    for g in range(group):
-                        for t in range(place, end):
-                            base = (page + t * heads) * value_dim
-                            weight = scratch[scores + g * length + t]
-                            for d in range(value_dim):
-                                total[g * wide + d] += weight * load(values, base + d)
+                    slot = (tables[row * width + block] - block) * block_size + place
+                    for h in range(each):
+                        add_page(
+                            place_of + h * group * wide * 4,
+                            words[4] + (slot * heads + head + h) * value_dim * size,
+                            place_of + (scores + h * group * length + place) * 4,
+                            end - place,
+                            heads * value_dim,
+                            length,
+                        )
                     place = end
-                for g in range(group):
-                    base = (tokens[row] * heads * group + head * group + g) * value_dim
+                for q in range(count):
+                    base = ((tokens[row] * heads + head) * group + q) * value_dim
                     for d in range(value_dim):
-                        store(output, base + d, total[g * wide + d])
+                        store(output, base + d, scratch[q * wide + d])
 
     return kernel
 
 
-@_loop
+@loop
 def rms_norm(bf16: bool) -> Any:
     """Each ``[dim]`` divided by the root of its mean square, times a weight. May write where it reads.
 
@@ -239,7 +281,7 @@ def rms_norm(bf16: bool) -> Any:
     return kernel
 
 
-@_loop
+@loop
 def silu_multiply(bf16: bool) -> Any:
     """``silu(gate) * up``, of rows ``[gate, up]``. Arguments: input ``[rows, 2 * dim]``, output, rows, dim."""
     at, load, store = _access(bf16)
@@ -260,7 +302,7 @@ def silu_multiply(bf16: bool) -> Any:
     return kernel
 
 
-@_loop
+@loop
 def rotate(bf16: bool) -> Any:
     """Rotary embedding of the first heads of each row, in place: halves of a head are the two axes.
 

@@ -17,17 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stage_runtime.engines.autoregressive import native
+
 log = logging.getLogger(__name__)
 
-Backend = Literal["plain", "onednn", "mkl"]
+Backend = Literal["plain", "onednn", "mkl", "numba"]
 ROWS: Final = (1, 16, 64)  # rows of a step for which each form is timed
 LEAST_ROUNDS: Final = 5
 MOST_S: Final = 0.5  # of this thread, for one shape
 CLOSE: Final = 1.1  # as a factor: less than what two measurements of one form differ by
 TICK_S: Final = 1e-7  # a clock that has not moved
-PREFERRED: Final[tuple[Backend, ...]] = ("onednn", "mkl", "plain")
+PREFERRED: Final[tuple[Backend, ...]] = ("numba", "onednn", "mkl", "plain")  # the first may need half the memory
 SMALLEST: Final = 64 * 64  # below, the call itself is what takes time
 MKL_HINT: Final = 16  # rows that MKL packs for
+LEAST_COPIED: Final = 1 << 14  # values for which a thread is worth its start
+LEAST_READ: Final = 1 << 15  # weights for which it is
 
 
 class PackedLinear(nn.Module):
@@ -48,6 +52,8 @@ def packed(weight: Tensor, bias: Tensor | None, backend: Backend) -> Callable[[T
 
     Raises: RuntimeError: this build of torch, or this dtype, has no such form.
     """
+    if not _built(backend):
+        raise RuntimeError(f"this build of torch has no {backend}")
     if backend == "onednn":
         form = torch.ops.mkldnn._reorder_linear_weight(weight)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, form, bias, "none", [], "")
@@ -56,7 +62,72 @@ def packed(weight: Tensor, bias: Tensor | None, backend: Backend) -> Callable[[T
             raise RuntimeError("MKL packs f32 only")
         form = torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_HINT)
         return lambda x: torch.ops.mkl._mkl_linear(x, form, weight, bias, x.shape[0])
+    if backend == "numba":
+        return TiledLinear(weight, bias)
     return lambda x: functional.linear(x, weight, bias)
+
+
+def _built(backend: Backend) -> bool:
+    """Whether this build of torch has the operators of a form."""
+    if backend == "onednn":
+        return hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    if backend == "mkl":
+        return hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
+    return True
+
+
+class TiledLinear:
+    """A product by compiled loops (`products.multiply`). f32.
+
+    Weights that bf16 holds exactly, as those of most checkpoints, are kept as bf16: the numbers are the same, and a
+    step of few requests, which takes as long as its weights take to be read, reads half as much.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Raises: RuntimeError: as `packed`."""
+        if not tiled(weight):
+            raise RuntimeError(f"no compiled product for {weight.dtype} {list(weight.shape)}")
+        from stage_runtime.engines.autoregressive import products, tiles
+
+        self._outputs, self._inputs = weight.shape
+        short = weight.bfloat16()
+        halved = torch.equal(short.float(), weight)
+        panels = (short if halved else weight).view(-1, tiles.LANES, self._inputs)
+        self._weight = panels.transpose(1, 2).contiguous()
+        self._bias = (weight.new_zeros(self._outputs) if bias is None else bias).contiguous()
+        self._interleave, self._multiply = products.interleave(), products.multiply(halved)
+        self._most_parts = self._outputs // tiles.OUTPUTS
+        self.weight_bytes = self._weight.numel() * self._weight.itemsize
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, rows = x.contiguous(), x.shape[0]
+        out = x.new_empty(rows, self._outputs)
+        if rows > 1:
+            blocks = torch.empty_like(x)
+            parts = min(native.parts_for(x.numel(), LEAST_COPIED), self._inputs)
+            self._interleave(parts, x.data_ptr(), blocks.data_ptr(), rows, self._inputs)
+            x = blocks
+        parts = min(native.parts_for(self._weight.numel(), LEAST_READ), self._most_parts)
+        self._multiply(
+            parts,
+            x.data_ptr(),
+            self._weight.data_ptr(),
+            self._bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            self._inputs,
+            self._outputs,
+        )
+        return out
+
+
+def tiled(weight: Tensor) -> bool:
+    """Whether there is a `TiledLinear` of it."""
+    if not native.available() or weight.dtype != torch.float32:
+        return False
+    from stage_runtime.engines.autoregressive import tiles
+
+    return weight.shape[0] % tiles.OUTPUTS == 0 and weight.numel() > 0
 
 
 def measure(weight: Tensor, candidates: Sequence[Backend]) -> dict[Backend, list[float]]:
@@ -71,7 +142,7 @@ def measure(weight: Tensor, candidates: Sequence[Backend]) -> dict[Backend, list
             for count in ROWS:
                 multiply(weight.new_zeros(count, weight.shape[1]))
             forms[backend] = multiply
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
+        except RuntimeError as error:
             log.debug("no %s linears: %s", backend, error)
     inputs = [torch.randn(count, weight.shape[1]).to(weight.dtype) for count in ROWS]
     rounds: list[dict[Backend, list[float]]] = []
@@ -115,10 +186,11 @@ def choose(times: Mapping[Backend, Sequence[float]]) -> Backend:
     return next(backend for backend in PREFERRED if factors.get(backend, math.inf) <= best * CLOSE)
 
 
-def pack(model: nn.Module, choice: Backend | Literal["auto"] = "auto") -> dict[Backend, int]:
+def pack(model: nn.Module, choice: Backend | Literal["auto"] = "auto", *, loops: bool = True) -> dict[Backend, int]:
     """Replace the linear layers of ``model`` on a CPU, each shape in the form that is fastest for it.
 
-    Returns: how many layers have which form.
+    choice: of all layers; with "numba", those whose shape has no such form are as with "auto". loops: whether "auto"
+    may choose it. Returns: how many layers have which form.
     """
     chosen: dict[tuple[int, int], Backend] = {}
     used: dict[Backend, int] = {}
@@ -126,14 +198,21 @@ def pack(model: nn.Module, choice: Backend | Literal["auto"] = "auto") -> dict[B
         weight, bias = _weights(linear)
         shape = (weight.shape[0], weight.shape[1])
         if shape not in chosen:
-            small = weight.numel() < SMALLEST
-            candidates: Sequence[Backend] = ("plain",) if small else ("plain", "onednn", "mkl")
-            chosen[shape] = choose(measure(weight, candidates)) if choice == "auto" else choice
+            if choice == "auto" or (choice == "numba" and not tiled(weight)):
+                chosen[shape] = choose(measure(weight, _candidates(weight, loops)))
+            else:
+                chosen[shape] = choice
         backend = chosen[shape]
         used[backend] = used.get(backend, 0) + 1
         if backend != "plain":
             setattr(parent, name, PackedLinear(weight, bias, backend))
     return used
+
+
+def _candidates(weight: Tensor, loops: bool) -> Sequence[Backend]:
+    if weight.numel() < SMALLEST:
+        return ("plain",)
+    return ("plain", "onednn", "mkl", "numba") if loops else ("plain", "onednn", "mkl")
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:

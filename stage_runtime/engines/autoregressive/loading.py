@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 
 from stage_runtime.api import Autoregressive
-from stage_runtime.engines.autoregressive import attention_pages, fusing, linears
+from stage_runtime.engines.autoregressive import attention_pages, compiling, dtypes, fusing, linears
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, GatherAttention, LayerShape
 from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 
 HOST_CACHE_BYTES: Final = 1 << 29  # of a CPU, where a stage has no budget of its own
 DEVICE_SHARE: Final = 0.9  # of what the stage's budget leaves: a step's activations need the rest
-ENGINES: Final = ("own", "openvino")
-DTYPES: Final = ("float32", "bfloat16", "float16")
+ENGINES: Final = ("own", "openvino", "vllm")
 
 
 class Loaded(NamedTuple):
@@ -44,7 +43,7 @@ def load(
     spec: Autoregressive,
     *,
     device: str = "cpu",
-    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
 ) -> Loaded:
     """ranks: of a tensor-parallel engine; each of them loads.
@@ -53,10 +52,11 @@ def load(
     check(spec)
     if spec.threads is not None and device == "cpu":
         torch.set_num_threads(spec.threads)
-    say(f"loading {spec.model}")
+    progress(f"loading {spec.model}")
+    dtype = dtypes.chosen(spec.dtype, device)
     tokenizer = load_tokenizer(spec.model, revision=spec.revision)
-    model = load_model(spec.model, dtype=spec.dtype, revision=spec.revision, device=device)
-    return assemble(spec, model, tokenizer, say=say, ranks=ranks)
+    model = load_model(spec.model, dtype=dtype, revision=spec.revision, device=device)
+    return assemble(spec, model, tokenizer, progress=progress, ranks=ranks)
 
 
 def assemble(
@@ -64,7 +64,7 @@ def assemble(
     model: Any,
     tokenizer: Any,
     *,
-    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
 ) -> Loaded:
     """As `load`, of a model at hand, whose linear layers are replaced."""
@@ -80,10 +80,13 @@ def assemble(
             fused = fusing.fuse(model)
         log.info("fused layers: %s", ", ".join(f"{count} {name}" for name, count in fused.items()) or "none")
     if paged.device.type == "cpu":
-        say("choosing the fastest form of the weights")
+        progress("choosing the fastest form of the weights")
         with torch.inference_mode():
-            used = linears.pack(model, cast(Any, spec.linears))
+            loops = isinstance(backend, attention_pages.PageAttention)
+            used = linears.pack(model, cast(Any, spec.linears), loops=loops)
         log.info("linear layers: %s", ", ".join(f"{count} {backend}" for backend, count in used.items()))
+    if spec.compile:
+        compiling.compile_parts(model)
     length = min(paged.positions, spec.max_model_len or paged.positions)
     num_blocks = _blocks(spec, paged, length)
     if ranks is not None:
@@ -115,7 +118,7 @@ def assemble(
         embeddings=None if paged.row_size is None else ModelEmbeddings(paged.row_size, paged.dtype),
     )
     if ranks is None or ranks.rank == 0:
-        say("warming up")
+        progress("compiling and warming up" if spec.compile else "warming up")
         for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
             runner.execute_dummy_batch(tokens)
     return Loaded(core, tokenizer, num_blocks, used, runner)
@@ -170,9 +173,9 @@ def check(spec: Autoregressive) -> None:
             raise ConfigurationError(f"omni.Autoregressive({name}={getattr(spec, name)}): at least 1")
     for name, allowed in (
         ("engine", ENGINES),
-        ("dtype", DTYPES),
+        ("dtype", dtypes.DTYPES),
         ("policy", ("fcfs", "priority")),
-        ("linears", ("auto", "plain", "onednn", "mkl")),
+        ("linears", ("auto", "plain", "onednn", "mkl", "numba")),
         ("kernels", ("auto", "torch", "numba")),
     ):
         if getattr(spec, name) not in allowed:

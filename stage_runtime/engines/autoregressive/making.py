@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
@@ -11,7 +11,7 @@ from stage_runtime.engines.autoregressive.clients.async_mp import AsyncMPClient
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.clients.launching import EngineLaunch
 from stage_runtime.engines.autoregressive.parallel.coordinator import DPCoordinator
-from stage_runtime.engines.autoregressive.process_stage import ProcessEngine
+from stage_runtime.engines.autoregressive.process_stage import EngineClient, ProcessEngine
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError
 
@@ -42,7 +42,7 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
 
     loading.check(spec)
     device = "cpu" if context is None else context.device
-    say = (lambda text: None) if context is None else context.progress
+    progress = (lambda text: None) if context is None else context.progress
     if not 1 <= spec.data_parallel_size <= MOST_ENGINES:
         raise ConfigurationError(
             f"omni.Autoregressive(data_parallel_size={spec.data_parallel_size}): from 1 to {MOST_ENGINES}"
@@ -50,45 +50,45 @@ def make(spec: Autoregressive, context: StageContext | None, sources: Sequence[s
     if spec.engine != "own":
         return _external(spec, context)
     if context is not None and context.tp_size > 1:
-        return _rank(spec, context)
+        return _rank(spec, context, sources)
     if not spec.own_process and spec.data_parallel_size == 1:
         from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 
-        loaded = loading.load(spec, device=device, say=say)
+        loaded = loading.load(spec, device=device, progress=progress)
         return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
     tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
-    say(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
+    progress(f"starting {spec.data_parallel_size} engine processes with {spec.model}")
     return _with_processes(spec, launch_of(spec, device), tokenizer, context, sources)
 
 
 def _external(spec: Autoregressive, context: StageContext | None) -> Engine:
     """Another engine under the same stage."""
-    from stage_runtime.engines.autoregressive.external import openvino
+    from stage_runtime.engines.autoregressive.external import openvino, vllm
 
     if context is not None and context.tp_size > 1:
         raise ConfigurationError(f"omni.Autoregressive(engine={spec.engine!r}): tpSize is for engine='own'")
     if context is not None and context.device != "cpu":
         raise ConfigurationError(f"omni.Autoregressive(engine={spec.engine!r}): runs on CPUs, not on {context.device}")
-    client, tokenizer = openvino.load(spec, context)
+    load: Callable[[Autoregressive, StageContext | None], tuple[EngineClient, Any]]
+    load = {"openvino": openvino.load, "vllm": vllm.load}[spec.engine]
+    client, tokenizer = load(spec, context)
     return ProcessEngine(spec, client, tokenizer, context)
 
 
-def _rank(spec: Autoregressive, context: StageContext) -> Engine:
+def _rank(spec: Autoregressive, context: StageContext, sources: Sequence[str]) -> Engine:
     """One rank of a TP stage (``tpSize``); the other ranks are processes of the same instance."""
     from stage_runtime.engines.autoregressive import loading
     from stage_runtime.engines.autoregressive.parallel.following import FollowingEngine
     from stage_runtime.engines.autoregressive.parallel.ranks import Ranks
     from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 
-    if spec.stream is not None:
-        raise ConfigurationError("omni.Autoregressive: tpSize does not go with stream")
     if spec.own_process or spec.data_parallel_size > 1:
         raise ConfigurationError("omni.Autoregressive: tpSize goes with neither own_process nor data_parallel_size")
     ranks = Ranks(context.tp_rank, context.tp_size)
-    loaded = loading.load(spec, device=context.device, say=context.progress, ranks=ranks)
+    loaded = loading.load(spec, device=context.device, progress=context.progress, ranks=ranks)
     if context.tp_rank > 0:
-        return FollowingEngine(loaded.runner, ranks)
-    return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context)
+        return FollowingEngine(loaded.runner, ranks, takes_chunks=spec.stream is not None)
+    return AutoregressiveEngine(spec, loaded.core, loaded.tokenizer, context, sources)
 
 
 def _with_processes(

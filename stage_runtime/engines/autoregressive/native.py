@@ -1,8 +1,7 @@
-"""Loops compiled by numba for this processor, run on torch's own threads.
+"""Loops compiled by numba for this processor, run by the caller and by threads that help it (`helpers`).
 
 A loop is divided into parts. Each thread takes the next part until none is left, so a thread that another process
-delays holds up one part, not the whole loop. libgomp's threads, which torch has started for its own operators, run it:
-a second pool would compete with theirs, since they spin for a while after each operator.
+delays holds up one part, not the whole loop, and a helper that has no processor nothing.
 
 numba is an optional dependency (extra ``numba``): `available` says whether it is there.
 """
@@ -14,10 +13,12 @@ import functools
 import logging
 import struct
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from stage_runtime.engines.autoregressive.helpers import Team
 
 log = logging.getLogger(__name__)
 
@@ -46,36 +47,27 @@ def _nothing(data: int) -> None:
     return
 
 
-@functools.cache
-def _gomp_parallel() -> Any:
-    """libgomp's entry for parallel regions, of the copy that torch uses; None: this torch has another pool."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libgomp.so.1"))
-        found = library.GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    found.restype = None
-    return found
-
-
 class Loop:
     """A compiled loop: ``kernel(data)``, where data are 64-bit words: next part, number of parts, then arguments."""
 
     def __init__(self, address: int, keeps: Any) -> None:
         """keeps: what holds the machine code."""
         self._keeps = keeps
-        self._address = address
+        self.address = address
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        self._parallel = _gomp_parallel()
 
     def __call__(self, parts: int, *arguments: int) -> None:
         data = (ctypes.c_int64 * (len(arguments) + 2))(0, parts, *arguments)
         threads = min(parts, torch.get_num_threads())
-        if threads > 1 and self._parallel is not None:
-            self._parallel(self._address, ctypes.addressof(data), threads, 0)
-        else:
+        team = helpers_of(torch.get_num_threads() - 1) if threads > 1 else None
+        if team is None or not team.run(self.address, ctypes.addressof(data)):
             self._alone(ctypes.addressof(data))
+
+
+def helpers_of(count: int) -> Team | None:
+    from stage_runtime.engines.autoregressive import helpers
+
+    return helpers.team(count)
 
 
 def bits(value: float) -> int:

@@ -16,7 +16,7 @@ from stage_runtime.engines.autoregressive.core import GRAMMAR_END, EngineCoreOut
 from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, StopStrings
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
-from stage_runtime.rules.autoregressive.requests import Finish, Reason
+from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generated: int = 0
     cached_tokens: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     reason: Reason = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_rows: tuple[Any, ...] = ()
@@ -153,7 +153,7 @@ class OutputProcessor:
         if stopped is not None:
             if finish is None:
                 processed.reqs_to_abort.append(output.request_id)
-            finish, reason = Finish.STOP, stopped
+            finish, reason = FinishReason.STOP, stopped
         token_ids, logprobs, hidden_rows = output.new_token_ids, output.logprobs, output.hidden_rows
         if state.params.output_kind is not OutputKind.DELTA:
             state.text += text
@@ -181,7 +181,7 @@ class OutputProcessor:
         if state.detokenizer is None:
             return "", None
         # The token that ended the answer is not part of its text, unless a grammar ended with it.
-        ended = output.finish is Finish.STOP and output.reason != GRAMMAR_END
+        ended = output.finish is FinishReason.STOP and output.reason != GRAMMAR_END
         text = state.detokenizer.feed(output.new_token_ids[:-1] if ended else output.new_token_ids)
         if output.finish is not None:
             text += state.detokenizer.flush()

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
-from stage_runtime.engines.autoregressive.answers import Answers
+from stage_runtime.engines.autoregressive.answers import GenerationAnswers
 from stage_runtime.engines.autoregressive.clients.data_parallel import DPLBAsyncMPClient
 from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.growing import FromStream, GrowingPrompts, Grown
@@ -65,7 +65,7 @@ class ProcessEngine:
         self._client = client
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived = asyncio.Event()
-        self._answers = Answers(spec, tokenizer, context, wake=self._wake, abort=self._abort)
+        self._answers = GenerationAnswers(spec, tokenizer, context, wake=self._wake, abort=self._abort)
         self._growing = GrowingPrompts(spec.stream, sources, self._answers) if spec.stream and sources else None
         self._told = 0  #: Messages of engines that were taken.
         self._replacing: set[asyncio.Task[None]] = set()
@@ -142,8 +142,8 @@ class ProcessEngine:
 
     async def _on_event(self, event: events.Incoming) -> None:
         if self._growing is not None and isinstance(event, FromStream):
-            for told in self._growing.take(event, self._outbox):
-                await (self._extend(told) if isinstance(told, Grown) else self._add(told[0]))
+            for entry in self._growing.take(event, self._outbox):
+                await (self._extend(entry) if isinstance(entry, Grown) else self._add(entry[0]))
             return
         match event:
             case events.Start():

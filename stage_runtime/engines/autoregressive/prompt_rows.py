@@ -35,7 +35,7 @@ class PromptRows:
         return found
 
 
-class Placed(NamedTuple):
+class PlacedRows(NamedTuple):
     """Part of a prompt, checked. tokens: with a row's name for `ROW`. rows: by the place of their first one in it."""
 
     tokens: list[int]
@@ -45,8 +45,8 @@ class Placed(NamedTuple):
 class Embeddings(Protocol):
     """What the model takes as rows. In any thread."""
 
-    def place(self, tokens: Sequence[int], embeds: Any) -> Placed:
+    def place(self, tokens: Sequence[int], embeds: Any) -> PlacedRows:
         """embeds: as many rows as ``tokens`` has `ROW`, or None for none.
 
-        Raises: ValueError: they do not fit the model, or each other. It says what is wrong, for the client.
+        Raises: ValueError: they do not fit the model, or each other. Its message is for the client.
         """

@@ -1,4 +1,4 @@
-"""What a stage continues and what it gives out, where the author says nothing else; and prompts to tokens."""
+"""What a stage continues and what it gives out, where the author gives nothing else; and prompts to tokens."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from stage_runtime.api import Autoregressive, StageContext
 from stage_runtime.engines import events
-from stage_runtime.engines.autoregressive.answers import Answers, Entered
+from stage_runtime.engines.autoregressive.answers import Entered, GenerationAnswers
 from stage_runtime.engines.autoregressive.busy_loop import BusyLoop, RequestType
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput
 from stage_runtime.engines.autoregressive.growing import FromStream, GrowingPrompts, Grown
@@ -41,7 +41,7 @@ class AutoregressiveEngine:
         self.takes_chunks = spec.stream is not None
         self._core = core
         self._arrived = Event()
-        self._answers = Answers(
+        self._answers = GenerationAnswers(
             spec,
             tokenizer,
             context,
@@ -108,7 +108,7 @@ class AutoregressiveEngine:
 
     def _on_event(self, event: events.Incoming) -> list[tuple[RequestType, Any]]:
         if self._growing is not None and isinstance(event, FromStream):
-            return [self._item(told) for told in self._growing.take(event, self._outbox)]
+            return [self._item(inputs) for inputs in self._growing.take(event, self._outbox)]
         match event:
             case events.Start():
                 return [(RequestType.ADD, entered) for entered in self._answers.start(event.work, event.payload)]
@@ -123,16 +123,16 @@ class AutoregressiveEngine:
                 self._outbox.fail(event.work, TakesNoChunks(event.source))
         return []
 
-    def _item(self, told: Entered | Grown) -> tuple[RequestType, Any]:
-        if not isinstance(told, Grown):
-            return RequestType.ADD, told
-        more = told.more
+    def _item(self, inputs: Entered | Grown) -> tuple[RequestType, Any]:
+        if not isinstance(inputs, Grown):
+            return RequestType.ADD, inputs
+        more = inputs.more
         try:
             placed = self._core.preprocess_extension(more.prompt_token_ids, more.prompt_embeds)
         except Exception as error:
-            self._refuse(told.name, error)
-            return RequestType.ABORT, [told.name]
-        return RequestType.EXTEND, (told.name, placed, more.last)
+            self._refuse(inputs.name, error)
+            return RequestType.ABORT, [inputs.name]
+        return RequestType.EXTEND, (inputs.name, placed, more.last)
 
     def _refuse(self, name: str, error: BaseException) -> None:
         self._answers.fail(name, InvalidRequest(str(error)) if isinstance(error, ValueError) else error)

@@ -11,7 +11,7 @@ import msgspec
 from stage_runtime.errors import IllegalEvent
 
 
-class State(Enum):
+class RequestStatus(Enum):
     WAITING = "waiting"  #: In the queue, without blocks.
     HELD = "held"  #: Waits for something outside (remote KV, upstream rows); not in the queue, never polled.
     RUNNING = "running"  #: Scheduled in every step that has room for it.
@@ -20,7 +20,7 @@ class State(Enum):
     FINISHED = "finished"
 
 
-class Event(Enum):
+class RequestEvent(Enum):
     SCHEDULED = "scheduled"
     PREEMPTED = "preempted"
     HELD = "held"
@@ -30,26 +30,26 @@ class Event(Enum):
     FINISHED = "finished"
 
 
-TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
-    (State.WAITING, Event.SCHEDULED): State.RUNNING,
-    (State.WAITING, Event.HELD): State.HELD,
-    (State.WAITING, Event.FINISHED): State.FINISHED,
-    (State.HELD, Event.RELEASED): State.WAITING,
-    (State.HELD, Event.FINISHED): State.FINISHED,
-    (State.RUNNING, Event.PREEMPTED): State.PREEMPTED,
-    (State.RUNNING, Event.PAUSED): State.PAUSED,
-    (State.RUNNING, Event.FINISHED): State.FINISHED,
-    (State.PAUSED, Event.RESUMED): State.RUNNING,
-    (State.PAUSED, Event.PREEMPTED): State.HELD,
-    (State.PAUSED, Event.FINISHED): State.FINISHED,
-    (State.PREEMPTED, Event.SCHEDULED): State.RUNNING,
-    (State.PREEMPTED, Event.FINISHED): State.FINISHED,
+TRANSITIONS: Final[dict[tuple[RequestStatus, RequestEvent], RequestStatus]] = {
+    (RequestStatus.WAITING, RequestEvent.SCHEDULED): RequestStatus.RUNNING,
+    (RequestStatus.WAITING, RequestEvent.HELD): RequestStatus.HELD,
+    (RequestStatus.WAITING, RequestEvent.FINISHED): RequestStatus.FINISHED,
+    (RequestStatus.HELD, RequestEvent.RELEASED): RequestStatus.WAITING,
+    (RequestStatus.HELD, RequestEvent.FINISHED): RequestStatus.FINISHED,
+    (RequestStatus.RUNNING, RequestEvent.PREEMPTED): RequestStatus.PREEMPTED,
+    (RequestStatus.RUNNING, RequestEvent.PAUSED): RequestStatus.PAUSED,
+    (RequestStatus.RUNNING, RequestEvent.FINISHED): RequestStatus.FINISHED,
+    (RequestStatus.PAUSED, RequestEvent.RESUMED): RequestStatus.RUNNING,
+    (RequestStatus.PAUSED, RequestEvent.PREEMPTED): RequestStatus.HELD,
+    (RequestStatus.PAUSED, RequestEvent.FINISHED): RequestStatus.FINISHED,
+    (RequestStatus.PREEMPTED, RequestEvent.SCHEDULED): RequestStatus.RUNNING,
+    (RequestStatus.PREEMPTED, RequestEvent.FINISHED): RequestStatus.FINISHED,
 }
 
-QUEUED: Final = frozenset({State.WAITING, State.PREEMPTED})
+QUEUED: Final = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 
-class Finish(Enum):
+class FinishReason(Enum):
     STOP = "stop"  #: An end-of-sequence token, a stop token or a stop string.
     LENGTH = "length"
     ABORT = "abort"
@@ -63,7 +63,7 @@ class Hold(Enum):
     UPSTREAM_ROWS = "upstream_rows"
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
     """When a request's tokens end it.
 
     end_ids: the model's end-of-sequence tokens, empty if they are ignored. stop_ids: the client's. Neither ends a
@@ -91,7 +91,7 @@ class Request:
         self,
         id: str,
         prompt: Sequence[int],
-        limits: Limits,
+        limits: TokenLimits,
         *,
         priority: int = 0,
         hashes: Sequence[bytes] = (),
@@ -112,7 +112,7 @@ class Request:
         self.salt = salt
         self.open = open
         self.begun = False  #: It has been scheduled.
-        self.state = State.WAITING
+        self.state = RequestStatus.WAITING
         self.matcher: Any = None  #: Its grammar's state: the core's alone.
         self.rows: Any = None  #: What the model takes in place of negative tokens: the core's and the model's alone.
         self.in_flight = 0  #: Batches under way that hold a row of it.
@@ -135,19 +135,19 @@ class Request:
         self.prompt_tokens = len(self.tokens)
         self.open = not last
 
-    def happen(self, event: Event) -> None:
+    def happen(self, event: RequestEvent) -> None:
         """Raises: IllegalEvent: the table does not list it; nothing is changed then."""
         after = TRANSITIONS.get((self.state, event))
         if after is None:
             raise IllegalEvent(f"request {self.id}", f"{event.value} while it is {self.state.value}", ())
         self.state = after
 
-    def ending(self) -> tuple[Finish, Reason] | None:
+    def ending(self) -> tuple[FinishReason, Reason] | None:
         """Whether the token generated last ends it, and the stop token that did."""
         last, limits = self.tokens[-1], self.limits
         if self.generated >= limits.min_tokens:
             if last in limits.end_ids:
-                return Finish.STOP, None
+                return FinishReason.STOP, None
             if last in limits.stop_ids:
-                return Finish.STOP, last
-        return (Finish.LENGTH, None) if self.generated >= limits.max_tokens else None
+                return FinishReason.STOP, last
+        return (FinishReason.LENGTH, None) if self.generated >= limits.max_tokens else None

@@ -15,7 +15,15 @@ import msgspec
 
 from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.autoregressive.blocks import BlockPool, hash_blocks
-from stage_runtime.rules.autoregressive.requests import QUEUED, Event, Finish, Hold, Reason, Request, State
+from stage_runtime.rules.autoregressive.requests import (
+    QUEUED,
+    FinishReason,
+    Hold,
+    Reason,
+    Request,
+    RequestEvent,
+    RequestStatus,
+)
 
 Policy = Literal["fcfs", "priority"]
 Key = tuple[int, int]
@@ -72,11 +80,11 @@ class Update(msgspec.Struct, frozen=True):
 
     request: Request
     token: int | None = None
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     reason: Reason = None
 
 
-class Stats:
+class SchedulerCounts:
     """Counters, since the scheduler was made."""
 
     def __init__(self) -> None:
@@ -93,7 +101,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.limits = limits
         self.pool = pool
-        self.stats = Stats()
+        self.stats = SchedulerCounts()
         self._key = _ORDER[limits.policy]
         self._requests: dict[str, Request] = {}  #: Every request that has not finished.
         self._queue: list[tuple[Key, int, Request]] = []  #: A heap; may hold stale entries.
@@ -154,7 +162,7 @@ class Scheduler:
         if hold is None and not request.ready:
             hold = Hold.UPSTREAM_ROWS
         if hold is not None:
-            request.happen(Event.HELD)
+            request.happen(RequestEvent.HELD)
             self._holds[request.id] = hold
         else:
             self._enqueue(request)
@@ -167,10 +175,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return
-        if request.state is State.HELD and not request.ready:
+        if request.state is RequestStatus.HELD and not request.ready:
             self._holds[request_id] = Hold.UPSTREAM_ROWS
             return
-        request.happen(Event.RELEASED)
+        request.happen(RequestEvent.RELEASED)
         del self._holds[request_id]
         self._enqueue(request)
 
@@ -191,7 +199,7 @@ class Scheduler:
             self.stats.prompt_tokens += len(tokens)
         if request.ready <= request.computed:
             return
-        if request.state is State.PAUSED:
+        if request.state is RequestStatus.PAUSED:
             self._resuming[request_id] = request
         elif self._holds.get(request_id) is Hold.UPSTREAM_ROWS:
             self.release(request_id)
@@ -202,7 +210,7 @@ class Scheduler:
         if count >= self.longest:
             raise ValueError(f"the prompt has {count} tokens; with an answer it may have {self.longest}")
 
-    def finish(self, request_ids: Iterable[str], finish: Finish = Finish.ABORT) -> list[Request]:
+    def finish(self, request_ids: Iterable[str], finish: FinishReason = FinishReason.ABORT) -> list[Request]:
         """End requests, in whatever state they are. Ids that are not known are ignored: aborts may come twice."""
         ended = []
         for request_id in request_ids:
@@ -214,12 +222,12 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         before = request.state
-        request.happen(Event.FINISHED)
+        request.happen(RequestEvent.FINISHED)
         if before in QUEUED:
             self._queued -= 1
-        elif before is State.HELD:
+        elif before is RequestStatus.HELD:
             del self._holds[request.id]
-        elif before is State.PAUSED:
+        elif before is RequestStatus.PAUSED:
             del self._paused[request.id]
             self._resuming.pop(request.id, None)
         else:
@@ -272,7 +280,7 @@ class Scheduler:
 
     def _continue(self, request: Request, rows: dict[str, Row]) -> None:
         """A row for a running request, unless it was preempted, waits for a result, or nothing is left for it."""
-        if request.state is not State.RUNNING:
+        if request.state is not RequestStatus.RUNNING:
             return
         count = min(request.ready - request.computed, self._budget(rows), self.limits.max_chunk)
         if count <= 0:
@@ -308,7 +316,7 @@ class Scheduler:
             return True
         heapq.heappop(self._queue)
         self._queued -= 1
-        request.happen(Event.SCHEDULED)
+        request.happen(RequestEvent.SCHEDULED)
         self._run(request)
         hits = len(found) * size
         count = min(request.ready - hits, budget, self.limits.max_chunk)
@@ -331,7 +339,7 @@ class Scheduler:
         self._running.sort(key=self._key)
 
     def _pause(self, request: Request) -> None:
-        request.happen(Event.PAUSED)
+        request.happen(RequestEvent.PAUSED)
         self._running.remove(request)
         self._paused[request.id] = request
 
@@ -340,17 +348,17 @@ class Scheduler:
         for request in sorted(self._resuming.values(), key=self._key):
             if len(self._running) >= self.limits.max_requests:
                 return
-            request.happen(Event.RESUMED)
+            request.happen(RequestEvent.RESUMED)
             del self._resuming[request.id], self._paused[request.id]
             self._run(request)
 
     def _preempt(self, request: Request) -> None:
-        request.happen(Event.PREEMPTED)
+        request.happen(RequestEvent.PREEMPTED)
         self._free(request)
         request.computed = 0
         request.preemptions += 1
         self.stats.preemptions += 1
-        if request.state is State.PREEMPTED:
+        if request.state is RequestStatus.PREEMPTED:
             self._running.remove(request)
             self._enqueue(request)
             return
@@ -378,28 +386,30 @@ class Scheduler:
         for row in step.rows:
             request = row.request
             request.in_flight -= 1
-            if request.state is State.FINISHED:
+            if request.state is RequestStatus.FINISHED:
                 continue
             if request.id in failed:
                 self._end(request)
-                updates.append(Update(request, finish=Finish.ERROR, reason=failed[request.id]))
+                updates.append(Update(request, finish=FinishReason.ERROR, reason=failed[request.id]))
                 continue
             self._cache(request, row)
             token = sampled.get(request.id)
             if token is not None:
                 updates.append(
-                    self._append(request, token, (Finish.STOP, ended[request.id]) if request.id in ended else None)
+                    self._append(
+                        request, token, (FinishReason.STOP, ended[request.id]) if request.id in ended else None
+                    )
                 )
             elif request.open and not request.in_flight and request.computed >= request.ready:
                 self._pause(request)
         return updates
 
-    def _append(self, request: Request, token: int, ending: tuple[Finish, Reason] | None) -> Update:
+    def _append(self, request: Request, token: int, ending: tuple[FinishReason, Reason] | None) -> Update:
         request.tokens.append(token)
         self.stats.generated_tokens += 1
         ending = ending or request.ending()
         if ending is None and len(request.tokens) >= self.longest:
-            ending = (Finish.LENGTH, None)
+            ending = (FinishReason.LENGTH, None)
         if ending is None:
             return Update(request, token)
         self._end(request)

@@ -23,8 +23,8 @@ from stage_runtime.engines.autoregressive.process.messages import (
     Coordination,
     EngineCoreOutputs,
     EngineCoreRequestType,
+    EngineReady,
     Extension,
-    Ready,
     Refused,
     SchedulerStats,
     UtilityCall,
@@ -37,7 +37,7 @@ from stage_runtime.sockets import multipart
 
 log = logging.getLogger(__name__)
 
-END_WITHIN_S: Final = 5.0  # of engines that are told to stop
+END_WITHIN_S: Final = 5.0  # of engines that are asked to stop
 LOOK_EVERY_S: Final = 1.0  # at whether engines give signs of life
 CONNECT_WITHIN_S: Final = 60.0
 
@@ -109,7 +109,7 @@ class MPClient:
 
     # --- engines --------------------------------------------------------------------------------------------------
 
-    def _start(self, ranks: Sequence[int]) -> dict[int, Ready]:
+    def _start(self, ranks: Sequence[int]) -> dict[int, EngineReady]:
         processes, ready = launching.start(
             self.launch,
             ranks,
@@ -125,12 +125,12 @@ class MPClient:
         return ready
 
     def _await_routes(self, names: set[bytes]) -> None:
-        """Both sockets of each engine say one word: ours knows then how to address it, and that it is connected."""
+        """Both sockets of each engine send one message: ours can address it from then on, and it is connected."""
         missing = set(names)
         poller = multipart.Poller(self._input, self._output)
         while missing | (names - self._connected):
             if not poller.wait(CONNECT_WITHIN_S):
-                raise EngineDeadError("an engine that said that it is ready has not connected")
+                raise EngineDeadError("an engine that reported ready has not connected")
             while (frames := self._input.receive()) is not None:
                 missing.discard(bytes(frames[0]))
             while (frames := self._output.receive()) is not None:
@@ -145,7 +145,7 @@ class MPClient:
         return True
 
     def _on_exit(self, rank: int) -> list[EngineCoreOutputs]:
-        """An engine's process has ended. Returns: what is to be told of its requests."""
+        """An engine's process has ended. Returns: the outputs that end its requests."""
         process = self._engines.pop(rank, None)
         if process is None:
             return []
@@ -171,7 +171,7 @@ class MPClient:
                 engine.signal(signal.SIGKILL)
 
     def _on_dead(self, rank: int, reason: str) -> list[EngineCoreOutputs]:
-        """All who wait are told."""
+        """All callers that wait are notified."""
         self._dead = self._dead or EngineDeadError(reason)
         return []
 
@@ -270,7 +270,7 @@ class MPClient:
         return taken
 
     def _take_death(self, frames: Sequence[memoryview]) -> list[EngineCoreOutputs]:
-        """An engine says that it ends: sooner than its process does."""
+        """An engine reports that it ends: sooner than its process does."""
         for rank in self._ranks():
             if frames and bytes(frames[0]) == identity(rank):
                 return self._on_dead(rank, f"engine {rank} has failed")

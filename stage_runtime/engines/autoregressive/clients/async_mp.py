@@ -137,7 +137,7 @@ class AsyncMPClient(MPClient):
             future.set_result(output)
 
     def _exited(self, rank: int) -> None:
-        """The process has ended: what it has said is taken first."""
+        """The process has ended: what it has sent is taken first."""
         self._unwatch(rank)
         self._read()
         alive = self._dead is None

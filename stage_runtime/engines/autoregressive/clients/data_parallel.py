@@ -47,7 +47,7 @@ class DPAsyncMPClient(AsyncMPClient):
         self._stats = self._context.connect("XSUB", coordinator.front)
         self._stats.subscribe()
         if not multipart.Poller(self._stats).wait(HEAR_WITHIN_S):
-            raise ConfigurationError("the coordinator of the engines says nothing")
+            raise ConfigurationError("the coordinator of the engines does not answer")
 
     def attach(self) -> None:
         super().attach()
@@ -57,7 +57,7 @@ class DPAsyncMPClient(AsyncMPClient):
         self._loop.add_reader(self._coordinator.pidfd, self._coordinator_ended)
 
     def _coordinator_ended(self) -> None:
-        """Engines would soon wait for it, and their counts are not known: all who wait are told."""
+        """Engines would soon wait for it, and their counts are not known: all callers that wait are notified."""
         assert self._loop is not None
         self._loop.remove_reader(self._coordinator.pidfd)
         self._dead = self._dead or EngineDeadError("the coordinator of the engines has ended")
@@ -83,10 +83,10 @@ class DPAsyncMPClient(AsyncMPClient):
     ) -> None:
         chosen = self._add(request, data_parallel_rank, pin, self.current_wave)
         if self._coordinator.lockstep and not self.engines_running:
-            self._tell(FirstRequest(self.current_wave, chosen))
+            self._notify(FirstRequest(self.current_wave, chosen))
 
-    def _tell(self, said: FirstRequest | Scale | Replaced) -> None:
-        self._stats.send([msgspec.msgpack.encode(said)])
+    def _notify(self, message: FirstRequest | Scale | Replaced) -> None:
+        self._stats.send([msgspec.msgpack.encode(message)])
         self._read_stats()  # sending may have taken the edge of what has come
 
     async def close(self, *, drain_s: float = 0.0) -> None:
@@ -163,7 +163,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self.ensure_alive()
         await self._add_engines([rank])
         self.lost.discard(rank)
-        self._tell(Replaced(rank))
+        self._notify(Replaced(rank))
         self._balancer.open_again(rank)
 
     async def scale_async(self, engines: int, *, drain_s: float = 60.0) -> None:
@@ -180,7 +180,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         else:
             await self._remove_engines(range(engines, before), drain_s)
         self._coordinator.engines = engines
-        self._tell(Scale(engines))
+        self._notify(Scale(engines))
         self._balancer.resize(engines)
 
     async def _add_engines(self, ranks: Iterable[int]) -> None:

@@ -27,7 +27,7 @@ class InprocClient:
         self.num_gpu_blocks = {0: served.num_gpu_blocks}
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """What the engine refuses is told by `get_output`, as another process would."""
+        """What the engine refuses is returned by `get_output`, as from another process."""
         try:
             self.engine_core.add_request(request, self.engine_core.preprocess_add_request(request))
         except ValueError as error:

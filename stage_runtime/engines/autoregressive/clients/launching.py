@@ -13,12 +13,19 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from stage_runtime.engines.autoregressive.process.messages import Coordination, Failed, Hello, Init, Ready, identity
+from stage_runtime.engines.autoregressive.process.messages import (
+    Coordination,
+    EngineFailed,
+    EngineHello,
+    EngineReady,
+    Init,
+    identity,
+)
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.sockets import multipart
 
 _MODULE: Final = "stage_runtime.engines.autoregressive.process"
-_Greeting: TypeAlias = Hello | Ready | Failed
+_Greeting: TypeAlias = EngineHello | EngineReady | EngineFailed
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +94,7 @@ def start(
     inputs: Sequence[str],
     outputs: Sequence[str],
     coordination: Coordination | None = None,
-) -> tuple[list[EngineProcess], dict[int, Ready]]:
+) -> tuple[list[EngineProcess], dict[int, EngineReady]]:
     """Start one engine for each index, and wait until all are ready.
 
     Raises: ConfigurationError: one could not start; it names the cause. None is left running then.
@@ -118,8 +125,8 @@ def start(
 
 def _greet(
     processes: Sequence[EngineProcess], handshake: multipart.FrameSocket, init: bytes, within_s: float
-) -> dict[int, Ready]:
-    ready: dict[int, Ready] = {}
+) -> dict[int, EngineReady]:
+    ready: dict[int, EngineReady] = {}
     poller = multipart.Poller(handshake, *(one.pidfd for one in processes))
     deadline = time.monotonic() + within_s
     while len(ready) < len(processes):
@@ -129,11 +136,11 @@ def _greet(
             if sender != identity(greeting.engine_index):
                 continue
             match greeting:
-                case Hello():
+                case EngineHello():
                     handshake.send([sender, init])
-                case Ready(index):
+                case EngineReady(index):
                     ready[index] = greeting
-                case Failed(index, message):
+                case EngineFailed(index, message):
                     raise ConfigurationError(f"engine {index} could not start: {message}")
         for one in ended:
             raise ConfigurationError(f"engine {one.index} ended while it started, exit code {one.exit_code}")

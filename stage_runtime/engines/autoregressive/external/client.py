@@ -9,7 +9,7 @@ from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCo
 from stage_runtime.engines.autoregressive.process.messages import EngineCoreOutputs, Extension, Refused, SchedulerStats
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 from stage_runtime.errors import EngineDeadError
-from stage_runtime.rules.autoregressive.requests import Finish, Reason
+from stage_runtime.rules.autoregressive.requests import FinishReason, Reason
 
 
 class ExternalClient:
@@ -20,6 +20,7 @@ class ExternalClient:
         self.stats: dict[int, SchedulerStats] = {}
         self.on_scheduled: Callable[[Sequence[tuple[str, int]]], None] = lambda scheduled: None
         self._prompt_tokens = 0
+        self._hit_tokens = 0
         self._generated_tokens = 0
         self._steps = 0
         self._dead: EngineDeadError | None = None
@@ -72,6 +73,7 @@ class ExternalClient:
         given = [one for one in outputs if one.request_id in self.reqs_in_flight]
         fresh = [(one.request_id, one.cached_tokens) for one in given if self.reqs_in_flight[one.request_id] == 0]
         if fresh:
+            self._hit_tokens += sum(count for _name, count in fresh)
             self.on_scheduled(fresh)
         for one in given:
             self.reqs_in_flight[one.request_id] += len(one.new_token_ids)
@@ -91,11 +93,12 @@ class ExternalClient:
             running=begun,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
+            prefix_hit_tokens=self._hit_tokens,
             generated_tokens=self._generated_tokens,
         )
 
     def _end(self, reason: str) -> None:
-        """Nothing more is computed: all who wait are told."""
+        """Nothing more is computed: all callers that wait are notified."""
         if self._dead is None:
             self._dead = EngineDeadError(reason)
             self._outputs.put_nowait(self._dead)
@@ -104,7 +107,7 @@ class ExternalClient:
 def output(
     request_id: str,
     tokens: Sequence[int],
-    finish: Finish | None = None,
+    finish: FinishReason | None = None,
     *,
     reason: Reason = None,
     logprobs: Sequence[TokenLogprobs] = (),
@@ -112,7 +115,7 @@ def output(
     cached_tokens: int = 0,
 ) -> EngineCoreOutput:
     """reason: None takes the last token of an answer that a token has stopped, as the own engine does."""
-    if finish is Finish.STOP and reason is None and tokens:
+    if finish is FinishReason.STOP and reason is None and tokens:
         reason = tokens[-1]
     return EngineCoreOutput(
         request_id=request_id,

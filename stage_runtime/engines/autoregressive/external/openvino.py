@@ -16,14 +16,14 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from stage_runtime.api import Autoregressive, StageContext
-from stage_runtime.engines.autoregressive import models
+from stage_runtime.engines.autoregressive import dtypes, models
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.external import fields, gguf_file
 from stage_runtime.engines.autoregressive.external.client import ExternalClient, output
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.messages import Refused
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.rules.autoregressive.requests import Finish
+from stage_runtime.rules.autoregressive.requests import FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class OpenVINOClient(ExternalClient):
     def _run(self) -> None:
         try:
             _Steps(self._package, self._pipeline, self._asked, self._add, self._post).run()
-        except BaseException as error:  # of the pipeline: it does not say which request is to blame
+        except BaseException as error:  # of the pipeline: the request that caused it is unknown
             log.exception("openvino has ended")
             self._later(self._end, f"openvino has ended: {describe(error)}")
 
@@ -191,22 +191,24 @@ class _Steps:
             while handle.can_read():
                 for part in handle.read().values():
                     tokens += part.generated_ids
-                    finish = Finish.STOP if part.finish_reason == stopped else Finish.LENGTH
+                    finish = FinishReason.STOP if part.finish_reason == stopped else FinishReason.LENGTH
             if status == running:
                 if tokens:
                     outputs.append(output(name, tokens))
                 continue
             del self._handles[name]
             if status == ignored:
-                outputs.append(output(name, tokens, Finish.ERROR, reason="the engine's KV cache has no room for it"))
+                outputs.append(
+                    output(name, tokens, FinishReason.ERROR, reason="the engine's KV cache has no room for it")
+                )
             else:
-                outputs.append(output(name, tokens, finish or Finish.LENGTH))
+                outputs.append(output(name, tokens, finish or FinishReason.LENGTH))
         if not outputs and self._handles and not self._pipeline.get_metrics().scheduled_requests:
             # Nothing fits, and nothing is under way that would make room.
             name, handle = next(iter(self._handles.items()))
             del self._handles[name]
             handle.cancel()
-            outputs.append(output(name, (), Finish.ERROR, reason="the engine's KV cache has no room for it"))
+            outputs.append(output(name, (), FinishReason.ERROR, reason="the engine's KV cache has no room for it"))
         return outputs
 
 
@@ -241,8 +243,8 @@ def load(spec: Autoregressive, context: StageContext | None) -> tuple[OpenVINOCl
             f"omni.Autoregressive(engine='openvino') needs openvino-genai, which cannot be imported ({error}): "
             "pip install 'omnipipeline[openvino]'"
         ) from error
-    say = (lambda text: None) if context is None else context.progress
-    say(f"loading {spec.model}")
+    progress = (lambda text: None) if context is None else context.progress
+    progress(f"loading {spec.model}")
     tokenizer = models.load_tokenizer(spec.model, revision=spec.revision)
     config, generation = models.load_configs(spec.model, revision=spec.revision)
     text = config.get_text_config(decoder=True)
@@ -250,10 +252,10 @@ def load(spec: Autoregressive, context: StageContext | None) -> tuple[OpenVINOCl
     with tempfile.TemporaryDirectory(prefix="omni-openvino-") as folder:
         path = Path(spec.model).expanduser()
         if not (path.suffix == ".gguf" or (path / "openvino_model.xml").exists()):
-            say("writing the weights as openvino-genai reads them")
+            progress("writing the weights as openvino-genai reads them")
             path = Path(folder) / "model.gguf"
             gguf_file.write(spec.model, path, revision=spec.revision)
-        say("compiling for this processor")
+        progress("compiling for this processor")
         empty = Path(folder) / "no tokenizer"  # ids go in and out
         empty.mkdir()
         pipeline = package.ContinuousBatchingPipeline(
@@ -289,7 +291,7 @@ def _scheduler_config(package: Any, spec: Autoregressive) -> Any:
 
 
 def _properties(spec: Autoregressive) -> dict[str, Any]:
-    precision = PRECISIONS[spec.dtype]
+    precision = PRECISIONS[dtypes.chosen(spec.dtype, "cpu")]
     properties: dict[str, Any] = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
     if spec.threads is not None:
         properties["INFERENCE_NUM_THREADS"] = spec.threads

@@ -1,6 +1,6 @@
 """``python -m stage_runtime.engines.autoregressive.parallel FRONT OUTPUT BACK GREETING ENGINES PARENT``: a coordinator.
 
-Three sockets: FRONT publishes counts and waves to clients and takes what they say, OUTPUT takes what engines say, BACK
+Three sockets: FRONT publishes counts and waves to clients and takes their messages, OUTPUT takes those of engines, BACK
 publishes the start of waves to engines. What cannot be understood is dropped.
 """
 
@@ -75,13 +75,13 @@ class DPCoordinatorProc:
                     self._on(waves.Tick())  # a busy socket must not keep counts back
 
     def _on_client(self, frames: Sequence[memoryview]) -> None:
-        said = bytes(frames[0])
-        if said == UNSUBSCRIBED:
+        received = bytes(frames[0])
+        if received == UNSUBSCRIBED:
             return
-        if said == SUBSCRIBED:
+        if received == SUBSCRIBED:
             self._on(waves.Subscribed())
             return
-        match self._from_client.decode(said):
+        match self._from_client.decode(received):
             case FirstRequest(wave, engine):
                 self._on(waves.FirstRequest(wave, engine))
             case Replaced(engine):
@@ -94,14 +94,14 @@ class DPCoordinatorProc:
             self._greeted.add(bytes(frames[-1]))
             self._publish_back.send([READY, bytes(frames[-1])])
             return
-        said = self._from_engine.decode(frames[0])
-        if (stats := said.scheduler_stats) is not None:
-            step = (said.engine_index, stats.current_wave, stats.step_counter)
+        received = self._from_engine.decode(frames[0])
+        if (stats := received.scheduler_stats) is not None:
+            step = (received.engine_index, stats.current_wave, stats.step_counter)
             self._on(waves.Counts(*step, stats.waiting, stats.running))
-        if said.wave_complete is not None:
-            self._on(waves.WaveComplete(said.wave_complete))
-        if said.start_wave is not None:
-            self._on(waves.StartWave(said.start_wave, said.engine_index))
+        if received.wave_complete is not None:
+            self._on(waves.WaveComplete(received.wave_complete))
+        if received.start_wave is not None:
+            self._on(waves.StartWave(received.start_wave, received.engine_index))
 
     def _on_subscription(self, frames: Sequence[memoryview]) -> None:
         """An engine listens. Which one is not known: all that have greeted are answered again."""
@@ -115,8 +115,8 @@ class DPCoordinatorProc:
                 case waves.PublishState():
                     self._publish_front.send([msgspec.msgpack.encode(instruction)])
                 case waves.SendStartWave(wave, exclude):
-                    said = msgspec.msgpack.encode(StartWave(wave, exclude))
-                    self._publish_back.send([EngineCoreRequestType.START_DP_WAVE.value, said])
+                    order = msgspec.msgpack.encode(StartWave(wave, exclude))
+                    self._publish_back.send([EngineCoreRequestType.START_DP_WAVE.value, order])
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from threading import Event
 
-from stage_runtime.engines import events
+from stage_runtime.engines.autoregressive.growing import FromStream
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
 from stage_runtime.engines.autoregressive.parallel.ranks import RankLost, Ranks, follow
 from stage_runtime.engines.base import Inbox, Outbox
@@ -15,11 +15,12 @@ class FollowingEngine:
     """`engines.base.Engine`."""
 
     ticks = 0
-    takes_chunks = False
     takes_admin = False
     concurrency = 1
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, *, takes_chunks: bool = False) -> None:
+        """takes_chunks: others stream into the stage; what they send is rank 0's, too."""
+        self.takes_chunks = takes_chunks
         self._runner = runner
         self._ranks = ranks
 
@@ -35,8 +36,6 @@ class FollowingEngine:
 
     def _set_aside(self, inbox: Inbox, outbox: Outbox) -> None:
         while not inbox.closed:
-            match inbox.get():
-                case events.Start(work=work):
-                    outbox.done(work, None, has_data=False)
-                case _:
-                    pass
+            event = inbox.get()
+            if isinstance(event, FromStream):  # the first of a request's; the others change nothing
+                outbox.done(event.work, None, has_data=False)

@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of one engine: what they reduce together, and what rank 0 tells the others.
+"""The tensor-parallel ranks of one engine: what they reduce together, and what rank 0 sends the others.
 
 Rank 0 schedules and samples. It sends each pass to the others (`Leading`), which compute their share of it
 (`follow`). Two groups of torch.distributed: orders wait for as long as nothing is to be computed, sums do not.
@@ -111,7 +111,7 @@ class Leading(ModelRunner):
         self._ended = False
 
     def _compute(self, batch: Pass, plan: Any) -> Computed:
-        """Raises: RankLost: whatever goes wrong once the others have been told, for they would go on alone."""
+        """Raises: RankLost: whatever goes wrong once the others have the pass: they would go on alone."""
         try:
             self._ranks.send(ComputePass(batch))
             return super()._compute(batch, plan)
@@ -133,7 +133,7 @@ class Leading(ModelRunner):
         try:
             self._ranks.send(End())
         except RuntimeError as error:
-            log.warning("the other tensor-parallel ranks were not told to end: %s", describe(error))
+            log.warning("the other tensor-parallel ranks did not get the order to end: %s", describe(error))
         self._ranks.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.engines.autoregressive.process import parents
-from stage_runtime.engines.autoregressive.process.messages import Failed, Hello, Init, Ready, identity
+from stage_runtime.engines.autoregressive.process.messages import EngineFailed, EngineHello, EngineReady, Init, identity
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
 from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.engines.loading import resolve
@@ -34,16 +34,16 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format=f"engine {index}: %(levelname)s %(name)s: %(message)s")
     context = multipart.Context()
     handshake = context.connect("DEALER", endpoint, identity=identity(index))
-    say = msgspec.msgpack.encode
+    encode = msgspec.msgpack.encode
     try:
-        handshake.send([say(Hello(index, os.getpid()))])
+        handshake.send([encode(EngineHello(index, os.getpid()))])
         init = _receive(handshake)
         try:
             proc = _make(init, index)
         except BaseException as error:
-            handshake.send([say(Failed(index, format_traceback(error)))])
+            handshake.send([encode(EngineFailed(index, format_traceback(error)))])
             raise
-        handshake.send([say(Ready(index, proc.num_gpu_blocks))])
+        handshake.send([encode(EngineReady(index, proc.num_gpu_blocks))])
     finally:
         handshake.close(linger_ms=multipart.LAST_WORDS_MS)
         context.close()
@@ -60,7 +60,7 @@ def _receive(handshake: multipart.FrameSocket) -> Init:
     poller = multipart.Poller(handshake)
     while (frames := handshake.receive()) is None:
         if not poller.wait(HANDSHAKE_S):
-            raise TimeoutError("the client says nothing")
+            raise TimeoutError("the client does not answer")
     return msgspec.msgpack.decode(frames[0], type=Init)
 
 

@@ -25,7 +25,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder, Relay
+from stage_runtime.engines.autoregressive.process.serial import MsgpackDecoder, TensorRelay
 from stage_runtime.errors import ProtocolError, describe
 from stage_runtime.sockets import multipart
 
@@ -45,7 +45,7 @@ class Inputs:
         answer: Callable[[int, UtilityOutput], None],
         utilities: Callable[[str], Callable[..., Any] | None],
         clients: int,
-        relay: Relay | None = None,
+        relay: TensorRelay | None = None,
     ) -> None:
         """refuse, answer: to a client, by its index. utilities: a function by its name."""
         self.queue: SimpleQueue[tuple[RequestType, Any]] = SimpleQueue()
@@ -107,7 +107,7 @@ class Inputs:
         self._thread = threading.Thread(target=read, name="engine-input", daemon=True)
         self._thread.start()
         if not self._coordinated.wait(30.0):
-            raise TimeoutError("the coordinator of the engines says nothing")
+            raise TimeoutError("the coordinator of the engines does not answer")
 
     def stop(self) -> None:
         os.eventfd_write(self._stop, 1)

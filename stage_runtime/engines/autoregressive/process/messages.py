@@ -1,4 +1,4 @@
-"""What an engine process, its clients and the coordinator of several say to each other. Types only.
+"""Messages between an engine process, its clients and the coordinator of several. Types only.
 
 A request's message is ``[type, header, body, more frames]``: when the body cannot be read, the header names the
 request that fails. An engine's message is one `EngineCoreOutputs`, or ``[ENGINE_CORE_DEAD, identity]``.
@@ -113,10 +113,10 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     start_wave: int | None = None
 
 
-# --- the handshake: Hello → Init → Ready or Failed ----------------------------------------------------------------
+# --- the handshake: EngineHello → Init → EngineReady or EngineFailed --------------------------------------------------
 
 
-class Hello(msgspec.Struct, frozen=True, tag="HELLO"):
+class EngineHello(msgspec.Struct, frozen=True, tag="HELLO"):
     engine_index: int
     pid: int
 
@@ -141,12 +141,12 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     coordination: Coordination | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, tag="READY"):
+class EngineReady(msgspec.Struct, frozen=True, tag="READY"):
     engine_index: int
     num_gpu_blocks: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag="FAILED"):
+class EngineFailed(msgspec.Struct, frozen=True, tag="FAILED"):
     engine_index: int
     message: str
 

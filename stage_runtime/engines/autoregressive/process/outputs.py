@@ -20,23 +20,23 @@ from stage_runtime.engines.autoregressive.process.messages import (
     UtilityOutput,
     identity,
 )
-from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder, Relay
+from stage_runtime.engines.autoregressive.process.serial import MsgpackEncoder, TensorRelay
 from stage_runtime.errors import PeerError, ValueRefused
 from stage_runtime.sockets import multipart
 
 log = logging.getLogger(__name__)
 
 JOIN_S: Final = 6.0
-BEAT_S: Final = 1.0  # an engine that has nothing to say says that it lives
+BEAT_S: Final = 1.0  # an engine that has nothing to send sends a sign of life
 
 
-class Outputs:
+class OutputThread:
     """``put`` in any thread; the rest is the thread's. It waits for a client that reads nothing."""
 
     def __init__(
-        self, engine_index: int, *, alive: Callable[[], EngineCoreOutputs], relay: Relay | None = None
+        self, engine_index: int, *, alive: Callable[[], EngineCoreOutputs], relay: TensorRelay | None = None
     ) -> None:
-        """alive: what to say to every client after a second of silence; called in the thread."""
+        """alive: what every client gets after a second without output; called in the thread."""
         self._engine_index = engine_index
         self._alive = alive
         self._queue: SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = SimpleQueue()
@@ -84,7 +84,7 @@ class Outputs:
             pool.sent(sockets[client].send(frames, track=True, block=True), buffer, frames)
 
     def _next(self, sockets: dict[int, multipart.FrameSocket]) -> tuple[int, EngineCoreOutputs] | bytes | None:
-        """The next item of the queue. Meanwhile clients are told that the engine lives."""
+        """The next item of the queue. Meanwhile clients get a sign of life."""
         while True:
             try:
                 return self._queue.get(timeout=BEAT_S)

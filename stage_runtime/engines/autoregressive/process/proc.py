@@ -18,7 +18,7 @@ from stage_runtime.engines.autoregressive.process.messages import (
     UtilityOutput,
     identity,
 )
-from stage_runtime.engines.autoregressive.process.outputs import Outputs
+from stage_runtime.engines.autoregressive.process.outputs import OutputThread
 from stage_runtime.engines.autoregressive.process.serving import Served
 from stage_runtime.errors import InvalidRequest, describe
 from stage_runtime.rules.autoregressive.scheduling import SchedulerOutput
@@ -38,7 +38,7 @@ class EngineCoreProc:
         self._utilities: dict[str, Callable[..., Any]] = {"stats": lambda core: self.stats(), **served.utilities}
         self._init = init
         self._context = multipart.Context()
-        self.outputs = Outputs(engine_index, alive=lambda: EngineCoreOutputs(scheduler_stats=self.stats()))
+        self.outputs = OutputThread(engine_index, alive=lambda: EngineCoreOutputs(scheduler_stats=self.stats()))
         self._announced: set[str] = set()  #: Requests of which clients know that they are computed.
         self.inputs = Inputs(
             served.core,
@@ -67,7 +67,7 @@ class EngineCoreProc:
         )
 
     def run_busy_loop(self) -> None:
-        """Until shutdown is completed. What ends it otherwise is told to every client, and raised."""
+        """Until shutdown is completed. What ends it otherwise is sent to every client, and raised."""
         dead = True
         try:
             self.loop.run_busy_loop()

@@ -26,7 +26,7 @@ FRAMES_MOST: Final = 4096  # of one message
 MISREAD: Final = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError, ProtocolError)
 
 
-class Relay(Protocol):
+class TensorRelay(Protocol):
     """Moves tensors to the other process beside the message, such as through shared memory."""
 
     def put(self, data: memoryview, device: str) -> Mapping[str, Any] | None:
@@ -48,7 +48,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 class MsgpackEncoder:
     """Not for several threads at once."""
 
-    def __init__(self, *, inline_below: int = INLINE_BELOW, relay: Relay | None = None) -> None:
+    def __init__(self, *, inline_below: int = INLINE_BELOW, relay: TensorRelay | None = None) -> None:
         self._inline_below = inline_below
         self._relay = relay
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
@@ -104,7 +104,7 @@ class MsgpackEncoder:
 class MsgpackDecoder(Generic[T]):
     """Decodes values of one type. Not for several threads at once."""
 
-    def __init__(self, kind: type[T], *, relay: Relay | None = None) -> None:
+    def __init__(self, kind: type[T], *, relay: TensorRelay | None = None) -> None:
         self._relay = relay
         self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._hook)
         self._part = msgspec.msgpack.Decoder(_Part)

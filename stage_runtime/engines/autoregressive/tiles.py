@@ -1,0 +1,259 @@
+"""Innermost loops of `kernels` and `products`, as LLVM's vector instructions.
+
+numba's vectorizer would keep their sums in memory; here they stay in registers while the inputs go by. bf16 values are
+the upper halves of f32's, sums are f32. Addresses are whole numbers; packed weights are panels
+``[outputs / LANES, inputs, LANES]``.
+"""
+
+# numba has no types for mypy.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES: Final = 16  # outputs of a panel: one register of AVX-512, several of others
+PANELS: Final = 2
+OUTPUTS: Final = PANELS * LANES  # of a tile
+ROWS: Final = 16  # of a tile, at most
+SUMS: Final = 16  # registers: so many rows by panels are computed at once
+
+_WORD: Final = ir.IntType(64)
+_F32: Final = ir.FloatType()
+_VECTOR: Final = ir.VectorType(_F32, LANES)
+_UPPER_HALVES: Final = ir.VectorType(ir.IntType(16), LANES)
+_BITS: Final = ir.VectorType(ir.IntType(32), LANES)
+
+
+def weight_bytes(halved: bool) -> int:
+    return 2 if halved else 4
+
+
+def tile(halved: bool) -> Any:
+    """``output = x @ weights + bias`` for at most `ROWS` rows and `OUTPUTS` outputs.
+
+    The function takes: rows; addresses of x ``[inputs, rows]``, weights, bias, output; inputs, and the output's
+    distance between rows.
+    """
+
+    @intrinsic
+    def multiply(typing_context, rows, x, weights, bias, output, inputs, stride):
+        def build(context, builder, signature, values):
+            after = builder.append_basic_block("after")
+            switch = builder.switch(values[0], after)
+            for count in range(1, ROWS + 1):
+                block = builder.append_basic_block(f"rows{count}")
+                switch.add_case(_word(count), block)
+                builder.position_at_end(block)
+                panels = PANELS if count * PANELS <= SUMS else 1
+                for first in range(0, PANELS, panels):
+                    _product(_Code(builder), halved, count, range(first, first + panels), *values[1:])
+                builder.branch(after)
+            builder.position_at_end(after)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), build
+
+    return multiply
+
+
+def scores(bf16: bool, dim: int, wide: int, group: int) -> Any:
+    """The products of the queries of a KV head with keys of a page. ``dim`` is a multiple of `LANES`.
+
+    The function takes: addresses of the queries ``[group, wide]``, f32, of the first key, and of the first score, f32;
+    the number of keys; distances between keys, and between the scores of one query and of the next, in values.
+    """
+
+    @intrinsic
+    def multiply(typing_context, queries, keys, found, count, by_key, by_query):
+        def build(context, builder, signature, values):
+            code = _Code(builder)
+            for some in _portions(dim, group):
+                _scores(code, bf16, dim, wide, some, *values)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), build
+
+    return multiply
+
+
+def weighted(bf16: bool, dim: int, wide: int, group: int) -> Any:
+    """Add the values of a page, by their weights, to the sums of the queries of a KV head. ``dim`` as of `scores`.
+
+    The function takes: addresses of the sums ``[group, wide]``, f32, of the first value, and of the first weight, f32;
+    then as `scores`.
+    """
+
+    @intrinsic
+    def add(typing_context, sums, values, weights, count, by_value, by_query):
+        def build(context, builder, signature, given):
+            code = _Code(builder)
+            for some in _portions(dim, group):
+                _weighted(code, bf16, dim, wide, some, *given)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), build
+
+    return add
+
+
+def _portions(dim: int, group: int) -> Iterator[range]:
+    """Queries whose vectors fit in registers."""
+    most = max(1, SUMS // (dim // LANES))
+    for first in range(0, group, most):
+        yield range(first, min(group, first + most))
+
+
+class _Code:
+    """What the loops have in common."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        lanes = f"v{LANES}f32"
+        self._fused = self._declared(f"llvm.fmuladd.{lanes}", ir.FunctionType(_VECTOR, [_VECTOR] * 3))
+        self._added = self._declared(f"llvm.vector.reduce.fadd.{lanes}", ir.FunctionType(_F32, [_F32, _VECTOR]))
+
+    def _declared(self, name: str, kind: Any) -> Any:
+        module = self.builder.module
+        return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
+
+    def at(self, address: Any, *distances: tuple[Any, int]) -> Any:
+        """address, and so many times so many bytes."""
+        for count, size in distances:
+            address = self.builder.add(address, self.builder.mul(count, _word(size)))
+        return address
+
+    def vector(self, address: Any, bf16: bool = False) -> Any:
+        if not bf16:
+            return self.builder.load(self.builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
+        halves = self.builder.load(self.builder.inttoptr(address, _UPPER_HALVES.as_pointer()), align=2)
+        bits = self.builder.shl(self.builder.zext(halves, _BITS), ir.Constant(_BITS, [16] * LANES))
+        return self.builder.bitcast(bits, _VECTOR)
+
+    def same(self, address: Any) -> Any:
+        """One f32 in all lanes."""
+        value = self.builder.load(self.builder.inttoptr(address, _F32.as_pointer()), align=4)
+        nothing = ir.Constant(_VECTOR, ir.Undefined)
+        first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
+        return self.builder.shuffle_vector(first, nothing, ir.Constant(_BITS, [0] * LANES))
+
+    def fused(self, one: Any, other: Any, total: Any) -> Any:
+        return self.builder.call(self._fused, [one, other, total])
+
+    def total(self, vector: Any) -> Any:
+        return self.builder.call(self._added, [ir.Constant(_F32, 0.0), vector], fastmath=("reassoc",))
+
+    def store(self, value: Any, address: Any) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+    def loop(self, count: Any, begins: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+        """``count`` times, at least once: ``body(index, sums)`` returns the next sums. Returns: the last ones."""
+        builder = self.builder
+        before, within, done = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+        builder.branch(within)
+        builder.position_at_end(within)
+        index = builder.phi(_WORD)
+        sums = [builder.phi(_VECTOR) for _ in begins]
+        found = body(index, sums)
+        after = builder.add(index, _word(1))
+        index.add_incoming(_word(0), before)
+        index.add_incoming(after, builder.block)
+        for one, begin, end in zip(sums, begins, found, strict=True):
+            one.add_incoming(begin, before)
+            one.add_incoming(end, builder.block)
+        builder.cbranch(builder.icmp_signed("<", after, count), within, done)
+        builder.position_at_end(done)
+        return found
+
+
+def _product(
+    code: _Code,
+    halved: bool,
+    rows: int,
+    panels: range,
+    x: Any,
+    weights: Any,
+    bias: Any,
+    output: Any,
+    inputs: Any,
+    stride: Any,
+) -> None:
+    """A tile, or one panel of it."""
+    width = weight_bytes(halved)
+    lines = [code.at(weights, (inputs, panel * LANES * width)) for panel in panels]
+    begins = [code.vector(code.at(bias, (_word(panel), LANES * 4))) for panel in panels]
+
+    def body(index: Any, sums: list[Any]) -> list[Any]:
+        taken = [code.vector(code.at(line, (index, LANES * width)), halved) for line in lines]
+        values = [code.same(code.at(x, (index, rows * 4), (_word(row), 4))) for row in range(rows)]
+        pairs = [(value, one) for value in values for one in taken]
+        return [code.fused(value, one, total) for (value, one), total in zip(pairs, sums, strict=True)]
+
+    found = iter(code.loop(inputs, begins * rows, body))
+    for row in range(rows):
+        for panel in panels:
+            code.store(next(found), code.at(output, (stride, row * 4), (_word(panel), LANES * 4)))
+
+
+def _scores(
+    code: _Code,
+    bf16: bool,
+    dim: int,
+    wide: int,
+    some: range,
+    queries: Any,
+    keys: Any,
+    found: Any,
+    count: Any,
+    by_key: Any,
+    by_query: Any,
+) -> None:
+    parts = range(0, dim, LANES)
+    taken = {(one, at): code.vector(code.at(queries, (_word(one * wide + at), 4))) for one in some for at in parts}
+
+    def body(index: Any, _sums: list[Any]) -> list[Any]:
+        line = code.at(keys, (code.builder.mul(index, by_key), weight_bytes(bf16)))
+        totals = dict.fromkeys(some, ir.Constant(_VECTOR, [0.0] * LANES))
+        for at in parts:
+            key = code.vector(code.at(line, (_word(at), weight_bytes(bf16))), bf16)
+            totals = {one: code.fused(taken[one, at], key, total) for one, total in totals.items()}
+        for one, total in totals.items():
+            code.store(code.total(total), code.at(found, (by_query, one * 4), (index, 4)))
+        return []
+
+    code.loop(count, [], body)
+
+
+def _weighted(
+    code: _Code,
+    bf16: bool,
+    dim: int,
+    wide: int,
+    some: range,
+    sums: Any,
+    values: Any,
+    weights: Any,
+    count: Any,
+    by_value: Any,
+    by_query: Any,
+) -> None:
+    places = [(one, at) for one in some for at in range(0, dim, LANES)]
+
+    def body(index: Any, totals: list[Any]) -> list[Any]:
+        line = code.at(values, (code.builder.mul(index, by_value), weight_bytes(bf16)))
+        shares = {one: code.same(code.at(weights, (by_query, one * 4), (index, 4))) for one in some}
+        taken = {at: code.vector(code.at(line, (_word(at), weight_bytes(bf16))), bf16) for at in range(0, dim, LANES)}
+        return [code.fused(shares[one], taken[at], total) for (one, at), total in zip(places, totals, strict=True)]
+
+    addresses = [code.at(sums, (_word(one * wide + at), 4)) for one, at in places]
+    for value, address in zip(code.loop(count, [code.vector(one) for one in addresses], body), addresses, strict=True):
+        code.store(value, address)
+
+
+def _word(value: int) -> Any:
+    return ir.Constant(_WORD, value)
