@@ -1,6 +1,7 @@
 """How long a payload takes from `put` to the receiver's buffer, per relay and size, beside memcpy and raw TCP.
 
     python -m benchmarks.relays [--relay NAME …] [--sizes 4096,1048576] [--rounds 9] [--json FILE]
+    python -m benchmarks.relays --hops          # a hop between two stages by each relay, from end to end
     python -m benchmarks.relays --idle 10       # cores that each relay's two processes use while nothing is sent
     python -m benchmarks.relays --soak 600      # payloads of random sizes by all relays; exit code 1: something leaks
 
@@ -33,6 +34,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from benchmarks.hoplab import relay_hops
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.context import RelaySettings
@@ -46,6 +48,7 @@ SAMPLES = 30
 WARM_UP = 3
 MOST_SOAKED = 16 << 20
 SPARE_MIB = 64  # that the allocator and the page cache of an arena may vary by
+SPARE_COUNT = 4  # descriptors, and threads, that are opened once when something first takes long
 
 
 class Control:
@@ -77,6 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="write the medians and ratios to this file")
     parser.add_argument("--relay", action="append", choices=list(RELAYS), help="only these")
+    parser.add_argument("--hops", action="store_true", help="measure hops of pipelines instead")
     parser.add_argument(
         "--idle", type=float, metavar="SECONDS", help="measure idle processes instead, each relay alone"
     )
@@ -85,9 +89,15 @@ def main() -> None:
     parser.add_argument("--curve", action="store_true", help="tcp encrypts")
     options = parser.parse_args()
     security = Security(b"k" * 32) if options.curve else None
-    names = options.relay or list(RELAYS)
+    names = options.relay or [name for name, entry in RELAYS.items() if entry.needs != "gpu"]
     if options.far is not None:
         uvloop.run(far(Control(socket.socket(fileno=options.far)), names, security))
+        return
+    if options.hops:
+        hops = uvloop.run(relay_hops.hops(names, [size for size in options.sizes if size], options.rounds))
+        print(relay_hops.report(hops))
+        if options.json:
+            Path(options.json).write_text(json.dumps(hops, indent=1))
         return
     if options.idle is not None:
         for name in names:
@@ -220,7 +230,9 @@ def soak(relays: Relays, control: Control, names: Sequence[str], seconds: float,
     for index, third in enumerate(thirds):
         print(f"third {index + 1}:", "  ".join(str(one) for one in third))
     leaks = any(
-        late.resident_mib > mid.resident_mib + SPARE_MIB or late[1:] > mid[1:]
+        late.resident_mib > mid.resident_mib + SPARE_MIB
+        or late.descriptors > mid.descriptors + SPARE_COUNT
+        or late.threads > mid.threads + SPARE_COUNT
         for mid, late in zip(*thirds[1:], strict=True)
     )
     return int(leaks or in_use > 0)

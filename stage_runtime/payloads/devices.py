@@ -1,8 +1,9 @@
 """Tensors between a GPU and the host: where a payload's tensors lie when a stage gets them.
 
-Relays move host memory, so a tensor of a GPU is copied to the host at its sender and to the receiver's GPU at its
-receiver, each way through pinned memory, from which the GPU copies by itself. Between stages of one process a tensor
-that is on the right device already is passed by reference. Not tried on a GPU so far (the tests with the mark ``gpu``).
+All relays but cuda_ipc move host memory, so a tensor of a GPU is copied to the host at its sender and to the receiver's
+GPU at its receiver, each way through pinned memory, from which the GPU copies by itself. By cuda_ipc, and between
+stages of one process, a tensor that is on the right device already stays where it is. Not tried on a GPU so far (the
+tests with the mark ``gpu``).
 """
 
 from __future__ import annotations

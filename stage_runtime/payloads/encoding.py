@@ -16,7 +16,7 @@ import numpy as np
 
 from stage_runtime.errors import ProtocolError, ValueRefused
 from stage_runtime.payloads import checking, isolating, tensors
-from stage_runtime.payloads.pack import INLINE_NBYTES, Extracted, packed
+from stage_runtime.payloads.pack import INLINE_NBYTES, Arrived, Extracted, packed, packed_with_device
 from stage_runtime.payloads.tensors import FlatPart
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
@@ -34,7 +34,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False) -> Extracted:
-    """Check ``value`` and take it apart. Nothing is copied that is contiguous and in main memory.
+    """Check ``value`` and take it apart. Nothing is copied that is contiguous, in main memory or on a GPU.
 
     as_fields: ``value`` is a dict whose items are called ``where.name``; it is restored as a dict.
     Raises:    ValueRefused: something in it cannot travel; names its place and what to use instead.
@@ -47,7 +47,7 @@ def extract(value: Any, *, where: str = "payload.data", as_fields: bool = False)
         raise ValueRefused(where, str(error)) from error
     if not walk.parts and len(encoded) <= INLINE_NBYTES:
         return Extracted(encoded, (), None)
-    return packed(encoded, walk.parts, where)
+    return (packed_with_device if walk.on_device else packed)(encoded, walk.parts, where)
 
 
 def payload(request: values.OmniRequest, data: tuple[()] | tuple[Any]) -> Extracted:
@@ -63,17 +63,25 @@ def payload(request: values.OmniRequest, data: tuple[()] | tuple[Any]) -> Extrac
     return extract(fields, where="payload", as_fields=True)
 
 
-def restore(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, *, torch: bool = True) -> Any:
+def restore(
+    value_bytes: bytes | memoryview,
+    refs: Sequence[TensorRef],
+    buffer: Any,
+    on_device: Arrived | None = None,
+    *,
+    torch: bool = True,
+) -> Any:
     """The value that `extract` took apart.
 
     buffer: the flat buffer, None or empty when ``refs`` are. Tensors and arrays are views of it and keep it alive.
+    on_device: its end, when that lies on a GPU.
     torch:  False gives tensors and arrays as `RawTensor` and imports nothing.
     Raises: ProtocolError: the bytes are no such value. Nothing from outside raises anything else.
     """
     try:
         if not refs:
             return _plain_decoder.decode(value_bytes)
-        return _restore_parts(value_bytes, refs, buffer, torch)
+        return _restore_parts(value_bytes, refs, buffer, on_device, torch)
     except ProtocolError:
         raise
     except Exception as error:  # whatever msgspec, numpy, torch or a Struct's own checks raise for garbage
@@ -129,11 +137,12 @@ class _Extraction(checking.Walk):
     plain = frozenset([type(None), bool, int, float, str])  # the encoder itself checks ints and strs
     walkers = {}
 
-    __slots__ = ("parts", "seen", "where")
+    __slots__ = ("on_device", "parts", "seen", "where")
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
+        self.on_device = False  #: Some part lies on a GPU.
         self.parts: list[FlatPart] = []
         self.seen: dict[int, msgspec.msgpack.Ext] = {}
 
@@ -168,7 +177,14 @@ class _Extraction(checking.Walk):
         return self._part(value, shape, dtype, "torch", data, False)
 
     def tensor(self, value: Any) -> Any:
-        return self._part(value, tuple(value.shape), tensors.tensor_dtype(value), "torch", *tensors.tensor_bytes(value))
+        shape, dtype = tuple(value.shape), tensors.tensor_dtype(value)
+        if value.device.type != "cuda" or not value.numel():
+            return self._part(value, shape, dtype, "torch", *tensors.tensor_bytes(value))
+        known = self._part(value, shape, dtype, "torch", tensors.EMPTY, False)
+        part = self.parts[-1]
+        part.device, part.on_device = str(value.device), tensors.device_bytes(value)
+        self.on_device = True
+        return known
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
         known = self.seen.get(id(value))
@@ -191,9 +207,13 @@ class _Extraction(checking.Walk):
         return known
 
 
-def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, torch: bool) -> Any:
+def _restore_parts(
+    value_bytes: bytes | memoryview, refs: Sequence[TensorRef], buffer: Any, on_device: Arrived | None, torch: bool
+) -> Any:
     view = memoryview(b"" if buffer is None else buffer)
     view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    if on_device is not None:
+        return _restore_with_device(value_bytes, refs, view, on_device, torch)
     tensorrefs.validated(refs, len(view))
     if torch and view.readonly and any(ref.kind == "torch" for ref in refs):
         view = memoryview(bytearray(view))  # torch knows no read-only tensors and would warn of every one
@@ -203,6 +223,26 @@ def _restore_parts(value_bytes: bytes | memoryview, refs: Sequence[TensorRef], b
         refs = refs[:-1]
     restored = [tensors.restored(ref, view, torch=torch) for ref in refs]
     return msgspec.msgpack.decode(encoded, ext_hook=_Arrival(restored, refs, view, torch))
+
+
+def _restore_with_device(
+    value_bytes: bytes | memoryview, refs: Sequence[TensorRef], view: memoryview, on_device: Arrived, torch: bool
+) -> Any:
+    """Of a buffer whose end lies on a GPU. A request with tensors is not kept as it came: they go on as tensors."""
+    tensorrefs.validated(refs, on_device.start + len(on_device.flat))
+    restored = []
+    for ref in refs:
+        if ref.nbytes and ref.offset >= on_device.start:
+            if ref.device == tensorrefs.HOST or not torch:
+                raise ProtocolError(f"tensor ref ({ref.path[:200]}): it is not of a GPU, and lies on one")
+            restored.append(tensors.restored_on_device(ref, on_device.flat, ref.offset - on_device.start))
+        elif ref.offset + ref.nbytes > len(view):
+            raise ProtocolError(f"tensor ref ({ref.path[:200]}): it is not inside the host's {len(view)} bytes")
+        elif ref.kind == "value":
+            value_bytes = view[ref.offset : ref.offset + ref.nbytes]
+        else:
+            restored.append(tensors.restored(ref, view, torch=torch))
+    return msgspec.msgpack.decode(value_bytes, ext_hook=_Placeholders(restored))
 
 
 class _Placeholders:

@@ -7,11 +7,36 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.payloads import buffers
+from stage_runtime.payloads import buffers, tensors
 from stage_runtime.payloads.tensors import FlatPart
+from stage_runtime.wire.parts import INLINE_LIMIT
 from stage_runtime.wire.tensorrefs import TensorRef
 
 ALIGNMENT = 64  # a cache line: what torch's vectorised kernels and every backend's DMA are happy with
+
+
+class OnDevice(msgspec.Struct, frozen=True, eq=False):
+    """The parts of a pack that lie on one GPU: behind all others in the flat buffer, from ``start`` on.
+
+    device: torch's name of the GPU in this process. tensors: flat and contiguous, of ``uint8``; tensor k is at
+        ``offsets[k]`` of the flat buffer.
+    """
+
+    device: str
+    start: int
+    tensors: Sequence[Any]
+    offsets: Sequence[int]
+
+
+class Arrived(msgspec.Struct, frozen=True, eq=False):
+    """The end of a flat buffer that arrived on a GPU: what begins at ``start``, as a flat tensor of ``uint8``."""
+
+    start: int
+    flat: Any
+
+    def copied(self) -> Arrived:
+        """In memory of this process."""
+        return Arrived(self.start, self.flat.clone())
 
 
 class Pack(msgspec.Struct, frozen=True):
@@ -20,18 +45,35 @@ class Pack(msgspec.Struct, frozen=True):
     parts: C-contiguous byte buffers (``memoryview`` with format B). Their owner may write into them as soon as `put`
         has returned: a relay that reads them later copies them first, all but those of ``private``.
     private: indices of the parts that are not written any more: immutable bytes, and copies made on the way here.
+    on_device: parts beyond ``parts`` that lie on a GPU; None in all that `dispatch` gives a relay without GPU memory.
     """
 
     parts: Sequence[memoryview]
     offsets: Sequence[int]
     nbytes: int
     private: frozenset[int] = frozenset()
+    on_device: OnDevice | None = None
+
+    def on_host(self) -> Pack:
+        """The same flat buffer, all of it in the host's memory: what lies on a GPU is copied."""
+        there = self.on_device
+        if there is None:
+            return self
+        copies = [tensors.host_bytes(tensor) for tensor in there.tensors]
+        parts, offsets = [*self.parts, *copies], [*self.offsets, *there.offsets]
+        return Pack(parts, offsets, self.nbytes, self.private | frozenset(range(len(self.parts), len(parts))))
+
+    def host_part(self) -> Pack:
+        """What of it lies in the host's memory, which is the beginning of the flat buffer."""
+        there = self.on_device
+        return self if there is None else Pack(self.parts, self.offsets, there.start, self.private)
 
 
-#: Up to here a payload rides in its control message: one acknowledgement and one slot less.
+#: Up to here bytes and encoded values are no part of their own.
 INLINE_NBYTES: Final = 16 * 1024
 
 
+NOTHING: Final = memoryview(b"")
 _FIRST: Final = frozenset([0])
 _NONE: Final[frozenset[int]] = frozenset()
 
@@ -48,6 +90,7 @@ class Extracted(msgspec.Struct):
     pack: Pack | None
     #: Operations under way with this pack, by relay: so several receivers can share one slot.
     placed: dict[str, Any] = {}
+    _on_host: Pack | None = None  #: Of a pack that lies on a GPU in part.
 
     @property
     def nbytes(self) -> int:
@@ -57,28 +100,41 @@ class Extracted(msgspec.Struct):
     @property
     def is_inline(self) -> bool:
         """True when the parts are small enough to ride in the control message (`flat`)."""
-        return self.pack is None or len(self.value_bytes) + self.pack.nbytes <= INLINE_NBYTES
+        return self.pack is None or len(self.value_bytes) + self.pack.nbytes <= INLINE_LIMIT
+
+    def on_host(self) -> Pack | None:
+        """The pack as relays without GPU memory send it; copied from the GPU once."""
+        pack = self.pack
+        if pack is None or pack.on_device is None:
+            return pack
+        if self._on_host is None:
+            self._on_host = pack.on_host()
+        return self._on_host
 
     def hold(self) -> None:
-        """Copy what its giver may write into again: it will be sent later."""
-        pack = self.pack
+        """Copy what its giver may write into again: it will be sent later, from the host's memory."""
+        pack = self.pack = self.on_host()
         if pack is not None and len(pack.private) < len(pack.parts):
             parts = [part if k in pack.private else buffers.copied(part) for k, part in enumerate(pack.parts)]
             self.pack = Pack(parts, pack.offsets, pack.nbytes, frozenset(range(len(parts))))
 
-    def flat(self) -> bytes:
-        """The parts as one buffer, for the control message; empty when there are none."""
-        return b"" if self.pack is None else flatten(self.pack)
+    def flat(self) -> memoryview:
+        """The parts as one buffer, for the control message; empty when there are none.
+
+        A single part is not copied: the message must be written before its giver may write into it again.
+        """
+        pack = self.on_host()
+        return NOTHING if pack is None else flatten(pack)
 
 
-def flatten(pack: Pack) -> bytes:
+def flatten(pack: Pack) -> memoryview:
     """The parts of a pack in one buffer, each at its offset."""
     if len(pack.parts) == 1:
-        return bytes(pack.parts[0])
+        return pack.parts[0]
     flat = bytearray(pack.nbytes)
     for part, offset in zip(pack.parts, pack.offsets, strict=True):
         flat[offset : offset + len(part)] = part
-    return bytes(flat)
+    return memoryview(flat)
 
 
 def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
@@ -96,6 +152,34 @@ def packed(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
         private = _FIRST if found[0].private and found[-1].private else _NONE
         return Extracted(encoded, refs, Pack((first,), (0,), nbytes, private))
     return _placed(encoded, found)
+
+
+def packed_with_device(encoded: bytes, found: list[FlatPart], where: str) -> Extracted:
+    """As `packed`, of leaves some of which lie on GPUs. Those of one GPU stay there; of others, copies travel."""
+    device = next(part.device for part in found if part.on_device is not None)
+    if len(encoded) > INLINE_NBYTES:
+        found.append(FlatPart(where, (len(encoded),), "uint8", "value", memoryview(encoded), encoded, True))
+        encoded = b""
+    there = {index: part for index, part in enumerate(found) if part.on_device is not None and part.device == device}
+    for index, part in enumerate(found):
+        if part.on_device is not None and index not in there:
+            part.data, part.private, part.on_device = tensors.host_bytes(part.on_device), True, None
+    near = _placed(encoded, [part for index, part in enumerate(found) if index not in there])
+    assert near.pack is not None
+    start = end = near.pack.nbytes + -near.pack.nbytes % ALIGNMENT
+    offsets, known = list[int](), iter(near.refs)
+    refs = []
+    for index, part in enumerate(found):
+        if index not in there:
+            refs.append(next(known))
+            continue
+        nbytes = len(part.on_device)
+        refs.append(TensorRef(part.path, part.shape, part.dtype, end, nbytes, part.kind, part.device))
+        offsets.append(end)
+        end += nbytes + -nbytes % ALIGNMENT
+    flats = [part.on_device for part in there.values()]
+    pack = Pack(near.pack.parts, near.pack.offsets, end, near.pack.private, OnDevice(device, start, flats, offsets))
+    return Extracted(encoded, tuple(refs), pack)
 
 
 def _is_same(one: memoryview, other: memoryview) -> bool:
@@ -125,5 +209,5 @@ def _placed(encoded: bytes, found: list[FlatPart]) -> Extracted:
             offsets.append(start)
             if nbytes:
                 placed[memory_of] = start
-        refs[index] = TensorRef(part.path, part.shape, part.dtype, start, nbytes, part.kind)
+        refs[index] = TensorRef(part.path, part.shape, part.dtype, start, nbytes, part.kind, part.device)
     return Extracted(encoded, tuple(refs), Pack(parts, offsets, end, frozenset(private)))

@@ -1,4 +1,4 @@
-"""Tensors and arrays as flat bytes, and back: the only place that knows torch's and numpy's ways.
+"""Tensors and arrays as flat bytes, and back: the only module that calls torch and numpy.
 
 Knows nothing of containers, paths or transports (`checking`, `payloads`). Torch is never imported to look at a value:
 a tensor can't exist in a process that has not imported it.
@@ -35,6 +35,8 @@ class FlatPart(msgspec.Struct, eq=False):
     data: memoryview
     owner: Any  #: The object itself: while it lives, its id is not given to another.
     private: bool  #: ``data`` is not written any more.
+    device: str = tensorrefs.HOST  #: Where it lies.
+    on_device: Any = None  #: Of what lies on a GPU: its bytes there, as a flat tensor; ``data`` is empty.
 
 
 def is_tensor(value: Any) -> bool:
@@ -139,6 +141,18 @@ def tensor_bytes(tensor: Any) -> tuple[memoryview, bool]:
     return buffers.view(tensor.numpy().reshape(-1).view(np.uint8)), copied
 
 
+def device_bytes(tensor: Any) -> Any:
+    """The C-contiguous bytes of a tensor as a flat tensor on its device: its own memory where it is contiguous."""
+    torch = sys.modules["torch"]
+    flat = _as_words(_resolved(tensor)).contiguous().reshape(-1)
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+
+
+def host_bytes(flat: Any) -> memoryview:
+    """A copy of what `device_bytes` gave, in the host's memory."""
+    return buffers.view(host_copy(flat).numpy())
+
+
 def host_copy(tensor: Any) -> Any:
     """A tensor of another device in the host's memory; of a GPU in pinned memory, into which it copies by itself."""
     torch = sys.modules["torch"]
@@ -216,6 +230,12 @@ def _restored_tensor(ref: TensorRef, buffer: memoryview) -> Any:
         return tensor if len(ref.shape) == 1 else tensor.view(ref.shape)
     raw = torch.frombuffer(buffer, dtype=torch.uint8, count=ref.nbytes, offset=ref.offset)
     return raw.view(dtype).view(ref.shape)
+
+
+def restored_on_device(ref: TensorRef, flat: Any, offset: int) -> Any:
+    """The tensor that a validated ``ref`` describes, a view of ``flat`` (bytes on a GPU) from ``offset`` on."""
+    dtype = getattr(sys.modules["torch"], ref.dtype)
+    return flat[offset : offset + ref.nbytes].view(dtype).view(ref.shape)
 
 
 @functools.cache

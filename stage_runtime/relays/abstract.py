@@ -18,7 +18,7 @@ from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.ledger import Ledger
-from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.pins import Pins
 
 
@@ -88,6 +88,9 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
 
     def medium(self, peer: Peer) -> Medium:
         return self.MEDIUM
+
+    def prepare(self, peer: Peer) -> None:
+        """Nothing is to be done; a relay that connects later overrides it."""
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
         while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
@@ -171,7 +174,9 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         """
         transfer = TransferId(metadata.transfer)
         announced = self._encode(metadata)
-        put = PutOperation(Completion(self._loop), transfer, peer, request_id, pack.nbytes, resource, announced, copied)
+        put = PutOperation(
+            TransferCompletion(self._loop), transfer, peer, request_id, pack.nbytes, resource, announced, copied
+        )
         if not self._ledger.add(put, most=most):
             return None
         # In this order: `forget` takes the connection before it looks into the ledger.

@@ -193,11 +193,13 @@ class Arena:
             slot.owned = False
             return self._free_unless_held(slot)
 
-    def allocate_region(self, nbytes: int, *, tail_nbytes: int = 0) -> np.ndarray[Any, Any] | None:
+    def allocate_region(
+        self, nbytes: int, *, tail_nbytes: int = 0, source: memoryview | None = None
+    ) -> np.ndarray[Any, Any] | None:
         """A slot as an array of bytes, whose last view's death frees it, once no receiver has it. None when there is
-        no room. What is sent of it is not copied.
+        no room. What is sent of it is not copied. source: as of `allocate`.
         """
-        slot = self.allocate(nbytes, tail_nbytes=tail_nbytes)
+        slot = self.allocate(nbytes, tail_nbytes=tail_nbytes, source=source)
         if slot is None:
             return None
         region = pages.region(self._map, slot.offset, nbytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NewType, Protocol
 
-from stage_runtime.payloads.pack import Pack
+from stage_runtime.payloads.pack import Arrived, Pack
 from stage_runtime.relays.choosing import Medium
 
 Peer = NewType("Peer", str)  #: The incarnation of the process at the other end.
@@ -59,6 +59,13 @@ class RelayOperation(Protocol):
         """True when `wait_for_completion` would not wait."""
 
 
+class Fetch(RelayOperation, Protocol):
+    """A get under way."""
+
+    def take_device(self) -> Arrived | None:
+        """Of a get that is done: the end of the flat buffer, where that lies on a GPU. Once; None: nothing does."""
+
+
 class Relay(Protocol):
     """One backend in one process, towards all peers."""
 
@@ -73,11 +80,15 @@ class Relay(Protocol):
     def medium(self, peer: Peer) -> Medium:
         """What the bytes to and from a peer that is open go through. Both ends give the same."""
 
+    def prepare(self, peer: Peer) -> None:
+        """A put to ``peer`` comes soon: begin what it would wait for. From any thread."""
+
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
     ) -> RelayOperation | None:
         """Start moving ``pack`` to ``peer``; from any thread. None when no slot is free now: try after a release.
-        What arrives is what the parts hold now, whatever is written into them later.
+        What arrives is what the parts hold now, whatever is written into them later. ``pack.on_device`` is None,
+        unless the relay's line in `registry` has ``sends_from_gpus``.
 
         like: this relay's operation for the same pack towards another peer, which may share what it holds.
         """
@@ -88,14 +99,14 @@ class Relay(Protocol):
     async def room(self) -> None:
         """Wait until something was released: a put that found no slot may find one. On the I/O thread."""
 
-    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> RelayOperation:
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> Fetch:
         """Fetch what ``peer`` put; on the I/O thread.
 
         holder: who will look at the buffer, for `pins`.
         Raises: TransferError: the metadata is no transfer of that peer's.
         """
 
-    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> RelayOperation:
+    async def get_async(self, metadata: bytes, *, request_id: str, peer: Peer) -> Fetch:
         """As `get`, waiting for the bytes."""
 
     def decline(self, metadata: bytes, *, peer: Peer) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from stage_runtime.errors import RelayRefused, TransferError
 from stage_runtime.relays import choosing
 from stage_runtime.relays.base import Peer
-from stage_runtime.relays.choosing import Choice, ProcessFacts, Reached
+from stage_runtime.relays.choosing import ProcessFacts, Reached, RelayChoice
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class _Known(msgspec.Struct):
 
     facts: ProcessFacts
     reached: tuple[Reached, ...]
-    choices: dict[str, Choice]  #: By the relay that is wanted.
+    choices: dict[str, RelayChoice]  #: By the relay that is wanted.
 
 
 class Choices:
@@ -54,7 +54,7 @@ class Choices:
         with self._lock:
             self._peers.pop(peer, None)
 
-    def choose(self, peer: Peer, wanted: str) -> Choice:
+    def choose(self, peer: Peer, wanted: str) -> RelayChoice:
         """The relay for what is sent there.
 
         Raises: RelayRefused: none that is allowed. TransferError: nothing is known of that peer.

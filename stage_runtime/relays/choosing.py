@@ -1,4 +1,4 @@
-"""Which relay carries what one process sends to another: derived from what both have said of themselves in Hello.
+"""Which relay carries what one process sends to another: derived from what both have announced in Hello.
 
 Pure: facts in, a choice or the reason of a refusal out. `dispatch` opens the relays, collects the facts and remembers
 choices; `registry` has the order of preference.
@@ -23,13 +23,13 @@ PROCESS: Final = "process"  #: The key of `ProcessFacts` among the relays' facts
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a process says of itself and of where it runs."""
+    """What a process announces of itself and of where it runs."""
 
     incarnation: str = ""
     pod: str = ""  #: The pod's uid; empty outside of Kubernetes.
     boot: str = ""  #: The kernel's boot id: equal on the same machine.
     namespaces: dict[str, int] = {}  #: ``pid``, ``ipc``, ``net``, ``mnt``.
-    gpus: tuple[str, ...] = ()  #: UUIDs.
+    gpus: tuple[str, ...] = ()  #: UUIDs of those in reach of its stages; none when they have none.
     rdma: tuple[str, ...] = ()  #: Devices.
     started: tuple[str, ...] = ()  #: Relays that really started, best first.
     refused: dict[str, str] = {}  #: Relays that were to be opened and did not start -> why.
@@ -51,14 +51,14 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
     failed: str | None = None  #: Why it is not used any more.
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class RelayChoice(msgspec.Struct, frozen=True, kw_only=True):
     relay: str
     medium: Medium
     instead_of: str | None = None  #: The relay that failed.
 
 
 def process_facts(facts: Mapping[str, Any]) -> ProcessFacts:
-    """Of a peer, from what it announced; what cannot be read counts as not said."""
+    """Of a peer, from what it announced; what cannot be read counts as not announced."""
     try:
         return msgspec.convert(facts.get(PROCESS, {}), ProcessFacts)
     except msgspec.ValidationError:
@@ -67,25 +67,25 @@ def process_facts(facts: Mapping[str, Any]) -> ProcessFacts:
 
 def choose(
     wanted: str, reached: Sequence[Reached], *, own: ProcessFacts, peer: ProcessFacts, allow_tcp: bool = True
-) -> Choice:
+) -> RelayChoice:
     """The relay for what is sent to ``peer``. reached: those that reach it, best first.
 
     wanted: ``auto``, or the relay that the pipeline names. That one is used or refused, except to and from a
     coordinator, where it is a preference: large bodies of clients travel there, and ``shm`` never crosses pods.
     After a failure of the one that was used, the next one follows, and ``tcp`` is the last.
     allow_tcp: of the pipeline, for its stages: what clients send travels over TCP anyway.
-    Raises: RelayRefused: says why each relay is not used.
+    Raises: RelayRefused: names why each relay is not used.
     """
     allow_tcp = allow_tcp or own.coordinator or peer.coordinator
     usable = [each for each in reached if each.failed is None and (allow_tcp or each.medium not in NETWORK)]
     failed = {each.relay: each.failed for each in reached if each.failed is not None}
     named = next((each for each in usable if each.relay == wanted), None)
     if named is not None:
-        return Choice(relay=named.relay, medium=named.medium)
+        return RelayChoice(relay=named.relay, medium=named.medium)
     if wanted == "auto" or wanted in failed or own.coordinator or peer.coordinator:
         best = next((each for each in usable if _of_auto(each)), None)
         if best is not None:
-            return Choice(relay=best.relay, medium=best.medium, instead_of=next(iter(failed), None))
+            return RelayChoice(relay=best.relay, medium=best.medium, instead_of=next(iter(failed), None))
     raise RelayRefused(_refusal(wanted, reached, own=own, peer=peer, allow_tcp=allow_tcp))
 
 

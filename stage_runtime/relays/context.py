@@ -13,7 +13,7 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Failed, Peer, Release
 
 
-class Security(Protocol):
+class SocketSecurity(Protocol):
     """What guards TCP sockets (`sockets.addresses.Security`)."""
 
     def server(self, socket: Any) -> None:
@@ -35,13 +35,17 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None  #: In the NCCL world that the pipeline's author laid out.
     world_size: int | None = None
     pod: str = ""  #: The uid of this process's pod.
+    gpus: tuple[int, ...] = ()  #: Of this process's stages, as CUDA numbers them here.
+    gpu_bytes: int = 512 << 20  #: Of each GPU, most that may be in flight by cuda_ipc; the rest goes by the host.
     coordinator: bool = False  #: Of a coordinator, which uses the named relay where it can.
     arena_bytes: int = 4 << 30  #: Most that may be in flight by shm; taken from the machine only as it is used.
     prefault_bytes: int = 32 << 20  #: Arena pages taken at the start and kept.
     bind: str = "tcp://127.0.0.1:*"  #: Of the tcp relay: ``tcp://host:port`` (``*``: any) or ``ipc:///path``.
     advertise_host: str | None = None  #: The host that is advertised to peers, when ``bind`` has 0.0.0.0.
     piece_bytes: int = 4 << 20  #: The tcp relay cuts transfers over ``whole_bytes`` into pieces of this size.
-    whole_bytes: int = 32 << 20  #: Up to here a tcp transfer is one frame, which the receiver need not copy.
+    #: Up to here a tcp transfer is one frame, which the receiver need not copy. Below 32 MiB: from there on glibc takes
+    #: fresh pages from the system for each frame, at both ends.
+    whole_bytes: int = 31 << 20
     unreleased_bytes: int = 2 << 30  #: By tcp: put to all peers and not released; more has to wait.
     unclaimed_bytes: int = 1 << 30  #: By tcp: arrived and not fetched; more is dropped and its request fails.
     unclaimed_s: float = 10.0  #: By tcp: what was not claimed by then is of a connection that broke.
@@ -58,5 +62,5 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     thread: local  #: ``lets_go``: this thread drops received buffers now, and reports them next (`base.Relay.let_go`).
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena
-    security: Security | None
+    security: SocketSecurity | None
     settings: RelaySettings

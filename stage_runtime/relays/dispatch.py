@@ -21,10 +21,10 @@ from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError
 from stage_runtime.payloads.pack import Extracted, Pack
 from stage_runtime.relays import choosing, devices, pieces, registry
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Failed, Peer, Relay, RelayOperation, Release, TransferId
+from stage_runtime.relays.base import Failed, Fetch, Peer, Relay, Release, TransferId
 from stage_runtime.relays.choices import Choices
 from stage_runtime.relays.choosing import PROCESS, ProcessFacts, Reached
-from stage_runtime.relays.context import RelayContext, RelaySettings, Security
+from stage_runtime.relays.context import RelayContext, RelaySettings, SocketSecurity
 from stage_runtime.relays.named import Named, Put
 from stage_runtime.relays.pins import Pin
 from stage_runtime.relays.registry import RELAYS, Entry
@@ -45,12 +45,12 @@ class Relays:
         incarnation: str,
         on_release: Release,
         on_failed: Failed = lambda peer, relay, reason: None,
-        security: Security | None = None,
+        security: SocketSecurity | None = None,
         settings: RelaySettings | None = None,
         table: Mapping[str, Entry] = RELAYS,
     ) -> None:
         """on_release: called, in any thread, when the last view of a received transfer has died: send a Release.
-        on_failed: called, in any thread, when a relay is found not to reach a peer: tell the peer.
+        on_failed: called, in any thread, when a relay is found not to reach a peer: notify the peer.
 
         Opened are the relays of ``table`` that `auto` may choose, and those that ``settings.asked`` names.
         Raises: ConfigurationError: one that is required, or needs no extra, cannot be opened.
@@ -82,7 +82,10 @@ class Relays:
             for name in sorted(settings.asked - table.keys()):
                 registry.load(name, table)  # raises
             for name in registry.to_open(settings.asked, table, has=here.has):
-                self._open(name, context)
+                if table[name].needs == "gpu" and not here.gpus:
+                    self._refused[name] = "no stage of this process has a GPU"
+                else:
+                    self._open(name, context)
         except ConfigurationError:
             self._close_all()
             raise
@@ -123,10 +126,15 @@ class Relays:
             return "refused", "none"
         return choice.relay, choice.medium
 
-    def fail(self, peer: str, relay: str, reason: str, *, tell: bool = True) -> None:
+    def prepare(self, peer: str, backend: str = "auto") -> None:
+        """A put to ``peer`` comes soon: begin what it would wait for. From any thread."""
+        with contextlib.suppress(TransferError):
+            self._relays[self.choose(peer, backend)].prepare(Peer(peer))
+
+    def fail(self, peer: str, relay: str, reason: str, *, notify: bool = True) -> None:
         """A relay does not reach a peer that may be alive: the next one is used. From any thread.
 
-        tell: the peer does not know it yet.
+        notify: the peer does not know it yet.
         """
         if self._choices.fail(Peer(peer), relay, reason):
             try:
@@ -135,7 +143,7 @@ class Relays:
                 )
             except RuntimeError:  # the loop is closed
                 return
-            if tell:
+            if notify:
                 self._on_failed(Peer(peer), relay, reason)
 
     def put(
@@ -156,9 +164,10 @@ class Relays:
         while True:
             name = self.choose(peer, backend)
             relay = self._relays[name]
-            pack = _pack(extracted)
+            pack = _pack(extracted, from_device=self._table[name].sends_from_gpus)
             try:
-                if slot_nbytes is not None and pack.nbytes > slot_nbytes:
+                if slot_nbytes is not None and pack.host_part().nbytes > slot_nbytes:
+                    pack = _pack(extracted, from_device=False)
                     cut = pieces.put(relay, pack, slot_nbytes, request_id=request_id, peer=Peer(peer))
                     return Named(name, cut) if cut is not None else None
                 like = extracted.placed.get(name)
@@ -192,7 +201,7 @@ class Relays:
                     return operation
                 await self._relays[self.choose(peer, backend)].room()
 
-    def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> RelayOperation:
+    def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Fetch:
         """Fetch what ``peer`` put. holder: the stage that will look at it, for `pins`.
 
         Raises: TransferError: it is no transfer of that peer's.
@@ -340,8 +349,9 @@ def _weakly(method: Failed) -> Failed:
     return call
 
 
-def _pack(extracted: Extracted) -> Pack:
-    return extracted.pack if extracted.pack is not None else Pack((), (), 0)
+def _pack(extracted: Extracted, *, from_device: bool) -> Pack:
+    pack = extracted.pack if from_device else extracted.on_host()
+    return pack if pack is not None else Pack((), (), 0)
 
 
 def _process_facts(incarnation: str, settings: RelaySettings) -> ProcessFacts:
@@ -350,7 +360,7 @@ def _process_facts(incarnation: str, settings: RelaySettings) -> ProcessFacts:
         pod=settings.pod,
         boot=devices.boot_id(),
         namespaces=devices.namespaces(),
-        gpus=devices.gpus(),
+        gpus=devices.gpus() if settings.gpus else (),
         rdma=devices.rdma_devices(),
         rank=settings.rank,
         world_size=settings.world_size,

@@ -115,7 +115,7 @@ class Gets(Generic[W, G]):
         self._arrived(get, region)
 
     def fail_waiting(self, which: Callable[[W, G], bool], why: str, *, released: bool = True) -> None:
-        """Fail those that have not begun. released: their senders are told, if they are not gone."""
+        """Fail those that have not begun. released: their senders are notified, if they are not gone."""
         for way, get in [pair for pair in self.waiting if which(*pair)]:
             self.waiting.remove((way, get))
             get.fail(why)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from stage_runtime.errors import RelayFailed, TransferError
+from stage_runtime.payloads.pack import Arrived
 from stage_runtime.relays.base import Peer, TransferId
 
 NOTHING: Final = memoryview(b"")
@@ -22,7 +23,7 @@ def _never() -> float:
     return 0.0
 
 
-class Completion(msgspec.Struct, eq=False):
+class TransferCompletion(msgspec.Struct, eq=False):
     """Something that ends once, in any thread, and that coroutines of its loop await. A Struct, as are the operations:
     they are made per transfer, and their fields are set in C.
     """
@@ -78,7 +79,7 @@ class Completion(msgspec.Struct, eq=False):
 class PutOperation(msgspec.Struct, eq=False):
     """A put: complete when its receiver has released it."""
 
-    _completion: Completion
+    _completion: TransferCompletion
     transfer: TransferId
     peer: Peer
     request_id: str
@@ -112,12 +113,13 @@ class GetOperation(msgspec.Struct, eq=False):
 
     copied_nbytes: ClassVar[int] = 0
 
-    _completion: Completion
+    _completion: TransferCompletion
     transfer: TransferId
     peer: Peer
     metadata: bytes
     _moved: Callable[[], float] = _never  #: When something last came from ``peer``, on `time.monotonic`.
     _view: memoryview | None = None
+    _on_device: Arrived | None = None
 
     async def wait_for_completion(self, timeout: float | None = None) -> memoryview:
         await self.wait(timeout)
@@ -138,8 +140,14 @@ class GetOperation(msgspec.Struct, eq=False):
     def done(self) -> bool:
         return self._completion.done()
 
-    def arrived(self, view: memoryview) -> None:
+    def take_device(self) -> Arrived | None:
+        """The end of the flat buffer that lies on a GPU; None when nothing does, or it was taken."""
+        found, self._on_device = self._on_device, None
+        return found
+
+    def arrived(self, view: memoryview, on_device: Arrived | None = None) -> None:
         self._view = view
+        self._on_device = on_device
         self._completion.finish()
 
     def fail(self, error: TransferError) -> None:

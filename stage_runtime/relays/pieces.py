@@ -11,14 +11,14 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.errors import TransferError
-from stage_runtime.payloads.pack import Pack
+from stage_runtime.payloads.pack import Arrived, Pack
 from stage_runtime.relays import pages
 from stage_runtime.relays.base import Peer, Relay, RelayOperation, TransferId
 
-MARK: Final = b"+"  #: Behind a relay's name: what follows is `Announcement`.
+MARK: Final = b"+"  #: Behind a relay's name: what follows is `PiecesAnnouncement`.
 
 
-class Announcement(msgspec.Struct, frozen=True, array_like=True):
+class PiecesAnnouncement(msgspec.Struct, frozen=True, array_like=True):
     """nbytes: of all pieces together. pieces: the relay's metadata of each, in order."""
 
     nbytes: int
@@ -52,7 +52,7 @@ class PutPieces:
     @property
     def metadata(self) -> bytes:
         pieces = tuple(operation.metadata for operation in self.operations)
-        return MARK + msgspec.msgpack.encode(Announcement(self.nbytes, pieces))
+        return MARK + msgspec.msgpack.encode(PiecesAnnouncement(self.nbytes, pieces))
 
     @property
     def transfers(self) -> tuple[TransferId, ...]:
@@ -86,7 +86,11 @@ class GetPieces:
     """The gets of one pack, begun together; each is copied and let go when it is here."""
 
     def __init__(
-        self, operations: Sequence[RelayOperation], announced: Announcement, metadata: bytes, let_go: Callable[[], None]
+        self,
+        operations: Sequence[RelayOperation],
+        announced: PiecesAnnouncement,
+        metadata: bytes,
+        let_go: Callable[[], None],
     ) -> None:
         self._operations = list(operations)
         self._nbytes = announced.nbytes
@@ -114,6 +118,10 @@ class GetPieces:
         region, self._region = self._region, None
         return memoryview(region).cast("B")
 
+    def take_device(self) -> Arrived | None:
+        """None: pieces are cut from the host's memory."""
+        return None
+
     def done(self) -> bool:
         return all(operation.done() for operation in self._operations)
 
@@ -130,12 +138,12 @@ class GetPieces:
         self._let_go()
 
 
-def announced(rest: bytes, limit: int) -> Announcement:
+def announced(rest: bytes, limit: int) -> PiecesAnnouncement:
     """What a `PutPieces` of a peer has announced.
 
     Raises: TransferError: it is no announcement of pieces, or of more than ``limit`` bytes."""
     try:
-        found = msgspec.msgpack.decode(rest[len(MARK) :], type=Announcement)
+        found = msgspec.msgpack.decode(rest[len(MARK) :], type=PiecesAnnouncement)
     except msgspec.DecodeError as error:
         raise TransferError(f"an announcement of pieces cannot be read: {error}") from None
     if not found.pieces or not 0 < found.nbytes <= limit:
@@ -162,7 +170,7 @@ def put(relay: Relay, pack: Pack, most: int, *, request_id: str, peer: Peer) -> 
 
 
 def get(
-    relay: Relay, announced: Announcement, metadata: bytes, *, request_id: str, peer: Peer, holder: str
+    relay: Relay, announced: PiecesAnnouncement, metadata: bytes, *, request_id: str, peer: Peer, holder: str
 ) -> GetPieces:
     """Fetch all pieces. Raises: TransferError: one is no transfer of that peer's; those before it let go."""
     gets = [relay.get(piece, request_id=request_id, peer=peer, holder=holder) for piece in announced.pieces]

@@ -2,7 +2,7 @@
 
 To wake the loop costs as much as to send a message, and so does the release that follows. So a small buffer's end is
 noticed when the loop wakes anyway: at a later arrival, or by a timer that an arrival has set. A large one's is noticed
-at once, by the thread that lets go of it if that thread has said that it will look (`Relays.letting_go`).
+at once, by the thread that lets go of it if that thread has announced that it will look (`Relays.letting_go`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pins:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_release: Release, thread: local) -> None:
-        """thread: of all pins of the process. Its ``lets_go`` says that a thread drops buffers now and calls `let_go`
+        """thread: of all pins of the process. Its ``lets_go`` is True while a thread drops buffers and calls `let_go`
         next, so that it need not wake the loop.
         """
         self.dead: collections.deque[tuple[Peer, TransferId]] = collections.deque()  #: Not reported yet.

@@ -48,12 +48,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     auto: bool = True
     #: What the machine must have for `auto` to open it, and what the way to a peer must be for `auto` to choose it.
     needs: Need | None = None
+    #: Its `put` takes packs that lie on a GPU in part (`Pack.on_device`); others get them copied to the host.
+    sends_from_gpus: bool = False
     #: It connects ranks: where a pipeline lays out a world, only processes of it (`choosing.share_world`).
     ranks: bool = False
 
 
 #: Best first: `auto` takes the first that reaches a peer.
 RELAYS: Final[Mapping[str, Entry]] = {
+    "cuda_ipc": Entry(
+        factory="stage_runtime.relays.cuda_ipc.relay:CudaIpcRelay", extra="runtime", needs="gpu", sends_from_gpus=True
+    ),
     "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
     "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", needs="rdma"),
     "mooncake": Entry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", needs="rdma"),

@@ -20,6 +20,7 @@ class EdgeNumbers(msgspec.Struct):
     in_flight: int = 0
     oldest_s: float = 0.0  #: Age of the oldest transfer in flight.
     quarantined: int = 0  #: In flight, and their requests were aborted.
+    retries: int = 0  #: Payloads sent for a second or later attempt of their request.
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -37,18 +38,25 @@ class Accounts:
         self._totals: dict[Carried, EdgeNumbers] = {}
         self._last: dict[tuple[str, str, str], str] = {}  #: (source, target, peer) -> relay
 
-    def sent(self, edge: tuple[str, str, str], relay: str, nbytes: int, copied_nbytes: int) -> None:
-        """edge: source, target, peer."""
+    def sent(
+        self, edge: tuple[str, str, str], relay: str, nbytes: int, copied_nbytes: int, *, retried: bool = False
+    ) -> None:
+        """edge: source, target, peer. retried: its request was tried before."""
         source, target, _ = edge
         totals = self._totals.get((source, target, relay))
         if totals is None:
             totals = self._totals[source, target, relay] = EdgeNumbers()
         totals.nbytes += nbytes
         totals.copied_nbytes += copied_nbytes
+        totals.retries += retried
         last = self._last.get(edge)
         if last != relay:
             self._last[edge] = relay
             totals.failovers += last is not None
+
+    def has_sent(self, source: str, target: str) -> bool:
+        """Whether anything went on this edge by a relay."""
+        return any(edge[:2] == (source, target) for edge in self._totals)
 
     def forget(self, edges: Iterable[tuple[str, str, str]]) -> None:
         """Those peers are gone."""

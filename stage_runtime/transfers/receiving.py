@@ -13,11 +13,12 @@ import msgspec
 
 from stage_runtime.errors import ProtocolError, RelayFailed, TransferError
 from stage_runtime.payloads import encoding
+from stage_runtime.payloads.pack import Arrived
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.relays.base import RelayOperation
+from stage_runtime.relays.base import Fetch
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.transfers import recording
-from stage_runtime.wire.messages import Body
+from stage_runtime.wire.parts import Body
 
 STALLED_S: Final = 10.0  # without a byte of its sender's a transfer is lost; slow, or queued behind others, it is not
 NOTHING: Final = Body()
@@ -30,28 +31,31 @@ class Fetched(msgspec.Struct, eq=False):
 
     _body: Body
     _buffer: memoryview | bytearray | bytes | None
+    _on_device: Arrived | None = None  #: The buffer's end, when it lies on a GPU.
 
     def open(self, *, torch: bool = True) -> Any:
         """Decode it, once. Raises: ProtocolError: it is no payload."""
-        body, buffer = self._body, self._buffer
-        self._buffer = None
+        body, buffer, on_device = self._body, self._buffer, self._on_device
+        self._buffer = self._on_device = None
         if body.inline and buffer is None:
-            buffer = bytearray(body.inline)  # writable: torch knows no read-only tensors
-        return encoding.restore(body.value, body.refs, buffer, torch=torch)
+            buffer = bytearray(body.inline) if torch else body.inline  # writable: torch knows no read-only tensors
+        return encoding.restore(body.value, body.refs, buffer, on_device, torch=torch)
 
     @property
     def nbytes(self) -> int:
         """Of its buffer, before it is opened."""
-        return 0 if self._buffer is None else len(self._buffer)
+        here = 0 if self._buffer is None else len(self._buffer)
+        return here if self._on_device is None else self._on_device.start + len(self._on_device.flat)
 
     def copy_out(self) -> None:
         """It will wait: leave the sender's slot, which it may need for what is waited for."""
         if self._body.transfer and isinstance(self._buffer, memoryview):
             self._buffer = bytearray(self._buffer)
+            self._on_device = self._on_device and self._on_device.copied()
 
     def discard(self) -> None:
         """It is not needed."""
-        self._body, self._buffer = NOTHING, None
+        self._body, self._buffer, self._on_device = NOTHING, None, None
 
 
 def _recorded(then: Callable[[Fetched], None], body: Body, key: str, holder: str) -> Callable[[Fetched], None]:
@@ -97,7 +101,7 @@ class Fetching:
         try:
             operation = self._relays.get(body.transfer, request_id=request_id, peer=peer, holder=holder)
             if operation.done():
-                self._landed(body, operation.take(), then)
+                self._landed(body, operation.take(), operation.take_device(), then)
                 return
         except (TransferError, ProtocolError) as error:
             # Its slot may have another use since an abort; the sender's credit is free only after our Release.
@@ -125,7 +129,7 @@ class Fetching:
 
     async def _await(
         self,
-        operation: RelayOperation,
+        operation: Fetch,
         peer: str,
         body: Body,
         request_id: str,
@@ -141,17 +145,19 @@ class Fetching:
             failed(error)
             return
         try:
-            self._landed(body, buffer, then)
+            self._landed(body, buffer, operation.take_device(), then)
         except Exception as error:  # this task is not awaited: unreported, the request would wait for its deadline
             log.exception("what came for request %s could not be dealt with", request_id)
             failed(error)
 
-    def _landed(self, body: Body, buffer: memoryview, then: Callable[[Fetched], None]) -> None:
+    def _landed(
+        self, body: Body, buffer: memoryview, on_device: Arrived | None, then: Callable[[Fetched], None]
+    ) -> None:
         if not body.copy_now:
-            then(Fetched(body, buffer))
+            then(Fetched(body, buffer, on_device))
             return
-        copy = bytearray(buffer)
+        copy, on_device = bytearray(buffer), on_device and on_device.copied()
         buffer.release()
         del buffer
         self._relays.release_now()  # its sender has no credit left
-        then(Fetched(body, copy))
+        then(Fetched(body, copy, on_device))

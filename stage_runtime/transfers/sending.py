@@ -22,11 +22,12 @@ from stage_runtime.payloads.pack import Extracted
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
-from stage_runtime.rules.credits import Grant, Window
+from stage_runtime.rules.credits import Reservation, Window
 from stage_runtime.transfers import recording
 from stage_runtime.transfers.accounts import Accounts, Carried, EdgeNumbers, Sent
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import Body, Message
+from stage_runtime.wire.messages import Message
+from stage_runtime.wire.parts import Body
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Outstanding(msgspec.Struct):
 
     operation: Put  #: Kept until then.
     queue: SendQueue
-    grant: Grant
+    reservation: Reservation
     nbytes: int
     recorded: recording.Transfer | None  #: For a profile.
     unreleased: int  #: Transfers of it; more than one when it went in pieces.
@@ -146,6 +147,13 @@ class SendQueues:
                 queue.waiting.append(pending)
         return True
 
+    def prepare(self, source: str, target: str, peer: str, backend: str) -> None:
+        """``peer`` may be sent to on this edge soon: begin to connect, if payloads of the edge go by relay."""
+        with self._lock:
+            by_relay = self._accounts.has_sent(source, target)
+        if by_relay:
+            self._relays.prepare(peer, backend)
+
     def released(self, peer: str, transfers: tuple[int, ...]) -> None:
         """A receiver has let go. On the I/O thread: what waited for that is copied and sent from here."""
         freed: dict[Edge, SendQueue] = {}
@@ -161,7 +169,7 @@ class SendQueues:
                 continue
             recording.released(found.recorded)
             with queue.lock:
-                queue.window.give(found.grant, found.nbytes)
+                queue.window.give(found.reservation, found.nbytes)
             freed[queue.edge] = queue
         with self._lock:
             starved, self._starved = self._starved, set()
@@ -278,17 +286,17 @@ class SendQueues:
         peer = queue.edge[2]
         extracted = pending.extracted
         nbytes = extracted.nbytes
-        grant = queue.window.take(nbytes)
-        if grant is None:
+        reservation = queue.window.take(nbytes)
+        if reservation is None:
             return False
         begun_ns = time.time_ns() if recorder.active else 0
         try:
             operation = self._put(queue, pending)
         except BaseException:
-            queue.window.give(grant, nbytes)
+            queue.window.give(reservation, nbytes)
             raise
         if operation is None:
-            queue.window.give(grant, nbytes)
+            queue.window.give(reservation, nbytes)
             return False
         keys, named = [(peer, int(transfer)) for transfer in operation.transfers], queue.edge[:2]
         recorded = None
@@ -297,12 +305,15 @@ class SendQueues:
         with self._lock:
             work = pending.work
             request = (work.owner, work.request_id, work.attempt)
-            outstanding = Outstanding(operation, queue, grant, nbytes, recorded, len(keys), request, time.monotonic())
+            outstanding = Outstanding(
+                operation, queue, reservation, nbytes, recorded, len(keys), request, time.monotonic()
+            )
             for key in keys:
                 self._out[key] = outstanding
-            self._accounts.sent(queue.edge, operation.backend, nbytes, operation.copied_nbytes)
+            retried = work.attempt > 1
+            self._accounts.sent(queue.edge, operation.backend, nbytes, operation.copied_nbytes, retried=retried)
         refs = extracted.refs
-        last = grant is Grant.LAST_CREDIT
+        last = reservation is Reservation.LAST_CREDIT
         body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=last)
         # Announced before the transfer is complete: a relay that waits for its receiver would never get on otherwise.
         sent = False
@@ -313,7 +324,7 @@ class SendQueues:
                 with self._lock:
                     for key in keys:
                         self._out.pop(key, None)
-                queue.window.give(grant, nbytes)
+                queue.window.give(reservation, nbytes)
                 self._relays.discard(operation)
         if not sent:
             raise TransferError(f"no connection to {peer}")

@@ -326,8 +326,8 @@ def test_bytes_over_16_kib_become_a_part(nbytes: int) -> None:
 
 def test_small_payloads_ride_inline_and_large_ones_do_not() -> None:
     assert encoding.extract({"n": 1}).is_inline
-    assert encoding.extract({"t": torch.zeros(1000)}).is_inline
-    assert not encoding.extract({"t": torch.zeros(5000)}).is_inline
+    assert encoding.extract({"t": torch.zeros(16_384)}).is_inline
+    assert not encoding.extract({"t": torch.zeros(20_000)}).is_inline
 
 
 def test_paths_of_parts_are_said_as_python_would() -> None:

@@ -16,16 +16,26 @@ from stage_runtime.payloads import encoding
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS
+from tests.relays.relay_pairs import PATIENCE_S
+from tests.relays.stand_in_gpu import TABLE
 
 
 async def main() -> None:
     loop = asyncio.get_running_loop()
     released, held = [], {}
+    gpus = len(sys.argv) > 3  # on a machine with one, the relay as it is
     relays = Relays(
         loop=loop,
         incarnation=sys.argv[2],
         on_release=lambda peer, transfer: released.append(transfer),
-        settings=RelaySettings(asked=frozenset(RELAYS), arena_bytes=256 << 20, prefault_bytes=0, bind=sys.argv[1]),
+        settings=RelaySettings(
+            asked=frozenset(RELAYS),
+            arena_bytes=256 << 20,
+            prefault_bytes=0,
+            bind=sys.argv[1],
+            gpus=(0,) if gpus else (),
+        ),
+        table=RELAYS if gpus else TABLE,
     )
     send(relays.facts())
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -36,10 +46,15 @@ async def main() -> None:
             case "get":
                 try:
                     operation = relays.get(base64.b64decode(command["metadata"]), request_id="r", peer="near")
-                    view = await operation.wait_for_completion(command.get("timeout", 10))
-                    held[operation.transfer] = view
-                    send({"sha": hashlib.sha256(view).hexdigest(), "nbytes": len(view)})
-                    del view, operation
+                    view = await operation.wait_for_completion(command.get("timeout", PATIENCE_S))
+                    there = operation.take_device()
+                    held[operation.transfer] = (view, there)
+                    answer = {"sha": hashlib.sha256(view).hexdigest(), "nbytes": len(view)}
+                    if there is not None:
+                        flat = there.flat.cpu().numpy()
+                        answer |= {"gpu_sha": hashlib.sha256(flat).hexdigest(), "gpu": str(there.flat.device)}
+                    send(answer)
+                    del view, there, operation
                 except TransferError as error:
                     send({"error": str(error)})
             case "drop":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
@@ -14,13 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
+from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.relays.base import RelayOperation
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
-from tests.relays.relay_pairs import MIB, FarEnd
+from tests.relays.relay_pairs import MIB, PATIENCE_S, FarEnd
 
+END_S = 500.0  # of an interpreter that imports torch, on a machine where each of 20 programs wants a core
+WINDOW_S, WINDOWS = 2.0, 8
 STILL_TIMES = 4  # once was too few on a machine with a load of 17: the relay's own thread had not run yet
+_NUMBERS = itertools.count()
 LARGE = 128 * MIB  # long enough on its way to be frozen there
 
 
@@ -60,10 +65,41 @@ class Near:
         return self.relays.get(metadata, request_id="r", peer=peer)
 
 
-async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0)
+
+
+async def writing_to_us(near: Near, far: FarEnd, peer: str = "far") -> RelayOperation:
+    """A get of ``LARGE`` bytes that has begun and was not complete when this looked; it may be a moment later."""
+    while True:
+        operation = near.fetch(far, LARGE, 1, peer)
+        while not (operation.done() or near.stat("coming_here_bytes")):
+            await asyncio.sleep(0)
+        if not operation.done():
+            return operation
+        await dropped(near, operation, operation.take())
+
+
+async def killed_while_it_writes_to_us(near: Near) -> tuple[RelayOperation, TransferError]:
+    """A get whose sender, a far end of its own, is killed on the way, and how it failed."""
+    while True:
+        peer = f"killed{next(_NUMBERS)}"
+        far = FarEnd(name=peer)
+        try:
+            near.meet(far, peer)
+            operation = await writing_to_us(near, far, peer)
+            far.process.kill()
+            far.process.wait(PATIENCE_S)
+            try:
+                view = await operation.wait_for_completion(PATIENCE_S)
+            except TransferError as error:
+                return operation, error
+            await dropped(near, operation, view)  # all of it had come before the signal
+            near.relays.forget(peer)
+        finally:
+            far.close()
 
 
 async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperation:
@@ -77,7 +113,7 @@ async def frozen_while_it_writes_to_us(near: Near, far: FarEnd) -> RelayOperatio
         if not operation.done():
             return operation
         far.process.send_signal(signal.SIGCONT)
-        await _dropped(near, operation)
+        await dropped(near, operation, operation.take())
 
 
 async def frozen_while_it_reads_from_us(near: Near, far: FarEnd) -> RelayOperation:
@@ -105,16 +141,17 @@ async def _still(count: Callable[[], int]) -> None:
         await asyncio.sleep(0.25)
 
 
-async def _dropped(near: Near, operation: RelayOperation) -> None:
-    operation.take().release()
+async def dropped(near: Near, operation: RelayOperation, view: memoryview) -> None:
+    """Let go of what has come, and wait until its sender is told."""
+    view.release()
     near.relays.release_now()
-    await until(lambda: ("far", operation.transfer) in near.released)
+    await until(lambda: (operation.peer, operation.transfer) in near.released)
     near.released.clear()
 
 
 def ask_to_fetch(far: FarEnd, operation: RelayOperation) -> None:
     """Without waiting for the answer, which `FarEnd.answer` reads."""
-    far.tell(do="get", metadata=base64.b64encode(operation.metadata).decode(), timeout=60)
+    far.tell(do="get", metadata=base64.b64encode(operation.metadata).decode(), timeout=PATIENCE_S)
 
 
 def digest(nbytes: int, mark: int) -> str:
@@ -124,6 +161,21 @@ def digest(nbytes: int, mark: int) -> str:
 def processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def processor_share(pid: int, enough: float) -> float:
+    """Of a process with nothing to do: the least share of a core in some windows, up to the first with ``enough``.
+
+    What it was late with on a busy machine falls into the first ones.
+    """
+    least = 1.0
+    for _ in range(WINDOWS):
+        before = processor_s(pid)
+        await asyncio.sleep(WINDOW_S)
+        least = min(least, (processor_s(pid) - before) / WINDOW_S)
+        if least <= enough:
+            break
+    return least
 
 
 def run_to_its_end(backend: str, *, closes: bool) -> subprocess.CompletedProcess[str]:
@@ -139,4 +191,4 @@ async def main():
         both.close()
 asyncio.run(main())
 """
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=END_S)

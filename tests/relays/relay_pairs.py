@@ -21,8 +21,10 @@ from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.named import Put
 from stage_runtime.sockets.addresses import Security
+from tests.relays.stand_in_gpu import TABLE
 
 MIB = 1 << 20
+PATIENCE_S = 60.0  # far more than anything takes, also on a busy machine
 SMALL = RelaySettings(arena_bytes=64 * MIB, prefault_bytes=0, piece_bytes=MIB, whole_bytes=2 * MIB)
 
 
@@ -41,6 +43,7 @@ class Pair:
                 on_release=functools.partial(self._tell, name),
                 settings=settings,
                 security=security,
+                table=TABLE,
             )
         self.a, self.b = self.ends["a"], self.ends["b"]
         assert backend in self.a.open("b", self.b.facts())
@@ -61,7 +64,7 @@ class Pair:
         assert operation is not None, "there was no room"
         return operation
 
-    async def get(self, operation: RelayOperation, request_id: str = "r", timeout: float = 10) -> memoryview:
+    async def get(self, operation: RelayOperation, request_id: str = "r", timeout: float = PATIENCE_S) -> memoryview:
         return await self.b.get(operation.metadata, request_id=request_id, peer="a").wait_for_completion(timeout)
 
     async def carry(self, value: Any) -> Any:
@@ -79,7 +82,7 @@ class Pair:
         """Bytes that have come to b and that nobody has fetched."""
         return sum(count for name, count in self.b.stats().items() if name.endswith("_unclaimed_bytes"))
 
-    async def until(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
         async with asyncio.timeout(timeout):
             while not condition():
                 await asyncio.sleep(0.002)
@@ -101,10 +104,13 @@ def pair(backend: str, **options: Any) -> Iterator[Pair]:
 class FarEnd:
     """`far_end.py` as a process: it does what it is told, one line at a time."""
 
-    def __init__(self, bind: str = "tcp://127.0.0.1:*", name: str = "far") -> None:
-        script = Path(__file__).with_name("far_end.py")
+    def __init__(self, bind: str = "tcp://127.0.0.1:*", name: str = "far", *options: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(script), bind, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, "-m", "tests.relays.far_end", bind, name, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            cwd=Path(__file__).parents[2],
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._commands, self._answers = self.process.stdin, self.process.stdout
@@ -130,6 +136,6 @@ class FarEnd:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
         self._commands.close()
         self._answers.close()

@@ -14,7 +14,7 @@ from stage_runtime.errors import RelayRefused
 from stage_runtime.relays import choosing, devices
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.choices import Choices
-from stage_runtime.relays.choosing import Choice, ProcessFacts, Reached
+from stage_runtime.relays.choosing import ProcessFacts, Reached, RelayChoice
 
 STARTED = ("shm", "nixl", "mooncake", "tcp")
 HERE = ProcessFacts(incarnation="here", pod="1", boot="b", namespaces={"pid": 1, "net": 2}, started=STARTED)
@@ -57,7 +57,7 @@ def test_the_first_that_reaches_the_peer_and_is_allowed_is_used(
     wanted: str, reached: list[Reached], options: dict[str, Any], choice: tuple[str, Any, str | None]
 ) -> None:
     relay, medium, instead_of = choice
-    expected = Choice(relay=relay, medium=medium, instead_of=instead_of)
+    expected = RelayChoice(relay=relay, medium=medium, instead_of=instead_of)
     assert choosing.choose(wanted, reached, own=HERE, **{"peer": THERE, **options}) == expected
 
 
@@ -161,7 +161,7 @@ def test_after_a_failure_the_next_relay_is_chosen_until_the_peer_is_forgotten() 
     assert choices.choose(peer, "nixl").relay == "shm"
     assert not choices.fail(peer, "nixl", "no byte moved")
     assert choices.fail(peer, "shm", "unmapped")
-    assert choices.choose(peer, "nixl") == Choice(relay="tcp", medium="tcp", instead_of="shm")
+    assert choices.choose(peer, "nixl") == RelayChoice(relay="tcp", medium="tcp", instead_of="shm")
     choices.forget(peer)
     choices.open(peer, THERE, [SHM, NIXL, TCP])
     assert choices.choose(peer, "nixl").relay == "nixl"

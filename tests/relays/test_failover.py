@@ -18,12 +18,12 @@ from stage_runtime.payloads.pack import Pack
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.registry import RELAYS, Entry
 from stage_runtime.relays.shm.relay import ShmRelay
 from stage_runtime.transfers.receiving import Fetched, Fetching
-from stage_runtime.wire.messages import Body
-from tests.relays.relay_pairs import MIB, SMALL, FarEnd
+from stage_runtime.wire.parts import Body
+from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, FarEnd
 
 ARRAY = np.arange(3 * MIB, dtype=np.uint8)
 
@@ -46,7 +46,7 @@ class Silent(ShmRelay):
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         announced = self._decoded(metadata, peer)
-        return GetOperation(Completion(self._loop), TransferId(announced.transfer), peer, metadata)
+        return GetOperation(TransferCompletion(self._loop), TransferId(announced.transfer), peer, metadata)
 
 
 def refusing(context: RelayContext) -> Refusing:
@@ -77,7 +77,7 @@ class Two:
     def _end(self, name: str, other: str) -> Relays:
         def failed(peer: str, relay: str, reason: str) -> None:
             self.told.append((name, relay))
-            {"a": self.a, "b": self.b}[peer].fail(name, relay, reason, tell=False)
+            {"a": self.a, "b": self.b}[peer].fail(name, relay, reason, notify=False)
 
         return Relays(
             loop=asyncio.get_running_loop(),
@@ -104,13 +104,13 @@ async def test_a_put_that_fails_goes_by_the_next_relay_and_both_ends_know(caplog
         assert (two.a.choose("b", "refusing"), two.b.choose("a", "refusing")) == ("refusing", "refusing")
         put = two.put("refusing")
         assert put.metadata.startswith(b"shm:")
-        view = await two.b.get(put.metadata, request_id="r", peer="a").wait_for_completion(5)
+        view = await two.b.get(put.metadata, request_id="r", peer="a").wait_for_completion(PATIENCE_S)
         assert bytes(view) == ARRAY.tobytes()
         assert (two.a.choose("b", "refusing"), two.b.choose("a", "refusing")) == ("shm", "shm")
         assert two.told == [("a", "refusing")]
         for _ in range(3):
             two.put("refusing")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not two.a.stats()["refusing_failovers"]:
                 await asyncio.sleep(0.01)
         said = [record.message for record in caplog.records if "refusing to b failed" in record.message]
@@ -131,12 +131,12 @@ async def test_bytes_that_do_not_come_fail_their_request_and_the_next_one_goes_b
             fetching.fetch("a", Body(b"", (), transfer=transfer), "r", over.set_result, over.set_result)
 
         fetch(put.metadata)
-        failure = await asyncio.wait_for(over, 10)
+        failure = await asyncio.wait_for(over, PATIENCE_S)
         assert isinstance(failure, TransferError) and "without progress" in str(failure)
         assert two.told == [("b", "silent")]
         over = asyncio.get_running_loop().create_future()
         fetch(two.put("silent").metadata)
-        fetched = await asyncio.wait_for(over, 10)
+        fetched = await asyncio.wait_for(over, PATIENCE_S)
         assert isinstance(fetched, Fetched) and fetched.nbytes == ARRAY.nbytes
         fetched.discard()
     finally:
@@ -176,7 +176,7 @@ async def test_a_library_that_cannot_reach_a_living_peer_is_replaced(backend: st
         metadata = base64.b64decode(far.ask(do="put", nbytes=MIB, mark=3, backend=backend))
         assert near.choose("far", backend) == backend
         fetching.fetch("far", Body(b"", (), transfer=metadata), "r", over.set_result, over.set_result)
-        assert isinstance(await asyncio.wait_for(over, 30), RelayFailed)
+        assert isinstance(await asyncio.wait_for(over, PATIENCE_S), RelayFailed)
         assert near.choose("far", backend) == "shm"
         again = near.put(encoding.extract(ARRAY), request_id="r", peer="far", backend=backend)
         assert again is not None

@@ -17,7 +17,7 @@ from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Pack, flatten
 from stage_runtime.relays import pieces
 from stage_runtime.relays.registry import RELAYS
-from tests.relays.relay_pairs import MIB, SMALL, pair
+from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, pair
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=6), st.integers(1, 50), st.booleans())
@@ -56,7 +56,7 @@ async def test_what_is_larger_than_a_slot_arrives_and_every_piece_is_released(na
         await both.until(lambda: both.held() == 0)
         assert sorted(transfer for _, _, transfer in both.told) == sorted(put.transfers)
         assert put.done()
-        await asyncio.wait_for(put.wait_for_completion(1), 5)
+        await put.wait_for_completion(PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", ["shm", "nixl", "mooncake"])  # tcp has no slots
@@ -79,7 +79,7 @@ async def test_a_put_that_waits_for_room_is_cut_as_one_that_does_not(name: str) 
         assert not waiting.done()
         buffer = await both.get(first)
         del buffer
-        put = await asyncio.wait_for(waiting, 30)
+        put = await asyncio.wait_for(waiting, PATIENCE_S)
         assert len(put.transfers) == 3
         assert set(bytes(await both.get(put))) == {2}
 
@@ -99,4 +99,4 @@ async def test_pieces_that_are_declined_or_false_are_released() -> None:
 
 
 def pieces_of(nbytes: int, parts: tuple[bytes, ...]) -> bytes:
-    return msgspec.msgpack.encode(pieces.Announcement(nbytes, parts))
+    return msgspec.msgpack.encode(pieces.PiecesAnnouncement(nbytes, parts))

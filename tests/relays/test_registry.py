@@ -22,7 +22,7 @@ from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.registry import RELAYS, Entry
 from stage_runtime.relays.shm.relay import ShmRelay
-from tests.relays.relay_pairs import SMALL
+from tests.relays.relay_pairs import PATIENCE_S, SMALL
 
 HERE = Path(stage_runtime.relays.__file__).parent
 
@@ -76,7 +76,7 @@ async def test_a_relay_that_is_listed_is_opened_and_used_where_a_pipeline_asks_f
         assert (a.choose("b", "listed"), a.choose("b")) == ("listed", AUTO[0])
         put = a.put(encoding.extract(np.ones(9000)), request_id="r", peer="b", backend="listed")
         assert put is not None and put.metadata.startswith(b"listed:")
-        assert len(await b.get(put.metadata, request_id="r", peer="a").wait_for_completion(5)) == 72_000
+        assert len(await b.get(put.metadata, request_id="r", peer="a").wait_for_completion(PATIENCE_S)) == 72_000
     finally:
         a.close()
         b.close()

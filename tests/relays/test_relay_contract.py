@@ -20,7 +20,8 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.registry import RELAYS
-from tests.relays.relay_pairs import MIB, SMALL, Pair, pair
+from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
+from tests.relays.stand_in_gpu import TABLE
 
 
 @pytest.fixture(params=list(RELAYS))
@@ -58,7 +59,7 @@ async def test_a_put_is_complete_when_the_last_view_at_the_receiver_dies(both: P
     with pytest.raises(TransferError, match="not complete after"):
         await operation.wait_for_completion(0.01)
     del view
-    await operation.wait_for_completion(5)
+    await operation.wait_for_completion(PATIENCE_S)
     assert both.told == [("b", "a", operation.transfer)]
     del extracted
     await both.until(lambda: both.held() == 0)
@@ -69,7 +70,7 @@ async def test_views_that_die_in_another_thread_release_too(both: Pair) -> None:
     box = [await both.get(operation)]
     thread = threading.Thread(target=box.clear)
     thread.start()
-    await operation.wait_for_completion(5)
+    await operation.wait_for_completion(PATIENCE_S)
     thread.join()
     assert extracted.nbytes == 160_000
 
@@ -92,7 +93,7 @@ async def test_late_repeated_and_foreign_releases_change_nothing(both: Pair) -> 
     assert not first.done()
     buffer = await both.get(first)
     del buffer
-    await first.wait_for_completion(5)
+    await first.wait_for_completion(PATIENCE_S)
     _, second = both.put(np.zeros(9000))
     both.a.released("b", first.transfer)
     assert not second.done()
@@ -117,7 +118,7 @@ async def test_a_transfer_is_fetched_once(both: Pair) -> None:
 async def test_a_get_hands_its_buffer_over_once(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     fetch = both.b.get(operation.metadata, request_id="r", peer="a")
-    await fetch.wait_for_completion(5)
+    await fetch.wait_for_completion(PATIENCE_S)
     with pytest.raises(TransferError, match="taken already"):
         fetch.take()
 
@@ -175,7 +176,7 @@ async def test_what_was_announced_outlives_the_abort_until_its_receiver_lets_go(
     assert bytes(buffer[:8]) == np.float64(1).tobytes()
     assert not operation.done()
     del buffer
-    await operation.wait_for_completion(5)
+    await operation.wait_for_completion(PATIENCE_S)
     assert not other.done()
 
 
@@ -190,7 +191,7 @@ async def test_discarding_a_put_that_was_never_sent_frees_it(both: Pair) -> None
 async def test_forgetting_a_peer_frees_what_it_held_and_fails_who_waits(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)
-    waiter = asyncio.ensure_future(operation.wait_for_completion(10))
+    waiter = asyncio.ensure_future(operation.wait_for_completion(PATIENCE_S))
     await asyncio.sleep(0)
     both.a.forget("b")
     with pytest.raises(TransferError, match="b is gone"):
@@ -211,7 +212,9 @@ async def test_forgetting_again_and_forgetting_strangers_changes_nothing(both: P
 
 async def test_views_are_counted_by_holder_until_they_die(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
-    buffer = await both.b.get(operation.metadata, request_id="r7", peer="a", holder="talker").wait_for_completion(5)
+    buffer = await both.b.get(operation.metadata, request_id="r7", peer="a", holder="talker").wait_for_completion(
+        PATIENCE_S
+    )
     (pin,) = both.b.pins()
     assert (pin.peer, pin.transfer, pin.request_id, pin.holder, pin.nbytes) == (
         "a",
@@ -222,7 +225,7 @@ async def test_views_are_counted_by_holder_until_they_die(both: Pair) -> None:
     )
     assert both.b.stats()[f"{both.backend}_pinned_bytes"] == 72_000
     del buffer
-    await operation.wait_for_completion(5)
+    await operation.wait_for_completion(PATIENCE_S)
     assert both.b.pins() == []
 
 
@@ -233,11 +236,11 @@ async def test_one_payload_for_two_receivers_is_held_until_both_have_let_go(both
     one, two = await both.get(first), await both.get(second)
     assert bytes(one) == bytes(two)
     del one
-    await first.wait_for_completion(5)
+    await first.wait_for_completion(PATIENCE_S)
     assert not second.done()
     assert bytes(two) == np.arange(9000).tobytes()
     del two
-    await second.wait_for_completion(5)
+    await second.wait_for_completion(PATIENCE_S)
     del extracted
     await both.until(lambda: both.held() == 0)
 
@@ -265,13 +268,13 @@ async def test_a_put_without_room_waits_for_a_release(name: str) -> None:
         assert not waiting.done()
         buffer = await both.get(first)
         del buffer
-        assert bytes(await both.get(await asyncio.wait_for(waiting, 5))) == b"\1" * (2 * MIB)
+        assert bytes(await both.get(await asyncio.wait_for(waiting, PATIENCE_S))) == b"\1" * (2 * MIB)
 
 
 async def test_closing_ends_waiters_and_can_be_followed_by_deaths_of_views(both: Pair) -> None:
     _, operation = both.put(np.ones(9000))
     buffer = await both.get(operation)
-    waiter = asyncio.ensure_future(operation.wait_for_completion(10))
+    waiter = asyncio.ensure_future(operation.wait_for_completion(PATIENCE_S))
     await asyncio.sleep(0)
     both.a.close()
     with pytest.raises(TransferError, match="closed"):
@@ -297,7 +300,7 @@ async def test_what_is_written_after_a_put_has_returned_does_not_arrive(both: Pa
         buffer = await both.get(operation)
         assert sorted({int(value) for value in np.unique(np.frombuffer(buffer, np.uint8))}) in ([1], [0, 1])
         del buffer
-        await operation.wait_for_completion(5)
+        await operation.wait_for_completion(PATIENCE_S)
 
 
 class Interrupted:
@@ -330,7 +333,7 @@ async def test_a_put_during_which_its_peer_is_forgotten_leaves_nothing(name: str
             security=None,
             settings=SMALL,
         )
-        relay = registry.load(name)(context)
+        relay = registry.load(name, TABLE)(context)
         try:
             assert relay.open(Peer("b"), both.b.facts()[name])
             with pytest.raises(TransferError, match="b is gone"):

@@ -17,8 +17,8 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Extracted
 from stage_runtime.relays.base import RelayOperation
-from stage_runtime.relays.shm.relay import Metadata
-from tests.relays.relay_pairs import MIB, Pair, pair
+from stage_runtime.relays.shm.relay import ShmMetadata
+from tests.relays.relay_pairs import MIB, PATIENCE_S, Pair, pair
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ async def test_a_slot_that_was_written_after_it_was_given_is_whole_when_it_is_us
         arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
         assert arrived.unique().tolist() == [number]
         del tensor, extracted, arrived, give
-        await operation.wait_for_completion(5)
+        await operation.wait_for_completion(PATIENCE_S)
     assert copied(both) == 0 and both.held() == 0
     assert mappings(both) == before
 
@@ -105,7 +105,7 @@ async def test_what_its_author_let_go_of_is_neither_copied_nor_mapped_anew(both:
         arrived = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(operation))
         assert arrived.unique().tolist() == [number]
         del arrived
-        await operation.wait_for_completion(5)
+        await operation.wait_for_completion(PATIENCE_S)
     assert copied(both) == 0
 
 
@@ -139,7 +139,7 @@ async def test_an_arena_tensor_s_slot_outlives_it_until_the_receiver_is_through(
     other = both.a.allocate((5000,), torch.float32).fill_(5)
     assert np.frombuffer(buffer, np.float32).tolist() == [4.0] * 5000
     del buffer
-    await operation.wait_for_completion(5)
+    await operation.wait_for_completion(PATIENCE_S)
     del other, extracted
     assert both.held() == 0
 
@@ -155,7 +155,7 @@ async def test_a_message_about_a_slot_that_has_another_use_is_refused(both: Pair
     metadata = operation.metadata
     buffer = await both.get(operation)
     del buffer
-    await operation.wait_for_completion(5)
+    await operation.wait_for_completion(PATIENCE_S)
     with pytest.raises(TransferError, match="another use now"):
         both.b.get(metadata, request_id="r", peer="a")
     _, again = both.put(np.zeros(9000))
@@ -182,7 +182,7 @@ async def test_a_message_about_a_slot_that_has_another_use_is_refused(both: Pair
 )
 async def test_metadata_that_points_elsewhere_is_refused(both: Pair, lie: Any) -> None:
     _, operation = both.put(np.ones(9000))
-    said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=Metadata)
+    said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=ShmMetadata)
     forged = b"shm:" + msgspec.msgpack.encode(msgspec.structs.replace(said, **lie))
     with pytest.raises(TransferError):
         both.b.get(forged, request_id="r", peer="a")
@@ -195,7 +195,7 @@ async def test_aborting_a_request_quarantines_what_its_receiver_may_still_read(b
     both.a.cleanup("r")
     assert both.a.stats()["slots_quarantined"] == 1
     del buffer
-    await operation.wait_for_completion(5)
+    await operation.wait_for_completion(PATIENCE_S)
     assert both.a.stats()["slots_quarantined"] == 0
 
 
@@ -211,7 +211,7 @@ async def test_a_large_copy_lies_half_a_page_beside_its_source(both: Pair) -> No
     for skip in (0, 64, 1000, 4000):
         source = np.ones(16 * MIB + 4096, np.uint8)[skip : skip + 16 * MIB]
         _, operation = both.put(source)
-        said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=Metadata)
+        said = msgspec.msgpack.decode(operation.metadata.removeprefix(b"shm:"), type=ShmMetadata)
         apart = (both.a.arena._address + said.offset - source.ctypes.data) % 4096
         assert 2048 - 64 < apart <= 2048
         both.a.discard(operation)

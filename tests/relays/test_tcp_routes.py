@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays.tcp.routes import Route, is_endpoint
+from stage_runtime.relays.tcp.routes import TcpRoute, is_endpoint
 
 
 def test_a_socket_is_opened_when_it_is_used_and_closed_at_rest_unless_something_is_unreleased() -> None:
@@ -20,7 +20,7 @@ def test_a_socket_is_opened_when_it_is_used_and_closed_at_rest_unless_something_
         made[-1].connect(endpoint)
         return made[-1]
 
-    route = Route("tcp://127.0.0.1:1", b"token", make)
+    route = TcpRoute("tcp://127.0.0.1:1", b"token", make)
     assert made == []
     with route.lock:
         assert route.socket() is route.socket() is made[0]
@@ -39,7 +39,7 @@ def test_a_process_without_room_for_a_socket_fails_the_transfer_alone() -> None:
     def make(endpoint: str) -> zmq.Socket[bytes]:
         raise zmq.ZMQError(errno.EMFILE)
 
-    route = Route("tcp://127.0.0.1:1", b"token", make)
+    route = TcpRoute("tcp://127.0.0.1:1", b"token", make)
     with route.lock, pytest.raises(TransferError, match="Too many open files"):
         route.socket()
 

@@ -13,9 +13,9 @@ import zmq
 
 from stage_runtime.errors import ConfigurationError, TransferError
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.tcp.arrivals import Header
+from stage_runtime.relays.tcp.arrivals import FrameHeader
 from stage_runtime.sockets.addresses import Security
-from tests.relays.relay_pairs import MIB, SMALL, Pair, pair
+from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ class Forger:
 
     def header(self, **changes: Any) -> bytes:
         said = {"token": self.token, "sender": "a", "transfer": 77, "request_id": "r", "nbytes": 100, "offset": 0}
-        return msgspec.msgpack.encode(Header(**{**said, **changes}))
+        return msgspec.msgpack.encode(FrameHeader(**{**said, **changes}))
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
@@ -71,7 +71,7 @@ METADATA = b"tcp:" + msgspec.msgpack.encode([77, 100])
         [msgspec.msgpack.encode({"token": 1}), b"x" * 100],
         [b"\xdd\xff\xff\xff\xff", b""],
         {"token": b"\0" * 16},
-        {"sender": "mallory"},
+        {"sender": "gone"},
         {"offset": -1},
         {"offset": 1},
         {"nbytes": 99},
@@ -83,6 +83,8 @@ METADATA = b"tcp:" + msgspec.msgpack.encode([77, 100])
 async def test_garbage_is_counted_and_dropped_and_what_follows_is_served(
     both: Pair, forger: Forger, frames: Any
 ) -> None:
+    both.b.open("gone", both.a.facts())
+    both.b.forget("gone")
     forger.send(*(frames if isinstance(frames, list) else [forger.header(**frames), b"x" * 100]))
     await both.until(lambda: garbage(both) == 1)
     assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
@@ -92,7 +94,7 @@ async def test_garbage_is_counted_and_dropped_and_what_follows_is_served(
 async def test_the_forger_s_true_messages_do_arrive(both: Pair, forger: Forger) -> None:
     """The positive control of the tests above: but for what they change, such a message is taken."""
     forger.send(forger.header(), b"x" * 100)
-    buffer = await both.b.get(METADATA, request_id="r", peer="a").wait_for_completion(5)
+    buffer = await both.b.get(METADATA, request_id="r", peer="a").wait_for_completion(PATIENCE_S)
     assert bytes(buffer) == b"x" * 100 and garbage(both) == 0
 
 
@@ -109,7 +111,7 @@ async def test_a_lost_piece_fails_the_transfer_at_once_and_releases_it(both: Pai
     forger.send(forger.header(nbytes=300), b"x" * 100)
     forger.send(forger.header(nbytes=300, offset=200), b"x" * 100)
     with pytest.raises(TransferError, match="a piece of it was lost"):
-        await fetching.wait_for_completion(5)
+        await fetching.wait_for_completion(PATIENCE_S)
     await both.until(lambda: ("b", "a", 77) in both.told)
     assert both.b.stats()["tcp_dropped_transfers"] == 1
 
@@ -128,7 +130,7 @@ async def test_a_transfer_of_another_size_than_announced_is_refused(both: Pair, 
     fetching = both.b.get(b"tcp:" + msgspec.msgpack.encode([77, 300]), request_id="r", peer="a")
     forger.send(forger.header(), b"x" * 100)
     with pytest.raises(TransferError, match="100 bytes came, 300 were announced"):
-        await fetching.wait_for_completion(5)
+        await fetching.wait_for_completion(PATIENCE_S)
 
 
 async def test_what_nobody_fetches_is_bounded() -> None:
@@ -142,7 +144,7 @@ async def test_what_nobody_fetches_is_bounded() -> None:
         for operation in puts[3:]:
             with pytest.raises(TransferError, match="no room for it"):
                 await both.get(operation)
-            await operation.wait_for_completion(5)
+            await operation.wait_for_completion(PATIENCE_S)
         assert both.b.stats()["tcp_unclaimed_bytes"] == 0
         assert (await both.carry({"a": np.ones(9000)}))["a"].sum() == 9000
 
@@ -153,7 +155,7 @@ async def test_an_aborted_request_s_transfers_are_dropped_and_its_waiters_fail(b
     await both.until(lambda: both.b.stats()["tcp_unclaimed_bytes"] == 100)
     both.b.cleanup("r")
     with pytest.raises(TransferError, match="aborted"):
-        await waiting.wait_for_completion(5)
+        await waiting.wait_for_completion(PATIENCE_S)
     assert ("b", "a", 77) in both.told
     forger.send(forger.header(), b"late" * 25)
     forger.send(forger.header(transfer=79), b"y" * 100)
@@ -186,7 +188,7 @@ async def test_with_curve_only_members_are_heard(theirs: Any) -> None:
         try:
             fetching = both.b.get(METADATA, request_id="r", peer="a")
             if theirs == b"k" * 32:
-                assert bytes(await fetching.wait_for_completion(5)) == b"x" * 100
+                assert bytes(await fetching.wait_for_completion(PATIENCE_S)) == b"x" * 100
             else:
                 with pytest.raises(TransferError):
                     await fetching.wait_for_completion(0.3)

@@ -18,6 +18,13 @@ def test_an_edge_is_counted_by_the_relay_that_carried_it() -> None:
     assert by_tcp.oldest_s > 0
 
 
+def test_payloads_of_requests_that_are_tried_again_are_counted() -> None:
+    accounts = Accounts()
+    for retried in (False, True, True):
+        accounts.sent(("a", "b", "peer"), "tcp", 5, 4, retried=retried)
+    assert accounts.numbers([])["a", "b", "tcp"].retries == 2
+
+
 def test_a_peer_that_comes_back_is_no_failover() -> None:
     accounts = Accounts()
     accounts.sent(("a", "b", "peer"), "tcp", 5, 4)

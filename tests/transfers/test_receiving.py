@@ -9,7 +9,7 @@ import pytest
 
 from stage_runtime.errors import TransferError
 from stage_runtime.transfers.receiving import Fetched, Fetching
-from stage_runtime.wire.messages import Body
+from stage_runtime.wire.parts import Body
 
 
 class Operation:
@@ -24,6 +24,9 @@ class Operation:
 
     def take(self) -> memoryview:
         return self._came()
+
+    def take_device(self) -> None:
+        return None
 
     async def wait_for_completion(self, timeout: float | None = None) -> memoryview:
         await asyncio.sleep(0)

@@ -17,19 +17,21 @@ from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.payloads import encoding, pack
 from stage_runtime.transfers.sending import PendingSend, SendQueues
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import FRAME_LIMIT, Body, Header, Message, Submit
+from stage_runtime.wire.frames import FRAME_LIMIT
+from stage_runtime.wire.messages import Message, Submit
+from stage_runtime.wire.parts import Body, Header
 from stage_runtime.wire.tensorrefs import PATH_LIMIT
 
-LARGE = np.zeros(50_000, np.uint8)
+LARGE = np.zeros(120_000, np.uint8)
 
 
 class Work:
     aborted = False
     owner = "cc"
-    attempt = 1
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, attempt: int = 1) -> None:
         self.request_id = request_id
+        self.attempt = attempt
 
 
 class Put:
@@ -89,7 +91,15 @@ class Made:
             self.copied.append(message.header.request_id)
         return True
 
-    def ship(self, request_id: str, value: Any = LARGE, *, credits: int = 1, source: str = "coordinator") -> bool:
+    def ship(
+        self,
+        request_id: str,
+        value: Any = LARGE,
+        *,
+        credits: int = 1,
+        source: str = "coordinator",
+        attempt: int = 1,
+    ) -> bool:
         extracted = encoding.extract(value, where="inputs")
 
         def make(body: Body) -> Message:
@@ -100,7 +110,7 @@ class Made:
 
         edge = (source, "entry", "peer")
         return self.send_queues.ship(
-            edge, PendingSend(Work(request_id), extracted, make, "auto", lost), credits=credits
+            edge, PendingSend(Work(request_id, attempt), extracted, make, "auto", lost), credits=credits
         )
 
 
@@ -119,6 +129,15 @@ def test_small_payloads_take_no_credit_while_their_bytes_fit() -> None:
     made.ship("as large", np.zeros(3 * len(LARGE), np.uint8))
     assert made.copied == ["3", "as large"]
     assert (made.send_queues.queued, made.send_queues.outstanding) == (0, 2)
+
+
+def test_what_is_sent_for_a_further_attempt_of_its_request_counts_as_a_retry() -> None:
+    made = Made()
+    for attempt in (1, 2, 3):
+        made.ship("r", credits=9, attempt=attempt)
+    made.ship("inline", 5, attempt=2)
+    numbers = made.send_queues.edges()["coordinator", "entry", "memory"]
+    assert (numbers.retries, numbers.in_flight) == (2, 3)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["a credit is free", "none is free"])

@@ -13,8 +13,9 @@ import pytest
 from stage_runtime.errors import TransferError
 from stage_runtime.payloads import encoding
 from stage_runtime.transfers.receiving import Fetching
-from stage_runtime.wire.messages import Body
+from stage_runtime.wire.parts import Body
 from tests.relays.relay_pairs import MIB, Pair
+from tests.sockets.peers import Proxy
 
 RATE = 2_000_000  # bytes a second
 PIECE = 16 << 10
@@ -111,3 +112,32 @@ async def test_what_does_not_move_any_more_fails_alone(begun: bool) -> None:
             await asyncio.wait_for(came, 30)
         link.open.set()
         assert (await asyncio.wait_for(fetch(both, fetching, 3, 100_000), 30)).nbytes == 100_000
+
+
+async def test_what_was_lost_with_a_connection_fails_while_later_transfers_come() -> None:
+    """The sender's socket connects again and goes on behind what was under way. Nobody is told that it is lost."""
+    both = Pair("tcp")
+    facts = both.b.facts()
+    proxy = Proxy(facts["tcp"]["endpoint"])
+    fetching = Fetching(both.b, asyncio.get_running_loop(), stalled_s=STALLED_S)
+    try:
+        facts["tcp"]["endpoint"] = proxy.endpoint
+        both.a.forget("b")
+        both.a.open("b", {"tcp": facts["tcp"]})
+        assert (await asyncio.wait_for(fetch(both, fetching, 1, 100_000), 30)).nbytes == 100_000
+        proxy.hold()
+        lost = fetch(both, fetching, 2, 100_000)
+        while not proxy.held:
+            await asyncio.sleep(0.01)
+        proxy.cut()
+        later = []
+        async with asyncio.timeout(60):
+            while not lost.done():
+                later.append(fetch(both, fetching, 3, 100_000))
+                await asyncio.sleep(STALLED_S / 6)
+        with pytest.raises(TransferError, match="without progress"):
+            await lost
+        await asyncio.gather(*later, return_exceptions=True)
+    finally:
+        proxy.close()
+        both.close()

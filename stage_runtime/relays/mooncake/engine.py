@@ -1,31 +1,43 @@
-"""Mooncake's Transfer Engine as this relay uses it: memory registered once, flat reads.
+"""Mooncake's Transfer Engine as this relay uses it: memory registered once, flat reads that are begun and looked at.
 
 An engine is used again by the next relay of the process: to destroy one takes a second, with the GIL held.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NewType
 
 from stage_runtime.errors import ConfigurationError
 
-#: Set before it is loaded; a variable that is set already is left as it is. A frozen peer is noticed after this time,
-#: for which the calling thread burns a core: 5 s is the least that Mooncake accepts, 30 s its default.
-TUNED: Final = {"MC_TRANSFER_TIMEOUT": "5", "MC_LOG_LEVEL": "ERROR"}
+#: Set before it is loaded; a variable that is set already is left as it is.
+TUNED: Final = {"MC_LOG_LEVEL": "ERROR"}
+NOT_BEGUN: Final = (0, (1 << 64) - 1)  # what Mooncake returns instead of a number
+
+ReadId = NewType("ReadId", int)
 
 _idle: dict[tuple[str, str], list[Any]] = {}  #: Engines that no relay uses, by host and protocol.
 _lock = threading.Lock()
+
+
+class ReadState(enum.Enum):
+    MOVES = enum.auto()
+    HERE = enum.auto()
+    FAILED = enum.auto()  #: Its connection is broken.
+
+
+READ_STATES: Final = {1: ReadState.HERE, -1: ReadState.FAILED}  # all else is under way, also if Mooncake calls it late
 
 
 def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
     return devices.is_dir() and any(devices.iterdir())
 
 
-class Engine:
-    """One engine, listening on two ports of ``host``. `read` may be called from any thread."""
+class TransferEngine:
+    """One engine, listening on two ports of ``host``. Reads are begun and looked at in any thread."""
 
     def __init__(self, host: str, protocol: Literal["tcp", "rdma"] | None = None) -> None:
         """protocol: None: rdma where there is a device, else tcp.
@@ -53,11 +65,19 @@ class Engine:
             raise ConfigurationError(f"relay 'mooncake': {nbytes} bytes cannot be registered")
         self._registered.append(address)
 
-    def read(self, session: str, ours: int, theirs: int, nbytes: int) -> bool:
-        """Copy a peer's memory here; runs without the GIL, and keeps a core busy. False: it failed, and if that took
-        long, bytes may still come.
+    def begin(self, session: str, ours: int, theirs: int, nbytes: int) -> ReadId | None:
+        """Have a peer's memory copied here, by Mooncake's own thread. The call connects to the peer and waits for that,
+        without the GIL. None: the peer is not reached. What was begun cannot be stopped.
+
+        Mooncake's reads that wait burn a core until the bytes are here.
         """
-        return bool(self._engine.transfer_sync_read(session, ours, theirs, nbytes) == 0)
+        number = self._engine.batch_transfer_async_read(session, [ours], [theirs], [nbytes])
+        return None if number in NOT_BEGUN else ReadId(number)
+
+    def state(self, read: ReadId) -> ReadState:
+        """Whether the bytes of a read are here. Not called again when it moves no more: Mooncake has freed it."""
+        found = self._engine.transfer_check_status(read)
+        return READ_STATES.get(found, ReadState.MOVES)
 
     def close(self, *, again: bool) -> None:
         """again: nothing is read any more, so another relay may have the engine."""

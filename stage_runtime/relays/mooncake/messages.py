@@ -1,4 +1,4 @@
-"""What two mooncake relays tell each other: facts in Hello, metadata in control messages."""
+"""What two mooncake relays send each other: facts in Hello, metadata in control messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Session: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z.:_\[\]-]{1,300}:[0-9]{1,5}$")]
 
 
-class Memory(msgspec.Struct, frozen=True):
+class MooncakeMemory(msgspec.Struct, frozen=True):
     """A registered region."""
 
     address: Count
@@ -20,11 +20,11 @@ class Memory(msgspec.Struct, frozen=True):
         return offset + nbytes <= self.nbytes and self.address + self.nbytes < 1 << 63
 
 
-class Facts(msgspec.Struct, frozen=True):
+class MooncakeFacts(msgspec.Struct, frozen=True):
     """What a peer must know to read what we send. session: host and port of the engine; protocol: what it moves by."""
 
     session: Session
-    sends: Memory
+    sends: MooncakeMemory
     protocol: Literal["tcp", "rdma"] = "tcp"
 
 
@@ -41,7 +41,7 @@ def address_of(session: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class Metadata(msgspec.Struct, frozen=True, array_like=True):
+class MooncakeMetadata(msgspec.Struct, frozen=True, array_like=True):
     """Where a transfer lies in the sender's arena; the slot at ``start`` must still be of that generation."""
 
     transfer: int

@@ -1,8 +1,9 @@
-"""What the mooncake relay fetches: memory for each transfer, two threads that read, quarantine.
+"""What the mooncake relay fetches: memory for each transfer, a few threads that read, quarantine.
 
-A read that timed out cannot be cancelled: its bytes come when the frozen peer goes on. Its memory is not used again
-before the peer's process is gone. All memory lies in an arena of its own, as the nixl relay's; above half of it, what
-has come is copied out, so that transfers never wait for authors. On the loop, except where a method says otherwise.
+A read cannot be cancelled: the bytes of one that was given up come when the frozen peer goes on. Its memory is not used
+again before they have, or the peer's process is gone. All memory lies in an arena of its own, as the nixl relay's;
+above half of it, what has come is copied out, so that transfers never wait for authors. On the loop, except where a
+method says otherwise.
 """
 
 from __future__ import annotations
@@ -22,60 +23,70 @@ from stage_runtime.relays import arena
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, Release
 from stage_runtime.relays.gets import Get, Gets, Key
-from stage_runtime.relays.mooncake.engine import Engine
-from stage_runtime.relays.mooncake.messages import Facts, Metadata, address_of
+from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
+from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMetadata, address_of
+from stage_runtime.relays.mooncake.turns import STALL_S, Turns
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
-THREADS: Final = 2  # each burns a core while it reads
+THREADS: Final = 2  # each reads one piece
+MOST_THREADS: Final = 8  # with those that read from stalled peers
 PIECE_NBYTES: Final = 16 << 20  # progress is seen, and an abort is heeded, once a piece
-LATE_S: Final = 4.0  # a read that failed after so long has timed out; else its connection is broken
+LATE_S: Final = 5.0  # a piece that takes longer is given up: its peer is frozen, or not reached any more
+QUICK_S: Final = 100e-6  # so long, a thread only lets others run between two looks at its read
+LOOKS: Final = 16  # later it sleeps this part of the time that the piece has taken: few looks, and hardly late
+LONG_PAUSE_S: Final = 5e-3
 SETTLE_S: Final = 2.0  # after a broken connection: what had reached this machine is read by then
-ASK_S: Final = 2.0  # how often it is looked whether a frozen peer's process is gone
+ASK_S: Final = 1.0  # how often quarantined reads are looked at, and whether the processes of their peers are gone
 
 
-class Route:
+class MooncakeRoute:
     """The way to one peer."""
 
-    def __init__(self, peer: Peer, facts: Facts) -> None:
+    def __init__(self, peer: Peer, facts: MooncakeFacts) -> None:
         self.peer = peer
         self.facts = facts
         self.gone = False
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
 
 
-class Incoming(Get):
+class MooncakeGet(Get):
     """One get under way. ``region`` has room for the slot's header behind the bytes."""
 
-    __slots__ = ("metadata", "stopping")
+    __slots__ = ("late", "metadata", "stopping")
 
-    def __init__(self, operation: GetOperation, metadata: Metadata, request_id: str, holder: str) -> None:
+    def __init__(self, operation: GetOperation, metadata: MooncakeMetadata, request_id: str, holder: str) -> None:
         super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
         self.stopping = False
+        self.late: ReadId | None = None  #: The read that has it in quarantine.
 
 
 class _Failure(msgspec.Struct, frozen=True):
-    """Why a transfer is not here. moves: its bytes may still come. broken: nothing is read from that peer."""
+    """Why a transfer is not here. moves: its bytes may still come, by ``late``. broken: the peer is not reached."""
 
     reason: str
-    moves: bool
+    moves: bool = False
+    late: ReadId | None = None
     broken: bool = False
 
 
-class Reading:
+class MooncakeReader:
     """Gets by peer and transfer: each waits for memory, is read, or is quarantined."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, engine: Engine, memory: Arena, pins: Pins, on_release: Release
+        self, loop: asyncio.AbstractEventLoop, engine: TransferEngine, memory: Arena, pins: Pins, on_release: Release
     ) -> None:
         self._loop = loop
         self._engine = engine
         self._memory = memory
         self._on_release = on_release
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="omni-relay-mooncake")
+        self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="omni-relay-mooncake")
+        self._lookers = ThreadPoolExecutor(1, thread_name_prefix="omni-relay-mooncake-look")
+        self._turns: Turns[MooncakeRoute, MooncakeGet] = Turns(moving=THREADS, most=MOST_THREADS)
+        self._beginning: asyncio.TimerHandle | None = None  #: Looks for stalled peers while gets wait for a thread.
         self._asking: asyncio.TimerHandle | None = None
-        self._gets: Gets[Route, Incoming] = Gets(
+        self._gets: Gets[MooncakeRoute, MooncakeGet] = Gets(
             loop, memory, pins, on_release, room_nbytes=3 * arena.PAGE, begin=self._begun
         )
         self.claim = self._gets.claim
@@ -86,12 +97,13 @@ class Reading:
         """Whether nothing is being read, nor may be."""
         return not self._gets.coming and not self._gets.quarantined
 
-    def last_moved(self, route: Route, key: Key) -> float:
+    def last_moved(self, route: MooncakeRoute, key: Key) -> float:
         """When something last came from that peer. What waits here, for memory or a thread, does not wait for it."""
-        return route.moved_at if key in self._gets.coming and route.moved_at else time.monotonic()
+        awaited = key in self._gets.coming and self._turns.reads(route)
+        return route.moved_at if awaited else time.monotonic()
 
     def cleanup(self, request_id: str) -> None:
-        """A request was aborted: what is to come for it is not wanted."""
+        """A request was aborted: what is to come for it is dropped."""
         self._end(lambda _, incoming: incoming.request_id == request_id, "its request was aborted")
 
     def forget(self, peer: Peer) -> None:
@@ -102,22 +114,36 @@ class Reading:
         """What is being read goes on: its memory stays, as long as the process does if need be."""
         self._end(lambda *_: True, "the relay was closed")
         self._gets.close()
-        if self._asking is not None:
-            self._asking.cancel()
+        for timer in (self._asking, self._beginning):
+            if timer is not None:
+                timer.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lookers.shutdown(wait=False, cancel_futures=True)
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def _begun(self, route: Route, incoming: Incoming) -> bool:
+    def _begun(self, route: MooncakeRoute, incoming: MooncakeGet) -> bool:
         nbytes = incoming.metadata.nbytes
         incoming.region = self._memory.allocate_region(nbytes + -nbytes % ALIGNMENT + arena.HEADER.size)
         if incoming.region is None:
             return False
         self._gets.coming[incoming.key] = (route, incoming)
-        self._pool.submit(self._read, route, incoming)
+        self._turns.add(route, incoming)
+        self._read_next()
         return True
 
-    def _read(self, route: Route, incoming: Incoming) -> None:
+    def _read_next(self) -> None:
+        """Read those whose turn it is."""
+        for route, incoming in self._turns.begin(time.monotonic()):
+            self._pool.submit(self._read, route, incoming)
+        if self._turns and self._beginning is None:
+            self._beginning = self._loop.call_later(STALL_S / 4, self._look_for_stalled)
+
+    def _look_for_stalled(self) -> None:
+        self._beginning = None
+        self._read_next()
+
+    def _read(self, route: MooncakeRoute, incoming: MooncakeGet) -> None:
         """In a thread of the pool."""
         try:
             failure = self._failure(route, incoming)
@@ -128,14 +154,13 @@ class Reading:
         except RuntimeError:  # the loop is closed: nobody waits any more
             pass
 
-    def _failure(self, route: Route, incoming: Incoming) -> _Failure | None:
+    def _failure(self, route: MooncakeRoute, incoming: MooncakeGet) -> _Failure | None:
         """Read it. Returns: why it is not here, or None."""
         metadata, sent = incoming.metadata, route.facts.sends.address
         ours = incoming.region.ctypes.data
-        route.moved_at = time.monotonic()
         for start in range(0, metadata.nbytes, PIECE_NBYTES):
             if incoming.stopping:
-                return _Failure("it was given up", moves=False)
+                return _Failure("it was given up")
             nbytes = min(PIECE_NBYTES, metadata.nbytes - start)
             failure = self._piece(route, ours + start, sent + metadata.offset + start, nbytes)
             if failure is not None:
@@ -145,20 +170,27 @@ class Reading:
         behind = metadata.nbytes + -metadata.nbytes % ALIGNMENT
         failure = self._piece(route, ours + behind, sent + metadata.start, arena.HEADER.size)
         if failure is None and arena.HEADER.unpack_from(incoming.region, behind)[0] != metadata.generation:
-            failure = _Failure("its slot has another use now", moves=False)
+            failure = _Failure("its slot has another use now")
         return failure
 
-    def _piece(self, route: Route, ours: int, theirs: int, nbytes: int) -> _Failure | None:
+    def _piece(self, route: MooncakeRoute, ours: int, theirs: int, nbytes: int) -> _Failure | None:
+        not_reached = f"{route.peer} is not reached"
+        read = self._engine.begin(route.facts.session, ours, theirs, nbytes)
+        if read is None:
+            return _Failure(not_reached, broken=True)
         begun = time.monotonic()
-        is_here = self._engine.read(route.facts.session, ours, theirs, nbytes)
-        now = time.monotonic()
-        if not is_here:
-            return _Failure(f"{route.peer} is not reached", moves=now - begun >= LATE_S, broken=True)
-        route.moved_at = now
-        return None
+        while (state := self._engine.state(read)) is ReadState.MOVES:
+            past = time.monotonic() - begun
+            if past > LATE_S:
+                return _Failure(not_reached, moves=True, late=read, broken=True)
+            time.sleep(0 if past < QUICK_S else min(past / LOOKS, LONG_PAUSE_S))
+        route.moved_at = time.monotonic()
+        return None if state is ReadState.HERE else _Failure(not_reached, broken=True)
 
-    def _over(self, route: Route, incoming: Incoming, failure: _Failure | None) -> None:
-        """Nothing is read for it any more, except by a read that timed out."""
+    def _over(self, route: MooncakeRoute, incoming: MooncakeGet, failure: _Failure | None) -> None:
+        """Nothing is read for it any more, except by a read that is late."""
+        self._turns.over(route)
+        self._read_next()
         del self._gets.coming[incoming.key]
         if failure is None and not incoming.stopping:
             region, incoming.region = incoming.region[: incoming.nbytes], None
@@ -169,13 +201,20 @@ class Reading:
         if not route.gone:
             self._on_release(*incoming.key)
         if failure is not None and failure.moves:
+            incoming.late = failure.late
             self._gets.quarantined[incoming.key] = (route, incoming)
             self._ask_later()
         elif failure is not None:
             self._loop.call_later(SETTLE_S, setattr, incoming, "region", None)
 
-    def _end(self, which: Callable[[Route, Incoming], bool], why: str) -> None:
+    def _end(self, which: Callable[[MooncakeRoute, MooncakeGet], bool], why: str) -> None:
         self._gets.fail_waiting(which, why)
+        for route, incoming in self._turns.withdraw(which):
+            del self._gets.coming[incoming.key]
+            incoming.region = None
+            incoming.fail(why)
+            if not route.gone:
+                self._on_release(*incoming.key)
         for _, incoming in [pair for pair in self._gets.coming.values() if which(*pair)]:
             incoming.stopping = True
             incoming.fail(why)
@@ -183,10 +222,15 @@ class Reading:
     # --- quarantine ---------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Look whether the processes are gone that may still send into quarantined memory."""
+        """Look whether late reads are over, and whether the processes are gone that have not ended theirs."""
         self._asking = None
-        for peer in {route.peer: route for route, _ in self._gets.quarantined.values()}.values():
-            self._pool.submit(self._look_for, peer)
+        for key, (_, incoming) in list(self._gets.quarantined.items()):
+            state = ReadState.MOVES if incoming.late is None else self._engine.state(incoming.late)
+            if state is not ReadState.MOVES:
+                incoming.late = None
+                self._loop.call_later(SETTLE_S, self._gets.quarantined.pop, key, None)
+        for route in {route for route, _ in self._gets.quarantined.values()}:
+            self._lookers.submit(self._look_for, route)
         if self._gets.quarantined:
             self._ask_later()
 
@@ -194,7 +238,7 @@ class Reading:
         if self._asking is None:
             self._asking = self._loop.call_later(ASK_S, self._ask)
 
-    def _look_for(self, route: Route) -> None:
+    def _look_for(self, route: MooncakeRoute) -> None:
         """In a thread of the pool."""
         if _listens(route.facts.session):
             return
@@ -203,7 +247,7 @@ class Reading:
         except RuntimeError:  # the loop is closed
             pass
 
-    def _settle(self, route: Route) -> None:
+    def _settle(self, route: MooncakeRoute) -> None:
         for key in [key for key, (other, _) in self._gets.quarantined.items() if other is route]:
             del self._gets.quarantined[key]
 

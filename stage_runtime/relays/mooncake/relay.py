@@ -1,7 +1,7 @@
 """The relay by Mooncake's Transfer Engine: a receiver reads what lies in the sender's arena.
 
 By TCP; by RDMA where there is a device, which has not been tried. The sender does nothing after a put but hold the slot
-until its release. Every process reads with two threads: Mooncake burns a core for each.
+until its release.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext, RelaySettings
-from stage_runtime.relays.mooncake.engine import Engine, has_rdma
-from stage_runtime.relays.mooncake.messages import Facts, Memory, Metadata, address_of
-from stage_runtime.relays.mooncake.reading import Incoming, Reading, Route
-from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.mooncake.engine import TransferEngine, has_rdma
+from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata, address_of
+from stage_runtime.relays.mooncake.reading import MooncakeGet, MooncakeReader, MooncakeRoute
+from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.placing import Placing
 
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
@@ -31,26 +31,28 @@ HEADER_NBYTES: Final = 64  # at the start of a slot, before its data
 _kept: list[object] = []  #: Memory of closed relays into which a read that timed out may still write.
 
 
-class MooncakeRelay(AbstractRelay[Route, Metadata]):
+class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
     """Mooncake, host memory."""
 
     name = "mooncake"
 
     def __init__(self, context: RelayContext) -> None:
         """Raises: ConfigurationError: Mooncake is not installed, or does not start here."""
-        super().__init__(context, Metadata)
+        super().__init__(context, MooncakeMetadata)
         settings = context.settings
-        self._engine = Engine(_host(settings), settings.mooncake_protocol)
+        self._engine = TransferEngine(_host(settings), settings.mooncake_protocol)
         self._arena = context.arena
         self._placing = Placing(context.arena)
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()
         sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
-        self._facts = Facts(self._engine.session, Memory(sent.ctypes.data, len(sent)), self._engine.protocol)
+        self._facts = MooncakeFacts(
+            self._engine.session, MooncakeMemory(sent.ctypes.data, len(sent)), self._engine.protocol
+        )
         self._engine.register(self._facts.sends.address, self._facts.sends.nbytes)
         self._engine.register(self._received.address, self._received.nbytes)
-        self._reading = Reading(self._loop, self._engine, self._received, self._pins, context.on_release)
+        self._reading = MooncakeReader(self._loop, self._engine, self._received, self._pins, context.on_release)
         self._trimming = self._loop.call_later(TRIM_S, self._trim)
         self._is_closed = False
 
@@ -68,7 +70,7 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
         if placed is None:
             return None
         slot, offset, copied = placed
-        metadata = Metadata(next(self._context.ids), slot.start, offset, pack.nbytes, slot.generation)
+        metadata = MooncakeMetadata(next(self._context.ids), slot.start, offset, pack.nbytes, slot.generation)
         return self._accounted(metadata, pack, placed, request_id=request_id, peer=peer, copied=copied)
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
@@ -81,9 +83,9 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
             raise TransferError(f"mooncake transfer {announced.transfer} from {peer}: not inside its arena")
         key = (peer, TransferId(announced.transfer))
         operation = GetOperation(
-            Completion(self._loop), key[1], peer, metadata, lambda: self._reading.last_moved(route, key)
+            TransferCompletion(self._loop), key[1], peer, metadata, lambda: self._reading.last_moved(route, key)
         )
-        self._reading.claim(route, Incoming(operation, announced, request_id, holder))
+        self._reading.claim(route, MooncakeGet(operation, announced, request_id, holder))
         return operation
 
     def cleanup(self, request_id: str) -> None:
@@ -107,17 +109,17 @@ class MooncakeRelay(AbstractRelay[Route, Metadata]):
 
     # --- AbstractRelay ------------------------------------------------------------------------------------------
 
-    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Route | None:
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> MooncakeRoute | None:
         """Mooncake connects by the first read."""
         try:
-            told = msgspec.convert(facts, Facts)
-            address_of(told.session)
+            announced = msgspec.convert(facts, MooncakeFacts)
+            address_of(announced.session)
         except ValueError:  # ValidationError and UnicodeError are
             return None
-        same = told.protocol == self._engine.protocol
-        return Route(peer, told) if same and told.sends.holds(0, 0) else None
+        same = announced.protocol == self._engine.protocol
+        return MooncakeRoute(peer, announced) if same and announced.sends.holds(0, 0) else None
 
-    def _disconnect(self, peer: Peer, connection: Route) -> None:
+    def _disconnect(self, peer: Peer, connection: MooncakeRoute) -> None:
         connection.gone = True
         self._reading.forget(peer)
 

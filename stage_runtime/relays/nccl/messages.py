@@ -1,4 +1,4 @@
-"""What two nccl relays tell each other: facts in Hello, metadata in control messages, orders on a connection per world.
+"""What two nccl relays send each other: facts in Hello, metadata in control messages, orders on a connection per world.
 
 The receiver connects to the sender, and the world lives as long as the connection.
 """
@@ -15,7 +15,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class NcclFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer must know to receive from us.
 
     orders, store: where we listen for the connections of receivers, and where the worlds' TCPStore is.
@@ -29,7 +29,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpu: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
-class Metadata(msgspec.Struct, frozen=True, array_like=True):
+class NcclMetadata(msgspec.Struct, frozen=True, array_like=True):
     """A transfer."""
 
     transfer: int
@@ -37,7 +37,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Receiver to sender, first: be rank 1 of the world of that name. token: the sender's, as it is told in Hello."""
+    """Receiver to sender, first: be rank 1 of the world of that name. token: the sender's, as announced in Hello."""
 
     token: str
     receiver: str
@@ -45,41 +45,41 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
     backend: Literal["gloo", "nccl"]
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class NcclGrant(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Receiver to sender: I have memory for that transfer. They are sent in the order of the grants."""
 
     transfer: int
     nbytes: Count
 
 
-class Sending(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class Next(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Sender to receiver: that transfer is the next in the world."""
 
     transfer: int
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Sender to receiver: that transfer does not come."""
 
     transfer: int
     reason: str
 
 
-Order: TypeAlias = Join | Grant
-Answer: TypeAlias = Sending | Refused
+Order: TypeAlias = Join | NcclGrant
+Answer: TypeAlias = Next | Withdrawn
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-def tell(connection: socket.socket, message: Any) -> None:
+def send(connection: socket.socket, message: Any) -> None:
     """Raises: OSError: the other end is gone, or takes nothing."""
     body = encode(message)
     connection.sendall(len(body).to_bytes(4, "big") + body)
 
 
-def hear(connection: socket.socket) -> bytes:
+def receive(connection: socket.socket) -> bytes:
     """Wait for a message.
 
     Raises: OSError: the other end is gone, nothing came in time, or what came is no message.

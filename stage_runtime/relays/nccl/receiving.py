@@ -23,7 +23,7 @@ from stage_runtime.relays.arena import PAGE, Arena
 from stage_runtime.relays.base import Peer, Release
 from stage_runtime.relays.gets import Get, Gets, Key
 from stage_runtime.relays.nccl import messages, worlds
-from stage_runtime.relays.nccl.messages import Facts, Grant, Join, Metadata, Refused
+from stage_runtime.relays.nccl.messages import Join, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
 from stage_runtime.relays.nccl.worlds import Backend, Broken, World
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
@@ -32,26 +32,26 @@ GRANTED: Final = 4  # transfers that a sender knows it is to send next
 CONNECT_S: Final = 3.0
 
 
-class Incoming(Get):
+class NcclGet(Get):
     """One get under way."""
 
     __slots__ = ("metadata",)
 
-    def __init__(self, operation: GetOperation, metadata: Metadata, request_id: str, holder: str) -> None:
+    def __init__(self, operation: GetOperation, metadata: NcclMetadata, request_id: str, holder: str) -> None:
         super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
 
 
-class Route:
+class NcclRoute:
     """The way from one peer, with the thread that receives from it: begun by the first get."""
 
-    def __init__(self, peer: Peer, facts: Facts, own: Facts, own_name: str, backend: Backend) -> None:
+    def __init__(self, peer: Peer, facts: NcclFacts, own: NcclFacts, own_name: str, backend: Backend) -> None:
         self.peer = peer
         self.facts = facts
         self.backend = backend
         self.gone = False
         self.moved_at = 0.0  #: When something last came from it, on `time.monotonic`.
-        self.due: queue.SimpleQueue[Incoming | None] = queue.SimpleQueue()
+        self.due: queue.SimpleQueue[NcclGet | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self._own = own
         self._own_name = own_name
@@ -79,7 +79,7 @@ class Route:
             where = (self.facts.host, self.facts.orders)
             self._connection = socket.create_connection(where, timeout=CONNECT_S)
             messages.keep_alive(self._connection)
-            messages.tell(self._connection, Join(self.facts.token, self._own_name, name, self.backend))
+            messages.send(self._connection, Join(self.facts.token, self._own_name, name, self.backend))
             store = (self.facts.host, self.facts.store)
             self._world = World.join(name, self.backend, worlds.RECEIVER, host=self._own.host, store=store)
             self._connection.settimeout(worlds.STALL_S)
@@ -96,7 +96,7 @@ class Route:
         self._connection = self._world = None
 
 
-class Receiving:
+class NcclReceiver:
     """Gets by peer and transfer. Each is waiting for memory, coming, or quarantined."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, memory: Arena, pins: Pins, on_release: Release) -> None:
@@ -105,24 +105,24 @@ class Receiving:
         self._on_release = on_release
         #: All of it: what the library may hold for longer keeps no transfer's memory.
         self._bytes: np.ndarray[Any, Any] = np.frombuffer(memory.map_again(), np.uint8)
-        self._routes: set[Route] = set()
-        self._gets: Gets[Route, Incoming] = Gets(
+        self._routes: set[NcclRoute] = set()
+        self._gets: Gets[NcclRoute, NcclGet] = Gets(
             loop, memory, pins, on_release, room_nbytes=2 * PAGE, begin=self._begun
         )
         self.claim = self._gets.claim
         self.stats = self._gets.stats
 
-    def last_moved(self, route: Route, key: Key) -> float:
+    def last_moved(self, route: NcclRoute, key: Key) -> float:
         """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
         its peer.
         """
         return route.moved_at if key in self._gets.coming else time.monotonic()
 
     def cleanup(self, request_id: str) -> None:
-        """A request was aborted: what is to come for it is not wanted. What comes already is received to its end."""
+        """A request was aborted: what is to come for it is dropped. What comes already is received to its end."""
         self._give_up(lambda _, incoming: incoming.request_id == request_id, "its request was aborted")
 
-    def forget(self, route: Route) -> None:
+    def forget(self, route: NcclRoute) -> None:
         """A peer is gone: nothing is awaited from it."""
         self._give_up(lambda other, _: other is route, f"its sender {route.peer} is gone")
         self._end(route)
@@ -140,22 +140,20 @@ class Receiving:
 
     # --- on the loop --------------------------------------------------------------------------------------------
 
-    def _begun(self, route: Route, incoming: Incoming) -> bool:
+    def _begun(self, route: NcclRoute, incoming: NcclGet) -> bool:
         incoming.region = self._memory.allocate_region(incoming.nbytes)
         if incoming.region is None:
             return False
         route.moved_at = max(route.moved_at, time.monotonic())
         self._gets.coming[incoming.key] = (route, incoming)
         if route.thread is None:
-            route.thread = threading.Thread(
-                target=self._run, args=(route,), name="omni-relay-nccl-receive", daemon=True
-            )
+            route.thread = worlds.caller("receive", self._run, route)
             self._routes.add(route)
             route.thread.start()
         route.due.put(incoming)
         return True
 
-    def _give_up(self, which: Callable[[Route, Incoming], bool], why: str) -> None:
+    def _give_up(self, which: Callable[[NcclRoute, NcclGet], bool], why: str) -> None:
         self._gets.fail_waiting(which, why)
         for pair in [pair for pair in self._gets.coming.values() if which(*pair)]:
             incoming = pair[1]
@@ -163,14 +161,14 @@ class Receiving:
             del self._gets.coming[incoming.key]
             self._gets.quarantined[incoming.key] = pair
 
-    def _end(self, route: Route) -> None:
+    def _end(self, route: NcclRoute) -> None:
         route.gone = True
         if route in self._routes:
             self._routes.discard(route)
             route.due.put(None)
             route.end()
 
-    def _over(self, route: Route, incoming: Incoming, reason: str | None, broken: bool = False) -> None:
+    def _over(self, route: NcclRoute, incoming: NcclGet, reason: str | None, broken: bool = False) -> None:
         """Its thread is through with it: nothing is written there any more. broken: the sender is not reached."""
         region, incoming.region = incoming.region, None
         was_given_up = self._gets.quarantined.pop(incoming.key, None) is not None
@@ -185,10 +183,10 @@ class Receiving:
 
     # --- in the thread of a route ---------------------------------------------------------------------------------
 
-    def _run(self, route: Route) -> None:
-        granted: collections.deque[Incoming] = collections.deque()
+    def _run(self, route: NcclRoute) -> None:
+        granted: collections.deque[NcclGet] = collections.deque()
         while True:
-            incoming: Incoming | None = None
+            incoming: NcclGet | None = None
             try:
                 incoming = self._next(route, granted)
                 if incoming is None:
@@ -207,7 +205,7 @@ class Receiving:
                 self._on_loop(self._over, route, granted.popleft(), reason, True)
         route.drop()
 
-    def _next(self, route: Route, granted: collections.deque[Incoming]) -> Incoming | None:
+    def _next(self, route: NcclRoute, granted: collections.deque[NcclGet]) -> NcclGet | None:
         """The next transfer to receive, granted. None: the route has ended."""
         while len(granted) < GRANTED:
             try:
@@ -218,16 +216,16 @@ class Receiving:
                 return None
             granted.append(found)
             connection, _ = route.connected()
-            messages.tell(connection, Grant(found.metadata.transfer, found.nbytes))
+            messages.send(connection, NcclGrant(found.metadata.transfer, found.nbytes))
         return granted[0]
 
-    def _receive(self, route: Route, incoming: Incoming) -> str | None:
+    def _receive(self, route: NcclRoute, incoming: NcclGet) -> str | None:
         """Returns: why it does not come; None when it is here."""
         connection, world = route.connected()
-        answer = messages.decode_answer(messages.hear(connection))
+        answer = messages.decode_answer(messages.receive(connection))
         if answer.transfer != incoming.metadata.transfer:
             raise Broken(f"it sends {answer.transfer} for {incoming.metadata.transfer}")
-        if isinstance(answer, Refused):
+        if isinstance(answer, Withdrawn):
             return answer.reason[:200]
         route.moved_at = time.monotonic()
         start = incoming.region.ctypes.data - self._memory.address

@@ -24,24 +24,24 @@ from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext, RelaySettings
 from stage_runtime.relays.nccl import worlds
-from stage_runtime.relays.nccl.messages import Facts, Metadata
-from stage_runtime.relays.nccl.receiving import Incoming, Receiving, Route
-from stage_runtime.relays.nccl.sending import Outgoing, Sending
-from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.nccl.messages import NcclFacts, NcclMetadata
+from stage_runtime.relays.nccl.receiving import NcclGet, NcclReceiver, NcclRoute
+from stage_runtime.relays.nccl.sending import NcclPut, NcclSender
+from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.placing import Placing
 
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
 BACKLOG: Final = 128
 
 
-class NcclRelay(AbstractRelay[Route, Metadata]):
+class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
     """torch.distributed, host memory at both ends."""
 
     name = "nccl"
 
     def __init__(self, context: RelayContext) -> None:
         """Raises: ConfigurationError: torch is not installed, or has no gloo, or the address is not here."""
-        super().__init__(context, Metadata)
+        super().__init__(context, NcclMetadata)
         settings = context.settings
         bind, host = _hosts(settings)
         gpu = worlds.gpu()
@@ -52,7 +52,7 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
             )
         except OSError as error:
             raise ConfigurationError(f"relay 'nccl': {bind}: {error}") from error
-        self._facts = Facts(
+        self._facts = NcclFacts(
             host=host,
             orders=listening.getsockname()[1],
             store=self._store.port,
@@ -65,8 +65,8 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()
         sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
-        self._sending = Sending(sent, self._facts, listening, self._unused)
-        self._receiving = Receiving(self._loop, self._received, self._pins, context.on_release)
+        self._sending = NcclSender(sent, self._facts, listening, self._unused)
+        self._receiving = NcclReceiver(self._loop, self._received, self._pins, context.on_release)
         self._trimming = self._loop.call_later(TRIM_S, self._trim)
         self._is_closed = False
         self._sending.start(lambda peer: peer in self._connections)
@@ -83,8 +83,8 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
         placed = self._placing.place(pack, shared)
         if placed is None:
             return None
-        metadata = Metadata(next(self._context.ids), pack.nbytes)
-        outgoing = Outgoing(placed, peer, metadata.transfer, pack.nbytes)
+        metadata = NcclMetadata(next(self._context.ids), pack.nbytes)
+        outgoing = NcclPut(placed, peer, metadata.transfer, pack.nbytes)
         self._sending.add(outgoing)
         return self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer, copied=placed.copied_nbytes)
 
@@ -95,9 +95,9 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
             raise TransferError(f"nccl transfer {announced.transfer} from {peer}, which is not open")
         key = (peer, TransferId(announced.transfer))
         operation = GetOperation(
-            Completion(self._loop), key[1], peer, metadata, lambda: self._receiving.last_moved(route, key)
+            TransferCompletion(self._loop), key[1], peer, metadata, lambda: self._receiving.last_moved(route, key)
         )
-        self._receiving.claim(route, Incoming(operation, announced, request_id, holder))
+        self._receiving.claim(route, NcclGet(operation, announced, request_id, holder))
         return operation
 
     def cleanup(self, request_id: str) -> None:
@@ -126,19 +126,19 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
 
     # --- AbstractRelay ------------------------------------------------------------------------------------------
 
-    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Route | None:
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> NcclRoute | None:
         """Nothing is connected before the first get."""
         try:
-            told = msgspec.convert(facts, Facts)
-            told.host.encode("idna")
+            announced = msgspec.convert(facts, NcclFacts)
+            announced.host.encode("idna")
         except ValueError:  # ValidationError and UnicodeError are
             return None
         own = self._facts
         # NCCL joins no two processes on one device.
-        backend: worlds.Backend = "nccl" if own.gpu and told.gpu and own.gpu != told.gpu else "gloo"
-        return Route(peer, told, own, self._context.incarnation, backend)
+        backend: worlds.Backend = "nccl" if own.gpu and announced.gpu and own.gpu != announced.gpu else "gloo"
+        return NcclRoute(peer, announced, own, self._context.incarnation, backend)
 
-    def _disconnect(self, peer: Peer, connection: Route) -> None:
+    def _disconnect(self, peer: Peer, connection: NcclRoute) -> None:
         self._receiving.forget(connection)
         self._sending.forget(peer)
 
@@ -148,7 +148,7 @@ class NcclRelay(AbstractRelay[Route, Metadata]):
     def _quarantine(self, put: PutOperation) -> None:
         self._arena.aborted(put.resource.placed[0])
 
-    def _unused(self, outgoing: Outgoing) -> None:
+    def _unused(self, outgoing: NcclPut) -> None:
         """Nothing reads that slot any more. In any thread."""
         self._arena.released(outgoing.placed[0])
         self._ledger.wake()

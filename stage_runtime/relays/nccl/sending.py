@@ -17,8 +17,7 @@ import msgspec
 
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.nccl import messages, worlds
-from stage_runtime.relays.nccl.messages import Grant, Join, Refused
-from stage_runtime.relays.nccl.messages import Sending as Ready
+from stage_runtime.relays.nccl.messages import Join, NcclGrant, Next, Withdrawn
 from stage_runtime.relays.nccl.worlds import Broken, World
 from stage_runtime.relays.placing import Placed
 
@@ -28,7 +27,7 @@ JOIN_S: Final = 5.0  # in which a receiver that has connected says who it is
 CONNECTIONS: Final = 1024  # of receivers, at once
 
 
-class Outgoing:
+class NcclPut:
     """One put; its `PutOperation.resource`."""
 
     __slots__ = ("is_moving", "is_over", "nbytes", "peer", "placed", "transfer")
@@ -42,11 +41,11 @@ class Outgoing:
         self.is_over = False  #: Released or given up: its slot is freed when nothing moves.
 
 
-class Sending:
+class NcclSender:
     """Puts by peer and transfer, and the connections of those that receive them. From any thread."""
 
     def __init__(
-        self, sent: Any, facts: messages.Facts, listening: socket.socket, free: Callable[[Outgoing], None]
+        self, sent: Any, facts: messages.NcclFacts, listening: socket.socket, free: Callable[[NcclPut], None]
     ) -> None:
         """sent: the arena as an array of bytes. free: called when a slot is used no more."""
         self._sent = sent
@@ -54,8 +53,8 @@ class Sending:
         self._listening = listening
         self._free = free
         self._lock = threading.Lock()
-        self._puts: dict[tuple[Peer, int], Outgoing] = {}
-        self._moving: set[Outgoing] = set()
+        self._puts: dict[tuple[Peer, int], NcclPut] = {}
+        self._moving: set[NcclPut] = set()
         self._sessions: set[_Session] = set()
         self._known: Callable[[Peer], bool] = lambda peer: False
         self._closing = False
@@ -67,11 +66,11 @@ class Sending:
         self._known = known
         self._accepting.start()
 
-    def add(self, outgoing: Outgoing) -> None:
+    def add(self, outgoing: NcclPut) -> None:
         with self._lock:
             self._puts[outgoing.peer, outgoing.transfer] = outgoing
 
-    def free(self, outgoing: Outgoing) -> None:
+    def free(self, outgoing: NcclPut) -> None:
         """The put is over: free its slot, now or when nothing moves any more."""
         with self._lock:
             self._puts.pop((outgoing.peer, outgoing.transfer), None)
@@ -142,8 +141,8 @@ class Sending:
             session.world = World.join(join.world, join.backend, worlds.SENDER, host=self._facts.host, store=store)
             session.connection.settimeout(None)
             while not session.is_over:
-                order = messages.decode_order(messages.hear(session.connection))
-                if not isinstance(order, Grant):
+                order = messages.decode_order(messages.receive(session.connection))
+                if not isinstance(order, NcclGrant):
                     return
                 self._send(session, order)
         except (OSError, msgspec.MsgspecError, Broken) as error:
@@ -161,7 +160,7 @@ class Sending:
     def _joined(self, session: _Session) -> Join | None:
         """Who has connected; None when it is nobody that was opened."""
         session.connection.settimeout(JOIN_S)
-        join = messages.decode_order(messages.hear(session.connection))
+        join = messages.decode_order(messages.receive(session.connection))
         if not isinstance(join, Join) or not hmac.compare_digest(join.token.encode(), self._facts.token.encode()):
             return None
         if not self._known(Peer(join.receiver)):
@@ -169,7 +168,7 @@ class Sending:
         session.peer = Peer(join.receiver)
         return join
 
-    def _send(self, session: _Session, grant: Grant) -> None:
+    def _send(self, session: _Session, grant: NcclGrant) -> None:
         assert session.world is not None
         with self._lock:
             outgoing = self._puts.get((session.peer, grant.transfer))
@@ -178,10 +177,10 @@ class Sending:
                 outgoing.is_moving = True
                 self._moving.add(outgoing)
         if outgoing is None or refusal is not None:
-            messages.tell(session.connection, Refused(grant.transfer, refusal or ""))
+            messages.send(session.connection, Withdrawn(grant.transfer, refusal or ""))
             return
         try:
-            messages.tell(session.connection, Ready(grant.transfer))
+            messages.send(session.connection, Next(grant.transfer))
             start = outgoing.placed[1]
             for _ in session.world.send(self._sent[start : start + outgoing.nbytes], session.connection):
                 pass
@@ -197,13 +196,13 @@ class Sending:
 class _Session:
     """One connection of a receiver, and the world that it has joined."""
 
-    def __init__(self, sending: Sending, connection: socket.socket) -> None:
+    def __init__(self, sending: NcclSender, connection: socket.socket) -> None:
         messages.keep_alive(connection)
         self.connection = connection
         self.peer = Peer("")
         self.world: World | None = None
         self.is_over = False
-        self.thread = threading.Thread(target=sending.serve, args=(self,), name="omni-relay-nccl-send", daemon=True)
+        self.thread = worlds.caller("send", sending.serve, self)
 
     def end(self) -> None:
         """What its thread waits for fails, and it ends the world. From any thread."""
@@ -214,7 +213,7 @@ class _Session:
             pass
 
 
-def _refusal(outgoing: Outgoing | None, grant: Grant) -> str | None:
+def _refusal(outgoing: NcclPut | None, grant: NcclGrant) -> str | None:
     """Why a grant is not served; None when it is."""
     if outgoing is None:
         return "its sender has it no more"

@@ -32,15 +32,25 @@ POLL_S: Final = 50e-6
 
 Backend = Literal["gloo", "nccl"]
 
-_waiting: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
+_callers: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
+
+
+def caller(name: str, target: Callable[..., None], *arguments: object) -> threading.Thread:
+    """A thread that calls the library. The process's end waits for it."""
+    made = threading.Thread(target=target, args=arguments, name=f"omni-relay-nccl-{name}", daemon=True)
+    _callers.add(made)
+    return made
 
 
 @atexit.register
 def _settle() -> None:
-    """Wait for threads that are in a call of the library: the interpreter's end would end them, and so the process."""
-    deadline = time.monotonic() + STALL_S + 1.0
-    for thread in list(_waiting):
-        thread.join(max(deadline - time.monotonic(), 0.0))
+    """Wait for threads that are in a call of the library: the interpreter's end would end them, and so the process.
+    Those of a relay were ended when it was closed, but may be in a call that has no other end than its time.
+    """
+    deadline = time.monotonic() + STALL_S + JOIN_S
+    for thread in list(_callers):
+        if thread.is_alive():
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 class Broken(Exception):
@@ -98,12 +108,10 @@ class World:
         self._backend = backend
         self._other = other
         self._is_over = False
-        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[PieceTransfer | None] = queue.SimpleQueue()
         #: A byte for each piece that is over, in the order in which they began.
         self._over, self._ended = socket.socketpair()
-        self._waiting = threading.Thread(target=self._wait, name="omni-relay-nccl-wait", daemon=True)
-        _waiting.add(self._waiting)
-        self._waiting.start()
+        caller("wait", self._wait).start()
 
     @classmethod
     def join(cls, name: str, backend: Backend, rank: int, *, host: str, store: tuple[str, int]) -> World:
@@ -166,8 +174,8 @@ class World:
                 if "Timed out" not in str(error):
                     return
 
-    def _pieces(self, begin: Callable[[Any], Work], array: Any, connection: socket.socket) -> Iterator[int]:
-        works: collections.deque[Work] = collections.deque()
+    def _pieces(self, begin: Callable[[Any], PieceTransfer], array: Any, connection: socket.socket) -> Iterator[int]:
+        works: collections.deque[PieceTransfer] = collections.deque()
         try:
             for start in range(0, len(array), PIECE_NBYTES):
                 works.append(begin(array[start : start + PIECE_NBYTES]))
@@ -179,7 +187,7 @@ class World:
             if works:
                 self.abort()
 
-    def _through(self, work: Work, connection: socket.socket) -> int:
+    def _through(self, work: PieceTransfer, connection: socket.socket) -> int:
         """Wait for the oldest piece. Returns: its size."""
         looking = select.poll()
         looking.register(self._over, select.POLLIN)
@@ -193,13 +201,13 @@ class World:
             raise Broken(work.reason)
         return work.take()
 
-    def _send(self, array: Any) -> Work:
+    def _send(self, array: Any) -> PieceTransfer:
         import torch
 
         tensor = torch.from_numpy(array)
         return self._begun("send", tensor.cuda() if self._backend == "nccl" else tensor, None)
 
-    def _receive(self, array: Any) -> Work:
+    def _receive(self, array: Any) -> PieceTransfer:
         import torch
 
         tensor = torch.from_numpy(array)
@@ -207,11 +215,11 @@ class World:
             return self._begun("recv", torch.empty_like(tensor, device="cuda"), tensor)
         return self._begun("recv", tensor, None)
 
-    def _begun(self, call: Literal["send", "recv"], tensor: Any, host: Any) -> Work:
+    def _begun(self, call: Literal["send", "recv"], tensor: Any, host: Any) -> PieceTransfer:
         if self._is_over:
             raise Broken("it was given up")
         try:
-            work = Work(getattr(self._group, call)([tensor], self._other, TAG), tensor, host)
+            work = PieceTransfer(getattr(self._group, call)([tensor], self._other, TAG), tensor, host)
         except RuntimeError as error:
             self.abort()
             raise Broken(_plain(str(error))) from None
@@ -242,7 +250,7 @@ class World:
         work.wait()
 
 
-class Work:
+class PieceTransfer:
     """One piece on its way."""
 
     def __init__(self, work: Any, tensor: Any, host: Any) -> None:

@@ -1,7 +1,7 @@
-"""What two nixl relays tell each other: facts in Hello, metadata in control messages, notices over NIXL.
+"""What two nixl relays send each other: facts in Hello, metadata in control messages, notices over NIXL.
 
 Notices are NIXL notifications, which anybody on the pods' network can send. Each carries the receiver's token, which
-is told in Hello; one without it is counted and dropped.
+is sent in Hello; one without it is counted and dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ METADATA_NBYTES: Final = 64 << 10  # far more than an agent with two regions has
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Memory(msgspec.Struct, frozen=True):
+class NixlMemory(msgspec.Struct, frozen=True):
     """A registered region."""
 
     address: Count
@@ -26,7 +26,7 @@ class Memory(msgspec.Struct, frozen=True):
         return 0 <= offset and offset + nbytes <= self.nbytes
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class NixlFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer must know.
 
     agent: the incarnation. metadata: NIXL's, in hexadecimal. sends, receives: what it sends from and receives into.
@@ -36,14 +36,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     agent: str
     metadata: str
     token: str
-    sends: Memory
-    receives: Memory
+    sends: NixlMemory
+    receives: NixlMemory
     machine: str
     shares: bool
     rdma: bool
 
 
-class Metadata(msgspec.Struct, frozen=True, array_like=True):
+class NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
     """A transfer: where it lies in what its sender sends from.
 
     start, generation: of its slot. Who reads looks afterwards whether the slot is still of that generation; 0: it is
@@ -57,7 +57,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     generation: Count = 0
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class NixlGrant(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Receiver to sender: write that transfer to ``offset`` of what I receive into. generation: of this grant."""
 
     token: bytes
@@ -68,7 +68,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Receiver to sender: I do not want it any more. Write no further, and say when nothing moves."""
+    """Receiver to sender: the transfer was given up. Write no further, and notify when nothing moves."""
 
     token: bytes
     transfer: int
@@ -97,18 +97,18 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=4):
     reason: str
 
 
-Notice: TypeAlias = Grant | Cancel | Written | Stopped
+Notice: TypeAlias = NixlGrant | Cancel | Written | Stopped
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Notice).decode
 
 
-def facts_of(told: Mapping[str, Any]) -> tuple[Facts, bytes, bytes]:
+def facts_of(announced: Mapping[str, Any]) -> tuple[NixlFacts, bytes, bytes]:
     """Facts as a peer tells them, and its metadata and token as bytes.
 
     Raises: ValueError: they are not to be believed.
     """
-    facts = msgspec.convert(told, Facts)
+    facts = msgspec.convert(announced, NixlFacts)
     if len(facts.metadata) > 2 * METADATA_NBYTES:
         raise ValueError("metadata too long")
     for memory in (facts.sends, facts.receives):

@@ -5,7 +5,7 @@ processes that send to each other would wait for each other. What is received st
 half of the arena it is copied out, so that transfers never wait for authors.
 
 A transfer that was given up (an abort, a peer that is gone) may still be written into its memory: a frozen peer does
-so when it goes on. That memory is quarantined until the peer says that nothing moves, or its connection is broken.
+so when it goes on. That memory is quarantined until the peer reports that nothing moves, or its connection is broken.
 On the loop, except where a method says otherwise.
 """
 
@@ -21,8 +21,8 @@ from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays.arena import HEADER, PAGE, Arena
 from stage_runtime.relays.base import Peer, Release, TransferId
 from stage_runtime.relays.gets import Get, Gets, Key
-from stage_runtime.relays.nixl.messages import Cancel, Grant, Memory, Metadata, Stopped, Written
-from stage_runtime.relays.nixl.worker import Move, Route, Worker
+from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, NixlMemory, NixlMetadata, Stopped, Written
+from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
@@ -30,24 +30,24 @@ ASK_S: Final = 1.0  # how often a peer is asked whether it still writes into qua
 SETTLE_S: Final = 2.0  # after a broken connection: what had reached this machine is read by then
 
 
-class Incoming(Get):
+class NixlGet(Get):
     """One get under way."""
 
     __slots__ = ("generation", "metadata", "move")
 
-    def __init__(self, operation: GetOperation, metadata: Metadata, request_id: str, holder: str) -> None:
+    def __init__(self, operation: GetOperation, metadata: NixlMetadata, request_id: str, holder: str) -> None:
         super().__init__(operation, metadata.nbytes, request_id, holder)
         self.metadata = metadata
         self.generation = 0
         self.move: Move | None = None  #: Of a transfer that is read.
 
 
-def _header_at(incoming: Incoming) -> int:
+def _header_at(incoming: NixlGet) -> int:
     """Where in its memory the header of its slot is read to."""
     return incoming.nbytes + -incoming.nbytes % ALIGNMENT
 
 
-class Receiving:
+class NixlReceiver:
     """Gets by peer and transfer. Each is waiting for memory, coming, or quarantined."""
 
     def __init__(
@@ -59,20 +59,22 @@ class Receiving:
         self._on_release = on_release
         self._generations = itertools.count(1)
         self._asking: asyncio.TimerHandle | None = None
-        self._gets: Gets[Route, Incoming] = Gets(loop, arena, pins, on_release, room_nbytes=3 * PAGE, begin=self._begun)
+        self._gets: Gets[NixlRoute, NixlGet] = Gets(
+            loop, arena, pins, on_release, room_nbytes=3 * PAGE, begin=self._begun
+        )
         self.claim = self._gets.claim
         self.stats = self._gets.stats
 
     @property
-    def memory(self) -> Memory:
-        return Memory(self._arena.address, self._arena.nbytes)
+    def memory(self) -> NixlMemory:
+        return NixlMemory(self._arena.address, self._arena.nbytes)
 
     @property
     def expects(self) -> bool:
         """Whether some peer is to notify this process. From any thread."""
         return bool(self._gets.coming or self._gets.quarantined)
 
-    def last_moved(self, route: Route, key: Key) -> float:
+    def last_moved(self, route: NixlRoute, key: Key) -> float:
         """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
         its peer.
         """
@@ -106,7 +108,7 @@ class Receiving:
         return True
 
     def cleanup(self, request_id: str) -> None:
-        """A request was aborted: what is to come for it is not wanted."""
+        """A request was aborted: what is to come for it is dropped."""
         self._end(lambda _, incoming: incoming.request_id == request_id, "its request was aborted", released=True)
 
     def forget(self, peer: Peer) -> None:
@@ -126,7 +128,7 @@ class Receiving:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _begun(self, route: Route, incoming: Incoming) -> bool:
+    def _begun(self, route: NixlRoute, incoming: NixlGet) -> bool:
         metadata = incoming.metadata
         behind = _header_at(incoming) + HEADER.size if route.reads else 0
         incoming.region = self._arena.allocate_region(max(metadata.nbytes, behind))
@@ -141,13 +143,13 @@ class Receiving:
             self._read_next(route, incoming, address, theirs, metadata.nbytes, self._read)
         else:
             offset = address - self._arena.address
-            grant = Grant(route.token, metadata.transfer, incoming.generation, offset, metadata.nbytes)
+            grant = NixlGrant(route.token, metadata.transfer, incoming.generation, offset, metadata.nbytes)
             self._worker.post(self._grant, route, grant, incoming)
         return True
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
-    def _complete(self, incoming: Incoming) -> None:
+    def _complete(self, incoming: NixlGet) -> None:
         """All is here, and nothing of it moves any more."""
         region, incoming.region = incoming.region[: incoming.nbytes], None
         if self._gets.quarantined.pop(incoming.key, None) is not None:
@@ -158,12 +160,12 @@ class Receiving:
 
     def _read_next(
         self,
-        route: Route,
-        incoming: Incoming,
+        route: NixlRoute,
+        incoming: NixlGet,
         ours: int,
         theirs: int,
         nbytes: int,
-        over: Callable[[Route, Incoming, bool, str | None], None],
+        over: Callable[[NixlRoute, NixlGet, bool, str | None], None],
     ) -> None:
         move = Move(
             route,
@@ -176,7 +178,7 @@ class Receiving:
         incoming.move = move
         self._worker.post(self._worker.move, move)
 
-    def _read(self, route: Route, incoming: Incoming, broken: bool, reason: str | None) -> None:
+    def _read(self, route: NixlRoute, incoming: NixlGet, broken: bool, reason: str | None) -> None:
         """The bytes of a transfer that is read by this process move no more."""
         if reason is None and incoming.metadata.generation and incoming.key in self._gets.coming:
             # A sender that has forgotten this process uses the slot again: then its header is another one by now.
@@ -186,7 +188,7 @@ class Receiving:
         else:
             self._read_through(incoming, broken, reason)
 
-    def _checked(self, route: Route, incoming: Incoming, broken: bool, reason: str | None) -> None:
+    def _checked(self, route: NixlRoute, incoming: NixlGet, broken: bool, reason: str | None) -> None:
         """The header of its slot is here, too."""
         if reason is None and incoming.region is not None:
             generation, _ = HEADER.unpack_from(incoming.region, _header_at(incoming))
@@ -194,7 +196,7 @@ class Receiving:
                 reason = "its slot has another use now"
         self._read_through(incoming, broken, reason)
 
-    def _read_through(self, incoming: Incoming, broken: bool, reason: str | None) -> None:
+    def _read_through(self, incoming: NixlGet, broken: bool, reason: str | None) -> None:
         """Nothing of it moves any more."""
         if incoming.region is None:
             return
@@ -205,8 +207,8 @@ class Receiving:
         self._give_up(incoming.key)
         self._settled(incoming)
 
-    def _end(self, which: Callable[[Route, Incoming], bool], why: str, *, released: bool) -> None:
-        """released: its sender is told of what had not begun."""
+    def _end(self, which: Callable[[NixlRoute, NixlGet], bool], why: str, *, released: bool) -> None:
+        """released: its sender is notified of what had not begun."""
         self._gets.fail_waiting(which, why, released=released)
         for route, incoming in [pair for pair in self._gets.coming.values() if which(*pair)]:
             incoming.fail(why)
@@ -226,7 +228,7 @@ class Receiving:
             if self._asking is None:
                 self._asking = self._loop.call_later(ASK_S, self._ask)
 
-    def _settled(self, incoming: Incoming) -> None:
+    def _settled(self, incoming: NixlGet) -> None:
         """Nothing is written there any more."""
         found = self._gets.quarantined.pop(incoming.key, None)
         if found is None:
@@ -239,28 +241,28 @@ class Receiving:
             self._on_release(*incoming.key)
 
     def _ask(self) -> None:
-        """Ask who has not said that nothing moves."""
+        """Ask the peers that have not reported that nothing moves."""
         self._asking = self._loop.call_later(ASK_S, self._ask) if self._gets.quarantined else None
         for route, incoming in self._gets.quarantined.values():
             if incoming.move is None:
                 self._ask_for(route, incoming)
 
-    def _ask_for(self, route: Route, incoming: Incoming) -> None:
+    def _ask_for(self, route: NixlRoute, incoming: NixlGet) -> None:
         self._worker.post(self._cancel, route, incoming)
 
-    def _find(self, peer: Peer, transfer: int, generation: int) -> tuple[Route, Incoming] | None:
+    def _find(self, peer: Peer, transfer: int, generation: int) -> tuple[NixlRoute, NixlGet] | None:
         key = (peer, TransferId(transfer))
         found = self._gets.coming.get(key) or self._gets.quarantined.get(key)
         return found if found is not None and found[1].generation == generation else None
 
     # --- in the worker's thread ---------------------------------------------------------------------------------
 
-    def _grant(self, route: Route, grant: Grant, incoming: Incoming) -> None:
+    def _grant(self, route: NixlRoute, grant: NixlGrant, incoming: NixlGet) -> None:
         if not self._worker.notify(route, grant):
             why = Stopped(b"", grant.transfer, grant.generation, False, "its sender is not reached")
             self._on_loop(self.stopped, route.peer, why)
 
-    def _cancel(self, route: Route, incoming: Incoming) -> None:
+    def _cancel(self, route: NixlRoute, incoming: NixlGet) -> None:
         cancel = Cancel(route.token, incoming.metadata.transfer, incoming.generation)
         if not self._worker.notify(route, cancel) and route.gone:
             # Its connection is broken, so it writes no more; what it had written may still be read here.

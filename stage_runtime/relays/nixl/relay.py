@@ -27,11 +27,20 @@ from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.nixl import environment
 from stage_runtime.relays.nixl.agent import Agent
-from stage_runtime.relays.nixl.messages import Cancel, Facts, Grant, Memory, Metadata, Notice, Written, facts_of
-from stage_runtime.relays.nixl.receiving import Incoming, Receiving
-from stage_runtime.relays.nixl.sending import Outgoing, Sending
-from stage_runtime.relays.nixl.worker import Route, Worker
-from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
+from stage_runtime.relays.nixl.messages import (
+    Cancel,
+    NixlFacts,
+    NixlGrant,
+    NixlMemory,
+    NixlMetadata,
+    Notice,
+    Written,
+    facts_of,
+)
+from stage_runtime.relays.nixl.receiving import NixlGet, NixlReceiver
+from stage_runtime.relays.nixl.sending import NixlPut, NixlSender
+from stage_runtime.relays.nixl.worker import NixlRoute, Worker
+from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.placing import Placing
 
 log = logging.getLogger(__name__)
@@ -39,14 +48,14 @@ log = logging.getLogger(__name__)
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
 
 
-class NixlRelay(AbstractRelay[Route, Metadata]):
+class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
     """NIXL with UCX, host memory."""
 
     name = "nixl"
 
     def __init__(self, context: RelayContext) -> None:
         """Raises: ConfigurationError: NIXL is not installed, or does not start here."""
-        super().__init__(context, Metadata)
+        super().__init__(context, NixlMetadata)
         settings = context.settings
         environment.prepare(settings.bind, settings.advertise_host)
         self._agent = Agent(context.incarnation)
@@ -56,14 +65,14 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()
         sent: np.ndarray[Any, Any] = np.frombuffer(self._mapping, np.uint8)
-        self._sent = Memory(sent.ctypes.data, len(sent))
-        for memory in (self._sent, Memory(self._received.address, self._received.nbytes)):
+        self._sent = NixlMemory(sent.ctypes.data, len(sent))
+        for memory in (self._sent, NixlMemory(self._received.address, self._received.nbytes)):
             self._agent.register(memory.address, memory.nbytes)
         self._token = secrets.token_bytes(16)
         self._strays = 0
-        self._sending = Sending(self._sent.address, self._unused)
+        self._sending = NixlSender(self._sent.address, self._unused)
         self._worker = Worker(self._agent, noticed=self._noticed, expects=self._expects)
-        self._receiving = Receiving(self._loop, self._worker, self._received, self._pins, context.on_release)
+        self._receiving = NixlReceiver(self._loop, self._worker, self._received, self._pins, context.on_release)
         self._facts = self._own_facts()
         self._trimming = self._loop.call_later(TRIM_S, self._trim)
         self._is_closed = False
@@ -90,8 +99,8 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
         if placed is None:
             return None
         slot, offset, _ = placed
-        metadata = Metadata(next(self._context.ids), offset, pack.nbytes, slot.start, slot.generation)
-        outgoing = Outgoing(placed, peer, metadata.transfer, pack.nbytes, read=route.reads)
+        metadata = NixlMetadata(next(self._context.ids), offset, pack.nbytes, slot.start, slot.generation)
+        outgoing = NixlPut(placed, peer, metadata.transfer, pack.nbytes, read=route.reads)
         self._sending.add(outgoing)
         put = self._accounted(metadata, pack, outgoing, request_id=request_id, peer=peer, copied=placed.copied_nbytes)
         self._worker.wake()
@@ -107,9 +116,9 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
             raise TransferError(f"nixl transfer {announced.transfer} from {peer}: not inside its arena")
         key = (peer, TransferId(announced.transfer))
         operation = GetOperation(
-            Completion(self._loop), key[1], peer, metadata, lambda: self._receiving.last_moved(route, key)
+            TransferCompletion(self._loop), key[1], peer, metadata, lambda: self._receiving.last_moved(route, key)
         )
-        self._receiving.claim(route, Incoming(operation, announced, request_id, holder))
+        self._receiving.claim(route, NixlGet(operation, announced, request_id, holder))
         return operation
 
     def cleanup(self, request_id: str) -> None:
@@ -138,17 +147,17 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
 
     # --- AbstractRelay ------------------------------------------------------------------------------------------
 
-    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Route | None:
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> NixlRoute | None:
         """Nothing is connected before the first use: a process knows of many peers that it sends nothing."""
         try:
-            told, metadata, token = facts_of(facts)
+            announced, metadata, token = facts_of(facts)
         except ValueError:  # ValidationError is one
             return None
-        if told.agent != peer:
+        if announced.agent != peer:
             return None
-        return Route(peer, told, metadata, token, reads=_reads(self._facts, told))
+        return NixlRoute(peer, announced, metadata, token, reads=_reads(self._facts, announced))
 
-    def _disconnect(self, peer: Peer, connection: Route) -> None:
+    def _disconnect(self, peer: Peer, connection: NixlRoute) -> None:
         connection.gone = True
         self._receiving.forget(peer)
         if not self._receiving.keeps(peer):
@@ -160,7 +169,7 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
     def _quarantine(self, put: PutOperation) -> None:
         self._arena.aborted(put.resource.placed[0])
 
-    def _unused(self, outgoing: Outgoing) -> None:
+    def _unused(self, outgoing: NixlPut) -> None:
         """Nothing reads that slot any more. In any thread."""
         self._arena.released(outgoing.placed[0])
         self._ledger.wake()
@@ -171,15 +180,15 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
         return self._sending.expects or self._receiving.expects
 
     def _noticed(self, name: str, notice: Notice | None) -> None:
-        """A peer notifies. Nothing in it is believed before its token is seen."""
+        """A peer notifies. Nothing in it is used before its token was checked."""
         peer = Peer(name)
         if notice is None or not hmac.compare_digest(notice.token, self._token):
             self._stray(name)
-        elif isinstance(notice, Grant | Cancel):
+        elif isinstance(notice, NixlGrant | Cancel):
             route = self._connections.get(peer)
             if route is None:
                 self._stray(name)
-            elif isinstance(notice, Grant):
+            elif isinstance(notice, NixlGrant):
                 self._sending.granted(self._worker, route, notice)
             else:
                 self._sending.cancelled(self._worker, route, notice)
@@ -196,16 +205,16 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
             self._stray(peer)
 
     def _stray(self, name: str) -> None:
-        """Counted each time, told once."""
+        """Counted each time, logged once."""
         self._strays += 1
         if self._strays == 1:
             log.warning("nixl relay: dropped a notice of %.80r that fits nothing here; more will only be counted", name)
 
     # --- its own ------------------------------------------------------------------------------------------------
 
-    def _own_facts(self) -> Facts:
+    def _own_facts(self) -> NixlFacts:
         transports = os.environ.get("UCX_TLS", "all").split(",")
-        return Facts(
+        return NixlFacts(
             agent=self._context.incarnation,
             metadata=self._agent.metadata().hex(),
             token=self._token.hex(),
@@ -222,7 +231,7 @@ class NixlRelay(AbstractRelay[Route, Metadata]):
             self._received.trim()
 
 
-def _reads(own: Facts, theirs: Facts) -> bool:
+def _reads(own: NixlFacts, theirs: NixlFacts) -> bool:
     """Whether receivers read: both ends know the same of each other, so they agree."""
     return (own.rdma and theirs.rdma) or (own.shares and theirs.shares and own.machine == theirs.machine)
 

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 
 from stage_runtime.relays.base import Peer
-from stage_runtime.relays.nixl.messages import Cancel, Grant, Stopped, Written, encode
-from stage_runtime.relays.nixl.worker import Move, Route, Worker
+from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, Stopped, Written, encode
+from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
 from stage_runtime.relays.placing import Placed
 
 
-class Outgoing:
+class NixlPut:
     """One put; its `PutOperation.resource`."""
 
     __slots__ = ("granted", "is_over", "nbytes", "peer", "placed", "transfer")
@@ -30,24 +30,24 @@ class Outgoing:
         self.is_over = False  #: Released or given up: its slot is freed when nothing moves.
 
 
-class Sending:
+class NixlSender:
     """Puts by peer and transfer. `add` and `free` may be called from any thread."""
 
-    def __init__(self, address: int, free: Callable[[Outgoing], None]) -> None:
+    def __init__(self, address: int, free: Callable[[NixlPut], None]) -> None:
         """address: of the arena, as it is registered. free: called, in any thread, when a slot is used no more."""
         self._address = address
         self._free = free
         self._lock = threading.Lock()
-        self._puts: dict[tuple[Peer, int], Outgoing] = {}
+        self._puts: dict[tuple[Peer, int], NixlPut] = {}
         self._ungranted = 0  #: Of ``_puts``.
-        self._moving: dict[tuple[Peer, int], tuple[Outgoing, Move]] = {}
+        self._moving: dict[tuple[Peer, int], tuple[NixlPut, Move]] = {}
 
-    def add(self, outgoing: Outgoing) -> None:
+    def add(self, outgoing: NixlPut) -> None:
         with self._lock:
             self._puts[outgoing.peer, outgoing.transfer] = outgoing
             self._ungranted += not outgoing.granted
 
-    def free(self, outgoing: Outgoing) -> None:
+    def free(self, outgoing: NixlPut) -> None:
         """The put is over: free its slot, now or when nothing moves any more."""
         key = (outgoing.peer, outgoing.transfer)
         with self._lock:
@@ -76,7 +76,7 @@ class Sending:
 
     # --- in the worker's thread ---------------------------------------------------------------------------------
 
-    def granted(self, worker: Worker, route: Route, grant: Grant) -> None:
+    def granted(self, worker: Worker, route: NixlRoute, grant: NixlGrant) -> None:
         """A receiver has memory for a transfer: write it."""
         move: Move | None = None
         with self._lock:
@@ -92,8 +92,8 @@ class Sending:
         elif refusal is not None:
             worker.notify(route, Stopped(route.token, grant.transfer, grant.generation, True, refusal))
 
-    def cancelled(self, worker: Worker, route: Route, cancel: Cancel) -> None:
-        """A receiver gives a transfer up. It is told when nothing moves: now, or by `_ended`."""
+    def cancelled(self, worker: Worker, route: NixlRoute, cancel: Cancel) -> None:
+        """A receiver gives a transfer up. It is notified when nothing moves: now, or by `_ended`."""
         reason = "its receiver has given it up"
         with self._lock:
             outgoing = self._puts.get((route.peer, cancel.transfer))
@@ -106,12 +106,12 @@ class Sending:
         else:
             worker.notify(route, Stopped(route.token, cancel.transfer, cancel.generation, True, reason))
 
-    def _move(self, worker: Worker, route: Route, outgoing: Outgoing, grant: Grant) -> Move:
+    def _move(self, worker: Worker, route: NixlRoute, outgoing: NixlPut, grant: NixlGrant) -> Move:
         def over(move: Move, reason: str | None) -> None:
             self._ended(outgoing)
             if reason is not None:
-                told = Stopped(route.token, grant.transfer, grant.generation, not move.broken, reason)
-                worker.notify(route, told)
+                notice = Stopped(route.token, grant.transfer, grant.generation, not move.broken, reason)
+                worker.notify(route, notice)
 
         def message(nbytes: int) -> bytes:
             return encode(Written(route.token, grant.transfer, grant.generation, nbytes))
@@ -120,7 +120,7 @@ class Sending:
         theirs = route.facts.receives.address + grant.offset
         return Move(route, ours, theirs, outgoing.nbytes, write=True, over=over, message=message)
 
-    def _ended(self, outgoing: Outgoing) -> None:
+    def _ended(self, outgoing: NixlPut) -> None:
         with self._lock:
             del self._moving[outgoing.peer, outgoing.transfer]
             is_over = outgoing.is_over
@@ -128,7 +128,7 @@ class Sending:
             self._free(outgoing)
 
 
-def _refusal(outgoing: Outgoing | None, route: Route, grant: Grant) -> str | None:
+def _refusal(outgoing: NixlPut | None, route: NixlRoute, grant: NixlGrant) -> str | None:
     """Why a grant is not served; None when it is."""
     if outgoing is None:
         return "its sender has it no more"

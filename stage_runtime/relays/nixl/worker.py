@@ -19,7 +19,7 @@ import msgspec
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.nixl import messages
 from stage_runtime.relays.nixl.agent import Agent, Handle, Unreachable
-from stage_runtime.relays.nixl.messages import Facts, Notice
+from stage_runtime.relays.nixl.messages import NixlFacts, Notice
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ IDLE_S: Final = 1.0  # how often it asks while nothing is expected: a receiver m
 WAKEABLE_S: Final = 1e-3  # from here on, what is posted ends a pause
 
 
-class Route:
+class NixlRoute:
     """The way to one peer. ``loaded`` and ``leaving`` belong to the worker's thread."""
 
-    def __init__(self, peer: Peer, facts: Facts, metadata: bytes, token: bytes, *, reads: bool) -> None:
+    def __init__(self, peer: Peer, facts: NixlFacts, metadata: bytes, token: bytes, *, reads: bool) -> None:
         self.peer = peer
         self.facts = facts
         self.metadata = metadata
@@ -66,7 +66,7 @@ class Move:
 
     def __init__(
         self,
-        route: Route,
+        route: NixlRoute,
         ours: int,
         theirs: int,
         nbytes: int,
@@ -137,7 +137,7 @@ class Worker:
 
     # --- in the thread ------------------------------------------------------------------------------------------
 
-    def notify(self, route: Route, notice: Notice) -> bool:
+    def notify(self, route: NixlRoute, notice: Notice) -> bool:
         """Tell a peer; on a new connection when the last one is broken. False: it cannot be reached."""
         message = messages.encode(notice)
         for _ in range(2):
@@ -152,7 +152,7 @@ class Worker:
                 self.unload(route)
         return False
 
-    def unload(self, route: Route) -> None:
+    def unload(self, route: NixlRoute) -> None:
         """Close the way to a peer, as soon as nothing moves on it: NIXL would call a transfer failed that goes on.
         The next use opens it anew.
         """
@@ -247,7 +247,7 @@ class Worker:
         move.posted += nbytes
         move.handles.append(handle)
 
-    def _load(self, route: Route) -> None:
+    def _load(self, route: NixlRoute) -> None:
         if not route.loaded:
             if route.gone:
                 raise Unreachable("it is gone")

@@ -1,1 +1,1 @@
-"""The relay that always works: ZeroMQ over TCP or Unix sockets."""
+"""The relay that reaches every peer: ZeroMQ over TCP or Unix sockets."""

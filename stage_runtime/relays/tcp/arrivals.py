@@ -1,6 +1,6 @@
 """What the tcp relay has received and has not been fetched, and its waiters: assembly, bounds, refusals.
 
-Nothing from the socket is trusted: a message without our token, from a peer that was not opened, or that does not
+Nothing from the socket is trusted: a message without our token, from a peer that is gone, or that does not
 fit its transfer is counted and dropped. Used by `tcp`, whose thread brings the messages; all else is on the loop.
 """
 
@@ -11,7 +11,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -30,13 +30,14 @@ from stage_runtime.relays.tcp.movement import Movement
 
 log = logging.getLogger(__name__)
 
+BROKEN_S: Final = 60.0  # after a connection broke, what was lost with it is awaited no longer than this
 REMEMBERED: Final = 10_000  # dropped transfers whose late pieces are known as such
 WORD: Final = 8  # alignment of a frame that may be used without a copy
 
 Key = tuple[Peer, TransferId]
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class FrameHeader(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The header of every frame. offset: of the frame, in the transfer of ``nbytes``."""
 
     token: bytes
@@ -59,7 +60,7 @@ class _Transfer:
         self.since = time.monotonic()  #: Of its last piece.
         self.end = 0  #: Where the next piece belongs. They come in order, for they come over one connection.
 
-    def take(self, header: Header, body: memoryview) -> bool:
+    def take(self, header: FrameHeader, body: memoryview) -> bool:
         """Is it the next piece? Between parts there may be the gap that aligns the next one."""
         gap = header.offset - self.end
         if header.nbytes != self.nbytes or not 0 <= gap < ALIGNMENT:
@@ -69,13 +70,14 @@ class _Transfer:
         return True
 
 
-class _Claim(msgspec.Struct, frozen=True):
+class _Claim(msgspec.Struct):
     """A waiter."""
 
     operation: GetOperation
     nbytes: int
     request_id: str
     holder: str
+    passed_at: float | None = None  #: When a later transfer came, after the connection broke: this one is lost.
 
 
 class Arrivals:
@@ -87,15 +89,18 @@ class Arrivals:
         self._settings = context.settings
         self._pins = pins
         self._token = token
-        self._decode = msgspec.msgpack.Decoder(Header).decode
+        self._decode = msgspec.msgpack.Decoder(FrameHeader).decode
         self._lock = threading.Lock()
         self._peers: set[Peer] = set()
+        #: Peers that were forgotten: late pieces of theirs are dropped. Bounded: the oldest are forgotten.
+        self._gone: collections.OrderedDict[Peer, None] = collections.OrderedDict()
         #: Begun, and complete: a transfer is in one of them. Those in neither ``_claims`` are unclaimed.
         self._coming: dict[Key, _Transfer] = {}
         self._here: dict[Key, _Transfer] = {}
         self._claims: dict[Key, _Claim] = {}
         #: Why a transfer will not come; its late pieces are ignored. Bounded: the oldest are forgotten.
         self._lost: collections.OrderedDict[Key, str] = collections.OrderedDict()
+        self._broke_at: dict[Peer, float] = {}  #: When its connection broke last.
         self._unclaimed_bytes = 0
         self._counts = dict.fromkeys(
             ("received_transfers", "received_bytes", "malformed_messages", "dropped_transfers"), 0
@@ -104,6 +109,7 @@ class Arrivals:
     def open(self, peer: Peer) -> None:
         with self._lock:
             self._peers.add(peer)
+            self._gone.pop(peer, None)
 
     def message(self, frames: Sequence[zmq.Frame]) -> None:
         """One message, in the receiving thread."""
@@ -112,7 +118,7 @@ class Arrivals:
             self._counts["malformed_messages"] += 1
             if self._counts["malformed_messages"] == 1:
                 log.warning(
-                    "tcp relay: dropped a malformed message, or one of an unknown sender; more are only counted"
+                    "tcp relay: dropped a malformed message, or one of a sender that is gone; more are only counted"
                 )
             return
         key = (Peer(header.sender), TransferId(header.transfer))
@@ -154,6 +160,19 @@ class Arrivals:
         if here is not None:
             self._deliver(key, claim, here)
 
+    def disconnected(self, peers: Iterable[Peer]) -> None:
+        """Their connections broke: what was under way may be lost, and nobody is told. In the receiving thread."""
+        with self._lock:
+            self._broke_at.update(dict.fromkeys(peers, time.monotonic()))
+
+    def moved(self, peer: Peer, transfer: TransferId) -> float:
+        """When something last came that shows that the transfer may still come, on `time.monotonic`."""
+        with self._lock:
+            claim = self._claims.get((peer, transfer))
+            if claim is not None and claim.passed_at is not None:
+                return claim.passed_at
+        return self._movement.last(peer)
+
     def decline(self, peer: Peer, transfer: TransferId) -> None:
         """That transfer is not needed: release it, whatever has arrived of it."""
         with self._lock:
@@ -185,6 +204,10 @@ class Arrivals:
         """That peer is gone: nothing more comes."""
         with self._lock:
             self._peers.discard(peer)
+            self._gone[peer] = None
+            if len(self._gone) > REMEMBERED:
+                self._gone.popitem(last=False)
+            self._broke_at.pop(peer, None)
             ended = {key: claim for key, claim in self._claims.items() if key[0] == peer}
             for key in [*self._of(lambda key, _: key[0] == peer), *ended]:
                 self._drop(key, "its sender is gone")
@@ -197,7 +220,7 @@ class Arrivals:
         with self._lock:
             return {**self._counts, "unclaimed_bytes": self._unclaimed_bytes, "awaited_transfers": len(self._claims)}
 
-    def _header(self, frames: Sequence[zmq.Frame]) -> Header | None:
+    def _header(self, frames: Sequence[zmq.Frame]) -> FrameHeader | None:
         """The message's header; None when it is not valid."""
         if len(frames) != 2:
             return None
@@ -207,11 +230,12 @@ class Arrivals:
             return None
         nbytes = len(frames[1].buffer)
         fits = 0 <= header.offset and header.offset + nbytes <= header.nbytes <= self._settings.transfer_bytes
+        # It may be unknown yet: its first transfer may be here before this process was told of it. It knows the token.
         with self._lock:
-            known = header.sender in self._peers
-        return header if fits and known and hmac.compare_digest(header.token, self._token) else None
+            gone = header.sender in self._gone
+        return header if fits and not gone and hmac.compare_digest(header.token, self._token) else None
 
-    def _wanted(self, key: Key, header: Header, body: memoryview) -> _Transfer | None:
+    def _wanted(self, key: Key, header: FrameHeader, body: memoryview) -> _Transfer | None:
         """The transfer whose next piece this is. Under the lock."""
         if key in self._lost:
             return None
@@ -231,7 +255,7 @@ class Arrivals:
             return None
         return transfer
 
-    def _region(self, header: Header, body: memoryview) -> Any:
+    def _region(self, header: FrameHeader, body: memoryview) -> Any:
         """The buffer of a transfer that begins: the frame itself if it is the whole, else from the arena, whose pages
         are warm.
         """
@@ -247,11 +271,26 @@ class Arrivals:
                 return  # dropped meanwhile
             self._counts["received_transfers"] += 1
             self._counts["received_bytes"] += transfer.nbytes
+            if self._broke_at:
+                self._pass(key)
             claim = self._claims.pop(key, None)
             if claim is None:
                 self._here[key] = transfer
                 return
         self._on_loop(self._deliver, key, claim, transfer)
+
+    def _pass(self, key: Key) -> None:
+        """A transfer is here. Those before it that are not were lost with a connection. Under the lock."""
+        peer, transfer = key
+        now, broke_at = time.monotonic(), self._broke_at.get(peer)
+        if broke_at is None:
+            return
+        if now - broke_at > BROKEN_S:
+            del self._broke_at[peer]
+            return
+        for (its, number), claim in self._claims.items():
+            if its == peer and number < transfer and claim.passed_at is None:
+                claim.passed_at = now
 
     def _deliver(self, key: Key, claim: _Claim, transfer: _Transfer) -> None:
         """Hand a transfer to who claimed it. On the loop."""

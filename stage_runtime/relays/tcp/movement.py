@@ -31,8 +31,10 @@ class Movement:
     def accepted(self, descriptor: int) -> None:
         self._connections.add(descriptor)
 
-    def disconnected(self, descriptor: int) -> None:
+    def disconnected(self, descriptor: int) -> list[Peer]:
+        """Returns: whose connection it was."""
         self._connections.discard(descriptor)
+        return [peer for peer, known in list(self._of.items()) if known == descriptor]
 
     def message(self, peer: Peer, descriptor: int) -> None:
         """A message of ``peer`` is complete."""

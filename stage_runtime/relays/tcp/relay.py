@@ -1,4 +1,4 @@
-"""The relay that always works: bytes are pushed over ZMQ sockets of its own, so bulk never delays control messages.
+"""The relay that reaches every peer: bytes go over ZMQ sockets of its own, so bulk data never delays control messages.
 
 `put` sends at once; the bytes may be here before the message that announces them, or after. Each message is a header
 and one frame: a whole transfer, which becomes the receiver's buffer as it is, or a piece of a larger one. A thread
@@ -7,14 +7,16 @@ receives (its copies run without the GIL); `arrivals` keeps what is not fetched 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -25,16 +27,17 @@ from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.choosing import Medium
 from stage_runtime.relays.context import RelayContext
-from stage_runtime.relays.operations import Completion, GetOperation, PutOperation
-from stage_runtime.relays.tcp.arrivals import Arrivals, Header
+from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.tcp.arrivals import Arrivals, FrameHeader
 from stage_runtime.relays.tcp.movement import Movement
-from stage_runtime.relays.tcp.routes import Route, is_endpoint
+from stage_runtime.relays.tcp.routes import TcpRoute, is_endpoint
 
 log = logging.getLogger(__name__)
 
 RECEIVE_HWM: Final = 16  # messages; the receiving thread empties the queue at once, `Arrivals` bounds what it keeps
 IDLE_S: Final = 60.0  # a socket to a peer that was not used for so long is closed
 JOINED_NBYTES: Final = 256 << 10  # smaller packs are joined into one frame: a copy is cheaper than frames
+OLDER_NBYTES: Final = 32 << 20  # peers of an older version send frames as large
 HEADER_NBYTES: Final = 64 << 10  # more than any header takes
 #: libzmq's events for peers without the pipeline's key, or with another protocol than ZeroMQ.
 TURNED_AWAY: Final = (
@@ -42,28 +45,28 @@ TURNED_AWAY: Final = (
 )
 
 
-class Facts(msgspec.Struct, frozen=True):
+class TcpFacts(msgspec.Struct, frozen=True):
     """What a peer must know to send to us. token: messages without it are dropped."""
 
     endpoint: str
     token: str
 
 
-class Metadata(msgspec.Struct, frozen=True, array_like=True):
+class TcpMetadata(msgspec.Struct, frozen=True, array_like=True):
     """Which of the sender's transfers is announced."""
 
     transfer: int
     nbytes: int
 
 
-class TcpRelay(AbstractRelay[Route, Metadata]):
+class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
     """PUSH sockets to every peer, one PULL socket for all that comes."""
 
     name = "tcp"
 
     def __init__(self, context: RelayContext) -> None:
         """Raises: ConfigurationError: the address cannot be bound."""
-        super().__init__(context, Metadata)
+        super().__init__(context, TcpMetadata)
         self._settings = context.settings
         self._token = secrets.token_bytes(16)
         self._movement = Movement()
@@ -85,19 +88,19 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         self._expiring = self._loop.call_later(self._settings.unclaimed_s, self._expire)
 
     def facts(self) -> dict[str, Any]:
-        return msgspec.to_builtins(Facts(self._endpoint, self._token.hex()))  # type: ignore[no-any-return]
+        return msgspec.to_builtins(TcpFacts(self._endpoint, self._token.hex()))  # type: ignore[no-any-return]
 
-    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Route | None:
-        """The peer may send from now on; a socket to it is opened by the first put."""
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> TcpRoute | None:
+        """The peer may send from now on; a socket to it is opened by `prepare` or the first put."""
         try:
-            announced = msgspec.convert(facts, Facts)
+            announced = msgspec.convert(facts, TcpFacts)
             token = bytes.fromhex(announced.token)
         except ValueError:  # ValidationError is a ValueError
             return None
         if not is_endpoint(announced.endpoint):
             return None
         self._arrivals.open(peer)
-        return Route(announced.endpoint, token, self._connected)
+        return TcpRoute(announced.endpoint, token, self._connected)
 
     def _connected(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._zmq.socket(zmq.PUSH)
@@ -113,7 +116,7 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
             raise
         return socket
 
-    def _disconnect(self, peer: Peer, connection: Route) -> None:
+    def _disconnect(self, peer: Peer, connection: TcpRoute) -> None:
         connection.close()
         self._arrivals.forget(peer)
         self._movement.forget(peer)
@@ -122,6 +125,13 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         if not self._connections[peer].endpoint.startswith("tcp://"):
             return "unix"
         return "tcp" if self._context.security is None else "tcp+curve"
+
+    def prepare(self, peer: Peer) -> None:
+        route = self._connections.get(peer)
+        if route is not None:
+            with route.lock, contextlib.suppress(TransferError):  # a put would fail alike, and says so
+                if not route.closed:
+                    route.socket()
 
     def put(
         self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
@@ -135,7 +145,7 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         with route.lock:
             if not route.closed:
                 route.socket()  # before it is accounted for: it may fail
-        metadata = Metadata(next(self._context.ids), pack.nbytes)
+        metadata = TcpMetadata(next(self._context.ids), pack.nbytes)
         most = self._settings.unreleased_bytes
         copied = sum(len(part) for index, part in enumerate(pack.parts) if index not in pack.private)
         put = self._accounted(metadata, pack, None, request_id=request_id, peer=peer, most=most, copied=copied)
@@ -145,8 +155,9 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
 
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
         announced = self._decoded(metadata, peer)
+        transfer = TransferId(announced.transfer)
         operation = GetOperation(
-            Completion(self._loop), TransferId(announced.transfer), peer, metadata, lambda: self._movement.last(peer)
+            TransferCompletion(self._loop), transfer, peer, metadata, lambda: self._arrivals.moved(peer, transfer)
         )
         self._arrivals.claim(operation, announced.nbytes, request_id=request_id, holder=holder)
         return operation
@@ -184,7 +195,8 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         self._tune(socket)
         socket.ipv6 = "[" in self._settings.bind  # else libzmq would write an IPv4 address in IPv6's form
         socket.rcvhwm = RECEIVE_HWM
-        socket.maxmsgsize = max(self._settings.whole_bytes, self._settings.piece_bytes) + HEADER_NBYTES
+        most = max(self._settings.whole_bytes, self._settings.piece_bytes, OLDER_NBYTES)
+        socket.maxmsgsize = most + HEADER_NBYTES
         if self._context.security is not None and self._is_tcp:
             self._context.security.server(socket)
         try:
@@ -210,13 +222,13 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         socket.tcp_keepalive_intvl = 2
         socket.tcp_keepalive_cnt = 3
 
-    def _send(self, route: Route, put: PutOperation, pack: Pack) -> None:
+    def _send(self, route: TcpRoute, put: PutOperation, pack: Pack) -> None:
         with route.lock:
             if route.closed:
                 return  # `forget` has ended the put, or is about to
             socket = route.socket()
-            for offset, body in _frames(pack, self._settings):
-                header = Header(
+            for offset, body in _frames(pack, self._settings, self._copied):
+                header = FrameHeader(
                     token=route.token,
                     sender=self._context.incarnation,
                     transfer=put.transfer,
@@ -226,6 +238,18 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
                 )
                 socket.send(self._encode(header), zmq.SNDMORE)
                 socket.send(body, copy=False)
+
+    def _copied(self, part: memoryview) -> memoryview:
+        """The same bytes, in the arena, whose pages are warm: the allocator gives back what is as large, and zeroes it
+        anew. Freed when libzmq has sent them.
+        """
+        region = None
+        if len(part) >= buffers.NOGIL_NBYTES:
+            region = self._context.arena.allocate_region(len(part), source=part)
+        if region is None:
+            return buffers.copied(part)
+        region[:] = np.frombuffer(part, np.uint8)
+        return buffers.view(region)
 
     def _expire(self) -> None:
         # Armed first: a check that raises does not stop the later ones.
@@ -240,7 +264,7 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
         if event == zmq.EVENT_ACCEPTED:
             self._movement.accepted(descriptor)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._movement.disconnected(descriptor)
+            self._arrivals.disconnected(self._movement.disconnected(descriptor))
         else:
             self._turned_away(event)
 
@@ -277,15 +301,17 @@ class TcpRelay(AbstractRelay[Route, Metadata]):
             del frames
 
 
-def _frames(pack: Pack, settings: Any) -> Iterator[tuple[int, memoryview | bytes]]:
+def _frames(
+    pack: Pack, settings: Any, copied: Callable[[memoryview], memoryview]
+) -> Iterator[tuple[int, memoryview | bytes]]:
     """The pack as ``(offset, bytes)`` in order: whole if it is one part or small, else in pieces. Nobody writes into
-    what it gives.
+    what it gives: ``copied`` gives a part's bytes in memory of their own.
     """
     if pack.nbytes <= JOINED_NBYTES and len(pack.parts) != 1:
         yield 0, _joined(pack, 0, len(pack.parts))
         return
     if len(pack.parts) == 1 and pack.nbytes <= settings.whole_bytes:
-        yield 0, pack.parts[0] if pack.private else buffers.copied(pack.parts[0])
+        yield 0, pack.parts[0] if pack.private else copied(pack.parts[0])
         return
     index = 0
     while index < len(pack.parts):
@@ -301,7 +327,7 @@ def _frames(pack: Pack, settings: Any) -> Iterator[tuple[int, memoryview | bytes
         else:
             for start in range(0, len(part), settings.piece_bytes):
                 piece = part[start : start + settings.piece_bytes]
-                yield offset + start, piece if index in pack.private else buffers.copied(piece)
+                yield offset + start, piece if index in pack.private else copied(piece)
         index = following
 
 

@@ -1,4 +1,4 @@
-"""The tcp relay's way to one peer: a PUSH socket that is opened by the first put and closed when it is not used.
+"""The tcp relay's way to one peer: a PUSH socket that is opened when a put is expected or made, and closed at rest.
 
 Any thread, under the route's lock. Not here: what is sent (`relay`), and what arrives (`arrivals`).
 """
@@ -14,7 +14,7 @@ import zmq
 from stage_runtime.errors import TransferError
 
 
-class Route:
+class TcpRoute:
     """Connected while it is in use. ``token`` goes with all that is sent, so that the peer accepts it."""
 
     def __init__(self, endpoint: str, token: bytes, make: Callable[[str], zmq.Socket[bytes]]) -> None:

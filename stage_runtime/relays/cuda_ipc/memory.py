@@ -1,0 +1,124 @@
+"""Memory of GPUs as this relay uses it: allocated, shared with other processes, opened, viewed. By torch.
+
+`DeviceMemory` is what the relay needs; tests pass one of host memory. `CudaMemory` has not run on a GPU so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from stage_runtime.errors import ConfigurationError
+from stage_runtime.relays.cuda_ipc import messages
+from stage_runtime.relays.cuda_ipc.messages import ChunkHandle
+
+
+class Unshared(Exception):
+    """The GPU's memory cannot be used so: what was to be sent goes by the host's memory."""
+
+
+class DeviceMemory(Protocol):
+    """Chunks are flat tensors of ``uint8``. From any thread."""
+
+    def uuid(self, gpu: int) -> str:
+        """Of the GPU with that number in this process."""
+
+    def allocate(self, device: str, nbytes: int) -> Any:
+        """A chunk. Raises: Unshared: there is no such memory."""
+
+    def share(self, chunk: Any) -> bytes:
+        """A handle, for one process, which opens it once. Raises: Unshared."""
+
+    def open(self, handle: bytes, device: str, nbytes: int) -> Any:
+        """The chunk of another process. Raises: ValueError: the handle is none, or cannot be opened here."""
+
+    def write(self, chunk: Any, parts: Sequence[tuple[int, Any]]) -> None:
+        """Copy flat tensors to those offsets, and wait until they are there. Raises: Unshared."""
+
+    def view(self, chunk: Any, offset: int, nbytes: int, owner: object) -> Any:
+        """Bytes of a chunk as a flat tensor; it and all tensors on its memory keep ``owner`` alive."""
+
+    def wait(self, device: str) -> None:
+        """Until the GPU has done all that this process has asked of it so far."""
+
+
+class CudaMemory:
+    """NVIDIA's GPUs by torch."""
+
+    def __init__(self) -> None:
+        """Raises: ConfigurationError: there is no torch, or it finds no GPU."""
+        try:
+            import torch
+        except ImportError as error:
+            install = "pip install 'omnipipeline[runtime]'"
+            raise ConfigurationError(f"relay 'cuda_ipc' cannot be loaded ({error}): {install}") from error
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            raise ConfigurationError("relay 'cuda_ipc': torch finds no NVIDIA GPU: install torch with CUDA")
+        self._torch: Any = torch
+
+    def uuid(self, gpu: int) -> str:
+        return str(self._torch.cuda.get_device_properties(gpu).uuid)
+
+    def allocate(self, device: str, nbytes: int) -> Any:
+        torch = self._torch
+        try:
+            with torch.inference_mode(False):  # an author's thread may be in it: its tensors cannot be written later
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # OutOfMemoryError is one
+            raise Unshared(str(error)) from error
+
+    def share(self, chunk: Any) -> bytes:
+        try:
+            shared = chunk.untyped_storage()._share_cuda_()
+        except RuntimeError as error:
+            raise Unshared(str(error)) from error
+        _, handle, nbytes, offset, counter, counter_offset, event, event_sync = shared
+        return messages.encode(ChunkHandle(handle, nbytes, offset, counter, counter_offset, event, event_sync))
+
+    def open(self, handle: bytes, device: str, nbytes: int) -> Any:
+        torch = self._torch
+        checked = messages.handle_of(handle, nbytes)
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(
+                torch.device(device).index,
+                checked.handle,
+                checked.storage_nbytes,
+                checked.storage_offset,
+                checked.counter,
+                checked.counter_offset,
+                checked.event,
+                checked.event_sync,
+            )
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+    def write(self, chunk: Any, parts: Sequence[tuple[int, Any]]) -> None:
+        torch = self._torch
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for offset, part in parts:
+                    chunk[offset : offset + len(part)].copy_(part, non_blocking=True)
+            torch.cuda.current_stream(chunk.device).synchronize()
+        except RuntimeError as error:
+            raise Unshared(str(error)) from error
+
+    def view(self, chunk: Any, offset: int, nbytes: int, owner: object) -> Any:
+        return self._torch.as_tensor(_Span(chunk, offset, nbytes, owner), device=chunk.device)
+
+    def wait(self, device: str) -> None:
+        self._torch.cuda.synchronize(device)
+
+
+class _Span:
+    """Bytes of a chunk, as torch takes them over without a copy: it keeps this object as long as their storage."""
+
+    def __init__(self, chunk: Any, offset: int, nbytes: int, owner: object) -> None:
+        self._kept = (chunk, owner)
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (chunk.data_ptr() + offset, False),
+            "strides": None,
+            "version": 2,
+        }

@@ -1,0 +1,82 @@
+"""What two cuda_ipc relays send each other: facts in Hello, metadata in control messages, and the handles in them.
+
+Handles come from peers. torch opens what they name, among it a shared-memory file, so `handle_of` checks their form.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from stage_runtime.relays.peer_arenas import ArenaFacts
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+HANDLE_NBYTES: Final = 256  # CUDA's handles have 64 bytes; torch adds one in front
+_COUNTER: Final = re.compile(rb"/torch_[0-9A-Za-z_-]{1,200}")  # how torch names its files of reference counters
+
+
+class CudaIpcFacts(msgspec.Struct, frozen=True):
+    """What a peer must know. gpus: UUIDs of those on which this process's stages compute."""
+
+    arena: ArenaFacts
+    gpus: tuple[str, ...]
+
+
+class OnGpu(msgspec.Struct, frozen=True, array_like=True):
+    """Where the end of a transfer lies: ``nbytes`` at ``offset`` of a chunk, which is opened with ``handle``, once."""
+
+    gpu: str
+    chunk: int
+    chunk_nbytes: Count
+    handle: bytes
+    offset: Count
+    nbytes: Count
+
+
+class CudaIpcMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """A transfer: what of it lies in the sender's arena, as shm's, and what on a GPU.
+
+    The slot in the arena is there even when it is empty: its generation shows whether the transfer is still valid.
+    ``nbytes`` are the arena's; what lies on the GPU follows them in the flat buffer.
+    """
+
+    transfer: int
+    start: int
+    offset: int
+    nbytes: int
+    generation: int
+    there: OnGpu | None = None
+
+
+class ChunkHandle(msgspec.Struct, frozen=True, array_like=True):
+    """What torch's ``UntypedStorage._share_cuda_`` gives, without the number of the GPU, which is another one there."""
+
+    handle: bytes
+    storage_nbytes: Count
+    storage_offset: Count
+    counter: bytes
+    counter_offset: Count
+    event: bytes
+    event_sync: bool
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ChunkHandle).decode
+
+
+def handle_of(received: bytes, nbytes: int) -> ChunkHandle:
+    """A handle of ``nbytes``, as a peer sent it.
+
+    Raises: ValueError: it cannot be one of torch's.
+    """
+    handle = _decode(received)  # MsgspecError is a ValueError
+    if handle.storage_nbytes != nbytes:
+        raise ValueError(f"a handle of {handle.storage_nbytes} bytes for a chunk of {nbytes}")
+    if not 0 < len(handle.handle) <= HANDLE_NBYTES or len(handle.event) > HANDLE_NBYTES:
+        raise ValueError("no handle of CUDA's")
+    if _COUNTER.fullmatch(handle.counter) is None:
+        raise ValueError("no reference counter of torch's")
+    return handle

@@ -1,0 +1,292 @@
+"""The relay between processes that compute on the same GPU: what lies there is copied once, on the GPU, and read there.
+
+The copy goes into memory of this relay's, which every peer opens once (CUDA IPC, by torch); what of a payload lies in
+the host's memory goes by the arena, as by shm. What a peer cannot reach (another GPU), or has no room on the GPU, is
+copied to the host and goes by the arena, too. A receiver releases a transfer when its GPU has done all that it was
+asked while views of it lived: their deaths show that no more is asked, not that all was done.
+
+Not tried on a GPU so far: its tests use host memory as `memory.DeviceMemory`; those with the mark ``gpu`` use CUDA's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from stage_runtime.errors import RelayFailed, TransferError
+from stage_runtime.payloads import buffers
+from stage_runtime.payloads.pack import Arrived, Pack
+from stage_runtime.relays import peer_arenas
+from stage_runtime.relays.abstract import AbstractRelay
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.context import RelayContext
+from stage_runtime.relays.cuda_ipc.chunks import Chunks, GpuPlace
+from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceMemory, Unshared
+from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, OnGpu
+from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
+from stage_runtime.relays.placing import Placed, Placing
+
+log = logging.getLogger(__name__)
+
+CHUNKS: Final = 64  # most that a peer's transfers may make this process open
+
+Key = tuple[Peer, TransferId]
+
+
+class CudaIpcRoute(NamedTuple):
+    """The way to one peer."""
+
+    mapping: mmap.mmap
+    gpus: frozenset[str]  #: UUIDs of those that both use.
+    chunks: dict[int, tuple[str, Any]]  #: Of the peer's, those that are open here: their GPU and memory.
+
+
+class Resource(NamedTuple):
+    """What a put holds."""
+
+    host: Placed
+    host_nbytes: int
+    there: GpuPlace | None
+
+
+class _Held:
+    """What the buffer of the host and that of the GPU keep alive: its death is the transfer's end."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Region(np.ndarray[Any, Any]):
+    """As `pages.region`, and it keeps a `_Held` alive. Made on the mapping itself: numpy's views skip other bases."""
+
+    held: _Held
+
+
+class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
+    """Between processes of one machine and one GPU."""
+
+    name = "cuda_ipc"
+    MEDIUM = "gpu"
+
+    def __init__(self, context: RelayContext, memory: DeviceMemory | None = None) -> None:
+        """memory: CUDA's, unless another one is given.
+
+        Raises: ConfigurationError: torch is missing, or finds no GPU.
+        """
+        self._memory = memory if memory is not None else CudaMemory()
+        self._report = context.on_release
+        super().__init__(msgspec.structs.replace(context, on_release=self._let_go_of), CudaIpcMetadata)
+        self._arena: Arena = context.arena
+        self._placing = Placing(context.arena)
+        self._chunks = Chunks(self._memory, context.settings.gpu_bytes)
+        self._devices = {self._memory.uuid(gpu): f"cuda:{gpu}" for gpu in context.settings.gpus}
+        self._uuids = {device: uuid for uuid, device in self._devices.items()}
+        self._looked_at: dict[Key, str] = {}  #: Transfers here that lie on a GPU, and on which.
+        self._waiting: queue.SimpleQueue[tuple[str, Key] | None] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._counts = dict.fromkeys(("received_transfers", "received_bytes", "staged_bytes"), 0)
+
+    def facts(self) -> dict[str, Any]:
+        facts = CudaIpcFacts(peer_arenas.own_facts(self._arena), tuple(self._devices))
+        return msgspec.to_builtins(facts)  # type: ignore[no-any-return]
+
+    def put(
+        self, pack: Pack, *, request_id: str, peer: Peer, like: RelayOperation | None = None
+    ) -> PutOperation | None:
+        """As `base.Relay.put`. like: an operation of the same pack by this relay, whose slots can be shared."""
+        route = self._connections.get(peer)
+        if route is None:
+            raise TransferError(f"the cuda_ipc relay is not open towards {peer}")
+        resource = self._shared(route, like) or self._placed(route, pack)
+        if resource is None:
+            return None
+        slot, offset, copied = resource.host
+        transfer = next(self._context.ids)
+        try:
+            there = self._announced(resource, peer)
+        except Unshared as error:
+            self._release(resource)
+            raise RelayFailed(f"memory of a GPU cannot be shared with {peer}: {error}") from error
+        metadata = CudaIpcMetadata(transfer, slot.start, offset, resource.host_nbytes, slot.generation, there)
+        return self._accounted(metadata, pack, resource, request_id=request_id, peer=peer, copied=copied)
+
+    def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation:
+        announced = self._decoded(metadata, peer)
+        route = self._connections.get(peer)
+        if route is None:
+            raise TransferError(f"cuda_ipc transfer {announced.transfer} from {peer}, which is not open")
+        key = (peer, TransferId(announced.transfer))
+        region = peer_arenas.region(route.mapping, announced, self.name, peer)
+        nbytes, there, on_device = announced.nbytes, announced.there, None
+        watched: Any = region
+        if there is not None:
+            watched = held = _Held()
+            on_device = Arrived(announced.nbytes, self._view(route, there, key, held))
+            region = _Region((nbytes,), np.uint8, route.mapping, announced.offset)
+            region.held = held
+            nbytes += there.nbytes
+        self._pins.add(watched, *key, request_id=request_id, holder=holder, nbytes=nbytes)
+        if there is not None:
+            self._looked_at[key] = self._devices[there.gpu]
+        self._counts["received_transfers"] += 1
+        self._counts["received_bytes"] += nbytes
+        operation = GetOperation(TransferCompletion(self._loop), key[1], peer, metadata)
+        operation.arrived(buffers.view(region), on_device)
+        return operation
+
+    def stats(self) -> dict[str, int]:
+        return {"copied_bytes": self._placing.copied_bytes, **self._counts, **super().stats(), **self._chunks.stats()}
+
+    def close(self) -> None:
+        super().close()
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+        self._chunks.close()
+
+    # --- AbstractRelay ------------------------------------------------------------------------------------------
+
+    def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> CudaIpcRoute | None:
+        try:
+            theirs = msgspec.convert(facts, CudaIpcFacts)
+            gpus = frozenset(theirs.gpus) & self._devices.keys()
+            mapping = peer_arenas.mapped(theirs.arena) if gpus else None
+        except (OSError, ValueError, OverflowError):  # ValidationError is a ValueError
+            return None
+        return CudaIpcRoute(mapping, gpus, {}) if mapping is not None else None
+
+    def _disconnect(self, peer: Peer, connection: CudaIpcRoute) -> None:
+        """Views that are still held keep the mapping and the chunk."""
+        connection.chunks.clear()
+        self._chunks.forget(peer)
+        for key in [key for key in list(self._looked_at) if key[0] == peer]:
+            self._looked_at.pop(key, None)
+
+    def _free(self, put: PutOperation) -> None:
+        self._release(put.resource)
+
+    def _quarantine(self, put: PutOperation) -> None:
+        resource: Resource = put.resource
+        self._arena.aborted(resource.host.slot)
+        if resource.there is not None:
+            self._chunks.aborted(resource.there)
+
+    # --- sending ------------------------------------------------------------------------------------------------
+
+    def _shared(self, route: CudaIpcRoute, like: RelayOperation | None) -> Resource | None:
+        """What another receiver of the same pack has; None where that cannot be shared."""
+        if not isinstance(like, PutOperation):
+            return None
+        resource: Resource = like.resource
+        there = resource.there
+        if there is not None and self._uuids[there.chunk.device] not in route.gpus:
+            return None
+        if not self._arena.share(resource.host.slot):
+            return None
+        if there is not None and not self._chunks.share(there):
+            self._arena.released(resource.host.slot)
+            return None
+        return resource._replace(host=resource.host._replace(copied_nbytes=0))
+
+    def _placed(self, route: CudaIpcRoute, pack: Pack) -> Resource | None:
+        """None: the host's arena has no room."""
+        there, on_device = None, pack.on_device
+        if on_device is not None:
+            if self._uuids.get(on_device.device) in route.gpus:
+                there = self._chunks.place(on_device, pack.nbytes - on_device.start)
+            if there is None:
+                self._counts["staged_bytes"] += pack.nbytes - on_device.start
+                pack = pack.on_host()
+        near = pack if there is None else pack.host_part()
+        host = self._placing.place(near)
+        if host is None:
+            if there is not None:
+                self._chunks.released(there)
+            return None
+        return Resource(host, near.nbytes, there)
+
+    def _announced(self, resource: Resource, peer: Peer) -> OnGpu | None:
+        """Where the part on the GPU lies, for ``peer``. Raises: Unshared."""
+        if resource.there is None:
+            return None
+        chunk, slot = resource.there
+        handle = self._chunks.handle(chunk, peer)
+        return OnGpu(self._uuids[chunk.device], chunk.number, chunk.nbytes, handle, slot.offset, slot.nbytes)
+
+    def _release(self, resource: Resource) -> None:
+        self._arena.released(resource.host.slot)
+        if resource.there is not None:
+            self._chunks.released(resource.there)
+
+    # --- receiving ----------------------------------------------------------------------------------------------
+
+    def _view(self, route: CudaIpcRoute, there: OnGpu, key: Key, held: _Held) -> Any:
+        """What a peer has put on a GPU.
+
+        Raises: TransferError: it is not inside a chunk of that peer's. RelayFailed: the chunk cannot be opened.
+        """
+        peer, transfer = key
+        what = f"cuda_ipc transfer {transfer} from {peer}"
+        if there.gpu not in route.gpus:
+            raise TransferError(f"{what}: it lies on another GPU")
+        if there.offset + there.nbytes > there.chunk_nbytes:
+            raise TransferError(f"{what}: not inside its chunk of {there.chunk_nbytes} bytes")
+        known = route.chunks.get(there.chunk)
+        if known is None:
+            if len(route.chunks) >= CHUNKS:
+                raise TransferError(f"{what}: more than {CHUNKS} chunks")
+            try:
+                chunk = self._memory.open(there.handle, self._devices[there.gpu], there.chunk_nbytes)
+            except ValueError as error:
+                raise RelayFailed(f"{what}: its memory cannot be opened: {error}") from error
+            known = route.chunks[there.chunk] = (there.gpu, chunk)
+        if known[0] != there.gpu or len(known[1]) != there.chunk_nbytes:
+            raise TransferError(f"{what}: its chunk {there.chunk} is another one")
+        return self._memory.view(known[1], there.offset, there.nbytes, held)
+
+    def _let_go_of(self, peer: Peer, transfer: TransferId) -> None:
+        """No view is left. In any thread."""
+        device = self._looked_at.pop((peer, transfer), None)
+        if device is None:
+            self._report(peer, transfer)
+            return
+        if self._thread is None:
+            self._start()
+        self._waiting.put((device, (peer, transfer)))
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._settle, name="omni-relay-cuda-ipc", daemon=True)
+                self._thread.start()
+
+    def _settle(self) -> None:
+        """The thread: release what the GPU reads no more."""
+        while (first := self._waiting.get()) is not None:
+            found = [first]
+            last = False
+            with contextlib.suppress(queue.Empty):
+                while not last:
+                    following = self._waiting.get_nowait()
+                    last = following is None
+                    if following is not None:
+                        found.append(following)
+            for device in {device for device, _ in found}:
+                try:
+                    self._memory.wait(device)
+                except Exception:  # outermost of its thread: a GPU that has failed reads no more either
+                    log.exception("cuda_ipc relay: waiting for %s", device)
+            for _, key in found:
+                self._report(*key)
+            if last:
+                return
