@@ -16,6 +16,7 @@ from benchmarks.scalelab.fakes import PIPELINE, NoRelays, revision_of
 from omnipipeline_spec.types.plan import CoordinatorPlan
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.errors import RequestError
+from stage_runtime.processes import collecting
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.wire.messages import Message
 from stage_runtime.wire.values import OmniRequest
@@ -133,6 +134,7 @@ def main() -> None:
 
     def make() -> dict[str, Any]:
         made = Coordinating(folder, name, float(dead_after_s))
+        collecting.settle()  # as a coordinator's process does
         return {
             "usage": made.usage,
             "until_ready": made.until_ready,

@@ -11,33 +11,21 @@ import contextlib
 import itertools
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from stage_runtime.payloads import encoding
-from stage_runtime.rules import edges
+from stage_runtime.rules import edges, ticks
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.membership import StageMembership
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.registration import Registration
-from stage_runtime.wire.messages import (
-    Beat,
-    Body,
-    Complete,
-    DataReady,
-    Header,
-    Hello,
-    Member,
-    Message,
-    Rejected,
-    RequestRef,
-    Submit,
-    Timing,
-    Unbound,
-    Welcome,
-)
+from stage_runtime.wire.frames import RequestRef
+from stage_runtime.wire.messages import Beat, Complete, DataReady, Hello, Message, Rejected, Submit, Unbound, Welcome
+from stage_runtime.wire.parts import Body, Header, Member, Timing
 
 GROUPS: Final = tuple(f"stage{number}" for number in range(10))  #: One stage each, one after the other.
 PIPELINE: Final = "scale"
@@ -253,7 +241,9 @@ class LightInstance:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(max(BEAT_S, self._membership.beat_s) * random.uniform(0.1, 1.9))
+            beat_s = max(BEAT_S, self._membership.beat_s)
+            least_s = beat_s * random.uniform(0.1, 1.9)
+            await asyncio.sleep(ticks.delay_s(time.time(), least_s, beat_s / ticks.BEAT_TICKS))
             self.beat()
 
 

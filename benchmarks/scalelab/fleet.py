@@ -13,11 +13,12 @@ import msgspec
 
 from benchmarks.scalelab.children import Child
 from benchmarks.scalelab.fakes import GROUPS
+from stage_runtime.rules import beats
 
 MOST_IN_A_PROCESS: Final = 500
 #: Above it, heartbeats have 60 s: thousands of instances that share a few processors start and answer late.
 MOST_ALIVE: Final = 1000
-IDLE_S: Final = 8.0  # as long as the rarest beat
+IDLE_S: Final = beats.LONGEST_S
 BEATS: Final = 20_000
 BEATS_S: Final = 3.0
 SLICES: Final = 5  # in which what is compared takes turns

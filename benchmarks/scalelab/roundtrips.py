@@ -15,7 +15,8 @@ import msgspec
 
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Deregister, Detour, Message, RequestRef
+from stage_runtime.wire.frames import RequestRef
+from stage_runtime.wire.messages import Deregister, Detour, Message
 
 QUIET_S: Final = 0.1  # nothing more comes without an answer
 TCP: Final = 1.0  # round trips of TCP's own handshake, which the proxy does not see

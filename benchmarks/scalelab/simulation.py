@@ -18,7 +18,7 @@ import msgspec
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import edges
 from stage_runtime.rules.membership import MembershipState
-from stage_runtime.wire.messages import Member
+from stage_runtime.wire.parts import Member
 
 #: Mean length of a request: 1 s.
 LENGTHS: Final[dict[str, Callable[[random.Random], float]]] = {

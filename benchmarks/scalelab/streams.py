@@ -25,11 +25,12 @@ from stage_runtime.payloads import encoding
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.web.app import make_app
-from stage_runtime.web.connections import MOST, Limits
+from stage_runtime.web.connections import MOST, ConnectionLimits
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
-from stage_runtime.wire.messages import Body, DataReady, Stream, Submit
+from stage_runtime.wire.messages import DataReady, Stream, Submit
+from stage_runtime.wire.parts import Body
 
 MODULE: Final = "benchmarks.scalelab.streams"
 STAGE: Final = "stage0"
@@ -116,7 +117,7 @@ class ServerRole:
         self._codecs = CodecPool()
         self._server = Server(
             make_app(self._coordinator.manager, WebSettings(model=PIPELINE), codecs=self._codecs),
-            limits=Limits(connections=MOST),
+            limits=ConnectionLimits(connections=MOST),
         )
 
     async def open(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ beat. So
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Final, TypeVar
 
@@ -95,6 +95,27 @@ def with_link(chosen: L, among: Sequence[L], linked: Collection[str]) -> L:
     """``chosen``, or one of ``among`` that has a link and is hardly more loaded."""
     most = chosen.score + LINK_WORTH
     return min((one for one in among if one.score <= most and one.incarnation in linked), key=_order, default=chosen)
+
+
+def idle(among: Sequence[L], chance: Callable[[], float]) -> L | None:
+    """One of these that is idle, so that no other is preferred: the better of two at random.
+
+    None: all must be compared. chance: a number in [0, 1), at random.
+    """
+    count = len(among)
+    if not count:
+        return None
+    one = among[int(chance() * count)]
+    if count > 1:
+        other = among[int(chance() * count)]
+        if one.score > other.score or (one.score == other.score and one.turn > other.turn):
+            one = other
+    return one if is_idle(one) else None
+
+
+def is_idle(one: Load) -> bool:
+    """Whether no other is preferred to it."""
+    return one.score <= LINK_WORTH
 
 
 def overloaded(partner: Load, other: Load) -> bool:

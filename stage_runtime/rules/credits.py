@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Grant(Enum):
+class Reservation(Enum):
     """What a transfer has taken of its edge's window, until it is released."""
 
     SHARED = "shared"  #: Its bytes.
@@ -18,7 +18,7 @@ class Grant(Enum):
 
 
 class Window:
-    """What one edge may have under way. The holder takes a grant per transfer and gives it back with the release.
+    """What one edge may have under way. The holder takes a reservation per transfer and gives it back with the release.
 
     Invariant: 0 <= credits <= limit, 0 <= shared <= shared_nbytes.
 
@@ -39,19 +39,19 @@ class Window:
         self.credits = 0  #: Taken.
         self.shared = 0  #: Bytes taken.
 
-    def take(self, nbytes: int) -> Grant | None:
+    def take(self, nbytes: int) -> Reservation | None:
         """For a transfer of so many bytes: its share if there is room, else a credit. None: queue the payload."""
         if self.shared + nbytes <= (self._shared_nbytes if nbytes <= self._small_nbytes else self._shared_nbytes // 8):
             self.shared += nbytes
-            return Grant.SHARED
+            return Reservation.SHARED
         if self.credits >= self._limit:
             return None
         self.credits += 1
-        return Grant.LAST_CREDIT if self.credits == self._limit else Grant.CREDIT
+        return Reservation.LAST_CREDIT if self.credits == self._limit else Reservation.CREDIT
 
-    def give(self, grant: Grant, nbytes: int) -> None:
+    def give(self, reservation: Reservation, nbytes: int) -> None:
         """Return what `take` gave for so many bytes. Once: the caller knows each transfer under way."""
-        if grant is Grant.SHARED:
+        if reservation is Reservation.SHARED:
             self.shared -= nbytes
         else:
             self.credits -= 1

@@ -14,7 +14,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.wire.messages import PROTOCOL
+from stage_runtime.wire.frames import PROTOCOL
 
 Edge: TypeAlias = tuple[str, str, str]  #: source, target, ``normal`` or ``stream``
 

@@ -21,7 +21,7 @@ from stage_runtime.errors import (
     raised_at,
     safe_str,
 )
-from stage_runtime.wire.messages import NAME_LIMIT, Failure
+from stage_runtime.wire.parts import NAME_LIMIT, Failure
 
 PARAM_LIMIT = 200
 

@@ -1,8 +1,8 @@
-"""Which instances have been told of each other, and who must hear of a departure. Pure: the caller passes the time.
+"""Which instances know each other's endpoint, and which are notified of a departure. Pure: the caller passes the time.
 
-Two instances are introduced when a request is bound to both and an edge connects its stages there. So an instance hears
-only of those that it shares requests with, and a join or a departure costs what its own neighbours are, not what all
-members are.
+Two instances are introduced when a request is bound to both and an edge connects its stages there. So an instance
+is notified only of those that it shares requests with, and the cost of a join or a departure follows from the number of
+its neighbours, not of all members.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FRESH_S: Final = 5.0
 class News(msgspec.Struct, frozen=True):
     """What a binding makes known."""
 
-    told: dict[str, list[str]]  #: Each instance -> those that it must be told of now.
+    introduced: dict[str, list[str]]  #: Each instance -> those whose endpoints it must be sent now.
     along: set[str]  #: The instances whose facts the request brings along.
 
 
@@ -34,7 +34,7 @@ class Introductions:
 
     def bind(self, edges: Iterable[tuple[str, str, str]], bindings: Mapping[str, str], now: float) -> News:
         """A request is bound. edges: of its revision; those of stages that are not bound are ignored."""
-        told: dict[str, list[str]] = {}
+        introduced: dict[str, list[str]] = {}
         along: set[str] = set()
         for source, target, _ in edges:
             one, other = bindings.get(source), bindings.get(target)
@@ -45,15 +45,15 @@ class Introductions:
             if at is None:
                 self._known.setdefault(one, {})[other] = now
                 self._known.setdefault(other, {})[one] = now
-                told.setdefault(one, []).append(other)
-                told.setdefault(other, []).append(one)
+                introduced.setdefault(one, []).append(other)
+                introduced.setdefault(other, []).append(one)
             elif now - at > FRESH_S:
                 continue
             along.update((one, other))
-        return News(told, along) if along else NOTHING
+        return News(introduced, along) if along else NOTHING
 
     def leave(self, incarnation: str) -> list[str]:
-        """It is gone for good. Returns: those that were told of it."""
+        """It is gone for good. Returns: those that know it."""
         knew = self._known.pop(incarnation, None)
         if knew is None:
             return []

@@ -151,16 +151,15 @@ class Incoming:
         return Standing.OLD if session < self.peer_session else Standing.RENEWED
 
     def follows(self, session: int, ack_session: int, seq: int) -> bool:
-        """Accept a frame as nearly all are: the next one, in the sessions that both ends know.
+        """Accept a frame as nearly all are: the next, or one outside the order, of the sessions that both ends know.
 
         False: `stand` and `accept` decide; nothing has changed.
         """
-        if not (
-            0 < session == self.peer_session
-            and ack_session == self.session
-            and seq == self.last_received + 1
-            and self._peer_has_session
-        ):
+        if not (0 < session == self.peer_session and ack_session == self.session and self._peer_has_session):
+            return False
+        if seq == 0:
+            return True
+        if seq != self.last_received + 1:
             return False
         self.last_received = seq
         self.owed += 1  # in this order: see `accept`

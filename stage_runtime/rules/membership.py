@@ -20,9 +20,10 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import balancing, edges, reachability, subsets
 from stage_runtime.rules.balancing import GroupLoad, Load
 from stage_runtime.rules.pools import Endpoints, Pool, Pools
-from stage_runtime.wire.messages import Member
+from stage_runtime.wire.parts import Member
 
 CHOICES_KEPT: Final = 256  # sets of terminals whose complete sets are remembered; an author's hook chooses them
+OFFSETS: Final = 1 << 20  # far more than a group has instances
 LINKS_KEPT: Final = 16 * subsets.SUBSET  # of one instance, to instances that load or a change made its partners
 
 
@@ -35,13 +36,23 @@ class Instance(Load, kw_only=True):
     draining: bool = False
     aside: bool = False  #: Its pod was taken out of the unit, to be examined: it gets no new request.
     linked: set[str] = msgspec.field(default_factory=set)  #: Instances of large groups that got requests from it.
+    partners: dict[str, Partners] = msgspec.field(default_factory=dict)  #: By large group.
 
     @property
     def eligible(self) -> bool:
         return self.ready and not self.draining and not self.aside
 
 
-class Choice(msgspec.Struct):
+class Partners(msgspec.Struct):
+    """The instances of one large group that requests of one instance go to."""
+
+    pool: Pool[Instance]
+    changes: int  #: Of all pools, when this was computed.
+    all: Sequence[Instance]
+    linked: list[Instance]  #: Those of them that got requests from it.
+
+
+class GroupChoice(msgspec.Struct):
     """One group of a complete set."""
 
     group: str
@@ -55,7 +66,7 @@ class Sets(msgspec.Struct):
 
     revision: PipelineRevision
     stages: dict[str, str]  #: stage -> group, of those that the request may meet
-    choices: list[Choice]  #: Only groups of these stages; a group comes after those that send to it.
+    choices: list[GroupChoice]  #: Only groups of these stages; a group comes after those that send to it.
     weight: float = 0.0  #: Of the smooth weighted round robin.
 
     @property
@@ -91,8 +102,10 @@ class MembershipState:
         self._aside: frozenset[str] = frozenset()  #: Hosts.
         self._schemas: dict[str, dict[str, str]] = {}  #: pipeline revision -> group -> edge schema
         self._chance = chance
+        self._offset = int(chance() * OFFSETS)  #: Where the turns of an entry group begin: not at one for all.
         self._eligible: Pools[Kind, Instance] = Pools()  #: By incarnation; `_place` keeps it equal to ``instances``.
         self._loads: dict[str, GroupLoad] = {}  #: By group.
+        self._changes = 0  #: Of the pools.
         self._endpoints = Endpoints()
         self._complete: dict[frozenset[str] | None, list[Sets]] = {}  #: By the terminals that are waited for.
         self.update(revisions)
@@ -188,8 +201,7 @@ class MembershipState:
             if len(everyone) <= subsets.SUBSET:
                 instance = balancing.least(_without(everyone, shunned) if shunned else everyone)
             else:
-                sources = [(picked[index], sets.choices[index].pool) for index in choice.sources]
-                instance = self._choose(choice.pool, sources, shunned)
+                instance = self._choose(sets.choices, choice, picked, shunned)
             choice.load.bind(instance)
             picked.append(instance)
         chosen = {choice.group: one.incarnation for choice, one in zip(sets.choices, picked, strict=True)}
@@ -237,10 +249,12 @@ class MembershipState:
         """Put the instance into the pool that it may serve from; nowhere while it is not eligible."""
         member = instance.member
         kind = (member.group, member.unit, member.revision, instance.edges) if instance.eligible else None
+        self._changes += 1
         if self._eligible.put(member.incarnation, instance, kind):
             self._complete.clear()
 
     def _take_out(self, instance: Instance) -> None:
+        self._changes += 1
         if self._eligible.put(instance.incarnation, instance, None):
             self._complete.clear()
 
@@ -248,30 +262,51 @@ class MembershipState:
         return self._loads.setdefault(instance.member.group, GroupLoad())
 
     def _choose(
-        self, pool: Pool[Instance], sources: Sequence[tuple[Instance, Pool[Instance]]], shunned: Collection[str]
+        self, choices: Sequence[GroupChoice], choice: GroupChoice, picked: Sequence[Instance], shunned: Collection[str]
     ) -> Instance:
-        """One of a large group: of the partners of ``sources``, unless load requires another."""
-        everyone = pool.items
-        targets = len(everyone)
-        anywhere = int(self._chance() * targets)
-        if not sources:
-            few = subsets.places(everyone, (anywhere, subsets.SUBSET))
+        """One of a large group: of the partners of the instances before it, unless load requires another."""
+        everyone, chance = choice.pool.items, self._chance
+        if not choice.sources:
+            following = everyone[(choice.load.turn + self._offset) % len(everyone)]
+            if not shunned and balancing.is_idle(following):
+                return following
+            few = subsets.places(everyone, (int(chance() * len(everyone)), subsets.SUBSET))
             return balancing.least(_without(few, shunned, everyone))
-        arcs = [subsets.arc(its.position(one.incarnation), len(its.items), targets) for one, its in sources]
-        partners = subsets.places(everyone, arcs[0] if len(arcs) == 1 else subsets.common(arcs, targets))
-        if shunned:
-            partners = _without(partners, shunned, everyone)
-        source, _ = sources[0]
-        chosen = balancing.least(partners)
+        source = picked[choice.sources[0]]
+        partners = source.partners.get(choice.group) if len(choice.sources) == 1 else None
+        if partners is None or partners.changes != self._changes or partners.pool is not choice.pool:
+            partners = self._partners(choices, choice, picked)
+        idle = balancing.idle(partners.linked, chance) if not shunned else None
+        if idle is not None:
+            return idle
+        among = _without(partners.all, shunned, everyone) if shunned else partners.all
+        chosen = balancing.least(among)
         if chosen.incarnation not in source.linked:
-            chosen = balancing.with_link(chosen, partners, source.linked)
-        other = everyone[anywhere]
-        if balancing.overloaded(chosen, other) and other.incarnation not in shunned:
-            chosen = other
-        if len(source.linked) >= LINKS_KEPT:
-            source.linked.clear()  # most are of instances that are gone
-        source.linked.add(chosen.incarnation)
+            chosen = balancing.with_link(chosen, among, source.linked)
+        anywhere = everyone[int(chance() * len(everyone))]
+        if balancing.overloaded(chosen, anywhere) and anywhere.incarnation not in shunned:
+            chosen = anywhere
+        if chosen.incarnation not in source.linked:
+            if len(source.linked) >= LINKS_KEPT:
+                source.linked.clear()  # most are of instances that are gone
+            source.linked.add(chosen.incarnation)
+            source.partners.pop(choice.group, None)
         return chosen
+
+    def _partners(self, choices: Sequence[GroupChoice], choice: GroupChoice, picked: Sequence[Instance]) -> Partners:
+        """The partners of the instances that send to one of ``choice``."""
+        targets = len(choice.pool)
+        arcs = []
+        for index in choice.sources:
+            its = choices[index].pool
+            arcs.append(subsets.arc(its.position(picked[index].incarnation), len(its), targets))
+        everyone = subsets.places(choice.pool.items, arcs[0] if len(arcs) == 1 else subsets.common(arcs, targets))
+        source = picked[choice.sources[0]]
+        linked = [one for one in everyone if one.incarnation in source.linked]
+        partners = Partners(choice.pool, self._changes, everyone, linked)
+        if len(arcs) == 1:
+            source.partners[choice.group] = partners
+        return partners
 
     def _having(self, terminals: Collection[str] | None) -> list[PipelineRevision]:
         """The revisions that have these terminals."""
@@ -282,14 +317,14 @@ class MembershipState:
         found = []
         for revision in self._having(terminals):
             stages = _needed(revision, terminals)
-            choices: list[Choice] = []
+            choices: list[GroupChoice] = []
             order = reachability.groups(revision, stages)
             for group, senders in order.items():
                 pool = self._eligible.get(self._kind(revision, group))
                 if pool is not None:
                     load = self._loads.setdefault(group, GroupLoad())
                     sources = tuple(index for index, earlier in enumerate(order) if earlier in senders)
-                    choices.append(Choice(group, pool, load, sources))
+                    choices.append(GroupChoice(group, pool, load, sources))
             if choices and len(choices) == len(order):
                 found.append(Sets(revision, stages, choices))
         return found

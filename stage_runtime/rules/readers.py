@@ -31,19 +31,19 @@ class Reader(msgspec.Struct, Generic[Request], frozen=True):
     read_at: float  #: When its client took something last, or had nothing to take.
 
 
-class TakeEarly(msgspec.Struct, Generic[Request], frozen=True):
+class TakeUnread(msgspec.Struct, Generic[Request], frozen=True):
     """Count the stalled stage's chunks as taken, though the client has not read them."""
 
     request: Request
 
 
-class End(msgspec.Struct, Generic[Request], frozen=True):
+class EndRequest(msgspec.Struct, Generic[Request], frozen=True):
     """End the request: its client does not read, and others need the worker or the room."""
 
     request: Request
 
 
-Step: TypeAlias = TakeEarly[Request] | End[Request]
+Step: TypeAlias = TakeUnread[Request] | EndRequest[Request]
 
 
 def decide(readers: Sequence[Reader[Request]], *, now: float) -> list[Step[Request]]:
@@ -56,7 +56,7 @@ def decide(readers: Sequence[Reader[Request]], *, now: float) -> list[Step[Reque
     steps: list[Step[Request]] = []
     for reader in readers:
         if reader.fresh and reader.early < EACH and room > 0:
-            steps.append(TakeEarly(reader.request))
+            steps.append(TakeUnread(reader.request))
             room -= reader.fresh
     if steps or not any(reader.fresh for reader in readers):
         return steps
@@ -64,4 +64,4 @@ def decide(readers: Sequence[Reader[Request]], *, now: float) -> list[Step[Reque
     ending = [
         reader for reader in readers if (reader.fresh or (full and reader.early)) and now - reader.read_at >= PATIENCE_S
     ]
-    return [End(min(ending, key=lambda reader: reader.read_at).request)] if ending else []
+    return [EndRequest(min(ending, key=lambda reader: reader.read_at).request)] if ending else []

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from stage_runtime.errors import IllegalEvent
-from stage_runtime.wire.messages import Failure
+from stage_runtime.wire.parts import Failure
 
 HISTORY_KEPT: Final = 16  # transitions of one request; chunks that change no state are not among them
 EVENT_SHOWN: Final = 200  # characters of an event in a history
@@ -111,7 +111,7 @@ Instructions: TypeAlias = tuple[Instruction, ...]
 NOTHING: Final[Instructions] = ()
 
 
-class Transition(NamedTuple):
+class HistoryEntry(NamedTuple):
     """One entry of a request's history."""
 
     before: State
@@ -138,7 +138,7 @@ class Tracked:
         self.waiting = set(terminals)
         self.streamed = False  #: The client was shown something of this request. Never unset.
         self.failure: Failure | None = None  #: Set exactly in FAILED and CANCELLED.
-        self.history: deque[Transition] = deque(maxlen=HISTORY_KEPT)  #: The latest, oldest first.
+        self.history: deque[HistoryEntry] = deque(maxlen=HISTORY_KEPT)  #: The latest, oldest first.
         self._rows = TABLE[State.UNBOUND]  #: Of ``state``.
         self._retries_left = retries
         self._whole = whole
@@ -152,7 +152,7 @@ class Tracked:
         """As `events.RequestRecord.state`."""
         return "running" if self.live else self.state.value
 
-    def hears(self, attempt: int) -> bool:
+    def accepts(self, attempt: int) -> bool:
         """Whether output of that attempt is accepted now."""
         return attempt == self.attempt and (self.state is State.BOUND or self.state is State.ANSWERING)
 
@@ -169,7 +169,7 @@ class Tracked:
         else:
             raise IllegalEvent(self.id, f"{event!r} in state {self.state.value}", tuple(map(str, self.history)))
         if row.to is not self.state or type(event) is not ChunkCame:
-            self.history.append(Transition(self.state, event, row.to))
+            self.history.append(HistoryEntry(self.state, event, row.to))
             self.state = row.to
             self._rows = TABLE[row.to]
         if row.effect is not None:
@@ -220,7 +220,7 @@ class Tracked:
     def _spend_retry(self, _: Event) -> None:
         self._retries_left -= 1
 
-    def _fail_as_told(self, event: Event) -> None:
+    def _fail_as_reported(self, event: Event) -> None:
         assert isinstance(event, StageFailed)
         self.failure = event.failure
 
@@ -244,7 +244,7 @@ class Tracked:
         self.failure = Failure("deadline", f"not done in time; waiting for {sorted(self.waiting)}")
 
 
-class Row(NamedTuple):
+class TransitionRow(NamedTuple):
     """What an event leads to. Of several rows of one event the first whose ``when`` holds is taken."""
 
     to: State
@@ -258,7 +258,7 @@ FINISH, FAIL = Instruction.FINISH, Instruction.FAIL
 UNBOUND, BOUND, ANSWERING = State.UNBOUND, State.BOUND, State.ANSWERING
 COMPLETED, FAILED, CANCELLED = State.COMPLETED, State.FAILED, State.CANCELLED
 
-Rows: TypeAlias = Mapping[type[Event], tuple[Row, ...]]
+Rows: TypeAlias = Mapping[type[Event], tuple[TransitionRow, ...]]
 
 #: Events of the latest attempt when it has ended.
 LATE: Final = (ChunkCame, TerminalDone, StageFailed, InstanceLost, HandedBack)
@@ -266,58 +266,58 @@ LATE: Final = (ChunkCame, TerminalDone, StageFailed, InstanceLost, HandedBack)
 
 def _over(state: State) -> Rows:
     """Nothing follows an end."""
-    return {kind: (Row(state),) for kind in (*LATE, Cancelled, DeadlinePassed, CoordinatorStopped)}
+    return {kind: (TransitionRow(state),) for kind in (*LATE, Cancelled, DeadlinePassed, CoordinatorStopped)}
 
 
 def _given_up(*instructions: Instruction) -> Rows:
     """What ends a request in every live state."""
     return {
-        Cancelled: (Row(CANCELLED, instructions, effect=Tracked._fail_cancelled),),
-        DeadlinePassed: (Row(FAILED, instructions, effect=Tracked._fail_late),),
-        CoordinatorStopped: (Row(FAILED, instructions, effect=Tracked._fail_unavailable),),
+        Cancelled: (TransitionRow(CANCELLED, instructions, effect=Tracked._fail_cancelled),),
+        DeadlinePassed: (TransitionRow(FAILED, instructions, effect=Tracked._fail_late),),
+        CoordinatorStopped: (TransitionRow(FAILED, instructions, effect=Tracked._fail_unavailable),),
     }
 
 
 TABLE: Final[Mapping[State, Rows]] = {
     UNBOUND: {
-        **{kind: (Row(UNBOUND),) for kind in LATE},
-        AttemptBegan: (Row(BOUND, effect=Tracked._begin),),
-        NoInstanceCame: (Row(FAILED, (FAIL,), effect=Tracked._fail_unavailable),),
+        **{kind: (TransitionRow(UNBOUND),) for kind in LATE},
+        AttemptBegan: (TransitionRow(BOUND, effect=Tracked._begin),),
+        NoInstanceCame: (TransitionRow(FAILED, (FAIL,), effect=Tracked._fail_unavailable),),
         **_given_up(FAIL),
     },
     BOUND: {
         ChunkCame: (
-            Row(BOUND, when=Tracked._unwaited),
-            Row(BOUND, (DELIVER,), when=Tracked._held_back),
-            Row(ANSWERING, (DELIVER,), effect=Tracked._show),
+            TransitionRow(BOUND, when=Tracked._unwaited),
+            TransitionRow(BOUND, (DELIVER,), when=Tracked._held_back),
+            TransitionRow(ANSWERING, (DELIVER,), effect=Tracked._show),
         ),
         TerminalDone: (
-            Row(BOUND, when=Tracked._unwaited),
-            Row(COMPLETED, (DELIVER, FINISH), when=Tracked._last, effect=Tracked._through),
-            Row(BOUND, (DELIVER,), when=Tracked._held_back, effect=Tracked._through),
-            Row(ANSWERING, (DELIVER,), effect=Tracked._show_through),
+            TransitionRow(BOUND, when=Tracked._unwaited),
+            TransitionRow(COMPLETED, (DELIVER, FINISH), when=Tracked._last, effect=Tracked._through),
+            TransitionRow(BOUND, (DELIVER,), when=Tracked._held_back, effect=Tracked._through),
+            TransitionRow(ANSWERING, (DELIVER,), effect=Tracked._show_through),
         ),
         StageFailed: (
-            Row(UNBOUND, (ABORT, REBIND), when=Tracked._transport_retry_left, effect=Tracked._spend_retry),
-            Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_told),
+            TransitionRow(UNBOUND, (ABORT, REBIND), when=Tracked._transport_retry_left, effect=Tracked._spend_retry),
+            TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_reported),
         ),
         InstanceLost: (
-            Row(UNBOUND, (ABORT, REBIND), when=Tracked._retry_left, effect=Tracked._spend_retry),
-            Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),
+            TransitionRow(UNBOUND, (ABORT, REBIND), when=Tracked._retry_left, effect=Tracked._spend_retry),
+            TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),
         ),
-        HandedBack: (Row(UNBOUND, (ABORT, REBIND)),),
+        HandedBack: (TransitionRow(UNBOUND, (ABORT, REBIND)),),
         **_given_up(ABORT, FAIL),
     },
     ANSWERING: {
-        ChunkCame: (Row(ANSWERING, when=Tracked._unwaited), Row(ANSWERING, (DELIVER,))),
+        ChunkCame: (TransitionRow(ANSWERING, when=Tracked._unwaited), TransitionRow(ANSWERING, (DELIVER,))),
         TerminalDone: (
-            Row(ANSWERING, when=Tracked._unwaited),
-            Row(COMPLETED, (DELIVER, FINISH), when=Tracked._last, effect=Tracked._through),
-            Row(ANSWERING, (DELIVER,), effect=Tracked._through),
+            TransitionRow(ANSWERING, when=Tracked._unwaited),
+            TransitionRow(COMPLETED, (DELIVER, FINISH), when=Tracked._last, effect=Tracked._through),
+            TransitionRow(ANSWERING, (DELIVER,), effect=Tracked._through),
         ),
-        StageFailed: (Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_told),),
-        InstanceLost: (Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),),
-        HandedBack: (Row(FAILED, (ABORT, FAIL), effect=Tracked._fail_handed_back),),
+        StageFailed: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_as_reported),),
+        InstanceLost: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_lost),),
+        HandedBack: (TransitionRow(FAILED, (ABORT, FAIL), effect=Tracked._fail_handed_back),),
         **_given_up(ABORT, FAIL),
     },
     COMPLETED: _over(COMPLETED),

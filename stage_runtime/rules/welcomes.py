@@ -1,8 +1,8 @@
 """Which Hello is answered, of a member that repeats it. Pure: the caller passes the time.
 
-A process says Hello until it has read Welcome. Where thousands join at once that takes longer than the time between two
-of them, and each answer delays the others. The link to the member repeats a Welcome by itself; another one is needed
-only where the member has given up its link. A member that says Hello without end gets one a second. Called by
+A process sends Hello until it has read Welcome. Where thousands join at once that takes longer than the time between
+two of them, and each answer delays the others. The link to the member repeats a Welcome by itself; another one is
+needed only where the member has given up its link. A member that sends Hello without end gets one a second. Called by
 `coordinator.membership`.
 """
 
@@ -42,7 +42,7 @@ class Welcomes:
         return True
 
     def read(self, member: str) -> None:
-        """It has read its Welcome: if it says Hello again, it needs another."""
+        """It has read its Welcome: if it sends Hello again, it needs another."""
         last = self._sent.get(member)
         if last is not None:
             self._sent[member] = msgspec.structs.replace(last, delay_s=AGAIN_S)

@@ -13,7 +13,8 @@ import zmq
 from stage_runtime.sockets.opening import Sockets
 from stage_runtime.sockets.reading import Reading
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Envelope, Frame, Message
+from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Envelope, Frame
+from stage_runtime.wire.messages import Message
 
 
 class Broadcasts:

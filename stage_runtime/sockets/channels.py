@@ -29,14 +29,8 @@ from stage_runtime.sockets.opening import Sockets
 from stage_runtime.sockets.reading import Reading
 from stage_runtime.sockets.resending import Acknowledging, Resending
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import (
-    FRAME_LIMIT,
-    Abort,
-    Ack,
-    Envelope,
-    Message,
-    RequestRef,
-)
+from stage_runtime.wire.frames import FRAME_LIMIT, Envelope, RequestRef
+from stage_runtime.wire.messages import Abort, Ack, Message
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +180,7 @@ class Channels:
             self._links[peer] = link
         return link
 
-    # --- saying -------------------------------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------------
 
     def link(self, peer: str) -> Link | None:
         return self._links.get(peer)
@@ -280,6 +274,7 @@ class Channels:
             self._close_link(link)
         self._links.clear()
         self._unnamed.clear()
+        self._connecting.close()
         for socket in self._pulls:
             self._sockets.forget(socket)
         self._broadcasts.close()
@@ -311,13 +306,14 @@ class Channels:
             link.used = True
             if frame.ack and link.acked(frame.ack):
                 self._resending.heard(link)
-            self._acks.owe(link)
+            if frame.seq:
+                self._acks.owe(link)
             self._deliver(link, frame)
         else:
             self._take_other(frame)
 
     def _take_other(self, frame: Envelope) -> None:
-        """A frame that is not the next one of a link."""
+        """A frame that is not as nearly all are."""
         link = self._link_of(frame)
         if link is None:
             return

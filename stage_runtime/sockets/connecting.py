@@ -14,11 +14,16 @@ from typing import Final
 
 from stage_runtime.sockets.dialing import Connection, Dialers
 from stage_runtime.sockets.links import Link
+from stage_runtime.sockets.refusals import Refusals
 
 #: Of links to coordinators. Each of its members checks it, so that it costs it most; and nothing of a frozen one waits
 #: for its members to notice it.
 COORDINATOR_FACTOR: Final = 8.0
-RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer: kill is seen in < 1 s
+RECONNECT_GRACE_S: Final = 0.3  # a connection that is not back by then is a dead peer
+#: When it is asked after a break whether anybody listens at the peer's endpoint. More than once, because the kernel
+#: closes an ended process's descriptors one after the other, and has memory to free between them; no later than libzmq
+#: has a connection back, because who accepts one that sends nothing counts a failed handshake.
+ASK_AFTER_S: Final = (0.01, 0.03, 0.07)
 
 
 class Connecting:
@@ -49,6 +54,7 @@ class Connecting:
         self._flush = flush
         self._gone = gone
         self._watchers: dict[Link, Callable[[bool], None]] = {}
+        self._refusals = Refusals(loop)
 
     def dial(self, link: Link) -> None:
         """Raises: ZMQError: no socket can be opened."""
@@ -65,6 +71,9 @@ class Connecting:
         """The link is closed."""
         if link.connection is not None:
             link.connection.leave(self._watchers.pop(link))
+
+    def close(self) -> None:
+        self._refusals.close()
 
     def let_sleep(self, links: Iterable[Link]) -> None:
         """Close the connections of links that were not used since the last look."""
@@ -88,6 +97,18 @@ class Connecting:
         self.interrupted.add(link.peer)
         self._counters["disconnected"] += 1
         self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, connection.breaks)
+        if not link.keep_awake:  # a coordinator counts connections that end at once as those of another protocol
+            for after_s in ASK_AFTER_S:
+                self._loop.call_later(after_s, self._ask, link, connection, connection.breaks)
+
+    def _ask(self, link: Link, connection: Connection, since: int) -> None:
+        if self._is_down(link, connection, since):
+            self._refusals.ask(connection.endpoint, functools.partial(self._refused, link, connection, since))
+
+    def _refused(self, link: Link, connection: Connection, since: int) -> None:
+        if self._is_down(link, connection, since):
+            self._counters["refused"] += 1
+            self._gone(link)
 
     def _must_be_connected(self, link: Link, connection: Connection, since: int, again: bool = True) -> None:
         """since: the break that this is the grace of; one after it has a grace of its own.
@@ -95,12 +116,16 @@ class Connecting:
         again: an end that accepts connections may only be slow to shake hands, and gets a second grace. No more: a
         frozen one accepts them, too.
         """
-        if not self._current(link) or link.connection is not connection:
-            return
-        connection.look()
-        if connection.connected or connection.breaks != since:
+        if not self._is_down(link, connection, since):
             return
         if connection.reached and again:
             self._loop.call_later(RECONNECT_GRACE_S, self._must_be_connected, link, connection, since, False)
             return
         self._gone(link)
+
+    def _is_down(self, link: Link, connection: Connection, since: int) -> bool:
+        """Whether the connection of a link that is still used has not come back since that break."""
+        if not self._current(link) or link.connection is not connection:
+            return False
+        connection.look()
+        return not connection.connected and connection.breaks == since

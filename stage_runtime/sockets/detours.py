@@ -16,7 +16,7 @@ from stage_runtime.sockets.links import Link
 from stage_runtime.wire.messages import Detour
 
 FRAMES_MOST: Final = 8  # for one connection: the first request's; a coordinator must not carry what its instances send
-NBYTES_MOST: Final = 64 << 10
+NBYTES_MOST: Final = 96 << 10  # a message with the largest payload that rides in one, and its neighbours
 
 
 def send(link: Link, coordinator: Link | None, counters: Counter[str]) -> None:

@@ -21,7 +21,7 @@ import zmq
 
 from stage_runtime.rules import beats
 from stage_runtime.sockets.addresses import is_local
-from stage_runtime.sockets.opening import Event, Sockets
+from stage_runtime.sockets.opening import SocketEvent, Sockets
 
 #: A connection without a link is closed after this; a link to the same endpoint that comes sooner takes it over. So
 #: late events of a closed connection are not mistaken for those of the next one.
@@ -190,7 +190,7 @@ class _Dialer:
                 connection.descriptor, connection.reached = event.value, True
             elif event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 connection.connected = True
-                _tell(connection, True)
+                _notify(connection, True)
             elif event.kind == zmq.EVENT_DISCONNECTED:
                 if connection.descriptor != event.value:
                     continue
@@ -198,7 +198,7 @@ class _Dialer:
                 if connection.connected:
                     connection.connected = False
                     connection.breaks += 1
-                    _tell(connection, False)
+                    _notify(connection, False)
             else:
                 self._loop.call_later(REDIAL_S, self._redial, connection, connection.routing_id)
 
@@ -254,7 +254,7 @@ class _Dialer:
         return self._connections.get(endpoint)
 
 
-def _tell(connection: Connection, connected: bool) -> None:
+def _notify(connection: Connection, connected: bool) -> None:
     for watcher in list(connection.watchers):
         watcher(connected)
 
@@ -275,4 +275,4 @@ def canonical(endpoint: str) -> str | None:
     return f"tcp://{address}:{port}"
 
 
-__all__ = ["Connection", "Dialers", "Event", "canonical"]
+__all__ = ["Connection", "Dialers", "SocketEvent", "canonical"]

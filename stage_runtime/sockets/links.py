@@ -18,7 +18,8 @@ import zmq
 from stage_runtime.rules.links import Incoming, Outgoing
 from stage_runtime.sockets.dialing import Connection
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import PROTOCOL, Ack, Frame, Message
+from stage_runtime.wire.frames import PROTOCOL, Frame
+from stage_runtime.wire.messages import Ack, Message
 
 
 class Link:

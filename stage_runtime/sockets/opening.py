@@ -7,6 +7,7 @@ costs twice the latency. Called by `channels`, on the process's I/O thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import struct
@@ -16,6 +17,7 @@ from typing import Final, NamedTuple
 import zmq
 
 from stage_runtime.rules import beats
+from stage_runtime.sockets import timers
 from stage_runtime.sockets.addresses import Security, check, is_local
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
@@ -27,10 +29,16 @@ BUFFERED: Final = 2000  # frames on either side of a socket
 #: Connections that wait to be accepted, at most; the kernel has a bound of its own (net.core.somaxconn). With libzmq's
 #: 100, of a thousand processes that connect at once most are turned away, and each waits before it tries again.
 ACCEPTING: Final = 4096
+#: Of a context, as libzmq numbers it; pyzmq has no name for it. With it, a message stays in the buffer of 18 KiB that
+#: it was read into, and keeps it, though pyzmq copies it all the same.
+ZERO_COPY_RECV: Final = 10
+#: How late libzmq's threads may be for their timers. Connections whose heartbeats are due within it are checked
+#: together from then on, in one wake-up.
+TIMER_SLACK_S: Final = 0.02
 ABANDONED_S: Final = (60, 20, 3)  # of a connection that others made: before the first probe, between them; how many
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has not the pipeline's key, or speaks another protocol",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has not the pipeline's key, or uses another protocol",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or sent nothing in time",
 }
 #: A peer that disconnects so soon has refused our type of socket: a program of another protocol does so,
@@ -39,7 +47,7 @@ SHORT_S: Final = 0.3
 EVENT: Final = struct.Struct("=hi")  # of a monitor: the kind and the value
 
 
-class Event(NamedTuple):
+class SocketEvent(NamedTuple):
     """What libzmq reports of a connection. value: a descriptor or an error number, by kind."""
 
     kind: int
@@ -79,8 +87,8 @@ def heartbeats(dead_after_s: float, factor: float = 1.0) -> Heartbeats:
     interval = max(min(int(dead_after_s * 1000 / 3 * factor), MAX_HEARTBEAT_MS // 2), 1)
     timeout = max(min(int(dead_after_s * 2000 / 3), MAX_HEARTBEAT_MS), 1)
     ttl = interval + timeout + third
-    told = ttl <= MAX_TTL_MS and factor <= beats.RAREST
-    return Heartbeats(interval, timeout, ttl if told else 0, factor > 1)
+    announced = ttl <= MAX_TTL_MS and factor <= beats.RAREST
+    return Heartbeats(interval, timeout, ttl if announced else 0, factor > 1)
 
 
 class Sockets:
@@ -103,6 +111,10 @@ class Sockets:
         self._short_connection = short_connection
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)
+        with contextlib.suppress(zmq.ZMQError):  # another version may not know it
+            self._context.set(ZERO_COPY_RECV, 0)
+        with timers.slack(TIMER_SLACK_S):
+            self._context.socket(zmq.PAIR).close()  # libzmq starts its threads with the first socket
         self._monitors = itertools.count()
         self._accept_monitors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
 
@@ -113,9 +125,9 @@ class Sockets:
         socket.sndhwm = socket.rcvhwm = BUFFERED
         socket.backlog = ACCEPTING
         if kind in (zmq.PUB, zmq.DEALER):
-            # Whoever connects beats, and tells how long to wait for it: beats of both ends cost twice as much.
+            # Whoever connects beats, and announces how long to wait for it: beats of both ends cost twice as much.
             socket.heartbeat_ivl = 0
-            # It may tell nothing (`MAX_TTL_MS`). A machine that vanished must not hold our descriptors for ever.
+            # It may announce nothing (`MAX_TTL_MS`). A machine that vanished must not hold our descriptors for ever.
             socket.tcp_keepalive = 1
             socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = ABANDONED_S
         else:
@@ -155,7 +167,7 @@ class Sockets:
         monitor.connect(address)
         return monitor
 
-    def events(self, monitor: zmq.Socket[bytes]) -> Iterator[Event]:
+    def events(self, monitor: zmq.Socket[bytes]) -> Iterator[SocketEvent]:
         """The events that a monitor holds now; none once it is closed."""
         while True:
             try:
@@ -163,7 +175,7 @@ class Sockets:
             except (zmq.ZMQError, ValueError):
                 return
             kind, value = EVENT.unpack(header)
-            yield Event(kind, value, endpoint.decode(errors="replace"))
+            yield SocketEvent(kind, value, endpoint.decode(errors="replace"))
 
     def read(self, socket: zmq.Socket[bytes], ready: Callable[[], None]) -> None:
         """Call ``ready`` when there may be something; it takes all there is, for the descriptor is edge-triggered."""

@@ -17,11 +17,14 @@ import zmq
 
 from stage_runtime.errors import OtherProtocol, ProtocolError
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import Envelope, Message
+from stage_runtime.wire.frames import Envelope
+from stage_runtime.wire.messages import Message
 
 log = logging.getLogger(__name__)
 
 READABLE: Final = int(zmq.POLLIN)  # an operation on the enumeration costs as much as the look itself
+NOBLOCK: Final = int(zmq.NOBLOCK)
+BURST: Final = 8  # frames of a wake-up after which more are likely
 DRAIN_BUDGET: Final = 256  # frames per wake-up, before other work of the loop gets its turn
 DRAIN_S: Final = 0.01  # as well: a Hello takes longer than an ack
 CLOCK_EVERY: Final = 16  # frames
@@ -43,7 +46,7 @@ class Reading:
         began = time.monotonic()
         for number in range(1, DRAIN_BUDGET + 1):
             try:
-                data = socket.recv(zmq.NOBLOCK)
+                data = socket.recv(NOBLOCK)
             except zmq.ZMQError:
                 return  # nothing is left to read, or it was closed under us
             try:
@@ -51,7 +54,7 @@ class Reading:
             except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
                 self._counters["handler_errors"] += 1
                 log.exception("a message could not be dealt with")
-            if not _readable(socket):  # costs less than `zmq.Again`
+            if number < BURST and not _readable(socket):  # costs less than `zmq.Again`, but it does so for each frame
                 return
             if not number % CLOCK_EVERY and time.monotonic() - began > DRAIN_S:
                 break

@@ -7,16 +7,19 @@ work of a turn is in proportion to the links that are in use, not to all.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
+from stage_runtime.rules import ticks
 from stage_runtime.rules.links import ACK_EVERY
 from stage_runtime.sockets.links import Link
 
-#: At rest an ack goes out on its own after this; under load it rides on other frames. Far below `RESEND_AFTER_S`, and
-#: long against a hop: an ack of its own wakes two threads at either end.
-ACK_DELAY_S: Final = 0.04
+#: At rest an ack goes out on its own at the first tick after this; under load it rides on other frames. Far below
+#: `RESEND_AFTER_S`, and long against a hop: an ack of its own wakes two threads at either end.
+ACK_DELAY_S: Final = 0.02
+ACK_TICK_S: Final = 0.04
 STALL_RETRY_S: Final = 0.002
 RESEND_AFTER_S: Final = 0.25  # without an acknowledgement; doubles up to RESEND_MOST_S, a busy receiver is no loss
 RESEND_MOST_S: Final = 4.0
@@ -39,7 +42,8 @@ class Acknowledging:
             return
         self._owing.add(link)
         if self._timer is None:
-            self._timer = self._loop.call_later(ACK_DELAY_S, self._settle)
+            delay_s = ticks.delay_s(time.time(), ACK_DELAY_S, ACK_TICK_S)
+            self._timer = self._loop.call_later(delay_s, self._settle)
 
     def now(self, link: Link, *, gap: bool = False) -> None:
         """Send an ack; when the link is connected, if it is not. A gap is seen again with the next frame."""

@@ -8,46 +8,54 @@ it never sends one that a receiver of this version rejects.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 from typing import Any, get_args
 
 import msgspec
 
 from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
-from stage_runtime.wire.messages import FRAME_LIMIT, NAME_LIMIT, PROTOCOL, Envelope, Frame, Message, RequestRef
+from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Envelope, Frame, RequestRef
+from stage_runtime.wire.messages import Message
+from stage_runtime.wire.parts import NAME_LIMIT
 
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _loose = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _NAME = "n" * NAME_LIMIT
+_ENVELOPE_HEAD = 0x90 + len(Envelope.__struct_fields__)  # MessagePack: an array of so many
+_BIN = b"\xc6\0\0\0\0"  # MessagePack: bytes, whose number follows in four
+_LENGTH = struct.Struct(">I")
 _MISREAD = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _FIELD = re.compile(r" - at `[^$]*\$\[(\d+)\]")
 
 
 def encode(frame: Frame) -> bytes:
-    """Write one frame.
+    """Write one frame: an `Envelope`, and its message straight into it, for that may have tens of KiB.
 
     Raises: ValueRefused: a field is invalid for the receiver, or the frame is over its size limit: the receiver would
         close the connection at every retransmission.
     """
     message = frame.message
     try:
-        encoded = _encoder.encode(message)
-        _messages.decode(encoded)
-    except (*_MISREAD, TypeError, ValueError, OverflowError) as error:
+        request = REQUEST_OF[type(message)](message)
+        numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
+        data = bytearray(_encoder.encode((frame.protocol, frame.sender, frame.receiver, *numbers, request)))
+        data[0] = _ENVELOPE_HEAD
+        data += _BIN
+        start = len(data)
+        _encoder.encode_into(message, data, start)
+        _LENGTH.pack_into(data, start - 4, len(data) - start)
+        _messages.decode(memoryview(data)[start:])
+    except (*_MISREAD, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise _refused(message, error) from error
-    request = REQUEST_OF[type(message)](message)
-    numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
-    data = _encoder.encode(
-        Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, memoryview(encoded))
-    )
     if len(data) > FRAME_LIMIT:
         raise ValueRefused(
             type(message).__name__,
             f"a control message of {len(data)} bytes, over {FRAME_LIMIT}: too many tensors, or too long a text",
         )
-    return data
+    return data  # type: ignore[return-value]  # to make bytes of the bytearray would copy it
 
 
 def check(message: Message) -> None:

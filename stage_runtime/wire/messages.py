@@ -1,97 +1,31 @@
 """All messages of the control plane.
 
 Array-like tagged structs: small, fast, and readable by any MessagePack decoder (a test reads them all with
-`msgpack`). Messages hold no tensors, but may carry up to 16 KiB of a payload inline. Acknowledgement of frames is in
+`msgpack`). Messages hold no tensors, but may carry up to 72 KiB of a payload inline. Acknowledgement of frames is in
 `rules.links`; encoding is in `codec`.
-
-Over 450 lines and one module: it is the protocol, and a reader of one message needs the types it shares with others.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, NewType, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
-from stage_runtime.wire.tensorrefs import TensorRef
-
-PROTOCOL: Final = 4  #: Raised with every change that an older process would misread.
-INLINE_LIMIT: Final = 16 << 10  # a payload up to this rides in its message: one slot and one release saved
-FRAME_LIMIT: Final = 1 << 20  # a valid frame is never larger: the value of a large payload goes by relay too
-NAME_LIMIT: Final = 64
-ID_LIMIT: Final = 128
-PATH_LIMIT: Final = 4096
-
-Incarnation = NewType("Incarnation", str)  #: 16 hex digits, fresh for every start of a process.
-Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LIMIT)]
-RequestId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=ID_LIMIT)]
-FilePath: TypeAlias = Annotated[str, msgspec.Meta(max_length=PATH_LIMIT)]
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+from stage_runtime.wire.parts import (
+    Body,
+    Count,
+    Failure,
+    FilePath,
+    Header,
+    Member,
+    Name,
+    RequestId,
+    Timing,
+)
 
 
 class BaseMessage(msgspec.Struct, frozen=True, array_like=True, tag_field="type", forbid_unknown_fields=True):
     """Base of all messages."""
-
-
-class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One process as the others must know it."""
-
-    incarnation: Name
-    group: Name
-    unit: Name
-    revision: str  #: Of its unit.
-    endpoint: str
-    relays: dict[str, Any]
-    stages: tuple[str, ...]
-    ready: bool = False
-    ranks: Count = 1  #: Of a TP stage: the processes of which this one is rank 0.
-
-
-class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What every message of a request carries."""
-
-    request_id: RequestId
-    attempt: Count
-    owner: Name  #: The incarnation of the coordinator that admitted the request.
-    bindings: dict[str, str]  #: stage -> incarnation of the instance that serves it for this request.
-    remaining_ms: int | None = None  #: Until the deadline, at sending. Never a wall-clock time.
-    traceparent: str | None = None
-    members: tuple[Member, ...] = ()  #: Bound instances that have been introduced to each other just now.
-
-
-class Body(msgspec.Struct, frozen=True, array_like=True):
-    """A payload's or chunk's data: a tensor-free value, and where its tensors are.
-
-    Either everything rides ``inline``, or ``transfer`` is the relay's metadata of one flat buffer.
-    """
-
-    value: bytes = b""  #: MessagePack; empty when the value itself is the last part of the buffer.
-    refs: tuple[TensorRef, ...] = ()
-    inline: bytes = b""
-    transfer: bytes = b""
-    copy_now: bool = False  #: The sender's last credit of this edge: copy it out and release at once.
-
-
-class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a request ends badly."""
-
-    code: str
-    message: str
-    stage: str | None = None
-    hook: str | None = None
-    param: str | None = None
-
-
-class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """One stage's share of a request's time, in microseconds."""
-
-    stage: str
-    queue_us: int
-    run_us: int
-    ended_us: int = 0  #: Since the epoch, by the process's own clock; 0: of a process that does not report it.
-    #: (source, by stream, µs after the first input). Empty where the stage has one input.
-    received: tuple[tuple[str, bool, int], ...] = ()
-    streamed: tuple[tuple[str, int], ...] = ()  #: (target, µs from the first chunk sent to ``ended_us``).
 
 
 # --- a request on its way ---------------------------------------------------------------------------------------
@@ -256,7 +190,7 @@ class Welcome(BaseMessage, frozen=True, tag=21):
     publisher: str
     coordinator: Member
     via: str
-    beat_s: float = 0.0  #: The shortest time between two beats to this coordinator; 0: as the plan says.
+    beat_s: float = 0.0  #: The shortest time between two beats to this coordinator; 0: that of the plan.
 
 
 class Rejected(BaseMessage, frozen=True, tag=22):
@@ -487,41 +421,3 @@ Message: TypeAlias = (
     | RankQuestion
     | RankAnswer
 )
-
-
-class RequestRef(msgspec.Struct, frozen=True, array_like=True):
-    """Which request a message belongs to; bounded by its message, which is checked before it is sent."""
-
-    request_id: str
-    attempt: int
-    owner: str = ""  #: Empty: the receiver's own.
-
-
-class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One frame on the wire: sender, receiver, sequence number, acknowledgement, and the encoded message.
-
-    The message is encoded separately, so that a message that cannot be decoded does not lose its sequence number.
-    """
-
-    protocol: int
-    sender: Name
-    receiver: Name  #: Empty in a Hello, when the other end's incarnation is not known yet.
-    session: Count  #: The sender's number for this link; a later link has a higher one. 0 in a Hello.
-    ack_session: Count  #: The receiver's session that ``ack`` refers to; 0: no frame was received on this link yet.
-    seq: Count  #: 1.. per session; 0: outside the order, may be lost.
-    ack: Count  #: All frames of the receiver up to this one were received.
-    request: RequestRef | None  #: The request that fails when the message cannot be decoded.
-    message: memoryview  #: MessagePack of a `Message`; where it came from a socket, it lies in the frame's bytes.
-
-
-class Frame(msgspec.Struct, frozen=True):
-    """An `Envelope` with its decoded message."""
-
-    protocol: int
-    sender: str
-    receiver: str
-    session: int
-    ack_session: int
-    seq: int
-    ack: int
-    message: Message

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.errors import ValueRefused, safe_str
-from stage_runtime.wire.messages import NAME_LIMIT
+from stage_runtime.wire.parts import NAME_LIMIT
 from stage_runtime.wire.values import Audio, Chunk, Finish, Note, Text, ToolCall, Usage
 
 REASONS: Final = ("stop", "length", "tool_calls", "content_filter")

@@ -7,6 +7,7 @@ that they pass before anybody makes a view from one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -34,6 +35,9 @@ NUMPY_DTYPES: Final = frozenset(
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 
+HOST: Final = "cpu"
+_GPU: Final = re.compile(r"cuda:[0-9]{1,3}")
+
 PATH_LIMIT: Final = 200  # characters; a path is for people, and keys are as long as clients like
 MAX_DIMENSIONS: Final = 64  # torch's and numpy's own limit
 
@@ -43,6 +47,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
 
     path: where the sender had it, for messages (``payload.data['hidden']``). offset, nbytes: in the flat buffer.
     kind: what it becomes; ``bytes`` and ``value`` (the MessagePack of the value itself) are flat ``uint8``.
+    device: where it lay at its sender: ``cpu``, or ``cuda:`` and the sender's number of a GPU.
     """
 
     path: str
@@ -51,6 +56,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     nbytes: int
     kind: Kind = "torch"
+    device: str = HOST
 
 
 def validated(refs: Sequence[TensorRef], nbytes: int) -> Sequence[TensorRef]:
@@ -78,6 +84,8 @@ def _problem(ref: TensorRef, nbytes: int) -> str | None:
         return f"impossible shape of {len(shape)} dimensions"
     if math.prod(shape) * itemsize != ref.nbytes:
         return f"{ref.dtype} of shape {list(shape)[:8]} is not {ref.nbytes} bytes"
+    if ref.device != HOST and (ref.kind != "torch" or _GPU.fullmatch(ref.device) is None):
+        return f"{ref.kind[:40]} on an unknown device {ref.device[:40]!r}"
     match ref.kind:
         case "torch":
             return None

@@ -15,7 +15,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import balancing, edges, subsets
 from stage_runtime.rules.balancing import GroupLoad, Load
 from stage_runtime.rules.membership import MembershipState
-from stage_runtime.wire.messages import Member
+from stage_runtime.wire.parts import Member
 
 WORST = 1.3  # of the mean
 
@@ -85,6 +85,26 @@ def test_what_others_bind_is_seen_in_the_beats_and_avoided() -> None:
         group.beat(idle, 0, 0)
     for _ in range(5):
         assert balancing.least([busy, idle]) is idle
+
+
+@pytest.mark.parametrize(
+    ("scores", "taken"),
+    [
+        ([0.0], {0}),
+        ([0.5], {0}),  # no partner without a link can be idler by more than a link is worth
+        ([0.6], {None}),
+        ([0.0, 0.0], {0, 1}),
+        ([0.0, 9.0], {0, None}),  # two at random may be the same one
+        ([], {None}),
+    ],
+)
+def test_an_idle_partner_with_a_link_is_taken_and_a_loaded_one_is_compared(
+    scores: list[float], taken: set[int | None]
+) -> None:
+    linked = [Load(incarnation=str(number), score=score) for number, score in enumerate(scores)]
+    chance = random.Random(1).random
+    found = [balancing.idle(linked, chance) for _ in range(300)]
+    assert {None if one is None else int(one.incarnation) for one in found} == taken
 
 
 @given(st.lists(st.tuples(st.sampled_from(["bind", "unbind", "beat", "leave"]), st.integers(0, 3)), max_size=60))
@@ -164,6 +184,21 @@ def test_one_request_at_a_time_stays_on_linked_pairs() -> None:
         made.unbind(bindings)
         pairs |= {(bindings[source], bindings[target]) for source, target, _ in DIAMOND.edges}
     assert len(pairs) <= 2 * len(DIAMOND.edges) * count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_idle_entry_instances_are_bound_in_turn_and_a_busy_one_is_passed_over(seed: int) -> None:
+    count = 60
+    made = fleet(count, seed)
+    _, first = made.bind()  # goes on
+    bound: Counter[str] = Counter()
+    for _ in range(3 * count):
+        _, bindings = made.bind()
+        made.unbind(bindings)
+        bound[bindings["a"]] += 1
+    assert bound[first["a"]] == 0
+    assert len(bound) == count - 1
+    assert max(bound.values()) <= 3 + 3  # its own turns, and those of the busy one
 
 
 def test_load_takes_a_request_out_of_its_subset() -> None:

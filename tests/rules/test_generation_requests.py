@@ -5,13 +5,22 @@ from __future__ import annotations
 import pytest
 
 from stage_runtime.errors import IllegalEvent
-from stage_runtime.rules.autoregressive.requests import TRANSITIONS, Event, Finish, Limits, Request, State
+from stage_runtime.rules.autoregressive.requests import (
+    TRANSITIONS,
+    FinishReason,
+    Request,
+    RequestEvent,
+    RequestStatus,
+    TokenLimits,
+)
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("event", Event)
-def test_an_event_that_the_table_does_not_list_raises_and_changes_nothing(state: State, event: Event) -> None:
-    request = Request("a", [1], Limits(max_tokens=4))
+@pytest.mark.parametrize("state", RequestStatus)
+@pytest.mark.parametrize("event", RequestEvent)
+def test_an_event_that_the_table_does_not_list_raises_and_changes_nothing(
+    state: RequestStatus, event: RequestEvent
+) -> None:
+    request = Request("a", [1], TokenLimits(max_tokens=4))
     request.state = state
     after = TRANSITIONS.get((state, event))
     if after is None:
@@ -24,24 +33,26 @@ def test_an_event_that_the_table_does_not_list_raises_and_changes_nothing(state:
 
 
 def test_nothing_follows_the_end_and_every_other_state_may_end() -> None:
-    assert not [event for state, event in TRANSITIONS if state is State.FINISHED]
-    assert {state for state, event in TRANSITIONS if event is Event.FINISHED} == set(State) - {State.FINISHED}
+    assert not [event for state, event in TRANSITIONS if state is RequestStatus.FINISHED]
+    assert {state for state, event in TRANSITIONS if event is RequestEvent.FINISHED} == set(RequestStatus) - {
+        RequestStatus.FINISHED
+    }
 
 
 @pytest.mark.parametrize(
     ("generated", "limits", "ending"),
     [
-        ([5], Limits(max_tokens=2), None),
-        ([5, 6], Limits(max_tokens=2), (Finish.LENGTH, None)),
-        ([9], Limits(max_tokens=2, end_ids=frozenset({9})), (Finish.STOP, None)),
-        ([7], Limits(max_tokens=2, stop_ids=frozenset({7})), (Finish.STOP, 7)),
-        ([9], Limits(max_tokens=4, min_tokens=2, end_ids=frozenset({9})), None),
-        ([5, 9], Limits(max_tokens=4, min_tokens=2, end_ids=frozenset({9})), (Finish.STOP, None)),
-        ([5, 9], Limits(max_tokens=2, end_ids=frozenset({9})), (Finish.STOP, None)),  # an end is no cut
+        ([5], TokenLimits(max_tokens=2), None),
+        ([5, 6], TokenLimits(max_tokens=2), (FinishReason.LENGTH, None)),
+        ([9], TokenLimits(max_tokens=2, end_ids=frozenset({9})), (FinishReason.STOP, None)),
+        ([7], TokenLimits(max_tokens=2, stop_ids=frozenset({7})), (FinishReason.STOP, 7)),
+        ([9], TokenLimits(max_tokens=4, min_tokens=2, end_ids=frozenset({9})), None),
+        ([5, 9], TokenLimits(max_tokens=4, min_tokens=2, end_ids=frozenset({9})), (FinishReason.STOP, None)),
+        ([5, 9], TokenLimits(max_tokens=2, end_ids=frozenset({9})), (FinishReason.STOP, None)),  # an end is no cut
     ],
 )
 def test_the_last_token_ends_a_request(
-    generated: list[int], limits: Limits, ending: tuple[Finish, int | None] | None
+    generated: list[int], limits: TokenLimits, ending: tuple[FinishReason, int | None] | None
 ) -> None:
     request = Request("a", [1, 2, 3], limits)
     request.tokens += generated

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.requests import Finish, Hold, Limits, Request, State
+from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Request, RequestStatus, TokenLimits
 from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput, Update
 
 
@@ -22,7 +22,7 @@ def successor(tokens: list[int]) -> int:
     return (sum((index + 1) * token for index, token in enumerate(tokens)) * 31 + 7) % 50
 
 
-def expected(prompt: list[int], limits: Limits) -> list[int]:
+def expected(prompt: list[int], limits: TokenLimits) -> list[int]:
     request = Request("alone", prompt, limits)
     while request.generated == 0 or request.ending() is None:
         request.tokens.append(successor(request.tokens))
@@ -68,7 +68,7 @@ def ask(
     open: bool = False,
     **limits: Any,
 ) -> Request:
-    request = Request(name, prompt, Limits(**{"max_tokens": 4, **limits}), priority=priority, open=open)
+    request = Request(name, prompt, TokenLimits(**{"max_tokens": 4, **limits}), priority=priority, open=open)
     scheduler.add(request, hold)
     return request
 
@@ -118,8 +118,8 @@ def test_out_of_blocks_the_newest_is_preempted_computed_again_and_ends_with_the_
         paper.step()
     assert (old.preemptions, scheduler.stats.preemptions) == (0, new.preemptions)
     assert new.preemptions > 0
-    assert old.tokens == expected([1, 2, 3], Limits(max_tokens=6))
-    assert new.tokens == expected([4, 5, 6], Limits(max_tokens=6))
+    assert old.tokens == expected([1, 2, 3], TokenLimits(max_tokens=6))
+    assert new.tokens == expected([4, 5, 6], TokenLimits(max_tokens=6))
     assert scheduler.pool.free == scheduler.pool.capacity
 
 
@@ -151,14 +151,14 @@ def test_a_prompt_that_grows_is_computed_as_it_comes_and_answered_when_it_is_who
     scheduler = make()
     paper = Paper(scheduler)
     request = ask(scheduler, "a", [], open=True)
-    assert (request.state, scheduler.has_requests(), scheduler.held) == (State.HELD, False, 1)
+    assert (request.state, scheduler.has_requests(), scheduler.held) == (RequestStatus.HELD, False, 1)
     scheduler.extend("a", [1], last=False)  # the last token waits: the answer may follow it
-    assert (request.state, scheduler.has_requests()) == (State.HELD, False)
+    assert (request.state, scheduler.has_requests()) == (RequestStatus.HELD, False)
     scheduler.extend("a", [2, 3], last=False)
     step = scheduler.schedule()
     assert (shape(step), step.rows[0].samples) == ([("a", 0, 2)], False)
     assert scheduler.update_from_output(step, paper.run(step), {}) == []
-    assert (request.state, scheduler.has_requests(), scheduler.held) == (State.PAUSED, False, 1)
+    assert (request.state, scheduler.has_requests(), scheduler.held) == (RequestStatus.PAUSED, False, 1)
     assert request.blocks
     scheduler.extend("a", [4], last=False)
     assert (scheduler.has_requests(), scheduler.held) == (True, 0)
@@ -169,7 +169,7 @@ def test_a_prompt_that_grows_is_computed_as_it_comes_and_answered_when_it_is_who
     while scheduler.has_unfinished_requests():
         assert scheduler.has_requests()
         paper.step()
-    assert request.tokens == expected([1, 2, 3, 4], Limits(max_tokens=4))
+    assert request.tokens == expected([1, 2, 3, 4], TokenLimits(max_tokens=4))
     assert scheduler.stats.prompt_tokens == 4
     assert scheduler.pool.free == scheduler.pool.capacity
 
@@ -179,16 +179,16 @@ def test_a_paused_prompt_gives_its_blocks_to_others_and_is_computed_again() -> N
     paper = Paper(scheduler)
     paused = ask(scheduler, "paused", [1, 2, 3, 4, 5, 6, 7], open=True)
     paper.step()
-    assert paused.state is State.PAUSED
+    assert paused.state is RequestStatus.PAUSED
     other = ask(scheduler, "other", [1, 2, 3, 4, 5], max_tokens=3)
     while scheduler.has_requests():
         paper.step()
-    assert other.tokens == expected([1, 2, 3, 4, 5], Limits(max_tokens=3))
-    assert (paused.state, paused.preemptions, paused.blocks) == (State.HELD, 1, [])
+    assert other.tokens == expected([1, 2, 3, 4, 5], TokenLimits(max_tokens=3))
+    assert (paused.state, paused.preemptions, paused.blocks) == (RequestStatus.HELD, 1, [])
     scheduler.extend("paused", [], last=True)
     while scheduler.has_requests():
         paper.step()
-    assert paused.tokens[:9] == expected([1, 2, 3, 4, 5, 6, 7], Limits(max_tokens=4))[:9]
+    assert paused.tokens[:9] == expected([1, 2, 3, 4, 5, 6, 7], TokenLimits(max_tokens=4))[:9]
     assert scheduler.pool.free == scheduler.pool.capacity
 
 
@@ -228,10 +228,10 @@ def test_a_request_ends_at_the_model_s_length_and_a_failed_row_ends_its_request_
     updates = scheduler.update_from_output(step, {"a": 1}, {"b": "NaN"})
     assert [(one.request.id, one.token, one.finish, one.reason) for one in updates] == [
         ("a", 1, None, None),
-        ("b", None, Finish.ERROR, "NaN"),
+        ("b", None, FinishReason.ERROR, "NaN"),
     ]
     (last,) = paper.step()
-    assert (last.request.id, last.finish) == ("a", Finish.LENGTH)
+    assert (last.request.id, last.finish) == ("a", FinishReason.LENGTH)
     assert scheduler.schedule().finished == ("a",)  # b was in the step of a's last token
     assert scheduler.pool.free == scheduler.pool.capacity
 
@@ -274,7 +274,7 @@ class Schedulers(RuleBasedStateMachine):
         self.paper = Paper(self.scheduler)
         self.under_way: list[tuple[SchedulerOutput, dict[str, int]]] = []
         self.requests: dict[str, tuple[list[int], Request]] = {}
-        self.ended: dict[str, Finish] = {}
+        self.ended: dict[str, FinishReason] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
@@ -303,7 +303,11 @@ class Schedulers(RuleBasedStateMachine):
         self.requests[name] = ([*prompt, *tokens], request)
 
     def growing(self) -> list[str]:
-        return [name for name, (_prompt, one) in self.requests.items() if one.open and one.state is not State.FINISHED]
+        return [
+            name
+            for name, (_prompt, one) in self.requests.items()
+            if one.open and one.state is not RequestStatus.FINISHED
+        ]
 
     @rule()
     def begin_a_step(self) -> None:
@@ -327,12 +331,12 @@ class Schedulers(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.requests)))
         for request in self.scheduler.finish([name]):
-            self.ended[request.id] = Finish.ABORT
+            self.ended[request.id] = FinishReason.ABORT
 
-    @precondition(lambda self: any(one.state is State.HELD for _prompt, one in self.requests.values()))
+    @precondition(lambda self: any(one.state is RequestStatus.HELD for _prompt, one in self.requests.values()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        held = [name for name, (_prompt, one) in self.requests.items() if one.state is State.HELD]
+        held = [name for name, (_prompt, one) in self.requests.items() if one.state is RequestStatus.HELD]
         self.scheduler.release(data.draw(st.sampled_from(held)))
 
     def _ended(self, step: SchedulerOutput, sampled: dict[str, int], failed: dict[str, str]) -> None:
@@ -344,7 +348,7 @@ class Schedulers(RuleBasedStateMachine):
     @invariant()
     def every_block_is_accounted_for(self) -> None:
         pool = self.scheduler.pool
-        having = (State.RUNNING, State.PAUSED)
+        having = (RequestStatus.RUNNING, RequestStatus.PAUSED)
         live = [request for _prompt, request in self.requests.values() if request.state in having]
         used = [block for request in live for block in request.blocks]
         assert pool.free == pool.capacity - len(set(used))
@@ -357,11 +361,15 @@ class Schedulers(RuleBasedStateMachine):
     def what_waits_for_others_is_no_work(self) -> None:
         scheduler = self.scheduler
         requests = [one for _prompt, one in self.requests.values()]
-        paused = [one for one in requests if one.state is State.PAUSED]
+        paused = [one for one in requests if one.state is RequestStatus.PAUSED]
         resuming = [one for one in paused if one.ready > one.computed]
-        queued = [one for one in requests if one.state in (State.WAITING, State.RUNNING, State.PREEMPTED)]
+        queued = [
+            one
+            for one in requests
+            if one.state in (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+        ]
         assert scheduler.has_requests() == bool(queued or resuming or scheduler._finished)
-        assert scheduler.held == sum(one.state is State.HELD for one in requests) + len(paused) - len(resuming)
+        assert scheduler.held == sum(one.state is RequestStatus.HELD for one in requests) + len(paused) - len(resuming)
 
     @invariant()
     def tokens_are_those_of_a_request_alone(self) -> None:
@@ -371,7 +379,7 @@ class Schedulers(RuleBasedStateMachine):
                 continue
             whole = expected(prompt, request.limits)
             assert request.tokens == whole[: len(request.tokens)]
-            if self.ended.get(request.id) is Finish.LENGTH:
+            if self.ended.get(request.id) is FinishReason.LENGTH:
                 assert request.tokens == whole[: self.scheduler.longest]
 
     def teardown(self) -> None:
@@ -384,11 +392,11 @@ class Schedulers(RuleBasedStateMachine):
             self._ended(step, self.paper.run(step), {})
             steps += 1
             assert steps < 2000
-        waiting = (State.HELD, State.PAUSED)
+        waiting = (RequestStatus.HELD, RequestStatus.PAUSED)
         held = [name for name, (_prompt, one) in self.requests.items() if one.state in waiting]
         assert set(self.ended) == set(self.requests) - set(held)
         for name in held:
-            assert self.requests[name][1].open or self.requests[name][1].state is State.HELD
+            assert self.requests[name][1].open or self.requests[name][1].state is RequestStatus.HELD
         self.scheduler.finish(held)
         assert self.scheduler.pool.free == self.scheduler.pool.capacity
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.rules import edges
 from stage_runtime.rules.membership import MembershipState, Unbindable
-from stage_runtime.wire.messages import Member
+from stage_runtime.wire.parts import Member
 
 GROUPS = {"front": "u1", "voice": "u2"}
 STAGES = {"split": "front", "count": "front", "shout": "voice"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules.readers import EACH, PATIENCE_S, ROOM, End, Reader, Step, TakeEarly, decide
+from stage_runtime.rules.readers import EACH, PATIENCE_S, ROOM, EndRequest, Reader, Step, TakeUnread, decide
 from stage_runtime.rules.streams import STREAM_WINDOW
 from tests.thoroughness import examples
 
@@ -22,21 +22,21 @@ def reader(request: str, *, fresh: int = STREAM_WINDOW, early: int = 0, read_at:
     ("readers", "steps"),
     [
         ([], []),
-        ([reader("r1")], [TakeEarly("r1")]),
-        ([reader("r1", read_at=NOW)], [TakeEarly("r1")]),
+        ([reader("r1")], [TakeUnread("r1")]),
+        ([reader("r1", read_at=NOW)], [TakeUnread("r1")]),
         ([reader("r1", fresh=0, early=9)], []),  # it holds no worker up
-        ([reader("r1", early=EACH)], [End("r1")]),
+        ([reader("r1", early=EACH)], [EndRequest("r1")]),
         ([reader("r1", early=EACH, read_at=NOW)], []),  # it reads
-        ([reader("r1", early=EACH), reader("r2")], [TakeEarly("r2")]),  # one worker is enough
-        ([reader("r1", early=EACH, read_at=LATE - 1), reader("r2", early=EACH)], [End("r1")]),
+        ([reader("r1", early=EACH), reader("r2")], [TakeUnread("r2")]),  # one worker is enough
+        ([reader("r1", early=EACH, read_at=LATE - 1), reader("r2", early=EACH)], [EndRequest("r1")]),
         # r0 holds nobody up: while there is room it may lie unread.
-        ([reader("r0", fresh=0, early=9, read_at=0.0), reader("r1", early=EACH)], [End("r1")]),
-        ([reader("r0", fresh=0, early=ROOM, read_at=0.0), reader("r1")], [End("r0")]),
-        ([reader("r0", fresh=0, early=ROOM, read_at=NOW), reader("r1")], [End("r1")]),
+        ([reader("r0", fresh=0, early=9, read_at=0.0), reader("r1", early=EACH)], [EndRequest("r1")]),
+        ([reader("r0", fresh=0, early=ROOM, read_at=0.0), reader("r1")], [EndRequest("r0")]),
+        ([reader("r0", fresh=0, early=ROOM, read_at=NOW), reader("r1")], [EndRequest("r1")]),
         ([reader("r0", fresh=0, early=ROOM, read_at=0.0)], []),
-        ([reader("r0", fresh=0, read_at=0.0), reader("r3", fresh=0, early=ROOM), reader("r1")], [End("r3")]),
-        ([reader("r1", early=ROOM - 1), reader("r2")], [TakeEarly("r2")]),
-        ([reader("r0", fresh=0, early=ROOM - 1), reader("r1"), reader("r2")], [TakeEarly("r1")]),
+        ([reader("r0", fresh=0, read_at=0.0), reader("r3", fresh=0, early=ROOM), reader("r1")], [EndRequest("r3")]),
+        ([reader("r1", early=ROOM - 1), reader("r2")], [TakeUnread("r2")]),
+        ([reader("r0", fresh=0, early=ROOM - 1), reader("r1"), reader("r2")], [TakeUnread("r1")]),
     ],
 )
 def test_what_is_unread_is_taken_early_up_to_a_bound_and_then_who_read_least_recently_ends(
@@ -83,7 +83,7 @@ def test_every_request_is_served_or_ends_whatever_its_client_reads(
             [Reader(one, fresh[one] if one in begun else 0, early[one], read_at[one]) for one in fresh], now=now
         ):
             one = step.request
-            if isinstance(step, TakeEarly):
+            if isinstance(step, TakeUnread):
                 early[one] += fresh[one]
                 fresh[one] = 0
             else:

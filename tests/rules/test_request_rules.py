@@ -29,7 +29,7 @@ from stage_runtime.rules.requests import (
     TerminalDone,
     Tracked,
 )
-from stage_runtime.wire.messages import Failure
+from stage_runtime.wire.parts import Failure
 from tests.thoroughness import examples
 
 TERMINALS = ("voice", "text")
@@ -145,7 +145,7 @@ class RequestLife(RuleBasedStateMachine):
         assert (one.failure is None) == (self.ends != [Instruction.FAIL])
         assert one.streamed or one.state is not State.ANSWERING
         assert not (self.whole and one.streamed)
-        assert one.hears(one.attempt) == (one.state in UNDER_WAY)
+        assert one.accepts(one.attempt) == (one.state in UNDER_WAY)
 
     @invariant()
     def the_history_leads_to_the_state(self) -> None:

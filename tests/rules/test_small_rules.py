@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import HookError, RequestError
 from stage_runtime.rules import routing
-from stage_runtime.rules.credits import Grant, Window
+from stage_runtime.rules.credits import Reservation, Window
 from stage_runtime.rules.tombstones import Tombstones
 
 # --- credits ------------------------------------------------------------------------------------------------------
@@ -28,26 +28,26 @@ def test_a_window_is_never_overdrawn_and_refuses_only_while_one_transfer_is_copi
     limit: int, shared_nbytes: int, small_nbytes: int | None, steps: list[int | None], random: Random
 ) -> None:
     window = Window(limit, shared_nbytes, small_nbytes=small_nbytes)
-    out: list[tuple[Grant, int]] = []
+    out: list[tuple[Reservation, int]] = []
     for nbytes in steps:
         if nbytes is None:
             if out:
                 window.give(*out.pop(random.randrange(len(out))))
             continue
-        grant = window.take(nbytes)
-        if grant is not None:
-            out.append((grant, nbytes))
-        credits = [grant for grant, _ in out if grant is not Grant.SHARED]
-        shared = sum(nbytes for grant, nbytes in out if grant is Grant.SHARED)
+        reservation = window.take(nbytes)
+        if reservation is not None:
+            out.append((reservation, nbytes))
+        credits = [reservation for reservation, _ in out if reservation is not Reservation.SHARED]
+        shared = sum(nbytes for reservation, nbytes in out if reservation is Reservation.SHARED)
         assert len(credits) <= limit
         assert shared <= shared_nbytes
-        if grant is None:
+        if reservation is None:
             assert len(credits) == limit
-            assert Grant.LAST_CREDIT in credits, "it is in motion, and its release lets this one through"
+            assert Reservation.LAST_CREDIT in credits, "it is in motion, and its release lets this one through"
             is_small = small_nbytes is None or nbytes <= small_nbytes
             assert shared + nbytes > (shared_nbytes if is_small else shared_nbytes // 8)
-    for grant, nbytes in out:
-        window.give(grant, nbytes)
+    for reservation, nbytes in out:
+        window.give(reservation, nbytes)
     assert (window.credits, window.shared) == (0, 0)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 from stage_runtime.rules.welcomes import AGAIN_MOST_S, AGAIN_S, Welcomes
-from stage_runtime.wire.messages import Hello, Member
+from stage_runtime.wire.messages import Hello
+from stage_runtime.wire.parts import Member
 
 
 def hello(via: str = "tcp://c:1", endpoint: str = "tcp://m:1") -> Hello:

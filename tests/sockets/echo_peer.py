@@ -7,7 +7,8 @@ import sys
 
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Deregister, Hello, Message, RequestRef
+from stage_runtime.wire.frames import RequestRef
+from stage_runtime.wire.messages import Deregister, Hello, Message
 
 
 class Echo:

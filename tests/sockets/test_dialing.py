@@ -108,7 +108,7 @@ async def test_a_name_is_connected_to_as_well_as_an_address() -> None:
 
 
 async def test_a_lost_peer_is_told_apart_from_its_neighbours(folder: Path) -> None:
-    hub = End("hub", f"ipc://{folder}/hub", dead_after_s=0.5)
+    hub = End("hub", f"ipc://{folder}/hub")
     leaves = [End(f"p{number}", f"ipc://{folder}/{number}") for number in range(5)]
     async with ends(hub, *leaves):
         for leaf in leaves:

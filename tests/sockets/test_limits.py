@@ -97,7 +97,7 @@ def test_at_the_limit_of_descriptors_a_new_peer_is_refused_and_others_are_still_
             capture_output=True,
             text=True,
             cwd=Path(__file__).parents[2],
-            timeout=60,
+            timeout=100,
         )
     finally:
         shutil.rmtree(folder)

@@ -31,6 +31,8 @@ def ref(**changes: Any) -> TensorRef:
         ref(kind="numpy"),
         ref(kind="bytes", dtype="uint8", shape=(24,)),
         ref(kind="value", dtype="uint8", shape=(24,)),
+        ref(device="cuda:0"),
+        ref(device="cuda:127"),
     ],
 )
 def test_a_ref_that_lies_inside_its_buffer_is_let_through(good: TensorRef) -> None:
@@ -54,6 +56,27 @@ def test_a_ref_that_lies_inside_its_buffer_is_let_through(good: TensorRef) -> No
         (ref(kind="bytes"), "bytes are flat uint8"),
         (ref(kind="value", dtype="uint8", shape=(4, 6)), "value are flat uint8"),
         (ref(kind="pickle"), "unknown kind 'pickle'"),
+        *[
+            (ref(device=device), "on an unknown device")
+            for device in (
+                "",
+                "cuda",
+                "cuda:",
+                "cuda:-1",
+                "cuda:1234",
+                "cuda:0 ",
+                "cuda:0\n",
+                "CUDA:0",
+                "meta",
+                "cpu:0",
+            )
+        ],
+        *[
+            (ref(device=device), "on an unknown device")
+            for device in ("cuda:\u0660", "cuda:0/../1", "x" * 10_000, "\0")
+        ],
+        (ref(kind="numpy", device="cuda:0"), "numpy on an unknown device"),
+        (ref(kind="value", dtype="uint8", shape=(24,), device="cuda:0"), "value on an unknown device"),
     ],
 )
 def test_a_ref_that_lies_is_refused_and_named(bad: TensorRef, words: Any) -> None:

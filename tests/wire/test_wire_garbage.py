@@ -11,23 +11,9 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import (
-    FRAME_LIMIT,
-    ID_LIMIT,
-    NAME_LIMIT,
-    PROTOCOL,
-    Admin,
-    AdminReply,
-    Complete,
-    DataReady,
-    Failure,
-    ForwardAbort,
-    Frame,
-    Header,
-    Message,
-    Release,
-    Stream,
-)
+from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Frame
+from stage_runtime.wire.messages import Admin, AdminReply, Complete, DataReady, ForwardAbort, Message, Release, Stream
+from stage_runtime.wire.parts import ID_LIMIT, NAME_LIMIT, Failure, Header
 from tests.thoroughness import examples
 from tests.wire.wire_samples import SAMPLES
 

@@ -9,8 +9,10 @@ import msgpack
 import pytest
 
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import PROTOCOL, BaseMessage, Frame, Message, Ready
-from tests.wire.wire_samples import SAMPLES
+from stage_runtime.wire.frames import PROTOCOL, Frame
+from stage_runtime.wire.messages import BaseMessage, DataReady, Message, Ready
+from stage_runtime.wire.parts import INLINE_LIMIT, Body
+from tests.wire.wire_samples import HEADER, SAMPLES
 
 
 def framed(message: Message) -> Frame:
@@ -52,6 +54,18 @@ def test_msgpack_reads_every_message_field_by_field(message: Message, plain: lis
     *head, said = msgpack.unpackb(codec.encode(framed(message)))
     assert head == [PROTOCOL, "sender", "receiver", 11, 10, 9, 8, request_of(plain)]
     assert msgpack.unpackb(said) == plain
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 65_535, 65_536, INLINE_LIMIT])
+def test_the_bytes_of_a_payload_lie_in_the_frame_that_brought_them(nbytes: int) -> None:
+    """And so does whatever has been sent: a sender may write into its buffer again."""
+    buffer = bytearray(b"x" * nbytes)
+    frame = codec.encode(framed(DataReady(HEADER, "a", "b", Body(inline=memoryview(buffer)))))
+    buffer[:] = bytes(nbytes)
+    message = codec.read(codec.opened(frame))
+    assert isinstance(message, DataReady) and message.body is not None
+    assert message.body.inline == b"x" * nbytes
+    assert message.body.inline.obj is frame
 
 
 @pytest.mark.parametrize(("message", "plain"), SAMPLES, ids=name)
