@@ -147,15 +147,20 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     ``[tokens, hidden]``, or None. A request begins with its first chunk, when ``prompt`` gets a payload without data;
     what comes is computed at once, and the answer begins when all streams have ended. Without ``prompt`` there is
     nothing before the stream. Where nothing streams into the stage, it is not called.
-    linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``.
+    dtype: of weights and cache: ``float32``, ``bfloat16``, ``float16``; ``auto`` takes bfloat16 where the device has
+    instructions for it, else float32. A CPU without them refuses ``bfloat16``.
+    linears: the form of the weights on a CPU: ``auto`` measures, or ``plain``, ``onednn``, ``mkl``, ``numba`` (products
+    compiled for the processor, float32 only; weights that bfloat16 holds exactly take half the memory).
     kernels: on a CPU, ``numba`` compiles attention for the processor (extra ``numba``) and ``torch`` takes torch's
     operators; ``auto`` takes numba where it is installed.
+    compile: compile the parts of layers beside attention by torch when the stage is loaded; where that fails, they are
+    computed as they are without it.
     hidden_rows: give ``deliver`` the last hidden row of each token, for a stage that continues from it.
     own_process: compute in a process of its own, so that nothing else of the stage delays a step.
     data_parallel_size: engines, each with all weights and a process of its own; a request goes to the least loaded one.
     cores: processors of each engine, such as ``[[0, 1], [2, 3]]``; by default the stage's are divided among them.
-    engine: what computes: ``own``, or ``openvino`` (extra ``openvino``), which takes fewer settings and fewer fields of
-    requests, and refuses the others by name.
+    engine: what computes: ``own``, or ``openvino`` or ``vllm`` (extras of these names), which take fewer settings and
+    fewer fields of requests, and refuse the others by name.
     frozen_after_s: an engine process that gives no sign of life for so long is killed; its requests fail.
     """
 
@@ -178,6 +183,7 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     linears: str = "auto"
     kernels: str = "auto"
+    compile: bool = False
     hidden_rows: bool = False
     own_process: bool = False
     data_parallel_size: int = 1

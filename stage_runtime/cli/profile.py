@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import click
 
-from stage_runtime.cli.server import Server, server, server_options
+from stage_runtime.cli.server import CoordinatorClient, server, server_options
 from stage_runtime.errors import ConfigurationError
 
 FORMATS: Final = ("table", "json", "html", "perfetto", "tar")
@@ -103,7 +103,7 @@ def _show_states(answer: dict[str, Any]) -> None:
             click.echo(f"{each['stage']} ({each['instance']}): {each['state']}: {each['error']}", err=True)
 
 
-def _report(asked: Server, run_id: str | None, form: str, out: Path | None) -> None:
+def _report(asked: CoordinatorClient, run_id: str | None, form: str, out: Path | None) -> None:
     if run_id is None:
         known = json.loads(asked.get("/profiles"))["runs"]
         if not known:

@@ -1,4 +1,4 @@
-"""Finding the `omni up` that an order is meant for, and giving it.
+"""Finding the `omni up` that a command is meant for, and sending it.
 
 Called by `scale`, `restart` and `profile`.
 """

@@ -15,7 +15,7 @@ from stage_runtime.errors import ConfigurationError
 TIMEOUT_S: Final = 600.0  # a report of a long profile takes minutes
 
 
-class Server:
+class CoordinatorClient:
     """The profiler's routes of one pipeline."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -64,9 +64,9 @@ def server_options(function: Any) -> Any:
 @contextmanager
 def server(
     url: str | None, api_key: str | None, pipeline: str | None, pid: int | None, base_path: str | None
-) -> Iterator[Server]:
+) -> Iterator[CoordinatorClient]:
     with options.told_plainly():
-        asked = Server(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
+        asked = CoordinatorClient(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
         try:
             yield asked
         finally:

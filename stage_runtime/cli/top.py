@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stage_runtime.cli.server import Server, server, server_options
+from stage_runtime.cli.server import CoordinatorClient, server, server_options
 
 WIDTH_WITHOUT_TERMINAL: Final = 120
 BAR: Final = 10  # columns of a queue or of busy places
@@ -50,7 +50,7 @@ def command(every: float, once: bool, **which: Any) -> None:
         _show(asked, console, every)
 
 
-def _show(asked: Server, console: Console, every: float) -> None:
+def _show(asked: CoordinatorClient, console: Console, every: float) -> None:
     samples = _samples(asked, every)
     before = next(samples)
     with Live(draw(before, before, width=console.width), console=console, screen=True, auto_refresh=False) as live:
@@ -62,7 +62,7 @@ def _show(asked: Server, console: Console, every: float) -> None:
             return
 
 
-def _samples(asked: Server, every: float) -> Iterator[Sample]:
+def _samples(asked: CoordinatorClient, every: float) -> Iterator[Sample]:
     while True:
         status = json.loads(asked.get("/status"))
         yield Sample(at=time.monotonic(), status=status, series=parse(asked.get("/metrics").decode()))
@@ -133,15 +133,15 @@ def _headline(before: Sample, now: Sample) -> Text:
     seconds = now.at - before.at
     outcomes = {key[1]: _grown(before, now, *key) for key in now.series if key[0] == "requests_total"}
     failed = sum(count for outcome, count in outcomes.items() if outcome not in ("completed", "cancelled"))
-    told = Text.assemble(
+    header = Text.assemble(
         (now.status["pipeline"], "bold"),
         f"  {now.status['in_flight']} in flight  {_rate(outcomes.get('completed', 0), seconds)} completed/s",
     )
     if failed:
-        told.append(f"  {_rate(failed, seconds)} failed/s", style="red")
+        header.append(f"  {_rate(failed, seconds)} failed/s", style="red")
     if not now.status["complete"]:
-        told.append(f"  missing: {', '.join(now.status['missing_groups'])}", style="bold red")
-    return told
+        header.append(f"  missing: {', '.join(now.status['missing_groups'])}", style="bold red")
+    return header
 
 
 def _targets(stage: str, edges: Sequence[tuple[str, ...]]) -> str:

@@ -57,19 +57,19 @@ def draw(record: dict[str, Any], *, width: int) -> RenderableType:
     for label, start_ms, end_ms, parts, style in rows:
         bar = [_bar(start_ms, parts, scale, bar_width)] if drawn else []
         table.add_row(Text(label, style=style), *bar, _ms(start_ms), _ms(end_ms - start_ms))
-    told: list[Text | Table] = [_headline(record, total_ms), Text(), table]
+    shown: list[Text | Table] = [_headline(record, total_ms), Text(), table]
     if record.get("error"):
         error = record["error"]
         where = f" in {error['stage']}" if error.get("stage") else ""
-        told.append(Text(printable(f"{error['code']}{where}: {error['message']}"), style="red"))
+        shown.append(Text(printable(f"{error['code']}{where}: {error['message']}"), style="red"))
     if not rows:
-        told.append(Text("no stage has reported yet", style="dim"))
+        shown.append(Text("no stage has reported yet", style="dim"))
     elif drawn:
         legend = Text("queue ", style="dim")
         for (mark, style), word in ((QUEUED, "  function "), (RUNNING, "  hop "), (MOVING, "")):
             legend.append(mark, style=style).append(word)
-        told.append(legend)
-    return Group(*told)
+        shown.append(legend)
+    return Group(*shown)
 
 
 Row = tuple[str, float, float, list[tuple[float, tuple[str, str]]], str]  #: label, start, end, (ms, mark)…, style

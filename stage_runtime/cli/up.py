@@ -100,7 +100,7 @@ async def _up(file: str, overrides: tuple[str, ...], local_options: LocalOptions
         return options.EXIT_INTERRUPTED
     answered = curl.line(pipeline.plan.coordinator, pipeline.url, folder=pipeline.folder, key_file=pipeline.key_file)
     screen.up(pipeline.url, answered)
-    async with admin.Server(pipeline):
+    async with admin.AdminServer(pipeline):
         await ending.wait()
         await pipeline.stop()
     screen.over()

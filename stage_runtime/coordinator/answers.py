@@ -16,7 +16,8 @@ from stage_runtime.profiler.recorder import recorder
 from stage_runtime.rules.requests import ChunkCame, Event, Instruction, Instructions, TerminalDone
 from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key
-from stage_runtime.wire.messages import Complete, Failure, Stream
+from stage_runtime.wire.messages import Complete, Stream
+from stage_runtime.wire.parts import Failure
 
 
 class Happen(Protocol):
@@ -59,7 +60,7 @@ class Answers:
         elif message.failure is not None:
             handle = self._current(message)
             if handle is not None:
-                handle.learn(message.timings)
+                handle.add_timings(message.timings)
                 self._failed(handle, message.attempt, message.failure)
         elif message.body is None:
             self._result(message, None)
@@ -75,7 +76,7 @@ class Answers:
     def _current(self, message: Stream | Complete) -> RequestHandle | None:
         """The request, if the attempt that the message belongs to is under way."""
         handle = self._find(message.request_id)
-        if handle is None or not handle.tracked.hears(message.attempt):
+        if handle is None or not handle.tracked.accepts(message.attempt):
             return None
         return handle
 
@@ -113,7 +114,7 @@ class Answers:
             if fetched is not None:
                 fetched.discard()
             return
-        handle.learn(message.timings)
+        handle.add_timings(message.timings)
         try:
             inbound.end(message.chunks)
         except ProtocolError as error:

@@ -14,13 +14,14 @@ from omnipipeline_spec.types.errors import clipped
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.membership import Membership
-from stage_runtime.coordinator.profiling import Profiling
+from stage_runtime.coordinator.profiling import PipelineProfiling
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.coordinator.tracing import Tracing
-from stage_runtime.profiler.session import Session
+from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.transfers.releases import Releases
+from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
     Beat,
     Complete,
@@ -36,7 +37,6 @@ from stage_runtime.wire.messages import (
     Ready,
     RelayFailure,
     Release,
-    RequestRef,
     Shutdown,
     Stalled,
     Stream,
@@ -51,7 +51,7 @@ class Coordinator:
 
     membership: Membership
     manager: RequestManager
-    profiling: Profiling
+    profiling: PipelineProfiling
 
     def __init__(self, plan: CoordinatorPlan, *, incarnation: str, loop: asyncio.AbstractEventLoop) -> None:
         self.incarnation = incarnation
@@ -86,7 +86,7 @@ class Coordinator:
         endpoint: str,
         publisher: str,
         revisions: Sequence[PipelineRevision],
-        profiles: Session | None = None,
+        profiles: ProfileSession | None = None,
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
         tracing: Tracing | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Coordinator:
             clocks_us=clocks.offsets_us,
             tracing=tracing,
         )
-        self.profiling = Profiling(
+        self.profiling = PipelineProfiling(
             profiles,
             lambda: {name: one.member for name, one in self.membership.state.instances.items()},
             channels.send,
@@ -157,7 +157,7 @@ class Coordinator:
         self._channels.send(peer, RelayFailure(relay, clipped(reason)))
 
     def _relay_failed(self, sender: str, message: RelayFailure) -> None:
-        self._relays.fail(sender, message.relay, message.reason, tell=False)
+        self._relays.fail(sender, message.relay, message.reason, notify=False)
 
     def release(self, peer: str, transfer: int) -> None:
         """The last view of a stage's transfer is gone: release it."""

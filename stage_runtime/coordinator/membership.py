@@ -22,23 +22,15 @@ from stage_runtime.rules.introductions import Introductions
 from stage_runtime.rules.membership import MembershipState
 from stage_runtime.rules.welcomes import Welcomes
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import (
-    PROTOCOL,
-    Beat,
-    Deregister,
-    Hello,
-    Member,
-    Members,
-    Rejected,
-    Unbound,
-    Welcome,
-)
+from stage_runtime.wire.frames import PROTOCOL
+from stage_runtime.wire.messages import Beat, Deregister, Hello, Members, Rejected, Unbound, Welcome
+from stage_runtime.wire.parts import Member
 
 log = logging.getLogger(__name__)
 
 READY_AFTER_S: Final = 30.0  # without a complete set, a coordinator is ready then: its 503 names a stage
 FENCED_KEPT: Final = 10_000
-TICK_S: Final = 0.01  # departures within it are told together
+TICK_S: Final = 0.01  # departures within it are sent together
 TOLD_AT_ONCE: Final = 100
 FENCED: Final = "this incarnation was declared dead"
 
@@ -76,8 +68,8 @@ class Membership:
         self._bound_to = bound_to
         self._loop = loop
         self._introductions = Introductions()
-        self._gone: dict[str, list[str]] = {}  #: Who must be told -> which members are gone; told after `TICK_S`.
-        self._beat_s = 0.0  #: As members were told.
+        self._gone: dict[str, list[str]] = {}  #: Who must be notified -> which members are gone; sent after `TICK_S`.
+        self._beat_s = 0.0  #: As last sent to members.
         self._refusals: dict[str, str] = {}  #: As logged, by sender; oldest first.
         self._beats: dict[str, Beat] = {}
         self._welcomes = Welcomes()
@@ -104,7 +96,7 @@ class Membership:
             return Joined(new=False, replaced=[])
         known = sender in self.state.instances
         self._relays.open(sender, member.relays)
-        # Not before it says Ready: a request that comes before Welcome could not be answered. One that was fenced is
+        # Not before it sends Ready: a request that comes before Welcome could not be answered. One that was fenced is
         # ready already, and its neighbours may reach it before Welcome does.
         replaced = self.state.join(msgspec.structs.replace(member, ready=False), message.edges)
         for gone in replaced:
@@ -121,12 +113,12 @@ class Membership:
         return Joined(new=not known, replaced=replaced)
 
     def introduce(self, revision: PipelineRevision, bindings: Mapping[str, str]) -> tuple[Member, ...]:
-        """A request is bound: its instances are told of each other, where they were not yet.
+        """A request is bound: its instances are introduced to each other, where they were not yet.
 
         Returns: what the request itself brings along, because it may arrive before that.
         """
         news = self._introductions.bind(revision.edges, bindings, time.monotonic())
-        for incarnation, others in news.told.items():
+        for incarnation, others in news.introduced.items():
             self._channels.send(incarnation, Members(joined=self._members(others)))
         return self._members(news.along)
 
@@ -142,7 +134,7 @@ class Membership:
         if known is None:
             return False
         self._welcomes.read(sender)
-        if not known.ready:  # it says so again after each Welcome
+        if not known.ready:  # it sends Ready again after each Welcome
             log.info("%s (%s) is ready", known.member.group, sender)
         self.state.mark(sender, ready=True)
         self._was_complete = self._was_complete or self.state.complete()
@@ -292,7 +284,7 @@ class Membership:
         if message.pipeline != self._pipeline:
             return f"belongs to pipeline {message.pipeline!r}, this is {self._pipeline!r}"
         if not message.edges.startswith(f"{PROTOCOL}:"):
-            return f"speaks edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
+            return f"has the edges {message.edges!r}, this coordinator protocol {PROTOCOL}"
         known = self.state.instances.get(sender)
         if known is not None and known.member.endpoint != member.endpoint:
             return f"an instance at {known.member.endpoint} has the same incarnation, this one is at {member.endpoint}"

@@ -19,15 +19,8 @@ from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.wire.messages import (
-    Member,
-    Message,
-    ProfilerRead,
-    ProfilerReply,
-    ProfilerStart,
-    ProfilerStop,
-    RankQuestion,
-)
+from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop, RankQuestion
+from stage_runtime.wire.parts import Member
 
 Question: TypeAlias = ProfilerStart | ProfilerStop | ProfilerRead
 
@@ -37,7 +30,7 @@ CLOCK_QUESTIONS: Final = 8  # at the start and at the end of a run
 CLOCKS_MOST_S: Final = 1.0
 
 
-class Members(Protocol):
+class Participants(Protocol):
     """Who takes part now, by incarnation."""
 
     def __call__(self) -> Mapping[str, Member]: ...
@@ -54,7 +47,7 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0  #: Of a TP stage's processes.
 
 
-class Process(NamedTuple):
+class AskedProcess(NamedTuple):
     """Which one is asked. Ranks 1.. of a TP stage are no members: rank 0 passes on what they are asked and answer."""
 
     instance: str
@@ -71,7 +64,7 @@ class Questions:
 
     def __init__(
         self,
-        members: Members,
+        members: Participants,
         send: Callable[[str, Message], bool],
         loop: asyncio.AbstractEventLoop,
         clocks: Clocks,
@@ -81,7 +74,9 @@ class Questions:
         self._send = send
         self._loop = loop
         self._clocks = clocks
-        self._calls: dict[str, tuple[Process, int, asyncio.Future[ProfilerReply]]] = {}  #: call -> (asked, sent at, …)
+        self._calls: dict[
+            str, tuple[AskedProcess, int, asyncio.Future[ProfilerReply]]
+        ] = {}  #: call -> (asked, sent at, …)
         self._numbers = itertools.count(1)
 
     async def measure_clocks(self) -> None:
@@ -102,17 +97,17 @@ class Questions:
                     answered = dict.fromkeys(member.stages, f"failed: {reply.error}")
             else:
                 answered = dict.fromkeys(member.stages, reply)
-            states += [state_of(stage, member.group, process, said) for stage, said in answered.items()]
+            states += [state_of(stage, member.group, process, answer) for stage, answer in answered.items()]
         return states
 
     async def replies(
-        self, asked: Sequence[Process], make: Callable[[str], Question]
-    ) -> dict[Process, ProfilerReply | str]:
+        self, asked: Sequence[AskedProcess], make: Callable[[str], Question]
+    ) -> dict[AskedProcess, ProfilerReply | str]:
         """Each process's answer, or why there is none."""
         answers = await asyncio.gather(*(self.call(process, make) for process in asked))
         return dict(zip(asked, answers, strict=True))
 
-    async def call(self, process: Process, make: Callable[[str], Question]) -> ProfilerReply | str:
+    async def call(self, process: AskedProcess, make: Callable[[str], Question]) -> ProfilerReply | str:
         call_id = f"profile-{next(self._numbers)}"
         future: asyncio.Future[ProfilerReply] = self._loop.create_future()
         self._calls[call_id] = (process, time.time_ns(), future)
@@ -167,13 +162,13 @@ class Questions:
         recorder.emit(events.CLOCK_OFFSET, "", COORDINATOR, facts)
 
 
-def processes(members: Mapping[str, Member]) -> list[Process]:
+def processes(members: Mapping[str, Member]) -> list[AskedProcess]:
     """All ranks of all members."""
-    return [Process(instance, rank) for instance, member in members.items() for rank in range(member.ranks)]
+    return [AskedProcess(instance, rank) for instance, member in members.items() for rank in range(member.ranks)]
 
 
-def state_of(stage: str, group: str, process: Process, said: str) -> StageState:
-    word, _, why = said.partition(": ")
+def state_of(stage: str, group: str, process: AskedProcess, answer: str) -> StageState:
+    word, _, why = answer.partition(": ")
     state, error = word, None
     if word == FAILED:
         error = why

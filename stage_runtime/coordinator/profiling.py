@@ -1,4 +1,4 @@
-"""Profiles of a whole pipeline: every process is told to record, its answer is waited for, its files are fetched.
+"""Profiles of a whole pipeline: every process is asked to record, its answer is awaited, its files are fetched.
 
 Here: runs, their files, their ends. Not here: HTTP (`web.profiling`), writing events (`profiler`), the messages
 (`profile_questions`). On the I/O thread. A process that dies, is silent or refuses is named in the answer; serving goes
@@ -21,8 +21,8 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.profile_questions import (
     FAILED,
-    Members,
-    Process,
+    AskedProcess,
+    Participants,
     Questions,
     StageState,
     clock_question,
@@ -31,7 +31,7 @@ from stage_runtime.coordinator.profile_questions import (
 )
 from stage_runtime.errors import ConfigurationError, RequestError
 from stage_runtime.profiler import paths, torch_trace
-from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, Order, Session
+from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, Order, ProfileSession
 from stage_runtime.wire.messages import (
     Message,
     ProfilerRead,
@@ -60,7 +60,7 @@ class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
     torch_template: str | None = None
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=False):
+class ProfileLimits(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=False):
     """``profiling`` of the pipeline's resource, which changes without a restart."""
 
     enabled: bool = True
@@ -87,20 +87,20 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-class Profiling:
+class PipelineProfiling:
     """All profiles that this coordinator has started."""
 
     def __init__(
         self,
-        session: Session | None,
-        members: Members,
+        session: ProfileSession | None,
+        members: Participants,
         send: Callable[[str, Message], bool],
         loop: asyncio.AbstractEventLoop,
         clocks: Clocks,
     ) -> None:
         """session: of the coordinator's own process. clocks: gets what is measured."""
         self._given = session
-        self._limits = Limits()
+        self._limits = ProfileLimits()
         self._members = members
         self._loop = loop
         self._questions = Questions(members, send, loop, clocks)
@@ -245,7 +245,7 @@ class Profiling:
         self._questions.lost(instance)
 
     def joined(self, instance: str) -> None:
-        """A process that comes while a run is recorded takes part in it. Its answer tells its clock."""
+        """A process that comes while a run is recorded takes part in it. Its answer has the offset of its clock."""
         order = self._order[1] if self._order is not None else None
         make = clock_question if order is None else lambda call: _start_message(call, order)
         member = self._members().get(instance)
@@ -262,14 +262,14 @@ class Profiling:
         if self._given is not None and self._given.recording is not None:
             self._given.thread.submit(self._given.expire)
 
-    def limit(self, limits: Limits) -> None:
-        """The pipeline's resource says something else now."""
+    def limit(self, limits: ProfileLimits) -> None:
+        """The pipeline's resource has changed."""
         self._limits = limits
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> ProfileSession:
         if self._given is None:
             raise RequestError("unsupported_endpoint", "this process takes no profiles")
         return self._given
@@ -277,7 +277,7 @@ class Profiling:
     async def _piece(self, run_id: str, file: RunFile, offset: int) -> bytes:
         if not file.instance:
             return await self._here(lambda: _read(Path(file.path), offset))
-        owner = Process(file.instance, file.rank)
+        owner = AskedProcess(file.instance, file.rank)
         reply = await self._questions.call(
             owner, lambda call: ProfilerRead(call, run_id, path=file.path, offset=offset)
         )
@@ -302,7 +302,7 @@ class Profiling:
             del self._runs[next(iter(self._runs))]
 
     def _own(self, states: Mapping[str, str]) -> StageState:
-        return state_of(COORDINATOR, COORDINATOR, Process(""), states[COORDINATOR])
+        return state_of(COORDINATOR, COORDINATOR, AskedProcess(""), states[COORDINATOR])
 
 
 def _start_message(call_id: str, order: Order) -> ProfilerStart:
@@ -346,6 +346,6 @@ def _read(path: Path, offset: int) -> bytes:
 
 
 def _name(owner: str, path: str) -> str:
-    """Of a file in an archive: where it comes from, and its own name. Safe, whatever a process says of itself."""
+    """Of a file in an archive: where it comes from, and its own name. Safe, whatever a process reports of itself."""
     parts = (owner, *(part for part in Path(path).parts[-2:] if part != "events"))
     return "/".join(_UNSAFE.sub("_", part).lstrip(".") or "_" for part in parts if part)

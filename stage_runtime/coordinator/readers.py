@@ -8,7 +8,7 @@ from typing import Final
 from weakref import WeakSet
 
 from stage_runtime.coordinator.request_handles import RequestHandle
-from stage_runtime.rules.readers import Reader, TakeEarly, decide
+from stage_runtime.rules.readers import Reader, TakeUnread, decide
 from stage_runtime.rules.streams import STREAM_WINDOW
 
 LOOK_EVERY_S: Final = 0.05
@@ -68,7 +68,7 @@ class Readers:
             if not reader.early:
                 self._holders.discard(handle)
         for step in decide(found, now=self._loop.time()):
-            if isinstance(step, TakeEarly):
+            if isinstance(step, TakeUnread):
                 step.request.take_early(stage)
                 self._holders.add(step.request)
             else:

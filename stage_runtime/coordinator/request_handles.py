@@ -22,7 +22,7 @@ from stage_runtime.rules.requests import Tracked
 from stage_runtime.rules.streams import Inbound
 from stage_runtime.telemetry.traceparents import TraceContext
 from stage_runtime.transfers.receiving import Fetched
-from stage_runtime.wire.messages import Failure, Timing
+from stage_runtime.wire.parts import Failure, Timing
 from stage_runtime.wire.values import OmniRequest
 
 
@@ -44,7 +44,7 @@ class Resulted(msgspec.Struct):
     fetched: Fetched | None
 
 
-class Sending(msgspec.Struct):
+class BodyOwner(msgspec.Struct):
     """`transfers.sending.SendOwner` of one attempt's body: not sent any more once the attempt is given up."""
 
     owner: str
@@ -56,7 +56,7 @@ class Sending(msgspec.Struct):
 class RequestHandle:
     """Everything the request manager knows of one request. Owned by the I/O thread.
 
-    cancel, consumed: how it speaks to the request manager, so that it does not hold it.
+    cancel, consumed: the request manager's methods that it calls; it holds no reference to the manager itself.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RequestHandle:
         self.kind = request.kind
         self.extracted: Extracted | None = extracted  #: Kept while a retry is possible.
         self.owner = owner
-        self.sending = Sending(owner, request.id, tracked.attempt)
+        self.sending = BodyOwner(owner, request.id, tracked.attempt)
         self.bindings: dict[str, str] = {}
         self.revision = ""
         self.traceparent = traceparent
@@ -132,7 +132,7 @@ class RequestHandle:
 
     # --- the request manager's side -----------------------------------------------------------------------------------
 
-    def learn(self, timings: Iterable[Timing]) -> None:
+    def add_timings(self, timings: Iterable[Timing]) -> None:
         """Keep what stages measured; the latest of each stage counts."""
         for timing in timings:
             self.timings[timing.stage] = timing
@@ -141,7 +141,7 @@ class RequestHandle:
         """A new attempt begins: partial results of an earlier one are dropped. entry, edges: of its revision."""
         self.timings = {}
         self.observed.begin(entry, edges, time.time_ns() // 1000)
-        self.sending = Sending(self.owner, self.id, self.tracked.attempt)
+        self.sending = BodyOwner(self.owner, self.id, self.tracked.attempt)
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
         self.undelivered.clear()
         if self._whole:

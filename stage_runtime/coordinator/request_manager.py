@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
-from omnipipeline_spec.types.pods import COORDINATOR
+from stage_runtime.coordinator import recorded
 from stage_runtime.coordinator.abort_forwarding import AbortForwarding
 from stage_runtime.coordinator.admission import Admission
 from stage_runtime.coordinator.answers import Answers
@@ -33,7 +33,6 @@ from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.errors import IllegalEvent, RequestError
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
-from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.rules.requests import (
@@ -53,13 +52,9 @@ from stage_runtime.rules.requests import (
 )
 from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.transfers.sending import SendQueues, attempt_key
-from stage_runtime.wire.messages import (
-    Abort,
-    Failure,
-    HandBack,
-    Message,
-    RequestRef,
-)
+from stage_runtime.wire.frames import RequestRef
+from stage_runtime.wire.messages import Abort, HandBack, Message
+from stage_runtime.wire.parts import Failure
 from stage_runtime.wire.values import OmniRequest
 
 log = logging.getLogger(__name__)
@@ -173,7 +168,8 @@ class RequestManager:
         )
         self._handles[request.id] = handle
         self._deadlines.add(handle.id, handle.deadline)
-        recorder.record(profile.REQUEST_ADMISSION, request.id, COORDINATOR, {"kind": request.kind})
+        if recorder.active:
+            recorder.note(recorded.ADMISSION[request.kind], request.id, 0)
         self._submit(handle, revision, bindings)
         return handle
 
@@ -300,7 +296,7 @@ class RequestManager:
     def _give_up(self, attempts: list[tuple[RequestHandle, int]], peer: str) -> None:
         """Fail those of ``attempts`` that are still under way: they wait for messages lost at ``peer``."""
         for handle, attempt in attempts:
-            if handle.tracked.hears(attempt) and peer in handle.bindings.values():
+            if handle.tracked.accepts(attempt) and peer in handle.bindings.values():
                 stage = next(stage for stage, bound in handle.bindings.items() if bound == peer)
                 self._failed(handle, attempt, Failure("transport_failed", "the connection to it broke", stage))
 
@@ -383,7 +379,8 @@ class RequestManager:
         handle.sending.aborted = True
         self._consumed_notifier.forget(handle.id, handle.streams)
         handle.ended_at = time.monotonic()
-        recorder.record(profile.TERMINAL_RESPONSE, handle.id, COORDINATOR, {"state": handle.tracked.public_state})
+        if recorder.active:
+            recorder.note(recorded.RESPONSE[handle.tracked.public_state], handle.id, 0)
         if self._tracing is not None and handle.trace_context is not None:
             self._tracing.ended(handle.trace_context, handle.record)
         self.stats.timed(handle.timings.values())

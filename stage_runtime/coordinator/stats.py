@@ -9,7 +9,7 @@ from typing import Final
 from stage_runtime.coordinator.events import RequestRecord
 from stage_runtime.metrics import catalog
 from stage_runtime.metrics.samples import Histogram, Samples
-from stage_runtime.wire.messages import Timing
+from stage_runtime.wire.parts import Timing
 
 RECORDS: Final = 4096  # ended requests that `GET /v1/requests/{id}` still knows
 

@@ -12,7 +12,8 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.request_handles import RequestHandle
 from stage_runtime.errors import TransferError, ValueRefused, describe
 from stage_runtime.transfers.sending import PendingSend, SendQueues
-from stage_runtime.wire.messages import Body, Failure, Header, Member, Message, Submit
+from stage_runtime.wire.messages import Message, Submit
+from stage_runtime.wire.parts import Body, Failure, Header, Member
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.events import HopTiming, StageTiming
-from stage_runtime.wire.messages import Timing
+from stage_runtime.wire.parts import Timing
 
 Edge = tuple[str, str, str]  #: (source, target, normal | stream)
 

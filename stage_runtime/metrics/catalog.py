@@ -196,6 +196,12 @@ EDGE_FAILOVERS: Final = Metric(
     help="Times that this relay took an edge over from one that had failed",
     labels=_OF_EDGE,
 )
+EDGE_RETRIES: Final = Metric(
+    name="omnipipeline_edge_retries_total",
+    kind="counter",
+    help="Payloads sent by relay on an edge for a second or later attempt of their request",
+    labels=_OF_EDGE,
+)
 EDGE_INSTANCES: Final = Metric(
     name="omnipipeline_edge_instances",
     kind="gauge",
@@ -277,11 +283,11 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "generated_tokens_total": _of_engine("generated_tokens_total", "Tokens generated", kind="counter"),
 }
 
-#: As `RELAY`, of keys that only the relays nixl, mooncake and nccl have.
+#: As `RELAY`, of keys that only the relays nixl, mooncake, nccl and cuda_ipc have.
 NIXL: Final[Mapping[str, Metric]] = {
     "stray_notices": _of_relay("stray_notices_total", "Notices of peers that belong to no transfer"),
     "library_bytes": _of_relay(
-        "library_bytes_total", "Bytes that NIXL itself says it has moved from or to this process"
+        "library_bytes_total", "Bytes that NIXL itself reports to have moved from or to this process"
     ),
     "copied_out_bytes": _of_relay("copied_out_bytes_total", "Bytes copied out of the receive arena to free it"),
     "receive_bytes_in_use": _of_relay("receive_bytes_in_use", "Bytes of the receive arena in use", kind="gauge"),
@@ -295,6 +301,12 @@ NIXL: Final[Mapping[str, Metric]] = {
         "quarantined_receives", "Regions given up that a peer may still write", kind="gauge"
     ),
     "quarantined_receive_bytes": _of_relay("quarantined_receive_bytes", "Their bytes", kind="gauge"),
+    "staged_bytes": _of_relay("staged_bytes_total", "Bytes of GPUs that cuda_ipc sent by the host's memory"),
+    "gpu_bytes": _of_relay("gpu_bytes", "Bytes of GPUs that cuda_ipc sends from", kind="gauge"),
+    "gpu_bytes_in_use": _of_relay("gpu_bytes_in_use", "Of these, bytes of slots in use", kind="gauge"),
+    "gpu_quarantined_slots": _of_relay(
+        "gpu_quarantined_slots", "Slots on GPUs of aborted requests that a peer may still read", kind="gauge"
+    ),
 }
 
 PROCESS_READY: Final = Metric(
@@ -353,6 +365,7 @@ EDGES: Final = (
     EDGE_OLDEST_TRANSFER,
     EDGE_QUARANTINED,
     EDGE_FAILOVERS,
+    EDGE_RETRIES,
     EDGE_INSTANCES,
 )
 #: Of a process's planes, served by its pod. A coordinator serves its own, and in `omni up` those of all processes.
@@ -370,7 +383,7 @@ PLANES: Final = (
 )
 #: Of stages that generate tokens; served as `PLANES`.
 ENGINES: Final = tuple(ENGINE.values())
-#: Of processes that have opened the relay nixl, mooncake or nccl, beside `PLANES`.
+#: Of processes that have opened the relay nixl, mooncake, nccl or cuda_ipc, beside `PLANES`.
 PLANES_WITH_NIXL: Final = tuple(NIXL.values())
 #: Of the operating system's processes in a stage's pod, served by the pod.
 PROCESSES: Final = (PROCESS_READY, PROCESS_RESTARTS, PROCESS_RESIDENT_MEMORY, PROCESS_CPU)

@@ -23,6 +23,7 @@ class EdgeGauges(Protocol):
     nbytes: int
     copied_nbytes: int
     failovers: int
+    retries: int
     in_flight: int
     oldest_s: float
     quarantined: int
@@ -41,6 +42,7 @@ _EDGE: Final[Mapping[str, Metric]] = {
     "edge_oldest_transfer": catalog.EDGE_OLDEST_TRANSFER,
     "edge_quarantined": catalog.EDGE_QUARANTINED,
     "edge_failovers": catalog.EDGE_FAILOVERS,
+    "edge_retries": catalog.EDGE_RETRIES,
 }
 _WAY: Final = "edge_instances"
 _PLAIN: Final[Mapping[str, Metric]] = {
@@ -127,6 +129,7 @@ def _of_edge(numbers: EdgeGauges) -> tuple[float, ...]:
         numbers.oldest_s,
         numbers.quarantined,
         numbers.failovers,
+        numbers.retries,
     )
 
 
@@ -155,7 +158,16 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             short, _, stage = name.removeprefix(_ENGINE).partition(":")
             if (metric := catalog.ENGINE.get(short)) is not None:
                 yield metric, (stage,), value
-        elif name.startswith(_RELAY):
-            relay, _, short = name.removeprefix(_RELAY).partition("_")
-            if (metric := _RELAYS.get(short)) is not None:
-                yield metric, (relay,), value
+        elif name.startswith(_RELAY) and (of_relay := _of_relay(name.removeprefix(_RELAY))) is not None:
+            yield of_relay[0], (of_relay[1],), value
+
+
+def _of_relay(name: str) -> tuple[Metric, str] | None:
+    """Metric and relay of a number of a relay's, whose name may have a ``_`` of its own."""
+    at = name.find("_")
+    while at >= 0:
+        metric = _RELAYS.get(name[at + 1 :])
+        if metric is not None:
+            return metric, name[:at]
+        at = name.find("_", at + 1)
+    return None

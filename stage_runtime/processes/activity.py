@@ -1,6 +1,6 @@
 """How much a process and its descendants have done, by what Linux counts anyway.
 
-Here: reading /proc, and saying whether something happened between two readings. Not here: what to do when nothing
+Here: reading /proc, and whether something happened between two readings. Not here: what to do when nothing
 does (`instances`). Called by `instances` while a stage loads, and for the memory column of `omni up`.
 """
 

@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Pipeline(Protocol):
+class AdministeredPipeline(Protocol):
     """What the server needs of `local.LocalPipeline`."""
 
     @property
@@ -54,13 +54,13 @@ class Pipeline(Protocol):
     async def restart(self, group: str) -> None: ...
 
 
-class Server:
+class AdminServer:
     """Takes orders as long as it is open."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: AdministeredPipeline) -> None:
         self._pipeline = pipeline
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> AdminServer:
         self._server = await asyncio.start_unix_server(self._serve, self._pipeline.folder / SOCKET, limit=MAX_LINE)
         return self
 

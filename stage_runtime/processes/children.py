@@ -36,7 +36,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     name: str  #: Of the process, for people: ``voice``, ``voice.1`` (a replica), ``talker_tp1``.
     argv: tuple[str, ...]
     env: dict[str, str]
-    awaits: frozenset[type[statuspipe.Event]] = frozenset({statuspipe.Ready})
+    awaits: frozenset[type[statuspipe.StatusEvent]] = frozenset({statuspipe.Ready})
 
 
 class Child:

@@ -17,7 +17,7 @@ import uvloop
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from stage_runtime.coordinator.coordinator import Coordinator
-from stage_runtime.coordinator.profiling import Limits
+from stage_runtime.coordinator.profiling import ProfileLimits
 from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
@@ -217,10 +217,10 @@ def _hosts(content: bytes) -> list[str]:
         raise ConfigurationError(f"no list of addresses: {error}") from error
 
 
-def _limits(content: bytes) -> Limits:
+def _limits(content: bytes) -> ProfileLimits:
     """``profiling`` of the resource. Raises: ConfigurationError."""
     try:
-        return msgspec.json.decode(content, type=Limits)
+        return msgspec.json.decode(content, type=ProfileLimits)
     except msgspec.MsgspecError as error:
         raise ConfigurationError(f"no profiling settings: {error}") from error
 

@@ -25,7 +25,7 @@ from stage_runtime.processes.children import describe_exit
 from stage_runtime.processes.local import LocalPipeline
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the spec names, and where it does."""
 
     path: str
@@ -41,10 +41,10 @@ class _Result(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None
 
 
-def named(plan: PipelinePlan) -> tuple[Named, ...]:
+def named(plan: PipelinePlan) -> tuple[NamedFunction, ...]:
     """Every function that a plan names, factories first."""
     stages = [stage for unit in plan.units for stage in unit.stages]
-    found = [Named(path=f"stages.{stage.name}.factory", name=stage.factory, stage=stage) for stage in stages]
+    found = [NamedFunction(path=f"stages.{stage.name}.factory", name=stage.factory, stage=stage) for stage in stages]
     for stage in stages:
         hooks = {
             "routeFn": stage.route_fn,
@@ -53,9 +53,9 @@ def named(plan: PipelinePlan) -> tuple[Named, ...]:
             "streamDoneToFn": stage.stream_done_to_fn,
             **{f"projectPayload.{target}": name for target, name in stage.project_payload.items()},
         }
-        found += [Named(path=f"stages.{stage.name}.{hook}", name=name) for hook, name in hooks.items() if name]
+        found += [NamedFunction(path=f"stages.{stage.name}.{hook}", name=name) for hook, name in hooks.items() if name]
     if plan.coordinator.terminal_stages_fn:
-        found.append(Named(path="terminalStagesFn", name=plan.coordinator.terminal_stages_fn))
+        found.append(NamedFunction(path="terminalStagesFn", name=plan.coordinator.terminal_stages_fn))
     return tuple(found)
 
 
@@ -78,7 +78,7 @@ def faults(pipeline: LocalPipeline) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-def _run(wanted: Sequence[Named], environment: Mapping[str, str], answers: Path) -> tuple[list[_Result], int]:
+def _run(wanted: Sequence[NamedFunction], environment: Mapping[str, str], answers: Path) -> tuple[list[_Result], int]:
     answers.write_bytes(b"")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "stage_runtime", "imports", str(answers)],
@@ -93,7 +93,7 @@ def _run(wanted: Sequence[Named], environment: Mapping[str, str], answers: Path)
 def answer(answers: str) -> int:
     """The child's end: reads what is wanted from standard input, appends what it finds to the file ``answers``."""
     faulthandler.disable()  # the parent reports which import it was
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[Named, ...])
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[NamedFunction, ...])
     for at, one in enumerate(wanted):
         _report(answers, _Result(at=at))
         path, problem = _problem(one)
@@ -103,7 +103,7 @@ def answer(answers: str) -> int:
     os._exit(0)  # threads and exit handlers of imported modules are none of ours to wait for
 
 
-def _problem(one: Named) -> tuple[str, str]:
+def _problem(one: NamedFunction) -> tuple[str, str]:
     """Where and what is wrong with it; nothing when all is well."""
     try:
         function = loading.resolve(one.name, field=one.path)

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from stage_runtime.wire.messages import Incarnation
+from stage_runtime.wire.parts import Incarnation
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from stage_runtime.processes.startup_failures import StartupFailed
 WATCH_S = 1.0  # between two looks at a process that loads
 STEADY_S = 10.0  # a life of this length as ready forgets the deaths before it
 CUT_S = 2.0  # what a process may still do after a second SIGTERM
-STACKS_S = 2.0  # for printing the stacks of a process that hangs, before it is killed
+STACKS_S = 10.0  # for printing the stacks of a process that hangs, before it is killed; mostly below 1 s
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 5.0)  # the first is within the promised second, with room to spare
 
 State = Literal["starting", "loading", "registering", "ready", "draining", "restarting", "stopped", "failed"]

@@ -264,7 +264,7 @@ class LocalPipeline:
             left, wanted = len(self._supervisor.instances(group.name)), self._wanted[group.name]
             if isinstance(error, StartupFailed) and left < wanted and not self._stopping:
                 cure = f"{left} of {wanted} instances of {group.name} run now: `omni restart {group.name}` tries again"
-                raise error.saying(cure) from error
+                raise error.with_cure(cure) from error
             raise
 
     def _refuse_when_stopping(self) -> None:

@@ -23,7 +23,7 @@ def adopt_orphans() -> None:
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above could tell the kernel
+    if os.getppid() != parent:  # it died before the kernel had that request
         os._exit(1)
     os.execvp(command[0], command)
 

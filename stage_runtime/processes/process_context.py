@@ -12,7 +12,7 @@ import msgspec
 
 from omnipipeline_spec.types.plan import RelayPlan
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.profiler.session import Session
+from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.settings import CoordinatorSettings, StageSettings
 from stage_runtime.sockets.addresses import Security
@@ -93,6 +93,7 @@ def relay_settings(settings: StageSettings | CoordinatorSettings) -> RelaySettin
         rank=_declared(settings, lambda relay: relay.rank),
         world_size=_declared(settings, lambda relay: relay.world_size),
         pod=settings.pod_uid,
+        gpus=_gpus(settings),
         coordinator=not isinstance(settings, StageSettings),
         arena_bytes=arena,
         prefault_bytes=min(defaults.prefault_bytes, arena),
@@ -108,18 +109,25 @@ def _asked(settings: StageSettings | CoordinatorSettings) -> frozenset[str]:
     return frozenset([settings.plan.relay_backend]) - {"auto"}
 
 
+def _gpus(settings: StageSettings | CoordinatorSettings) -> tuple[int, ...]:
+    """Those of this process's stages; of a rank of a TP stage, its own."""
+    if not isinstance(settings, StageSettings):
+        return ()
+    return tuple(sorted({stage.gpus[settings.tp_rank % len(stage.gpus)] for stage in settings.stages() if stage.gpus}))
+
+
 def _declared(settings: StageSettings | CoordinatorSettings, of: Callable[[RelayPlan], int | None]) -> int | None:
-    """What the stages of this process say of its place in an NCCL world; validation has refused different answers."""
+    """The place of this process in an NCCL world, from its stages; validation has refused different answers."""
     if not isinstance(settings, StageSettings):
         return None
     return next((value for stage in settings.stages() if (value := of(stage.relay)) is not None), None)
 
 
-def profiles(settings: StageSettings | CoordinatorSettings, incarnation: Callable[[], str]) -> Session:
+def profiles(settings: StageSettings | CoordinatorSettings, incarnation: Callable[[], str]) -> ProfileSession:
     """The process's profiles. In pods each process has a folder of its own: they may share the storage."""
     stages = [COORDINATOR]
     rank = 0
     if isinstance(settings, StageSettings):
         stages, rank = [stage.name for stage in settings.stages()], settings.tp_rank
     own_folder = not settings.listen.startswith("ipc://")
-    return Session(settings.profile_root, stages, incarnation=incarnation, rank=rank, own_folder=own_folder)
+    return ProfileSession(settings.profile_root, stages, incarnation=incarnation, rank=rank, own_folder=own_folder)

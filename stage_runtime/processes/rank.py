@@ -21,8 +21,8 @@ from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets.channels import Channels, Handler
-from stage_runtime.stage.context import Context
-from stage_runtime.wire.messages import Incarnation
+from stage_runtime.stage.context import RankContext
+from stage_runtime.wire.parts import Incarnation
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RankProcess:
         self._report_progress(plan.name, "loading")
         gpu_id = settings.gpu_id(plan)
         gpumemory.keep(settings.stages(), gpu_id)
-        context = Context(
+        context = RankContext(
             plan,
             model_path=settings.plan.model_path,
             model_revision=settings.plan.model_revision,

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import random
+import time
 from typing import Final
 
 import uvloop
@@ -24,7 +25,7 @@ from stage_runtime.processes.tasks import Tasks
 from stage_runtime.processes.watchdog import Watchdog
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.rules import edges
+from stage_runtime.rules import edges, ticks
 from stage_runtime.settings import StageSettings
 from stage_runtime.sockets import addresses, limits
 from stage_runtime.sockets.channels import Channels
@@ -33,7 +34,8 @@ from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.telemetry.authors import AuthorSpans
-from stage_runtime.wire.messages import Hello, Incarnation, Member
+from stage_runtime.wire.messages import Hello
+from stage_runtime.wire.parts import Incarnation, Member
 
 log = logging.getLogger(__name__)
 
@@ -230,9 +232,10 @@ class StageProcess(RankProcess):
 
     async def _beat(self) -> None:
         while True:
-            # Spread: many that started together do not beat together.
+            # Spread: many that started together do not all beat together.
             beat_s = max(self._settings.plan.heartbeat_s, self._host.membership.beat_s)
-            await asyncio.sleep(beat_s * random.uniform(0.9, 1.1))
+            least_s = beat_s * random.uniform(0.9, 1.1)
+            await asyncio.sleep(ticks.delay_s(time.time(), least_s, beat_s / ticks.BEAT_TICKS))
             statuspipe.report_stats(self._settings.status_fd, self._host.beat())
 
 

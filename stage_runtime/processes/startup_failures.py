@@ -39,7 +39,7 @@ class StartupFailed(Exception):
         """What led to it: the traceback, else the end of the output."""
         return self.traceback if self.reported else "\n".join(self.tail)
 
-    def saying(self, more: str) -> StartupFailed:
+    def with_cure(self, more: str) -> StartupFailed:
         """The same with something added to its problem."""
         problem = f"{self.problem}; {more}"
         return StartupFailed(

@@ -24,32 +24,32 @@ MAX_TRACEBACK = 48_000  # below the pipe's 64 KiB: a child that dies can always 
 _lock = threading.RLock()
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower, omit_defaults=True):
+class StatusEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower, omit_defaults=True):
     """Base of the events."""
 
 
-class Loading(Event, frozen=True, kw_only=True):
+class Loading(StatusEvent, frozen=True, kw_only=True):
     """A stage is being made; ``message`` is its progress. Each one is proof of progress."""
 
     stage: str
     message: str = ""
 
 
-class Ready(Event, frozen=True, kw_only=True):
+class Ready(StatusEvent, frozen=True, kw_only=True):
     """All stages are made and warmed up."""
 
 
-class Registered(Event, frozen=True, kw_only=True):
+class Registered(StatusEvent, frozen=True, kw_only=True):
     """A coordinator has registered this incarnation for the first time."""
 
 
-class Serving(Event, frozen=True, kw_only=True):
+class Serving(StatusEvent, frozen=True, kw_only=True):
     """A coordinator answers HTTP at ``url``."""
 
     url: str
 
 
-class Failed(Event, frozen=True, kw_only=True):
+class Failed(StatusEvent, frozen=True, kw_only=True):
     """A factory or the configuration raised; the process ends with exit code 1 after this."""
 
     stage: str = ""  #: Empty when no stage is to blame.
@@ -57,11 +57,11 @@ class Failed(Event, frozen=True, kw_only=True):
     traceback: str = ""
 
 
-class Draining(Event, frozen=True, kw_only=True):
+class Draining(StatusEvent, frozen=True, kw_only=True):
     """No new work is taken; the process ends with exit code 0 when nothing is bound to it."""
 
 
-class Stats(Event, frozen=True, kw_only=True):
+class Stats(StatusEvent, frozen=True, kw_only=True):
     """The numbers of the process's planes (`metrics.planes`), about once a second. No proof of progress."""
 
     gauges: dict[str, float]
@@ -95,7 +95,7 @@ def report(fd: int | None, event: Status) -> None:
             while line:
                 line = line[os.write(fd, line) :]
         except BrokenPipeError:
-            pass  # the supervisor is gone, and the kernel is about to tell us so (PDEATHSIG)
+            pass  # the supervisor is gone, and the kernel is about to signal it (PDEATHSIG)
 
 
 def report_stats(fd: int | None, gauges: dict[str, float]) -> None:

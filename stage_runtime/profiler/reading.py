@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import events
+from stage_runtime.profiler import events, templates
+from stage_runtime.profiler.writing import NOTES, notes_of
 
 MAX_LINE: Final = 1 << 20  # bytes; the recorder writes up to 16 KiB, and a binary file may be one line
 
@@ -57,6 +58,7 @@ class Process(msgspec.Struct, kw_only=True):
     uncertainty_ns: int = 0
     dropped: int = 0
     stopped: bool = False  #: The file was closed by the recorder, not by the end of its process.
+    notes: bool = False  #: The recorder has closed it and found no room to make lines of the notes beside it.
     unreadable: int = 0  #: lines
 
 
@@ -72,6 +74,8 @@ class Events(msgspec.Struct, kw_only=True):
 def read(folder: Path) -> Events:
     """All events below ``folder``, or of one file. Raises: ConfigurationError: there is no event file."""
     files = [folder] if folder.is_file() else sorted(each for each in folder.rglob("*.jsonl") if each.is_file())
+    beside = {notes_of(path) for path in files}
+    files = [path for path in files if path not in beside]
     if not files:
         raise ConfigurationError(f"{folder}: no event files (*.jsonl) in this folder")
     found = Events(run_ids=set(), processes=[], requests={}, count=0)
@@ -101,7 +105,7 @@ def _take_clock(process: Process, clocks: dict[str, Clock]) -> int:
 def _read_file(path: Path, found: Events, shared: dict[Any, Any], clocks: dict[str, Clock]) -> None:
     process, index = Process(path=path), len(found.processes)
     found.processes.append(process)
-    for event in _lines(path, process):
+    for event in _events(path, process):
         raw = b"{}" if event.metadata == _NOTHING else bytes(event.metadata)
         if raw not in shared:
             try:
@@ -126,19 +130,44 @@ def _read_file(path: Path, found: Events, shared: dict[Any, Any], clocks: dict[s
         found.count += 1
 
 
-def _lines(path: Path, process: Process) -> Iterator[events.Event]:
+def _events(path: Path, process: Process) -> Iterator[events.Event]:
+    """Of its lines; of a process that was killed or still records, of the notes beside them, too."""
+    if path.name.endswith(NOTES):  # alone
+        yield from _decoded(_noted(path, process), process)
+        return
+    yield from _decoded(_lines(path, process), process)
+    notes = notes_of(path)
+    if notes.is_file() and (process.notes or not process.stopped):
+        yield from _decoded(_noted(notes, process), process)
+
+
+def _noted(path: Path, process: Process) -> Iterator[bytes]:
+    def unreadable() -> None:
+        process.unreadable += 1
+
+    for lines in templates.expand(_lines(path, process), unreadable):
+        yield from lines.splitlines()
+
+
+def _decoded(lines: Iterator[bytes], process: Process) -> Iterator[events.Event]:
+    for line in lines:
+        try:
+            yield _decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            process.unreadable += bool(line.strip())
+
+
+def _lines(path: Path, process: Process) -> Iterator[bytes]:
+    """Those that are not too long."""
     try:
         with path.open("rb") as file:
             whole = True  # this piece begins a line
             while line := file.readline(MAX_LINE):
                 begins, whole = whole, line.endswith(b"\n") or len(line) < MAX_LINE
-                try:
-                    if begins and whole:
-                        yield _decoder.decode(line)
-                    else:
-                        process.unreadable += begins
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    process.unreadable += bool(line.strip())
+                if begins and whole:
+                    yield line
+                else:
+                    process.unreadable += begins
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror or error}") from error
 
@@ -149,16 +178,17 @@ _OF_FILES = frozenset((events.RECORDER_STARTED, events.RECORDER_STOPPED, events.
 def _take_fact(process: Process, event: events.Event, clocks: dict[str, Clock]) -> None:
     process.pid = event.pid
     try:
-        said = _metadata.decode(event.metadata)
+        metadata = _metadata.decode(event.metadata)
         if event.event_name == events.RECORDER_STARTED:
-            process.host, process.incarnation = str(said.get("host", "")), str(said.get("incarnation", ""))
-            process.rank = int(said.get("rank", 0))
+            process.stopped = False  # for a run that was stopped and started again
+            process.host, process.incarnation = str(metadata.get("host", "")), str(metadata.get("incarnation", ""))
+            process.rank = int(metadata.get("rank", 0))
         elif event.event_name == events.RECORDER_STOPPED:
-            process.dropped += int(said.get("dropped", 0))
-            process.stopped = True
+            process.dropped += int(metadata.get("dropped", 0))
+            process.stopped, process.notes = True, bool(metadata.get("notes"))
         else:  # of several measurements the most certain one
-            clock = Clock(uncertainty_ns=int(said.get("uncertainty_ns", 0)), offset_ns=int(said["offset_ns"]))
-            measured = str(said["incarnation"])
+            clock = Clock(uncertainty_ns=int(metadata.get("uncertainty_ns", 0)), offset_ns=int(metadata["offset_ns"]))
+            measured = str(metadata["incarnation"])
             if abs(clock.offset_ns) > events.MAX_OFFSET_NS:
                 raise ValueError("no clock is so far away")
             clocks[measured] = min(clock, clocks.get(measured, clock))

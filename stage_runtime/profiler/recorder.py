@@ -1,6 +1,6 @@
-"""Writes one process's events to a JSON lines file.
+"""Takes the events of one process.
 
-Here: `emit`, `span`, the active stage, the writer thread. Not here: when a profile starts and stops (`sessions`), what
+Here: `emit`, `span`, the active stage. Not here: files (`writing`), when a profile starts and stops (`session`), what
 is made of the files (`views`). Callers of `emit` are hot paths: inactive it costs one test of an attribute; active it
 appends to a bounded queue and wakes no thread: the writer looks every `FLUSH_EVERY_S`. No failure here reaches a
 caller.
@@ -15,65 +15,27 @@ import re
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events
-from stage_runtime.profiler.templates import Note, Template
+from stage_runtime.profiler.templates import Template
+from stage_runtime.profiler.writing import MAX_BYTES, MAX_QUEUED, EventLine, Writer
 
 log = logging.getLogger(__name__)
 
-FLUSH_EVERY_S: Final = 0.05
-MAX_QUEUED: Final = 200_000  # events between two looks of the writer: four million a second
-MAX_BYTES: Final = 1 << 30  # of one process's file; a run that is never stopped must not fill the disk
-MAX_LINE: Final = 16 << 10  # of one event; metadata is for small scalars
 MAX_TEXT: Final = 2_000  # characters of one string in the metadata
 MAX_ITEMS: Final = 100  # of one list or mapping in the metadata
-STOP_S: Final = 5.0  # for the writer's last look
-TOGETHER: Final = 64  # lines that are encoded in one call: about 12 KiB, so that none of them exceeds `MAX_LINE`
+STOP_S: Final = 60.0  # that a stop waits for the writer, which makes a million lines in four seconds
 
 _SCALARS: Final = frozenset((int, float, bool, type(None)))
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
-_encoder = msgspec.json.Encoder()
 _now = time.time_ns
-
-
-class _Line(msgspec.Struct, gc=False):
-    """One line, with the fields of `events.Event` in its order: made as fast as a tuple, encoded faster than a dict."""
-
-    request_id: str
-    stage: str
-    event_name: str
-    timestamp_ns: int
-    run_id: str
-    pid: int
-    metadata: Mapping[str, Any] | msgspec.Raw
-
-
-class _Run:
-    """One start: its file, its queue, its counters."""
-
-    def __init__(self, run_id: str, path: Path, max_bytes: int) -> None:
-        self.run_id = run_id
-        self.pid = os.getpid()
-        self.path = path
-        self.max_bytes = max_bytes
-        self.queue: deque[_Line | Note] = deque()
-        self.dropped = 0
-        self.written = 0  #: bytes
-        self.cut = False  #: The file ends in the middle of a line.
-        self.why = ""  #: it was stopped
-        self.stopping = threading.Event()
-
-    def line(self, event: str, request_id: str, stage: str, time_ns: int, metadata: Mapping[str, Any]) -> _Line:
-        return _Line(request_id, stage, event, time_ns, self.run_id, self.pid, metadata)
 
 
 class Traces(Protocol):
@@ -92,10 +54,8 @@ class Recorder:
     def __init__(self) -> None:
         self.active = False  #: A run is recorded; hot paths ask this before they gather metadata.
         self.traces: Traces | None = None  #: Where the process sends authors' spans, recorded or not.
-        self._run: _Run | None = None
-        self._thread: threading.Thread | None = None
+        self._run: Writer | None = None
         self._lock = threading.Lock()  #: Held to start and stop only.
-        self._failed = False  #: A failure to write was logged; later ones are counted only.
 
     @property
     def run_id(self) -> str | None:
@@ -128,32 +88,26 @@ class Recorder:
                     return self._run.path
                 raise ConfigurationError(f"run {self._run.run_id!r} is recorded already: stop it first")
             path = folder / f"events_{_UNSAFE.sub('_', stage)}_{os.getpid()}.jsonl"
-            run = _Run(run_id, path, max_bytes)
+            run = Writer(run_id, path, max_bytes)
             started = {"host": socket.gethostname(), **(facts or {})}
-            run.queue.append(run.line(events.RECORDER_STARTED, "", stage, time.time_ns(), _summarised(started)))
+            run.lines.append(run.line(events.RECORDER_STARTED, "", stage, _now(), _summarised(started)))
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                file = path.open("ab", buffering=0)
-                self._flush(run, file)  # so that the file of a process that is killed at once has its name
+                run.start()
             except OSError as error:
                 raise ConfigurationError(f"{path}: {error.strerror or error}") from error
-            self._thread = threading.Thread(target=self._write, args=(run, file), name="profiler", daemon=True)
             self._run = run
             self.active = True
-            self._thread.start()
             return path
 
     def stop(self, run_id: str | None = None, *, why: str = "asked to") -> Path | None:
         """Close the file. None: stop whatever is recorded. Returns None when that run is not recorded here."""
         with self._lock:
-            run, thread = self._run, self._thread
-            if run is None or thread is None or run_id not in (None, run.run_id):
+            run = self._run
+            if run is None or run_id not in (None, run.run_id):
                 return None
             self.active = False
-            self._run = self._thread = None
-            run.why = why
-            run.stopping.set()
-            thread.join(STOP_S)
+            self._run = None
+            run.stop(why, STOP_S)
             return run.path
 
     def emit(
@@ -169,111 +123,32 @@ class Recorder:
         run = self._run
         if run is None:
             return
-        now = time.time_ns() if timestamp_ns is None else timestamp_ns
-        if len(run.queue) >= MAX_QUEUED:
-            run.dropped += 1
+        now = _now() if timestamp_ns is None else timestamp_ns
+        if len(run.lines) >= MAX_QUEUED:
+            run.refused += 1
             return
         given = _summarised(metadata) if metadata else {}
-        run.queue.append(run.line(event, request_id, stage or active_stage() or "", now, given))
+        run.lines.append(run.line(event, request_id, stage or active_stage() or "", now, given))
 
     def record(self, event: str, request_id: str, stage: str, metadata: Mapping[str, Any]) -> None:
         """As `emit`, for the runtime's own events: their metadata is small, plain, and not changed afterwards."""
         run = self._run
         if run is None:
             return
-        if len(run.queue) >= MAX_QUEUED:
-            run.dropped += 1
+        if len(run.lines) >= MAX_QUEUED:
+            run.refused += 1
             return
-        run.queue.append(_Line(request_id, stage, event, time.time_ns(), run.run_id, run.pid, metadata))
+        run.lines.append(EventLine(request_id, stage, event, _now(), run.run_id, run.pid, metadata))
 
     def note(self, template: Template, request_id: str, attempt: int, number: int = 0, time_ns: int = 0) -> None:
         """Record the events of a template, at this moment or at ``time_ns``."""
         run = self._run
         if run is None:
             return
-        if len(run.queue) >= MAX_QUEUED:
-            run.dropped += len(template)
+        if len(run.notes) >= MAX_QUEUED:
+            run.refused += len(template)
             return
-        run.queue.append((template, request_id, time_ns or _now(), attempt, number))
-
-    def _write(self, run: _Run, file: BinaryIO) -> None:
-        """The writer thread."""
-        with file:
-            last = False
-            while not last:
-                last = run.stopping.wait(FLUSH_EVERY_S)
-                try:
-                    self._flush(run, file)
-                    if last:
-                        self._finish(run, file)
-                except Exception as error:  # the outermost loop: a full disk must not end serving
-                    self._report(run, error)
-
-    def _flush(self, run: _Run, file: BinaryIO) -> None:
-        """Write what is queued; nothing that is queued meanwhile, or it might never end."""
-        waiting = [run.queue.popleft() for _ in range(len(run.queue))]
-        made = bytearray()
-        lines = _lines(run, waiting)
-        for start in range(0, len(lines), TOGETHER):
-            self._encode(run, lines[start : start + TOGETHER], made)
-        _write(run, made, file)
-
-    def _encode(self, run: _Run, lines: list[_Line], made: bytearray) -> None:
-        """Add them to ``made``: in one call, or one by one where one may be no JSON, too long or beyond the bound."""
-        try:
-            encoded = _encoder.encode_lines(lines)
-        except Exception as error:  # an author's metadata
-            if len(lines) == 1:
-                self._report(run, error)
-            encoded = b""
-        if 0 < len(encoded) <= MAX_LINE and run.written + len(made) + len(encoded) <= run.max_bytes:
-            made += encoded
-        elif len(lines) == 1:
-            run.dropped += 1
-        else:
-            for line in lines:
-                self._encode(run, [line], made)
-
-    def _finish(self, run: _Run, file: BinaryIO) -> None:
-        """The last line, for which there is always room."""
-        facts = {"dropped": run.dropped, "why": run.why}
-        stopped = run.line(events.RECORDER_STOPPED, "", COORDINATOR, time.time_ns(), facts)
-        _write(run, _encoder.encode_lines([stopped]), file)
-
-    def _report(self, run: _Run, error: Exception) -> None:
-        if not self._failed:
-            self._failed = True
-            log.error("events are lost (logged once per process): %s: %s", run.path, error)
-
-
-def _lines(run: _Run, waiting: list[_Line | Note]) -> list[_Line]:
-    """The lines of notes in their places."""
-    made: list[_Line] = []
-    run_id, pid = run.run_id, run.pid
-    for one in waiting:
-        if isinstance(one, _Line):
-            made.append(one)
-            continue
-        template, request_id, time_ns, attempt, number = one
-        for name, metadata in template.with_numbers(attempt, number):
-            made.append(_Line(request_id, template.stage, name, time_ns, run_id, pid, metadata))
-            time_ns += 1  # readers order events by time
-    return made
-
-
-def _write(run: _Run, lines: bytes | bytearray, file: BinaryIO) -> None:
-    """Write to an unbuffered file. What does not reach it is counted; a line that was cut ends before the next one."""
-    data, done = b"\n" + lines if run.cut and lines else lines, 0
-    try:
-        while done < len(data):
-            done += file.write(memoryview(data)[done:]) or 0
-    except Exception:
-        run.dropped += data[max(done, len(data) - len(lines)) :].count(b"\n")
-        run.cut = run.cut if done == 0 else data[done - 1] != ord("\n")
-        raise
-    finally:
-        run.written += done
-    run.cut = run.cut and not lines
+        run.notes.append((template.id, request_id, time_ns or _now(), attempt, number))
 
 
 #: Of this process.

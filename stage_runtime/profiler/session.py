@@ -1,7 +1,7 @@
 """Profiles of one process: starts and stops its recorder and its torch trace, and hands out their files.
 
 Here: one run at a time, its limits, where files are. Not here: who asks (`stage.profiling`, `coordinator.profiling`).
-Every method blocks on files; callers run them on `Session.thread`, one after the other.
+Every method blocks on files; callers run them on `ProfileSession.thread`, one after the other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.profiler import paths, torch_trace
 from stage_runtime.profiler.recorder import Recorder, recorder
 from stage_runtime.profiler.torch_trace import TorchTrace
+from stage_runtime.profiler.writing import notes_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     max_seconds: int = 0  #: 0: until it is stopped.
 
 
-class Session:
+class ProfileSession:
     """One process's."""
 
     def __init__(
@@ -121,12 +122,12 @@ class Session:
                 log.error("profile: %s", problem)
 
     def files(self, run_id: str) -> tuple[tuple[str, int], ...]:
-        """(path, bytes) of this process's files of a run."""
+        """(path, bytes) of this process's files of a run. While it is recorded, notes have a file of their own."""
         found = []
-        for path in self._files.get(run_id, ()):
+        for path in self._paths(run_id):
             try:
                 found.append((str(path), path.stat().st_size))
-            except OSError:  # it was deleted meanwhile
+            except OSError:  # there are no notes, or it was deleted meanwhile
                 continue
         return tuple(found)
 
@@ -135,7 +136,7 @@ class Session:
 
     def read(self, run_id: str, path: str, offset: int) -> bytes:
         """Up to `PIECE` bytes of one of `files`; nothing at its end. Raises: ConfigurationError."""
-        if not any(str(each) == path for each in self._files.get(run_id, ())):
+        if not any(str(each) == path for each in self._paths(run_id)):
             raise ConfigurationError(f"run {run_id!r} has no file {path[:200]!r} here")
         try:
             with open(path, "rb") as file:
@@ -168,6 +169,9 @@ class Session:
         }
         path = paths.trace_path(self.root, paths.check_template(self.root, order.torch_template), facts)
         return TorchTrace(path, torch_trace.switches(order.config))
+
+    def _paths(self, run_id: str) -> list[Path]:
+        return [path for known in self._files.get(run_id, ()) for path in (known, notes_of(known))]
 
     def _remember(self, run_id: str, path: Path) -> None:
         known = self._files.pop(run_id, [])

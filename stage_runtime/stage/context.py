@@ -13,7 +13,7 @@ Progress = Callable[[str, str], None]
 Emit = Callable[..., None]
 
 
-class Context:
+class RankContext:
     """One stage, one rank."""
 
     def __init__(

@@ -21,18 +21,8 @@ from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.stage_input import StageInput
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.transfers.sending import Make, PendingSend
-from stage_runtime.wire.messages import (
-    Body,
-    Complete,
-    Consumed,
-    DataReady,
-    Failure,
-    Header,
-    Message,
-    Skip,
-    Stalled,
-    Stream,
-)
+from stage_runtime.wire.messages import Complete, Consumed, DataReady, Message, Skip, Stalled, Stream
+from stage_runtime.wire.parts import Body, Failure, Header
 from stage_runtime.wire.values import Chunk, StagePayload
 
 EDGES_KEPT: Final = 64  # instances of one neighbour; they come and go, and a binding is made again at no cost

@@ -16,15 +16,16 @@ from stage_runtime.errors import ProtocolError
 from stage_runtime.metrics import planes
 from stage_runtime.payloads import devices
 from stage_runtime.profiler.recorder import set_active_stage
-from stage_runtime.profiler.session import Session
+from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage.profiling import Profiling
+from stage_runtime.stage.profiling import ProcessProfiling
 from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
 from stage_runtime.stage.tensor_parallel import WorkKey, check
 from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.transfers.sending import attempt_key
+from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
     Beat,
     Message,
@@ -34,7 +35,6 @@ from stage_runtime.wire.messages import (
     RankHello,
     RankQuestion,
     RankWork,
-    RequestRef,
 )
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class FollowerHost:
         on_loaded: Callable[[], None],
         on_failed: Callable[[str, BaseException], None],
         on_lost: Callable[[str], None],
-        profiles: Callable[[Callable[[], str]], Session],
+        profiles: Callable[[Callable[[], str]], ProfileSession],
     ) -> None:
         """profiles: makes this process's, of what returns its name."""
         self.counters: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class FollowerHost:
         self._name = ""  #: Which the coordinators use.
         self.profiles = profiles(lambda: self._name)
         # The engine learns of a profile in its place among rank 0's steps, as of every operation.
-        self._profiling = Profiling(self.profiles, self._answer_coordinator, loop, notify=lambda _: None)
+        self._profiling = ProcessProfiling(self.profiles, self._answer_coordinator, loop, notify=lambda _: None)
         self._channels: Channels
         self._relays: Relays
         self._fetching: Fetching
@@ -171,7 +171,7 @@ class FollowerHost:
         )
         engine.run(self._inbox, silence, Event())
         if not self._inbox.closed:
-            raise EngineCrashed("the engine's loop ended before it was told to stop")
+            raise EngineCrashed("the engine's loop ended before it was asked to stop")
 
     def _crashed(self, error: BaseException) -> None:
         """On a thread of the stage's."""

@@ -17,7 +17,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ValueRefused
 from stage_runtime.metrics import planes
-from stage_runtime.profiler.session import Session
+from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage import ways
@@ -26,7 +26,7 @@ from stage_runtime.stage.idle_trimming import IdleTrimming
 from stage_runtime.stage.membership import StageMembership
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.stage.process_context import ProcessContext
-from stage_runtime.stage.profiling import Profiling
+from stage_runtime.stage.profiling import ProcessProfiling
 from stage_runtime.stage.ranks import RankPlane
 from stage_runtime.stage.registration import Registration
 from stage_runtime.stage.requests import Requests
@@ -34,23 +34,23 @@ from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.startup import Startup
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.transfers.releases import Releases
+from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
     Admin,
     Beat,
     Complete,
     DataReady,
-    Failure,
     Message,
     RankQuestion,
     Rejected,
     RelayFailure,
-    RequestRef,
     Shutdown,
     Skip,
     Submit,
     Unbound,
     Welcome,
 )
+from stage_runtime.wire.parts import Failure
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Host:
         incarnation: str,
         loop: asyncio.AbstractEventLoop,
         mutation_check: MutationCheck | None = None,
-        profiles: Session | None = None,
+        profiles: ProfileSession | None = None,
         leader: Leader | None = None,
     ) -> None:
         """leader: the followers' end, of a TP stage's rank 0."""
@@ -107,7 +107,9 @@ class Host:
         self._idle_trimming = IdleTrimming(self.stages.values())
         self._administration = Administration(self.stages, self.process.send)
         self._profiling = (
-            Profiling(profiles, self.process.send, loop, self._administration.profile) if profiles is not None else None
+            ProcessProfiling(profiles, self.process.send, loop, self._administration.profile)
+            if profiles is not None
+            else None
         )
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             **self.requests.handlers,

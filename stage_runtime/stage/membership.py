@@ -22,13 +22,13 @@ from stage_runtime.wire.messages import (
     Detour,
     ForwardAbort,
     ForwardAbortReply,
-    Member,
     Members,
     Message,
     PeerUnreachable,
     Ready,
     Welcome,
 )
+from stage_runtime.wire.parts import Member
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,10 @@ class StageMembership:
         self._loop = loop
         self._ready = False  #: All engines are loaded. Outlives the incarnations.
         self._leaving: str | None = None  #: Why it drains: no coordinator may bind anything new to it.
+        #: What this process sends: source stage, target stage, the relay that the plan asks for.
+        self._edges = [
+            (plan.name, target, plan.relay.backend) for plan in plans for target in (*plan.next, *plan.stream_to)
+        ]
         self._neighbours = {
             name for plan in plans for name in (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         } - {plan.name for plan in plans}
@@ -157,12 +161,16 @@ class StageMembership:
             self.broadcast(PeerUnreachable(peer))  # the coordinator binds the request to others
             return
         self._process.relays.open(peer, member.relays)
+        if not asleep:
+            for source, target, backend in self._edges:
+                if target in member.stages:
+                    self._process.send_queues.prepare(source, target, peer, backend)
 
     def _meet_again(self, peer: str) -> None:
         member = self.members.get(peer)
         if member is not None and self._process.channels.link(peer) is None:
             self._process.send_queues.forget(peer)
-            self._connect(member, asleep=True)  # it may be gone, and whoever told us of it, too
+            self._connect(member, asleep=True)  # it may be gone, and the coordinator that sent it, too
 
     # --- between coordinators -----------------------------------------------------------------------------------
 

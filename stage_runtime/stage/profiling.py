@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.profiler.session import STARTED, STOPPED, Order, Session
+from stage_runtime.profiler.session import STARTED, STOPPED, Order, ProfileSession
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
 
 
-class Profiling:
+class ProcessProfiling:
     """One process's."""
 
     def __init__(
         self,
-        session: Session,
+        session: ProfileSession,
         send: Callable[[str, Message], bool],
         loop: asyncio.AbstractEventLoop,
         notify: Callable[[ProfilerStart | ProfilerStop], None],

@@ -21,6 +21,7 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.transfers.sending import SendQueues
+from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
     Beat,
     Message,
@@ -30,7 +31,6 @@ from stage_runtime.wire.messages import (
     RankHello,
     RankQuestion,
     Release,
-    RequestRef,
 )
 
 GREET_EVERY_S: Final = 0.1

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events
 from stage_runtime.profiler.templates import Template
+
+
+def leaving(plan: StagePlan) -> Template:
+    """The engine takes a payload from its queue; with the queue's depth."""
+    return Template(plan.name, (events.STAGE_QUEUE_LEAVE, {"kind": "payload"}), number="depth")
 
 
 class InputEvents:
@@ -29,11 +36,17 @@ class InputEvents:
 
 
 class OutputEvents:
-    """`complete`: the run has ended, and its result is handed on."""
+    """`complete`: the run has ended, and its result is handed on. `handed_on`: and it is sent to the one target."""
 
     def __init__(self, plan: StagePlan) -> None:
         following = [] if plan.terminal else list(plan.next)
         complete = {"terminal": plan.terminal, "next": following}
         self.run_start = Template(plan.name, (events.STAGE_RUN_START, {}))
-        self.complete = Template(plan.name, (events.STAGE_RUN_END, {}), (events.STAGE_COMPLETE, complete))
-        self.sent = {target: Template(plan.name, (events.STAGE_HOP_SENT, {"to_stage": target})) for target in plan.next}
+        ended: tuple[tuple[str, dict[str, Any]], ...] = (
+            (events.STAGE_RUN_END, {}),
+            (events.STAGE_COMPLETE, complete),
+        )
+        sent = {target: (events.STAGE_HOP_SENT, {"to_stage": target}) for target in plan.next}
+        self.complete = Template(plan.name, *ended)
+        self.sent = {target: Template(plan.name, event) for target, event in sent.items()}
+        self.handed_on = {target: Template(plan.name, *ended, event) for target, event in sent.items()}

@@ -10,7 +10,8 @@ from typing import Final
 
 from stage_runtime.errors import LimitReached
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.wire.messages import Hello, Member, Welcome
+from stage_runtime.wire.messages import Hello, Welcome
+from stage_runtime.wire.parts import Member
 
 log = logging.getLogger(__name__)
 
@@ -18,15 +19,16 @@ HELLO_EVERY_S: Final = 0.1  # at first
 HELLO_FACTOR: Final = 1.5
 HELLO_MOST_S: Final = 2.0
 REFUSED_S: Final = 5.0  # until a coordinator that refused is asked again; meanwhile it has no connection to hold
+SPREAD_MOST_S: Final = 8.0  # over which the processes of a pipeline send Hello to a coordinator that comes back
 RESOLVE_EVERY_S: Final = 2.0  # how often a name is resolved for more coordinators: a roll brings a second one
 
 Resolve = Callable[[str], Awaitable[list[str]]]
 
 
 class HelloTimes:
-    """When one process says Hello to one coordinator. Pure.
+    """When one process sends Hello to one coordinator. Pure.
 
-    A new coordinator is met by all processes at once; what is said before it has answered only delays the answers.
+    All processes find a new coordinator at once; what is sent before it has answered only delays the answers.
     """
 
     def __init__(self, now: float, *, spread_s: float, random: Callable[[float, float], float] = uniform) -> None:
@@ -48,7 +50,7 @@ class HelloTimes:
         return not self._resting
 
     def due(self, now: float) -> bool:
-        """Whether to say it now; the next one follows later."""
+        """Whether to send it now; the next one follows later."""
         if now < self._next:
             return False
         self._next = now + self._delay_s * self._random(0.75, 1.25)
@@ -76,9 +78,9 @@ class Registration:
         self._on_welcome = welcomed
         self._known: dict[str, str] = {}  #: endpoint -> incarnation of the coordinator behind it
         self._publishers: dict[str, str] = {}
-        self._times: dict[str, HelloTimes] = {}  #: When to say Hello again, by endpoint.
+        self._times: dict[str, HelloTimes] = {}  #: When to send Hello again, by endpoint.
         self._limited = False  #: The log has it that this process is at a limit.
-        self._spread_s = 0.0  #: Over which the processes of this pipeline say Hello to a new coordinator.
+        self._spread_s = 0.0  #: Over which the processes of this pipeline send Hello to a new coordinator.
 
     async def run(self) -> None:
         """Send Hello to coordinators that have not answered, forever."""
@@ -124,7 +126,7 @@ class Registration:
         if self._channels.name(message.via, sender) is None:
             return False
         self.coordinators[sender] = message.coordinator
-        self._spread_s = message.beat_s
+        self._spread_s = min(message.beat_s, SPREAD_MOST_S)
         self._known[message.via] = sender
         self._publishers[sender] = message.publisher
         self._channels.subscribe(message.publisher)

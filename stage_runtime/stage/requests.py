@@ -23,19 +23,17 @@ from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import (
     Abort,
-    Body,
     Consumed,
     DataReady,
     Ended,
     HandBack,
-    Header,
-    Member,
     RelayFailure,
     Release,
     Skip,
     Stalled,
     Submit,
 )
+from stage_runtime.wire.parts import Body, Header, Member
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class Requests:
         loop: asyncio.AbstractEventLoop,
         meet: Callable[[Sequence[Member]], None],
     ) -> None:
-        """meet: told of the instances that a request brings along, before it is handled."""
+        """meet: called with the instances that a request brings along, before it is handled."""
         self._meet = meet
         self._stages = stages
         self._process = process
@@ -206,7 +204,7 @@ class Requests:
         self._process.send_queues.released(sender, message.transfers)
 
     def _relay_failed(self, sender: str, message: RelayFailure) -> None:
-        self._process.relays.fail(sender, message.relay, message.reason, tell=False)
+        self._process.relays.fail(sender, message.relay, message.reason, notify=False)
 
     def _consumed(self, sender: str, message: Consumed) -> None:
         stage_input = self._process.sibling(message.source)

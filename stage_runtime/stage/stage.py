@@ -13,7 +13,7 @@ from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.custom import EngineCrashed
 from stage_runtime.errors import describe
 from stage_runtime.profiler.recorder import set_active_stage
-from stage_runtime.stage import tensor_parallel
+from stage_runtime.stage import recorded, tensor_parallel
 from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.stage_input import StageInput
@@ -41,7 +41,12 @@ class Stage:
         self.plan = plan
         self.hooks = Hooks(plan)
         self.stop = Event()
-        self.inbox = Inbox(self._unreadable) if leader is None else LeaderInbox(self._unreadable, leader.broadcast)
+        leaves = recorded.leaving(plan)
+        self.inbox = (
+            Inbox(self._unreadable, leaves)
+            if leader is None
+            else LeaderInbox(self._unreadable, leader.broadcast, leaves)
+        )
         self.input = StageInput(
             plan,
             self.hooks,
@@ -125,7 +130,7 @@ class Stage:
         loaded(self.plan.name, None)
         engine.run(self.inbox, self.output, self.stop)
         if not self.stop.is_set() and not self.inbox.closed:
-            raise EngineCrashed("the engine's loop ended before it was told to stop")
+            raise EngineCrashed("the engine's loop ended before it was asked to stop")
 
     def _crash(self, error: BaseException) -> None:
         """A thread of the stage has ended, and with it what it would have computed. On that thread."""

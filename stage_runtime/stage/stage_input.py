@@ -36,7 +36,8 @@ from stage_runtime.stage.hooks import Hooks
 from stage_runtime.stage.joins import Joins
 from stage_runtime.stage.recorded import InputEvents
 from stage_runtime.stage.work import RequestWork, begun
-from stage_runtime.wire.messages import Consumed, Failure, Header, Timing
+from stage_runtime.wire.messages import Consumed
+from stage_runtime.wire.parts import Failure, Header, Timing
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class StageInput:
                 self._reject(header, self._second(source))
             return
         if timings:
-            work.learn(timings)
+            work.add_timings(timings)
         work.queued(source)
         if self._joins is not None and source:
             self._note_received(work, source)
@@ -109,7 +110,7 @@ class StageInput:
         else:
             if recorder.active:
                 arrived = self._events.arrived[source or COORDINATOR]
-                recorder.note(arrived, work.request_id, work.attempt, len(self._inbox))
+                recorder.note(arrived, work.request_id, work.attempt, self._inbox.depth())
             self._begin(work, PayloadArrival(work, sealed))
 
     def chunk(
@@ -164,7 +165,7 @@ class StageInput:
             if sealed is not None:
                 sealed.discard()
             return
-        work.learn(timings)
+        work.add_timings(timings)
         work.queued(source, stream=True)
         try:
             with self._lock:
@@ -327,7 +328,7 @@ class StageInput:
 
     def _begin_merged(self, work: RequestWork, arrival: MergedArrival) -> None:
         if recorder.active:
-            recorder.note(self._events.merged, work.request_id, work.attempt, len(self._inbox))
+            recorder.note(self._events.merged, work.request_id, work.attempt, self._inbox.depth())
         self._begin(work, arrival)
 
     def _begin(self, work: RequestWork, arrival: PayloadArrival | MergedArrival) -> None:
@@ -335,7 +336,7 @@ class StageInput:
         with self._lock:
             work.expecting.payload()
             self._inbox.put(arrival)
-            if work.untold_ends:
+            if work.unsent_ends:
                 self._flush_ends(work)
 
     def _note_received(self, work: RequestWork, source: str) -> None:
@@ -365,12 +366,12 @@ class StageInput:
         if sealed is not None:
             self._inbox.put(EndArrival(work, source, sealed))
         else:
-            work.untold_ends.append(source)
+            work.unsent_ends.append(source)
         self._flush_ends(work)
 
     def _flush_ends(self, work: RequestWork) -> None:
         if work.expecting.begun:
-            ends, work.untold_ends = work.untold_ends, []
+            ends, work.unsent_ends = work.unsent_ends, []
             for source in ends:
                 self._inbox.put(events.StreamDone(work.request_id, source, work, work.request))
 
@@ -378,9 +379,9 @@ class StageInput:
         """End the wait for a payload that no source will send, or skip a request that nothing can begin here."""
         with self._lock:
             outlook = work.expecting.outlook
-            tell = outlook is Outlook.NO_PAYLOAD and not work.told_no_payload
-            work.told_no_payload |= tell
+            notify = outlook is Outlook.NO_PAYLOAD and not work.notified_no_payload
+            work.notified_no_payload |= notify
         if outlook is Outlook.SKIPPED:
             self._skipped(work)
-        elif tell:
+        elif notify:
             self._inbox.put(events.NoPayload(work.request_id, work))

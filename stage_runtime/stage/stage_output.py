@@ -25,12 +25,8 @@ from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.recorded import OutputEvents
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.wire import outputs
-from stage_runtime.wire.messages import (
-    Complete,
-    Failure,
-    Header,
-    Timing,
-)
+from stage_runtime.wire.messages import Complete
+from stage_runtime.wire.parts import Failure, Header, Timing
 from stage_runtime.wire.values import Chunk, StagePayload
 
 #: Of a terminal stage that gives an OpenAI route nothing but what that cannot show.
@@ -62,7 +58,7 @@ class StageOutput:
         self._edges = Edges(plan, process, self._lost)
         self._events = OutputEvents(plan)
         #: The one target that gets all results as they are: no hook is asked.
-        self._only_next = plan.next[0] if len(plan.next) == 1 and hooks.passes_on else None
+        self._only_next = plan.next[0] if len(plan.next) == 1 and hooks.passes_on and not plan.terminal else None
         self.given = 0  #: Results, chunks and failures that the engine has given.
 
     # --- engines.base.Outbox ------------------------------------------------------------------------------------
@@ -111,14 +107,14 @@ class StageOutput:
                         self._edges.to(target, ours.bindings[target]).end(ours)
                     else:
                         self._skip(ours, target, chunks=ours.sent(target))
-            if recorder.active:
-                recorder.note(self._events.complete, ours.request_id, ours.attempt, 0, ended_ns)
-            if self._plan.terminal:
-                self._complete(ours, data, has_data=has_data)
-            elif self._only_next is not None:
-                self._hand_on(ours, data, self._only_next)
+            if self._only_next is not None:
+                self._hand_on(ours, data, self._only_next, ended_ns)
             else:
-                self._pass_on(ours, data)
+                self._note_complete(ours, ended_ns)
+                if self._plan.terminal:
+                    self._complete(ours, data, has_data=has_data)
+                else:
+                    self._pass_on(ours, data)
         except BaseException as error:
             self.fail(ours, error, hook="result")
             return
@@ -167,7 +163,7 @@ class StageOutput:
         self._end(work)
 
     def refuse(self, header: Header, source: str) -> None:
-        """``source`` streams to a request that is over here: tell it to send without a window."""
+        """``source`` streams to a request that is over here: notify it to send without a window."""
         self._edges.to(source, header.bindings.get(source, "")).refuse(header)
 
     def turn_away(self, work: Work, error: RequestError) -> None:
@@ -204,13 +200,14 @@ class StageOutput:
         if has_data:
             self._process.gave(self._plan.name, work, {"result": data})
 
-    def _hand_on(self, work: RequestWork, data: Any, target: str) -> None:
+    def _hand_on(self, work: RequestWork, data: Any, target: str, ended_ns: int) -> None:
         """As `_pass_on`, to one target, without hooks."""
         request, instance = work.request, work.bindings.get(target)
         if request is None or instance is None:  # see `_pass_on`, `_met`
+            self._note_complete(work, ended_ns)
             return
         if recorder.active:
-            recorder.note(self._events.sent[target], work.request_id, work.attempt)
+            recorder.note(self._events.handed_on[target], work.request_id, work.attempt, 0, ended_ns)
         self._edges.to(target, instance).payload(work, StagePayload(request=request, data=data), None)
         if self._process.mutation_check is not None:
             self._process.gave(self._plan.name, work, {"payload.data": data})
@@ -252,6 +249,10 @@ class StageOutput:
             self._edges.to(target, peer).skip(work, chunks)
 
     # --- events of a profile ------------------------------------------------------------------------------------
+
+    def _note_complete(self, work: RequestWork, ended_ns: int) -> None:
+        if recorder.active:
+            recorder.note(self._events.complete, work.request_id, work.attempt, 0, ended_ns)
 
     def _record(self, event: str, work: RequestWork, **facts: Any) -> None:
         facts["attempt"] = work.attempt

@@ -13,10 +13,12 @@ from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.errors import ConfigurationError, ValueRefused
 from stage_runtime.payloads import encoding
+from stage_runtime.profiler.templates import Template
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.transfers.sending import PendingSend, SendQueues
-from stage_runtime.wire.messages import Body, Message, RankHello, RankWork
+from stage_runtime.wire.messages import Message, RankHello, RankWork
+from stage_runtime.wire.parts import Body
 from stage_runtime.wire.values import Chunk
 
 RANK_CREDITS: Final = 64  # followers keep up with rank 0 by construction: collectives hold it back
@@ -40,8 +42,10 @@ def check(engine: Engine, stage: str) -> None:
 class LeaderInbox(Inbox):
     """Rank 0's inbox. Each event that the engine takes is sent to the followers."""
 
-    def __init__(self, fail: Callable[[Work, BaseException], None], broadcast: Broadcast) -> None:
-        super().__init__(fail)
+    def __init__(
+        self, fail: Callable[[Work, BaseException], None], broadcast: Broadcast, leaves: Template | None = None
+    ) -> None:
+        super().__init__(fail, leaves)
         self._broadcast = broadcast
         self._loops = False
 

@@ -17,7 +17,7 @@ from stage_runtime.rules.gathering import Gathering
 from stage_runtime.rules.streams import STREAM_WINDOW, Merge, Outbound
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire import outputs
-from stage_runtime.wire.messages import Header, Member, Timing
+from stage_runtime.wire.parts import Header, Member, Timing
 from stage_runtime.wire.values import OmniRequest
 
 _NO_STREAMS: Final = Merge(())
@@ -60,8 +60,8 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     joined: bool = False  #: Several inputs may arrive: note when each does.
     request: OmniRequest | None = None
     ended_sources: set[str] = set()  #: Streams that have ended, whether the engine has been notified or not.
-    untold_ends: list[str] = []  #: Those of them to tell the engine when something begins the request.
-    told_no_payload: bool = False
+    unsent_ends: list[str] = []  #: Those of them that the engine gets when something begins the request.
+    notified_no_payload: bool = False
     timings: dict[str, Timing] = {}  #: Of the stages before this one.
     aborted: bool = False  #: The request was aborted: no client waits for it.
     over: bool = False  #: Done, failed or aborted here.
@@ -205,7 +205,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
         return sum(weights.popleft() if weights else 1 for _ in range(count))
 
     def note_consumed(self, source: str, weight: int) -> int:
-        """Count what was taken of ``source``. Returns how much to tell its producer now: a quarter window at a time."""
+        """Count what was taken of ``source``. Returns how much its producer is notified of: a quarter window each."""
         unreported = self._unreported.get(source, 0) + weight
         report = unreported if unreported >= STREAM_WINDOW // 4 else 0
         self._unreported[source] = unreported - report
@@ -239,7 +239,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
         )
         return (*self.timings.values(), own)
 
-    def learn(self, timings: Iterable[Timing]) -> None:
+    def add_timings(self, timings: Iterable[Timing]) -> None:
         for timing in timings:
             self.timings[timing.stage] = timing
 

@@ -53,11 +53,11 @@ class Exporter:
             return
         self._queue.append(make)
 
-    def close(self) -> None:
-        """Send what is queued, if that works at once."""
+    def close(self, *, within_s: float = LAST_S) -> None:
+        """Send what is queued, if that works at once and within this time."""
         self._closing = True
         self._wake.set()
-        self._thread.join(LAST_S)
+        self._thread.join(within_s)
 
     def _run(self) -> None:
         wait_s = FLUSH_EVERY_S
@@ -85,13 +85,13 @@ class Exporter:
         except _AwayError as error:
             if not self._failing:
                 self._failing = True
-                log.warning("no traces reach %s: %s (they wait; said once)", self._settings.endpoint, error)
+                log.warning("no traces reach %s: %s (they wait; logged once)", self._settings.endpoint, error)
             return False
         except Exception as error:  # the outermost loop: neither a collector nor a bug of ours may end serving
             self.dropped += len(batch)
             if not self._failing:
                 self._failing = True
-                log.warning("traces are dropped: %s: %s (said once)", self._settings.endpoint, error)
+                log.warning("traces are dropped: %s: %s (logged once)", self._settings.endpoint, error)
         else:
             self.sent += len(batch) - broken
             self.dropped += broken

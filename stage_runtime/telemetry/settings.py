@@ -1,4 +1,4 @@
-"""What OpenTelemetry's environment variables say of traces. Pure.
+"""OpenTelemetry's environment variables for traces. Pure.
 
 Source: OpenTelemetry specification, "Environment Variables" and "OTLP Exporter". Spans go over HTTP in protobuf only.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError
 
-#: Sampler -> the share of requests without a client's trace that it takes; None: OTEL_TRACES_SAMPLER_ARG says it.
+#: Sampler -> the share of requests without a client's trace that it takes; None: OTEL_TRACES_SAMPLER_ARG has it.
 _SAMPLERS: Mapping[str, float | None] = {
     "parentbased_always_on": 1.0,
     "parentbased_always_off": 0.0,

@@ -65,7 +65,7 @@ def sampled_parent(header: str | None) -> tuple[str, str] | None:
 
 
 def _parse(given: str) -> tuple[str, str, bool] | None:
-    """(trace, span, sampled); None where the specification says to begin a new trace."""
+    """(trace, span, sampled); None where the specification requires a new trace."""
     found = _FORM.fullmatch(given)
     if found is None:
         return None

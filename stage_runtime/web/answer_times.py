@@ -1,4 +1,4 @@
-"""What a voice or chat service is judged by, measured on one answer: first token, first audio, gaps, underruns.
+"""The service metrics of one answer: first token, first audio, gaps, underruns.
 
 Pure: time is an argument. `serving` shows it each event of an answer as it is read, `metrics` counts it when the answer
 has ended. Times to the first output and gaps are those of streamed answers: any other is handed over as a whole.

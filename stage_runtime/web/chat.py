@@ -11,7 +11,7 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
-from stage_runtime.web.sound.pool import CodecPool, Encoder
+from stage_runtime.web.sound.pool import CodecPool, EncodingSession
 from stage_runtime.web.translating import chat, media
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
 from stage_runtime.web.translating.outputs import Event
@@ -67,7 +67,7 @@ class _ChunkEncoder:
             rest = self._chunks.sound(await made.finish()) if self._chunks.check() else ()
             yield b"".join(map(serving.data_frame, (*rest, *self._chunks.finish()))) + serving.DONE
 
-    async def _added(self, event: Event, made: Encoder) -> AsyncIterator[bytes]:
+    async def _added(self, event: Event, made: EncodingSession) -> AsyncIterator[bytes]:
         for shown in self._chunks.add(event):
             if not isinstance(shown, Audio):
                 yield serving.data_frame(shown)

@@ -40,7 +40,7 @@ _PHRASES: Final = {
 }
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one client's connection may take."""
 
     head_nbytes: int = 64 << 10  #: Proxies' cookies and tokens are within 16 KiB; envoy refuses more than 60.
@@ -55,7 +55,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     sweep_s: float = 1.0
 
 
-def most_connections(limits: Limits) -> int:
+def most_connections(limits: ConnectionLimits) -> int:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limits.connections or max(16, min(MOST, descriptors // 2))
 
@@ -70,10 +70,10 @@ class Phase(enum.Enum):
     REFUSED = enum.auto()  #: Wait for the client to close: closing at once could lose the answer.
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol, limited."""
 
-    limits: Limits = Limits()
+    limits: ConnectionLimits = ConnectionLimits()
     most: int = MOST
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -276,15 +276,15 @@ class Connection(HttpToolsProtocol):
         self._since = self.loop.time()
 
 
-def limited(limits: Limits) -> type[Connection]:
-    """`Connection` with these limits: uvicorn makes its protocols itself."""
-    return type("Connection", (Connection,), {"limits": limits, "most": most_connections(limits)})
+def limited(limits: ConnectionLimits) -> type[HttpConnection]:
+    """`HttpConnection` with these limits: uvicorn makes its protocols itself."""
+    return type("HttpConnection", (HttpConnection,), {"limits": limits, "most": most_connections(limits)})
 
 
 class IdleConnections:
     """Looks at all connections of a server every so often."""
 
-    def __init__(self, connections: Iterable[Any], limits: Limits) -> None:
+    def __init__(self, connections: Iterable[Any], limits: ConnectionLimits) -> None:
         self._connections = connections
         self._limits = limits
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, as routes see them. Raw ASGI: no framework between a stage's word and the socket.
+"""One HTTP request and its answer, as routes see them. Raw ASGI: no framework between a stage's output and the socket.
 
 Counts what the log line contains. Knows no request manager and no OpenAI. Made by `middleware.Middleware`, used by the
 routes.
@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.answer_times import AnswerTimes
 from stage_runtime.web.errors import Headers, RequestRefused
-from stage_runtime.web.memory_budget import Reservation
+from stage_runtime.web.memory_budget import MemoryReservation
 
 KEY: Final = "omni.exchange"  #: Where `Middleware` puts it into the ASGI scope.
 CLIENT: Final = "omni.client"  #: Where `connections` puts the connection.
@@ -49,7 +49,7 @@ class Client(Protocol):
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: Reservation) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, reservation: MemoryReservation) -> None:
         self.scope = scope
         self.reservation = reservation  #: What of its data is in memory; `Middleware` gives it back.
         self.method: str = scope["method"]
@@ -97,7 +97,7 @@ class Exchange:
         return found[0].decode("latin-1") if found else None
 
     def name_request(self, new_id: Callable[[], str]) -> str:
-        """The request's id: the client's own if it is sane, else a new one. Echoed in the answer.
+        """The request's id: the client's own if it is valid, else a new one. Echoed in the answer.
 
         Raises: InvalidRequest: the header is there twice.
         """

@@ -17,7 +17,7 @@ import httpx
 
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web.settings import WebSettings
-from stage_runtime.web.translating.media import Place
+from stage_runtime.web.translating.media import MediaUrl
 from stage_runtime.wire.values import Media
 
 MAX_REDIRECTS: Final = 3
@@ -36,7 +36,7 @@ class Fetcher:
         self._max_bytes = settings.max_body_bytes
         self._turn = asyncio.Semaphore(MAX_FETCHES)
 
-    async def fetch(self, places: Iterable[Place], hold: Callable[[int], None]) -> dict[str, Media]:
+    async def fetch(self, places: Iterable[MediaUrl], hold: Callable[[int], None]) -> dict[str, Media]:
         """URL -> what it holds, all fetched at once; when one fails the others end.
 
         hold: called with the number of bytes as they arrive; may raise.
@@ -55,7 +55,7 @@ class Fetcher:
             raise errors.exceptions[0] from None
         return {url: task.result() for url, task in zip(wanted, found, strict=True)}
 
-    async def _bounded(self, place: Place, got: _Sum) -> Media:
+    async def _bounded(self, place: MediaUrl, got: _Sum) -> Media:
         try:
             async with asyncio.timeout(self._timeout_s), self._turn:
                 return await self._follow(place, got)
@@ -64,7 +64,7 @@ class Fetcher:
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             raise _refused(place, f"not fetched: {type(error).__name__}") from error
 
-    async def _follow(self, place: Place, got: _Sum) -> Media:
+    async def _follow(self, place: MediaUrl, got: _Sum) -> Media:
         url = httpx.URL(place.url)
         # trust_env: a proxy would look the name up by itself, after our check
         async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=self._timeout_s) as client:
@@ -88,7 +88,7 @@ class Fetcher:
                 url = target
         raise _refused(place, f"more than {MAX_REDIRECTS} redirects")
 
-    async def _allowed_address(self, url: httpx.URL, place: Place) -> str:
+    async def _allowed_address(self, url: httpx.URL, place: MediaUrl) -> str:
         if url.scheme not in _PORTS:
             raise _refused(place, "only data:, http: and https: URLs")
         host = url.host.lower()
@@ -99,7 +99,7 @@ class Fetcher:
             return host
         return await _public_address(host, _port(url), place)
 
-    async def _read(self, response: httpx.Response, place: Place, got: _Sum) -> Media:
+    async def _read(self, response: httpx.Response, place: MediaUrl, got: _Sum) -> Media:
         if response.status_code != 200:
             raise _refused(place, f"its host answered {response.status_code}")
         mime = response.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -120,14 +120,14 @@ class _Sum:
         self._limit = limit_nbytes
         self._hold = hold
 
-    def add(self, nbytes: int, place: Place) -> None:
+    def add(self, nbytes: int, place: MediaUrl) -> None:
         self._left -= nbytes
         if self._left < 0:
             raise _refused(place, f"the request's media are larger than {self._limit} bytes")
         self._hold(nbytes)
 
 
-async def _public_address(host: str, port: int, place: Place) -> str:
+async def _public_address(host: str, port: int, place: MediaUrl) -> str:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(item[4][0]) for item in found]
     if not addresses or not all(is_public(address) for address in addresses):
@@ -163,5 +163,5 @@ def _host_header(url: httpx.URL) -> str:
     return url.netloc.decode("ascii").rpartition("@")[2]
 
 
-def _refused(place: Place, problem: str) -> InvalidRequest:
+def _refused(place: MediaUrl, problem: str) -> InvalidRequest:
     return InvalidRequest(f"{place.param}: {problem}", param=place.param)

@@ -24,7 +24,7 @@ class MemoryBudget:
         self.held_nbytes = 0
 
 
-class Reservation:
+class MemoryReservation:
     """One request's share of a `MemoryBudget`; given back by `release`."""
 
     def __init__(self, budget: MemoryBudget) -> None:

@@ -14,7 +14,7 @@ from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.web.exchange import KEY, Exchange
-from stage_runtime.web.memory_budget import MemoryBudget, Reservation
+from stage_runtime.web.memory_budget import MemoryBudget, MemoryReservation
 from stage_runtime.web.origins import Origins
 
 _log = logging.getLogger("stage_runtime.web.requests")
@@ -47,7 +47,7 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, Reservation(self._budget))
+        exchange = Exchange(scope, receive, send, MemoryReservation(self._budget))
         scope[KEY] = exchange
         try:
             await self._answer(exchange, receive)

@@ -12,10 +12,10 @@ from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import pipelines
 from stage_runtime.web.translating.outputs import Event
-from stage_runtime.wire.messages import ID_LIMIT, RequestId
+from stage_runtime.wire.parts import ID_LIMIT, RequestId
 
 
-class Pipeline:
+class PipelineEndpoint:
     def __init__(self, service: Service) -> None:
         self._service = service
 

@@ -21,7 +21,7 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.profile_questions import FAILED
-from stage_runtime.coordinator.profiling import ProfileAnswer, Profiling, RunFile, check_config
+from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer, RunFile, check_config
 from stage_runtime.errors import ConfigurationError, InvalidRequest, RequestError
 from stage_runtime.web import strictjson
 from stage_runtime.web.errors import RequestRefused
@@ -66,7 +66,7 @@ class StopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Profiles:
-    def __init__(self, profiling: Profiling) -> None:
+    def __init__(self, profiling: PipelineProfiling) -> None:
         self._profiling = profiling
 
     async def start(self, exchange: Exchange) -> None:

@@ -6,14 +6,14 @@ Called by `app` and by `processes.coordinator`. A test compares the table in doc
 from __future__ import annotations
 
 from stage_runtime.coordinator.events import RequestManagerApi, RequestRecord
-from stage_runtime.coordinator.profiling import ProfileAnswer, Profiling
+from stage_runtime.coordinator.profiling import PipelineProfiling, ProfileAnswer
 from stage_runtime.web import profiling as profiles
 from stage_runtime.web import schemas
 from stage_runtime.web.chat import Chat
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.models import Models
-from stage_runtime.web.pipeline import Pipeline
+from stage_runtime.web.pipeline import PipelineEndpoint
 from stage_runtime.web.probes import Probes
 from stage_runtime.web.profiling import Profiles
 from stage_runtime.web.routing import FORM, JSON, Route
@@ -24,7 +24,7 @@ from stage_runtime.web.transcriptions import Transcriptions
 def public(service: Service) -> tuple[Route, ...]:
     """For clients of the pipeline."""
     chat, speech, transcriptions = Chat(service), Speech(service), Transcriptions(service)
-    models, pipeline = Models(service), Pipeline(service)
+    models, pipeline = Models(service), PipelineEndpoint(service)
     return (
         Route(
             "POST",
@@ -82,7 +82,7 @@ def probes(manager: RequestManagerApi, metrics: Metrics) -> tuple[Route, ...]:
     )
 
 
-def admin(profiling: Profiling) -> tuple[Route, ...]:
+def admin(profiling: PipelineProfiling) -> tuple[Route, ...]:
     """The profiler's: on the admin port in pods; behind the API keys."""
     made = Profiles(profiling)
     return (

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from omnipipeline_spec.types.pods import HTTP_PORT
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.web.connections import IdleConnections, Limits, limited
+from stage_runtime.web.connections import ConnectionLimits, IdleConnections, limited
 
 BACKLOG = 2048
 POLL_S = 0.005
@@ -35,10 +35,10 @@ class Server:
         host: str = "127.0.0.1",
         port: int = HTTP_PORT,
         drain_s: float = 30.0,
-        limits: Limits | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._app = app
-        self._limits = limits or Limits()
+        self._limits = limits or ConnectionLimits()
         self._watch: IdleConnections | None = None
         self._host = host
         self._wanted_port = port

@@ -14,7 +14,7 @@ import msgspec
 from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, StagePlan, UnitPlan
 from stage_runtime.cli.drawing import routes
 from stage_runtime.cli.drawing.arranging import Point, Size, arrange
-from stage_runtime.cli.drawing.routes import ANSWER, REQUEST, Box, Kind, Line
+from stage_runtime.cli.drawing.routes import ANSWER, REQUEST, Box, DrawnLine, Kind
 
 STAGE_HEIGHT = 56.0
 GAP_X, GAP_Y = 76.0, 24.0
@@ -27,7 +27,7 @@ TITLE_PX, SMALL_PX = 15.0, 11.5
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
     boxes: tuple[Box, ...]  #: Outer ones first.
-    lines: tuple[Line, ...]
+    lines: tuple[DrawnLine, ...]
     size: Size
 
 

@@ -57,7 +57,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class DrawnLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line and its way: SVG path data, and the place of its label."""
 
     wish: Wish
@@ -85,7 +85,7 @@ def wishes(plan: PipelinePlan) -> list[Wish]:
     return [*found, *(Wish(source=stage, target=ANSWER, kind="http") for stage in plan.current.terminals)]
 
 
-def route(wanted: Sequence[Wish], bends: Sequence[tuple[Point, ...]], boxes: Iterable[Box]) -> Iterable[Line]:
+def route(wanted: Sequence[Wish], bends: Sequence[tuple[Point, ...]], boxes: Iterable[Box]) -> Iterable[DrawnLine]:
     """The way of each line.
 
     bends: per line, the points in the columns between its ends that are kept free for it.
@@ -148,19 +148,19 @@ def _port(box: Box, side: Side, share: float) -> Point:
             return Point(box.corner.x + box.size.width * share, box.bottom)
 
 
-def _line(wish: Wish, points: tuple[Point, ...], sides: tuple[Side, Side]) -> Line:
+def _line(wish: Wish, points: tuple[Point, ...], sides: tuple[Side, Side]) -> DrawnLine:
     first, last = points[0], points[-1]
     start = f"M{first.x:.1f},{first.y:.1f}"
     if sides[0] == "bottom":
         path = f"{start} L{last.x:.1f},{last.y:.1f}"
-        return Line(wish=wish, path=path, middle=Point((first.x + last.x) / 2, (first.y + last.y) / 2))
+        return DrawnLine(wish=wish, path=path, middle=Point((first.x + last.x) / 2, (first.y + last.y) / 2))
     if sides == ("right", "right"):
         out = max(first.x, last.x) + BULGE
         path = f"{start} C{out:.1f},{first.y:.1f} {out:.1f},{last.y:.1f} {last.x:.1f},{last.y:.1f}"
-        return Line(wish=wish, path=path, middle=Point(out - BULGE / 4, (first.y + last.y) / 2))
+        return DrawnLine(wish=wish, path=path, middle=Point(out - BULGE / 4, (first.y + last.y) / 2))
     curves = "".join(_curve(here, there) for here, there in pairwise(points))
     here, there = points[:2] if len(points) == 2 else points[-2:]
-    return Line(wish=wish, path=start + curves, middle=Point((here.x + there.x) / 2, (here.y + there.y) / 2))
+    return DrawnLine(wish=wish, path=start + curves, middle=Point((here.x + there.x) / 2, (here.y + there.y) / 2))
 
 
 def _curve(here: Point, there: Point) -> str:

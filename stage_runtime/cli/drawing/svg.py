@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.cli.drawing import picture
 from stage_runtime.cli.drawing.picture import Picture
-from stage_runtime.cli.drawing.routes import Box, Line
+from stage_runtime.cli.drawing.routes import Box, DrawnLine
 
 MARGIN = 22.0
 TITLE_HEIGHT = 40.0
@@ -127,7 +127,7 @@ def _card(box: Box) -> Iterable[str]:
         yield _text("gpu-text", box.gpu, left + chip / 2, y + 22, anchor="middle")
 
 
-def _path(line: Line) -> str:
+def _path(line: DrawnLine) -> str:
     return _stroke(line.wish.transport, line.wish.kind, line.path)
 
 
@@ -136,7 +136,7 @@ def _stroke(transport: str, kind: str, path: str) -> str:
     return f'<path class="line {transport}{dashed}" d="{path}" marker-end="url(#tip-{transport})"/>'
 
 
-def _label(line: Line) -> str:
+def _label(line: DrawnLine) -> str:
     at, label = line.middle, line.wish.label
     width = picture.text_width(label, 11.5) + 8
     back = f'<rect class="label" x="{at.x - width / 2:.1f}" y="{at.y - 8:.1f}" width="{width:.1f}" height="16" rx="4"/>'

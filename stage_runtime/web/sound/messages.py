@@ -1,8 +1,8 @@
 """The messages between the coordinator and a codec process, and their framing. Pure.
 
 One connection is one session: an encoder from its first sample to its end, or one look at a file. A frame is its
-length (4 bytes, little-endian) and a MessagePack value; nothing is unpickled. The coordinator believes no reply
-further than its type.
+length (4 bytes, little-endian) and a MessagePack value; nothing is unpickled. The coordinator
+checks the type of a reply and relies on nothing else in it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ BLOCK_NBYTES: Final = 4 << 20  # of samples in one `Write`: what one call costs 
 CALL_S: Final = 10.0  # for one call, processor and wall time; a block of mp3 takes about 0.5 s
 
 
-class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class CodecRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of what the coordinator asks for; each but `Open` has one reply."""
 
 
-class Open(Request, frozen=True, tag=True, array_like=True):
+class Open(CodecRequest, frozen=True, tag=True, array_like=True):
     """Begin a file of ``format``; empty: none, one is looked at. whole: nothing is given before `Close`."""
 
     format: str
     whole: bool
 
 
-class Write(Request, frozen=True, tag=True, array_like=True):
+class Write(CodecRequest, frozen=True, tag=True, array_like=True):
     """More of the sound: the fields of `samples.Flat`."""
 
     dtype: str
@@ -39,33 +39,33 @@ class Write(Request, frozen=True, tag=True, array_like=True):
     data: memoryview
 
 
-class Close(Request, frozen=True, tag=True, array_like=True):
+class Close(CodecRequest, frozen=True, tag=True, array_like=True):
     """The sound is over."""
 
 
-class Measure(Request, frozen=True, tag=True, array_like=True):
+class Measure(CodecRequest, frozen=True, tag=True, array_like=True):
     """How long is this file?"""
 
     data: memoryview
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class CodecReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of what a codec process answers."""
 
 
-class Made(Reply, frozen=True, tag=True, array_like=True):
+class Made(CodecReply, frozen=True, tag=True, array_like=True):
     """Bytes of the file that have become known."""
 
     data: bytes
 
 
-class Measured(Reply, frozen=True, tag=True, array_like=True):
+class Measured(CodecReply, frozen=True, tag=True, array_like=True):
     """A file's length; None: libsndfile cannot read it."""
 
     seconds: float | None
 
 
-class Unencodable(Reply, frozen=True, tag=True, array_like=True):
+class Unencodable(CodecReply, frozen=True, tag=True, array_like=True):
     """The library refuses this sound; the process lives on."""
 
     problem: str
@@ -77,7 +77,7 @@ REQUESTS: Final = msgspec.msgpack.Decoder(Requests)
 REPLIES: Final = msgspec.msgpack.Decoder(Replies)
 
 
-def frame(message: Request | Reply) -> list[bytes]:
+def frame(message: CodecRequest | CodecReply) -> list[bytes]:
     """A message as what goes over the socket."""
     body = msgspec.msgpack.encode(message)
     return [LENGTH.pack(len(body)), body]

@@ -23,7 +23,17 @@ import msgspec
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web.sound import messages, samples
-from stage_runtime.web.sound.messages import Close, Made, Measure, Measured, Open, Reply, Request, Unencodable, Write
+from stage_runtime.web.sound.messages import (
+    Close,
+    CodecReply,
+    CodecRequest,
+    Made,
+    Measure,
+    Measured,
+    Open,
+    Unencodable,
+    Write,
+)
 from stage_runtime.wire.values import Audio
 
 SPARES: Final = 2  # sessions that are forked ahead: a sound's first piece does not wait for a fork
@@ -32,7 +42,7 @@ REPLY_S: Final = messages.CALL_S + 5.0  # the process ends itself at CALL_S; thi
 END_S: Final = 5.0
 TRIES: Final = 3  # a spare, or the fork server, may have died since it was made
 
-Answer = TypeVar("Answer", bound=Reply)
+Answer = TypeVar("Answer", bound=CodecReply)
 log = logging.getLogger(__name__)
 
 
@@ -77,11 +87,11 @@ class CodecPool:
         return None if self._server is None else self._server.pid
 
     @contextlib.contextmanager
-    def encoder(self, format: str, *, whole: bool = False) -> Iterator[Encoder]:
+    def encoder(self, format: str, *, whole: bool = False) -> Iterator[EncodingSession]:
         """An encoder into ``format``, which is one of `formats.FORMATS`; its process ends with the block."""
         if format:
             self.warm()
-        made = Encoder(self, format, whole)
+        made = EncodingSession(self, format, whole)
         try:
             yield made
         finally:
@@ -151,7 +161,7 @@ class CodecPool:
             log.warning("the codec fork server has ended (%s); starting another", server.poll())
 
 
-class Encoder:
+class EncodingSession:
     """One sound on its way into one file. Not for two tasks at once."""
 
     def __init__(self, pool: CodecPool, format: str, whole: bool) -> None:
@@ -185,7 +195,7 @@ class Encoder:
             raise samples.no_sound(self._stage)
         return (await self.ask(Made, Close())).data
 
-    async def ask(self, expected: type[Answer], request: Request) -> Answer:
+    async def ask(self, expected: type[Answer], request: CodecRequest) -> Answer:
         """Raises: RequestError: as `write`."""
         try:
             async with asyncio.timeout(self._pool.reply_s):
@@ -229,14 +239,14 @@ class Encoder:
         return RequestError("stage_failed", f"omni.Audio: the {what}'s process {how}", stage=self._stage)
 
 
-async def _exchange(connection: socket.socket, request: Request) -> Reply:
+async def _exchange(connection: socket.socket, request: CodecRequest) -> CodecReply:
     loop = asyncio.get_running_loop()
     for part in messages.frame(request):
         await loop.sock_sendall(connection, part)
     (nbytes,) = messages.LENGTH.unpack(await _exactly(connection, messages.LENGTH.size))
     if nbytes > messages.MAX_NBYTES:
         raise msgspec.ValidationError(f"a reply of {nbytes} bytes")
-    reply: Reply = messages.REPLIES.decode(await _exactly(connection, nbytes))
+    reply: CodecReply = messages.REPLIES.decode(await _exactly(connection, nbytes))
     return reply
 
 

@@ -1,7 +1,7 @@
-"""What a stage put into `Audio.samples`: taken apart for the codec process, and made sane there.
+"""What a stage put into `Audio.samples`: taken apart for the codec process, and made valid there.
 
 `flat` runs in the coordinator and looks at no sample. `read` runs in the codec process and is the one place where
-samples become what every encoder can bear: float32, finite, in -1..1, ``[n, channels]``.
+samples become what every encoder takes: float32, finite, in -1..1, ``[n, channels]``.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _PERCENT = 64 << 10  # characters of a data URL that is not base64: an SVG; a by
 _URL_PARTS = schemas.ImageUrlPart | schemas.AudioUrlPart | schemas.VideoUrlPart
 
 
-class Place(msgspec.Struct, frozen=True):
+class MediaUrl(msgspec.Struct, frozen=True):
     """A URL to fetch, the kind of its part, and the parameter that has it."""
 
     url: str
@@ -31,13 +31,13 @@ class Place(msgspec.Struct, frozen=True):
     param: str
 
 
-def to_fetch(messages: list[schemas.Message]) -> Iterator[Place]:
+def to_fetch(messages: list[schemas.Message]) -> Iterator[MediaUrl]:
     """The http URLs that a chat's messages hold."""
     for param, part in _parts(messages):
         if isinstance(part, _URL_PARTS):
             type, url = _type_and_url(part)
             if not url.startswith("data:"):
-                yield Place(url, type, f"{param}.{type}_url.url")
+                yield MediaUrl(url, type, f"{param}.{type}_url.url")
 
 
 def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) -> list[dict[str, Any]]:
