@@ -1,15 +1,15 @@
 """What the profiler costs: two stages that echo, 64 requests under way, in processor time of all their processes.
 
-    python -m benchmarks.profiler [--generations 6] [--blocks 40] [--seconds 0.5] [--in-turns]
+    python -m benchmarks.profiler [--generations 6] [--blocks 150] [--seconds 0.3]
 
 Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it
-is, with nothing recorded; ``on`` is the same while events are recorded. In a block all three serve at the same moment,
-so that whatever else the machine does disturbs them alike; their differences within the block are paired. ``off`` and
-``on`` change places with each block. Each generation starts all processes anew, since two processes of one program
-differ by a percent or so. With ``--in-turns`` the three serve one after the other instead, in random order and for a
-third of the time each: the better choice on a machine that does nothing else. The result is the median of the paired
-differences, with a 95 % interval by a bootstrap that draws generations, then blocks within them. Beside throughput,
-processor time hardly depends on who else uses the machine; with all processors busy it is the throughput.
+is, with nothing recorded; ``on`` is the same while events are recorded. ``off`` and ``on`` are the same processes, told
+by signals, since two processes of one program differ by a percent or so; for ``without`` each generation starts all
+processes anew. In a block the two that are compared serve one after the other, in random order, for a short time: how
+fast a machine is changes from second to second. So a side's processor time is also taken relative to what the client
+took for the same requests at the same moment. A result is the mean of the paired differences without the outermost
+tenths, with a 95 % interval by a bootstrap that draws generations, then blocks within them. What a writer wrote after a
+block's last request belongs to the block's processor time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -36,15 +38,44 @@ import psutil
 from benchmarks.hoplab.measuring import used
 from omnipipeline_spec.pipeline import EndpointsConfig, PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalOptions, LocalPipeline
-from stage_runtime.profiler.recorder import FLUSH_EVERY_S
+from stage_runtime.profiler.writing import FLUSH_EVERY_S
 
 CONCURRENCY: Final = 64
 WRITTEN_S: Final = 2.5 * FLUSH_EVERY_S  # after a block: its last events are written then
 WARM_UP: Final = 6  # blocks
+TOLD_S: Final = 0.02  # that a signal may take
+TRIMMED: Final = 0.1  # of the differences, at each end
 SIDES: Final = ("without", "off", "on")
+PAIRS: Final = (("without", "off"), ("off", "on"))  # that are compared; a run is begun before the second
 RUNTIME: Final = Path(__file__).parents[1] / "stage_runtime"
 ECHO: Final = "def echo():\n    return lambda payload: payload.data\n"
+SWITCHES: Final = """
+import signal
+
+def switch(number, frame):
+    from stage_runtime.profiler.recorder import recorder
+    recorder.active = number == signal.SIGUSR2
+
+for each in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(each, switch)
+"""  # Python runs `sitecustomize` in each process
 BODY: Final = json.dumps({"inputs": "hello"}).encode()
+
+
+class Cost(NamedTuple):
+    """Of one side in one block. Microseconds of processor time per request."""
+
+    pipeline_us: float
+    client_us: float
+    rate: float  #: Requests per second.
+
+
+#: What is compared.
+VALUES: Final[dict[str, Callable[[Cost], float]]] = {
+    "processor time relative to the client's": lambda cost: cost.pipeline_us / cost.client_us,
+    "processor time": lambda cost: cost.pipeline_us,
+    "requests per second": lambda cost: cost.rate,
+}
 
 
 class Connection(asyncio.Protocol):
@@ -128,13 +159,22 @@ class Pipeline:
         for each in self._connections:
             each.transport.close()
 
-    async def cpu_us(self, until: float) -> float:
-        """A block: its processor time per request."""
+    async def record(self, on: bool) -> None:
+        """Whether events are recorded from now on; the run is begun before."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGUSR2 if on else signal.SIGUSR1)
+        await asyncio.sleep(TOLD_S)
+
+    async def cpu_us(self, seconds: float) -> Cost:
+        """A block: its processor time per request, and the client's."""
         await self.connect()
-        before, asked = used(self.pids), self._all_asked()
-        await asyncio.gather(*(each.begin(until) for each in self._connections))
+        before, asked, client = used(self.pids), self._all_asked(), time.process_time()
+        began = time.monotonic()
+        await asyncio.gather(*(each.begin(began + seconds) for each in self._connections))
+        took, client, requests = time.monotonic() - began, time.process_time() - client, self._all_asked() - asked
         await asyncio.sleep(WRITTEN_S)
-        return (used(self.pids) - before).cpu_s / (self._all_asked() - asked) * 1e6
+        pipeline = (used(self.pids) - before).cpu_s
+        return Cost(pipeline / requests * 1e6, client / requests * 1e6, requests / took)
 
     def _all_asked(self) -> int:
         return self._asked + sum(each.asked for each in self._connections)
@@ -159,6 +199,7 @@ async def start(stack: contextlib.AsyncExitStack, folder: Path, path: Sequence[P
     """A pipeline whose processes import from ``path`` first."""
     folder.mkdir()
     (folder / "echoes.py").write_text(ECHO)
+    (folder / "sitecustomize.py").write_text(SWITCHES)
     stages = [
         StageConfig(name="a", process="a", factory="echoes:echo", next="b"),
         StageConfig(name="b", process="b", factory="echoes:echo", terminal=True),
@@ -177,91 +218,94 @@ async def start(stack: contextlib.AsyncExitStack, folder: Path, path: Sequence[P
     return made
 
 
-Block = dict[str, float]  #: side -> microseconds of processor time per request
+Block = dict[str, Cost]  #: by side
 
 
-async def record(pipeline: Pipeline, http: httpx.AsyncClient, run_id: str) -> str:
-    """Record events from now on. Returns: the folder of their files."""
-    started = await http.post(f"{pipeline.url}/start_request_profile", json={"run_id": run_id})
-    folder: str = started.raise_for_status().json()["event_dir"]
-    return folder
-
-
-async def together(sides: Mapping[str, Pipeline], seconds: float) -> Block:
-    until = time.monotonic() + seconds
-    took = await asyncio.gather(*(each.cpu_us(until) for each in sides.values()))
-    return dict(zip(sides, took, strict=True))
-
-
-async def one_by_one(sides: Mapping[str, Pipeline], seconds: float) -> Block:
-    order = random.sample(list(sides), len(sides))
-    return {side: await sides[side].cpu_us(time.monotonic() + seconds / len(sides)) for side in order}
-
-
-async def generation(root: Path, cut: Path, blocks: int, seconds: float, in_turns: bool) -> list[Block]:
-    """Fresh processes, and so many blocks of them."""
+async def generation(root: Path, cut: Path, blocks: int, seconds: float) -> list[Block]:
+    """Fresh processes, and so many blocks of them for each of `PAIRS`."""
     root.mkdir()
     found: list[Block] = []
     async with contextlib.AsyncExitStack() as stack:
         bare = await start(stack, root / "bare", [cut])
-        whole = [await start(stack, root / name, []) for name in ("first", "second")]
+        whole = await start(stack, root / "whole", [])
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
-        for number in range(blocks + WARM_UP):
-            off, on = whole if number % 2 else reversed(whole)
-            folder = await record(on, http, f"block-{number}")
-            sides = dict(zip(SIDES, (bare, off, on), strict=True))
-            found.append(await (one_by_one if in_turns else together)(sides, seconds))
-            (await http.post(f"{on.url}/stop_request_profile", json={})).raise_for_status()
-            shutil.rmtree(folder)
-    return found[WARM_UP:]
+        for pair in PAIRS:
+            if "on" in pair:
+                started = await http.post(f"{whole.url}/start_request_profile", json={"run_id": "cost"})
+                assert started.raise_for_status().json()["complete"], started.text
+            for number in range(blocks + WARM_UP):
+                block: Block = {}
+                for side in random.sample(pair, len(pair)):
+                    pipeline = bare if side == "without" else whole
+                    await pipeline.record(side == "on")
+                    block[side] = await pipeline.cpu_us(seconds)
+                if number >= WARM_UP:
+                    found.append(block)
+        (await http.post(f"{whole.url}/stop_request_profile", json={})).raise_for_status()
+    return found
 
 
-async def measure(generations: int, blocks: int, seconds: float, in_turns: bool) -> list[list[Block]]:
+async def measure(generations: int, blocks: int, seconds: float) -> list[list[Block]]:
     """Blocks by generation."""
     found = []
     with tempfile.TemporaryDirectory(prefix="profiler-") as name:
         root = Path(name)
         print(f"{without_hooks(root / 'cut')} hooks were cut out of the runtime", flush=True)
         for index in range(generations):
-            measured = await generation(root / str(index), root / "cut", blocks, seconds, in_turns)
+            measured = await generation(root / str(index), root / "cut", blocks, seconds)
             found.append(measured)
-            told = "  ".join(f"{side} {statistics.median(each[side] for each in measured):.0f}" for side in SIDES)
+            told = "  ".join(f"{side} {_median_us(measured, side):.0f}" for side in SIDES)
             print(f"generation {index}: {told} us of processor time per request", flush=True)
     return found
 
 
-def difference(found: Sequence[Sequence[Block]], base: str, other: str) -> tuple[float, float, float]:
-    """How much more ``other`` takes, in percent of ``base``: median over blocks, and its 95 % interval (bootstrap).
+def difference(
+    found: Sequence[Sequence[Block]], base: str, other: str, value: Callable[[Cost], float]
+) -> tuple[float, float, float]:
+    """How much more ``other`` has, in percent of ``base``: trimmed mean, and its 95 % interval (bootstrap).
 
-    Medians: on a machine that others use, some blocks are disturbed by far more than what is measured.
+    Of logarithms, so that both directions weigh the same.
     """
-    changes = [[100 * (block[other] / block[base] - 1) for block in blocks] for blocks in found]
+    changes = [
+        [100 * math.log(value(block[other]) / value(block[base])) for block in blocks if {base, other} <= block.keys()]
+        for blocks in found
+    ]
     chance = random.Random(0)
 
     def drawn() -> float:
         generations = chance.choices(changes, k=len(changes))
-        return statistics.median(each for blocks in generations for each in chance.choices(blocks, k=len(blocks)))
+        return _trimmed(each for blocks in generations for each in chance.choices(blocks, k=len(blocks)))
 
     draws = sorted(drawn() for _ in range(2000))
-    return statistics.median(each for blocks in changes for each in blocks), draws[50], draws[-51]
+    return _trimmed(each for blocks in changes for each in blocks), draws[50], draws[-51]
+
+
+def _trimmed(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    cut = int(TRIMMED * len(ordered))
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def _median_us(blocks: Iterable[Block], side: str) -> float:
+    return statistics.median(block[side].pipeline_us for block in blocks if side in block)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", type=int, default=6)
-    parser.add_argument("--blocks", type=int, default=40, help="of one generation")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one block")
-    parser.add_argument("--in-turns", action="store_true", help="one side after the other: on a machine at rest")
+    parser.add_argument("--blocks", type=int, default=150, help="of one generation and comparison")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of one side in one block")
     chosen = parser.parse_args()
     began = time.monotonic()
-    found = asyncio.run(measure(chosen.generations, chosen.blocks, chosen.seconds, chosen.in_turns))
+    found = asyncio.run(measure(chosen.generations, chosen.blocks, chosen.seconds))
     print(f"{sum(map(len, found))} blocks in {time.monotonic() - began:.0f} s")
     for side in SIDES:
-        middle = statistics.median(block[side] for blocks in found for block in blocks)
+        middle = _median_us([block for blocks in found for block in blocks], side)
         print(f"{side:>8}: {middle:7.0f} us of processor time per request (median)")
-    for base, other in (("without", "off"), ("off", "on")):
-        middle, low, high = difference(found, base, other)
-        print(f"{other} beside {base}: {middle:+.2f} %, 95 % interval {low:+.2f} % to {high:+.2f} %")
+    for base, other in PAIRS:
+        for what, value in VALUES.items():
+            middle, low, high = difference(found, base, other, value)
+            print(f"{other} beside {base}, {what}: {middle:+.2f} %, 95 % interval {low:+.2f} % to {high:+.2f} %")
 
 
 if __name__ == "__main__":

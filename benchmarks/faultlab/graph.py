@@ -86,7 +86,7 @@ def answer_hash(text: str) -> str:
     return hashlib.sha256(f"{text.upper()}|{text}".encode()).hexdigest()
 
 
-def spec(*, replicas: int = 1, relay: str = "auto", size: int = 64 << 10, pause_s: float = 0.02) -> PipelineConfig:
+def spec(*, replicas: int = 1, relay: str = "auto", size: int = 96 << 10, pause_s: float = 0.02) -> PipelineConfig:
     """replicas: of every group. size: bytes of each tensor on the way. pause_s: between a stream's chunks."""
     groups = {"entry": "entry", "branch": "entry", "join": "fan-in", "write": "producer", "read": "consumer"}
 

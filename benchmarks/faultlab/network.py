@@ -27,8 +27,10 @@ from stage_runtime.processes.instances import InstanceSpec, RestartPolicy
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.supervisor import Supervisor
 
-SUBNET = "10.213.77"
+SUBNET = f"10.213.{80 + os.getpid() % 160}"  # runs side by side on one machine need networks of their own
 PORT = 5550
+LIMIT_S = 120.0  # until a pipeline runs, or has ended: a loaded machine takes 20
+COMMAND_S = 60.0  # of a command that changes the network
 
 
 class Network:
@@ -124,25 +126,32 @@ class NetPipeline:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._supervisor.ask_all_to_stop()
-        await asyncio.wait_for(self._supervisor.gone(), 60)
-        await self._supervisor.close()
-        self.network.close()
-        self._folder.cleanup()
+        try:
+            self._supervisor.ask_all_to_stop()
+            await asyncio.wait_for(self._supervisor.gone(), LIMIT_S)
+        except TimeoutError:
+            raise TimeoutError(f"not ended within {LIMIT_S:g} s: {sorted(self.pids())}") from None
+        finally:
+            await self._supervisor.close()
+            self.network.close()
+            self._folder.cleanup()
 
     def pids(self) -> dict[str, int]:
         return {view.process: view.pid for view in self._supervisor.views() if view.pid is not None}
 
     async def ready(self) -> None:
-        """Everything runs, and the coordinator knows it."""
+        """Everything runs, and the coordinator knows it. Raises: TimeoutError: something does not."""
         await self._supervisor.started()
         wanted = Counter(one.spec.group for one in self._supervisor.instances() if one.spec.name != "coordinator")
-        async with httpx.AsyncClient(base_url=self.url) as http:
-            while True:
-                said = (await looking.status(http))["instances"]
-                if Counter(one["group"] for one in said if one["ready"] and not one["draining"]) >= wanted:
-                    return
-                await asyncio.sleep(0.05)
+        ready: Counter[str] = Counter()
+        try:
+            async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(base_url=self.url) as http:
+                while not ready >= wanted:
+                    said = (await looking.status(http))["instances"]
+                    ready = Counter(one["group"] for one in said if one["ready"] and not one["draining"])
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise TimeoutError(f"not ready within {LIMIT_S:g} s: {wanted - ready}") from None
 
     def _launch(self, folder: Path) -> None:
         key = folder / "key"
@@ -199,4 +208,4 @@ def _written(path: Path, value: object) -> str:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=COMMAND_S)

@@ -13,6 +13,7 @@ Pod = Literal["near", "far"]
 ADDRESSES: Final[dict[Pod, str]] = {"near": "10.213.78.1", "far": "10.213.78.2"}  # seen by nobody else
 
 RUNNING_S: Final = 10.0
+COMMAND_S: Final = 60.0  # of a command that changes the network
 
 
 class Pods:
@@ -69,4 +70,4 @@ def child(pid: int) -> int | None:
 
 
 def _ip(*words: str) -> bytes:
-    return subprocess.run(["ip", *words], check=True, capture_output=True).stdout
+    return subprocess.run(["ip", *words], check=True, capture_output=True, timeout=COMMAND_S).stdout

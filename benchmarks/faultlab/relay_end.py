@@ -1,6 +1,8 @@
 """One process of `relay_faults`: relays of its own, ordered about by lines of JSON on stdin, telling what happens.
 
-    python relay_end.py RELAY ADDRESS NAME [careless]
+    python relay_end.py RELAY ADDRESS NAME SOCKET [careless]
+
+SOCKET: the path of a Unix socket to be connected to as long as the process lives: its end shows a death to the driver.
 
 careless: memory of a get that was given up is used again at once, as if there were no quarantine.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import socket
 import sys
 import threading
 import time
@@ -116,12 +119,15 @@ class End:
                 return self.relays.stats()
 
 
-async def main(relay: str, address: str, name: str, *careless: str) -> None:
+async def main(relay: str, address: str, name: str, path: str, *careless: str) -> None:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
     end = End(relay, address, name, bool(careless))
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         tell(event="answer", answer=end.do(msgspec.json.decode(line)))
     end.relays.close()
+    connection.close()
 
 
 asyncio.run(main(*sys.argv[1:]))

@@ -6,15 +6,18 @@ The driver is the control plane: it passes facts, metadata and releases on, and 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import os
 import random
 import signal
+import socket
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -25,22 +28,27 @@ Fault = Literal["kill", "freeze", "link", "restart"]
 RELAYS: Final = ("nixl", "mooncake", "nccl")
 FAULTS: Final[tuple[Fault, ...]] = ("kill", "freeze", "link", "restart")
 NOTICED_S: Final[dict[str, float]] = {"kill": 0.1, "freeze": 4.0, "link": 5.0, "restart": 0.1}
-DEADLINE_S: Final = 3.0  # without progress: as a member's heartbeats
+DEADLINE_S: Final = 3.0  # without progress, of a get whose sender is hurt: as a member's heartbeats
 LATE: Final = 32 << 20  # given up on its way
 KEPT: Final = 8  # transfers beside it
 LARGE: Final = 96 << 20
 STOPS_MOST: Final = 50  # tries to stop a process while it sends
 DRAINED_S: Final = 1.0  # what is in the kernel's buffers has come, also where the relay's thread runs late
 CALM_S: Final = 5.0
+LIMIT_S: Final = 120.0  # of every wait for a process: far more than any takes, and less than a test may take
 SETTLED_S: Final = 30.0  # until a survivor must have everything back
+REUSED: Final = "its slot has another use now"  # so a get fails where late bytes have overwritten its header
 ENVIRONMENT: Final = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib", "MC_FORCE_TCP": "1", "GLOG_minloglevel": "3"}
+
+
+T = TypeVar("T")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     relay: str
     fault: str
     transfers: int  #: Checked byte by byte.
-    noticed_s: float  #: Until who waited knew.
+    noticed_s: float  #: Until who waited knew; of a kill, since the signal.
     reason: str
     wrong: int  #: Bytes that were somebody else's.
     held: dict[str, int]  #: What a survivor did not get back.
@@ -61,86 +69,135 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+async def within(what: str, awaited: Awaitable[T], limit_s: float = LIMIT_S) -> T:
+    """Raises: TimeoutError: it took longer; says what was awaited."""
+    try:
+        return await asyncio.wait_for(awaited, limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"{what}: not within {limit_s:g} s") from None
+
+
 class End:
-    """A process in a pod."""
+    """A process in a pod. It answers orders one after the other."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
         self.process = process
         self.pid = 0
+        self.connection: socket.socket | None = None  #: Of the control plane. It breaks when the process ends.
         self.dead = asyncio.Event()
         self.ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.released: Callable[[str, int], None] = lambda peer, transfer: None
-        self._answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._asking = asyncio.Lock()
+        self._asked: collections.deque[asyncio.Future[Any] | None] = collections.deque()  #: None: nobody waits for it.
         self._numbers = iter(range(1, 1 << 30))
 
     async def ask(self, **order: Any) -> Any:
-        async with self._asking:
-            assert self.process.stdin is not None
-            self.process.stdin.write(msgspec.json.encode(order) + b"\n")
-            answer = asyncio.ensure_future(self._answers.get())
-            death = asyncio.ensure_future(self.dead.wait())
-            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
-            death.cancel()
-            if not answer.done():
-                answer.cancel()
-                raise RuntimeError(f"{self.name} is dead")
-            return answer.result()
+        """Raises: TimeoutError: it does not answer. RuntimeError: it is dead."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._write(order, answer)
+        return await within(f"answer of {self.name} to {order}", answer)
 
-    async def fetch(self, sender: End, nbytes: int, mark: int, request: str = "get") -> int:
+    def tell(self, **order: Any) -> None:
+        """As `ask`, of a process that may be frozen: nobody waits for the answer."""
+        if not self.dead.is_set():
+            self._write(order, None)
+
+    def _write(self, order: dict[str, Any], answer: asyncio.Future[Any] | None) -> None:
+        if self.dead.is_set():
+            raise RuntimeError(f"{self.name} is dead")
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+        self._asked.append(answer)
+
+    async def end_of(self, number: int) -> dict[str, Any]:
+        """How a get has ended. Raises: TimeoutError: it has not."""
+        return await within(f"end of get {number} at {self.name}", asyncio.shield(self.ends[number]))
+
+    async def fetch(
+        self, sender: End, nbytes: int, mark: int, request: str = "get", *, deadline_s: float = LIMIT_S
+    ) -> int:
         """Have it get what the sender puts. Returns: its number in ``ends``."""
-        return await self.get(sender, await sender.put(self, nbytes, mark), request)
+        return await self.get(sender, await sender.put(self, nbytes, mark), request, deadline_s=deadline_s)
 
     async def put(self, receiver: End, nbytes: int, mark: int) -> str:
         """Returns: the metadata."""
-        while (metadata := await self.ask(do="put", peer=receiver.name, nbytes=nbytes, mark=mark)) is None:
-            await asyncio.sleep(0.005)
-        return str(metadata)
 
-    async def get(self, sender: End, metadata: str, request: str = "get") -> int:
+        async def placed() -> str:
+            while (metadata := await self.ask(do="put", peer=receiver.name, nbytes=nbytes, mark=mark)) is None:
+                await asyncio.sleep(0.005)
+            return str(metadata)
+
+        return await within(f"room for {nbytes} bytes at {self.name}", placed())
+
+    async def get(self, sender: End, metadata: str, request: str = "get", *, deadline_s: float = LIMIT_S) -> int:
         number = next(self._numbers)
         self.ends[number] = asyncio.get_running_loop().create_future()
         order = {"number": number, "peer": sender.name, "metadata": metadata, "request": request}
-        await self.ask(do="get", timeout=DEADLINE_S, **order)
+        await self.ask(do="get", timeout=deadline_s, **order)
         return number
+
+    async def cut_off(self) -> None:
+        """Until the kernel has closed the connection of a process that was killed."""
+        assert self.connection is not None
+        ended = asyncio.get_running_loop().sock_recv(self.connection, 1)
+        with contextlib.suppress(ConnectionResetError):
+            assert await within(f"end of {self.name}'s connection", ended) == b""
 
     async def listen(self) -> None:
         assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            event = msgspec.json.decode(line)
-            match event["event"]:
-                case "answer":
-                    self._answers.put_nowait(event["answer"])
-                case "release":
-                    self.released(event["peer"], event["transfer"])
-                case _:
-                    self.ends[event["number"]].set_result(event)
-        self.dead.set()
+        try:
+            while (line := await self.process.stdout.readline()).endswith(b"\n"):  # else it died within a line
+                self._heard(msgspec.json.decode(line))
+        finally:
+            self.dead.set()
+            for answer in self._asked:
+                if answer is not None and not answer.done():
+                    answer.set_exception(RuntimeError(f"{self.name} is dead"))
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "answer":
+                answer = self._asked.popleft()
+                if answer is not None and not answer.done():
+                    answer.set_result(event["answer"])
+            case "release":
+                self.released(event["peer"], event["transfer"])
+            case _:
+                self.ends[event["number"]].set_result(event)
 
 
 class Ground:
     """Both pods and their processes."""
 
-    def __init__(self, relay: str, pods: Pods) -> None:
+    def __init__(self, relay: str, pods: Pods, path: str) -> None:
+        """path: of the socket that each process connects to, as it would to its peers."""
         self.relay = relay
         self.pods = pods
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._connections = [self._listener]
         self.ends: dict[str, End] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, pod: Pod, name: str, *options: str) -> End:
         program = str(Path(__file__).with_name("relay_end.py"))
         process = await asyncio.create_subprocess_exec(
-            *self.pods.command(pod, [sys.executable, program, self.relay, ADDRESSES[pod], name, *options]),
+            *self.pods.command(pod, [sys.executable, program, self.relay, ADDRESSES[pod], name, self._path, *options]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**_inherited(), **ENVIRONMENT},
             limit=1 << 20,
         )
         end = self.ends[name] = End(name, process)
-        end.released = lambda peer, transfer: self._soon(self._release(peer, end.name, transfer))
-        self._soon(end.listen())
+        end.released = lambda peer, transfer: self._release(peer, end.name, transfer)
+        self._listen(end)
         facts = await end.ask(do="facts")
+        end.connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)  # it connected before
+        end.connection.setblocking(False)
+        self._connections.append(end.connection)
         end.pid = child(process.pid) or 0
         for other in self.ends.values():
             if other is not end and not other.dead.is_set():
@@ -155,7 +212,7 @@ class Ground:
             if not end.dead.is_set():
                 assert end.process.stdin is not None
                 end.process.stdin.close()
-                codes[end.name] = await asyncio.wait_for(end.process.wait(), 60)
+                codes[end.name] = await within(f"end of {end.name}", end.process.wait())
         return codes
 
     async def calm(self, end: End) -> None:
@@ -179,47 +236,58 @@ class Ground:
                 return left
             await asyncio.sleep(0.05)
 
-    def _soon(self, call: Any) -> None:
-        task = asyncio.ensure_future(call)
+    def disconnect(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def _listen(self, end: End) -> None:
+        task = asyncio.ensure_future(end.listen())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _release(self, sender: str, receiver: str, transfer: int) -> None:
+    def _release(self, sender: str, receiver: str, transfer: int) -> None:
         end = self.ends.get(sender)
-        if end is not None and not end.dead.is_set():
-            with contextlib.suppress(RuntimeError):
-                await end.ask(do="released", peer=receiver, transfer=transfer)
+        if end is not None:
+            end.tell(do="released", peer=receiver, transfer=transfer)
 
 
 @contextlib.asynccontextmanager
 async def ground(relay: str) -> AsyncIterator[Ground]:
     pods = Pods()
-    found = Ground(relay, pods)
-    try:
-        yield found
-    finally:
-        for end in found.ends.values():
-            if not end.dead.is_set():
-                end.process.kill()  # its child with it
-                await end.process.wait()
-        pods.close()
+    with tempfile.TemporaryDirectory(prefix="f-") as folder:
+        found = Ground(relay, pods, f"{folder}/s")
+        try:
+            yield found
+        finally:
+            for end in found.ends.values():
+                if not end.dead.is_set():
+                    end.process.kill()  # its child with it
+                    await end.process.wait()
+            found.disconnect()
+            pods.close()
 
 
-async def under_way(near: End, relay: str) -> None:
-    while not (await near.ask(do="stats"))[f"{relay}_coming_here_bytes"]:
-        await asyncio.sleep(0)
+async def under_way(near: End, number: int, relay: str) -> None:
+    """Until bytes of the get come, or it is over."""
+
+    async def begun() -> None:
+        while not near.ends[number].done() and not (await near.ask(do="stats"))[f"{relay}_coming_here_bytes"]:
+            await asyncio.sleep(0)
+
+    await within(f"first bytes of get {number} at {near.name}", begun())
 
 
 async def stopped_on_the_way(far: End, near: End, relay: str) -> int:
     """Stop the far process while it sends. Returns: the number of the get that is on its way, and stays there."""
     for _ in range(STOPS_MOST):
-        coming = await near.fetch(far, LARGE, 2)
-        await under_way(near, relay)
+        coming = await near.fetch(far, LARGE, 2, deadline_s=DEADLINE_S)
+        await under_way(near, coming, relay)
         os.kill(far.pid, signal.SIGSTOP)
         done, _ = await asyncio.wait({near.ends[coming]}, timeout=DRAINED_S)
         if not done:
             return coming
         os.kill(far.pid, signal.SIGCONT)  # all of it was on its way already
+        await _checked(near, coming, 2)  # both arenas have no room for two of them
     raise AssertionError(f"{LARGE} bytes came before their sender was stopped, {STOPS_MOST} times")
 
 
@@ -231,21 +299,22 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
         far = await land.start("far", "far")
         for sender, receiver in ((far, near), (near, far), (other, near)):  # the ways are open
             await _checked(receiver, await receiver.fetch(sender, 1 << 20, 1), 1)
-        await far.fetch(near, LARGE, 2)
+        await far.fetch(near, LARGE, 2, deadline_s=DEADLINE_S)
         coming = await stopped_on_the_way(far, near, relay)
         begun = time.monotonic()
         match fault:
             case "kill" | "restart":
                 os.kill(far.pid, signal.SIGKILL)
-                await far.dead.wait()
+                await far.cut_off()
                 await near.ask(do="forget", peer="far")
+                await within("end of far's output", far.dead.wait())
             case "freeze":
                 pass
             case "link":
                 land.pods.cut()
                 os.kill(far.pid, signal.SIGCONT)
-        end = await asyncio.wait_for(near.ends[coming], 60)
-        noticed_s = end["at"] - begun
+        end = await near.end_of(coming)
+        noticed_s = max(end["at"] - begun, 0.0)
         reason = end.get("reason", "")
         wrong = transfers = 0
         if fault == "restart":
@@ -256,7 +325,8 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
         elif fault == "freeze":
             await near.ask(do="forget", peer="far")
             numbers = [await near.fetch(other, 8 << 20, 10 + one) for one in range(6)]
-            await asyncio.wait({near.ends[number] for number in numbers}, timeout=60)
+            for number in numbers:
+                await near.end_of(number)
             os.kill(far.pid, signal.SIGCONT)
             await far.ask(do="forget", peer="near")
             await land.calm(near)
@@ -291,7 +361,7 @@ async def hurt(relay: str, fault: Fault) -> Outcome:
 async def give_up_often(relay: str, transfers: int, *, careless: bool = False, seed: int = 1) -> Outcome:
     """Gets that are given up while their sender is frozen: what it still sends comes when other gets have the memory.
 
-    careless: without quarantine.
+    careless: without quarantine, until that has done harm.
     """
     chance = random.Random(seed)
     async with ground(relay) as land:
@@ -299,24 +369,30 @@ async def give_up_often(relay: str, transfers: int, *, careless: bool = False, s
         other = await land.start("far", "other")
         far = await land.start("far", "far")
         done = wrong = 0
-        while done < transfers:
+        while done < transfers and not (careless and wrong):
             size = chance.choice((1 << 20, 2 << 20, 4 << 20))
             marks = [1 + (done + one) % 200 for one in range(KEPT)]
             puts = [await other.put(near, size, mark) for mark in marks]
             late = await near.fetch(far, LATE, 255, "late")
-            await asyncio.sleep(chance.uniform(0, 0.02))  # it is stopped anywhere
+            if careless or chance.random() < 0.5:
+                await under_way(near, late, relay)
+            else:
+                await asyncio.sleep(chance.uniform(0, 0.02))  # it is stopped anywhere, before its first byte, too
             os.kill(far.pid, signal.SIGSTOP)
             await near.ask(do="give_up", request="late")
             kept = [(await near.get(other, metadata), mark) for metadata, mark in zip(puts, marks, strict=True)]
-            await asyncio.wait({near.ends[number] for number, _ in kept})
+            for number, _ in kept:
+                await near.end_of(number)
             os.kill(far.pid, signal.SIGCONT)
-            if (await near.ends[late])["event"] == "here":  # it was too late to give it up
+            if (await near.end_of(late))["event"] == "here":  # it was too late to give it up
                 wrong += await _checked(near, late, 255)
             # What came after the one that was given up shows that all of that is here.
             behind = await near.fetch(far, 4096, 254)
-            wrong += await _checked(near, behind, 254)
-            for number, mark in kept:
-                wrong += await _checked(near, number, mark)
+            for number, mark in ((behind, 254), *kept):
+                if careless and (await near.end_of(number))["event"] != "here":  # late bytes are in its slot's header
+                    wrong += REUSED in (await near.end_of(number))["reason"]
+                else:
+                    wrong += await _checked(near, number, mark)
             done += len(kept) + 1
             near.ends.clear()
         held = await land.held(near)
@@ -335,7 +411,7 @@ async def give_up_often(relay: str, transfers: int, *, careless: bool = False, s
 
 async def _checked(near: End, number: int, mark: int) -> int:
     """How many bytes of a get are wrong. Raises: AssertionError: it failed."""
-    end = await asyncio.wait_for(near.ends[number], 60)
+    end = await near.end_of(number)
     assert end["event"] == "here", end
     return int(await near.ask(do="wrong", number=number, mark=mark))
 
@@ -343,8 +419,8 @@ async def _checked(near: End, number: int, mark: int) -> int:
 async def _again(near: End, far: End, mark: int) -> int:
     """As `_checked`, of a way that is to be made anew: a first try may still find the old one broken."""
     for _ in range(10):
-        number = await near.fetch(far, 8 << 20, mark)
-        if (await asyncio.wait_for(near.ends[number], 60))["event"] == "here":
+        number = await near.fetch(far, 8 << 20, mark, deadline_s=DEADLINE_S)
+        if (await near.end_of(number))["event"] == "here":
             return await _checked(near, number, mark)
     raise AssertionError("the way does not come back")
 

@@ -13,12 +13,11 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from omnipipeline_spec import planning
-from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
+from omnipipeline_spec.pipeline import PipelineConfig, RelayBackend, StageConfig
 from omnipipeline_spec.types.plan import PipelinePlan
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.relays.context import RelaySettings
@@ -30,7 +29,7 @@ from stage_runtime.wire.values import OmniRequest, RawTensor
 ECHO = "def make():\n    def run(payload):\n        return payload.data\n    return run\n"
 
 
-def pipeline(stages: int, *, processes: int, relay: Literal["auto", "tcp"] = "auto") -> PipelinePlan:
+def pipeline(stages: int, *, processes: int, relay: RelayBackend = "auto") -> PipelinePlan:
     """An echo pipeline of ``stages``, spread over ``processes``."""
     names = [f"s{index}" for index in range(stages)]
     config = PipelineConfig(
@@ -90,7 +89,11 @@ async def running(plan: PipelinePlan, *, tcp: bool, curve: bool) -> AsyncIterato
             incarnation=incarnation,
             on_release=coordinator.release,
             security=security,
-            settings=RelaySettings(bind="tcp://127.0.0.1:*" if tcp else f"ipc://{root}/c.data"),
+            settings=RelaySettings(
+                asked=frozenset([plan.coordinator.relay_backend]) - {"auto"},
+                coordinator=True,
+                bind="tcp://127.0.0.1:*" if tcp else f"ipc://{root}/c.data",
+            ),
         )
         publisher = channels.bind_publisher("tcp://127.0.0.1:*" if tcp else f"ipc://{root}/p.sock")
         endpoint = channels.bind("tcp://127.0.0.1:*" if tcp else f"ipc://{root}/c.sock")

@@ -2,7 +2,7 @@
 
 What it has in common with the runtime: processes connected by ZeroMQ over TCP, read by descriptor on a uvloop thread;
 control messages of msgspec array-like structs with a header and bindings; one worker thread per stage, which sends its
-result itself; payloads up to 16 KiB in the message, larger ones in a shared-memory arena that peers map once, read
+result itself; payloads up to 72 KiB in the message, larger ones in a shared-memory arena that peers map once, read
 where they lie and give back by one message. What it lacks: checks of values, acknowledgements, retries, credits,
 aborts, streams, timings, metrics, fan-in, tracing, heartbeats and every error path.
 
@@ -30,7 +30,7 @@ import numpy as np
 import uvloop
 import zmq
 
-INLINE_NBYTES: Final = 16 << 10  # as in the runtime
+INLINE_NBYTES: Final = 72 << 10  # as in the runtime
 ARENA_NBYTES: Final = 4 << 30  # sparse, as in the runtime
 PREFAULTED_NBYTES: Final = 32 << 20  # as in the runtime
 PAGE: Final = 4096

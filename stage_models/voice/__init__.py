@@ -2,7 +2,7 @@
 
 What lives here: the stages of ``examples/voice/pipeline.yaml``. Model code is apart from the glue:
 
-    conversation    what the stages say to each other           routing      which way a request goes
+    conversation    the values that stages exchange           routing      which way a request goes
     audio           bytes -> mono 16 kHz and back               detection    where somebody speaks (Silero)
     recognition     speech -> text (Whisper tiny.en)            retrieval    question -> facts (MiniLM)
     prompting       facts + question -> chat messages           checkpoints  weights inside packages, converted once

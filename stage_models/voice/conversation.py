@@ -1,4 +1,4 @@
-"""What the voice stages say to each other. Plain values: no models, no I/O. Every other module here uses it."""
+"""The values that the voice stages exchange. Plain values: no models, no I/O. Every other module here uses it."""
 
 from __future__ import annotations
 
