@@ -148,7 +148,7 @@ def test_every_command_has_help_and_loading_the_list_loads_no_command() -> None:
     program = (
         "import sys, stage_runtime.cli; print([m for m in sys.modules if m in ('torch', 'zmq', 'fastapi', 'rich')])"
     )
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert json.loads(loaded.stdout.replace("'", '"')) == []
 
 
@@ -182,7 +182,7 @@ def test_validate_imports_what_is_named_in_a_process_of_its_own_and_names_all_th
     file.write_text(NAMING)
     assert omni("validate", "-f", file).exit_code == 0
     command = [sys.executable, "-P", "-m", "stage_runtime", "validate", "--imports", "-f", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     said = dict(line.removeprefix(f"{file}: ").split(": ", 1) for line in done.stderr.splitlines() if ": " in line)
     assert said["stages.b.factory"] == "importing 'dies:create' ends the process (killed by SIGABRT)"
@@ -197,5 +197,5 @@ def test_validate_imports_what_is_named_in_a_process_of_its_own_and_names_all_th
 
 def test_validate_imports_of_a_sound_pipeline_says_so() -> None:
     command = [sys.executable, "-P", "-m", "stage_runtime", "validate", "--imports", "-f", str(HELLO)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")

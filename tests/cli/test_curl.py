@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_up import up
+from tests.cli.test_up import PATIENCE_S, up
 
 PIPELINE = """\
 apiVersion: omnipipeline.dev/v1alpha1
@@ -65,7 +65,7 @@ def pasted(base: Path, serves: str, *more: str, beside: str = "") -> tuple[str, 
         run.wait_for(r"\^C stops it")
         (line,) = re.findall(r"^curl .*$", run.text, re.MULTILINE)
         shell = ["sh", "-c", line]
-        done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False, cwd=base)
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=base)
         return line, done, run.text
 
 
@@ -110,7 +110,7 @@ def test_a_key_is_asked_for_by_every_route_that_is_not_a_probe(base: Path) -> No
                 ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"{url}/{path}"],
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=PATIENCE_S,
                 check=True,
             )
             assert told.stdout == code, path
@@ -120,8 +120,8 @@ def test_omni_up_refuses_to_listen_for_everybody_without_a_key(base: Path) -> No
     file = base / "kinds.yaml"
     file.write_text(PIPELINE.replace("SERVES", "chat"))
     with up(base, "--host", "0.0.0.0", file=file) as run:
-        assert run.program.wait(30) == 1
+        assert run.program.wait(PATIENCE_S) == 1
         assert run.text.startswith("error: --host 0.0.0.0 is reached from other machines, and no API key is set")
         assert len(run.text.splitlines()) == 1
     with up(base, "--no-auth", "--api-key-file", "x", file=file) as run:
-        assert run.program.wait(30) == 2
+        assert run.program.wait(PATIENCE_S) == 2

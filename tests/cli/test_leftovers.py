@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.cli.test_up import Run, base, eventually, up
+from tests.cli.test_up import PATIENCE_S, Run, base, eventually, up
 
 __all__ = ["base"]
 
@@ -67,15 +67,15 @@ def test_a_killed_program_leaves_no_grandchild(base: Path, spec: Path, environ: 
         started(run, mark)
         reaper = reaper_of(run)
         run.program.kill()
-        eventually(lambda: not marked(mark), within_s=10)
-        eventually(lambda: not reaper.is_running(), within_s=10)
+        eventually(lambda: not marked(mark))
+        eventually(lambda: not reaper.is_running())
 
 
 def test_a_run_that_ends_in_order_leaves_no_grandchild(base: Path, spec: Path, environ: dict[str, str]) -> None:
     with up(base, file=spec, environ=environ) as run:
         started(run, environ["LEFTOVERS_OF"])
         run.program.terminate()
-        run.program.wait(30)
+        run.program.wait(PATIENCE_S)
         assert marked(environ["LEFTOVERS_OF"]) == []
 
 
@@ -114,7 +114,7 @@ def test_what_a_program_killed_with_its_reaper_has_left_is_ended_by_the_next_run
 
 def ask(url: str) -> int | None:
     try:
-        answer = httpx.post(f"{url}/v1/pipeline", json={"inputs": "x"}, timeout=20)
+        answer = httpx.post(f"{url}/v1/pipeline", json={"inputs": "x"}, timeout=PATIENCE_S)
         found: int = answer.json()["results"]["leaving"]
         return found
     except (httpx.HTTPError, KeyError):

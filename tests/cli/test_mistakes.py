@@ -118,7 +118,7 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
     program = f"import os, runpy, sys; os.rmdir({str(there)!r}); sys.argv = ['omni', 'init']; "
     program += "runpy.run_module('stage_runtime', run_name='__main__')"
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: the working directory is gone\n")
 
 
@@ -129,12 +129,12 @@ def test_output_that_cannot_be_written_is_an_error_and_a_reader_that_has_enough_
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=100,
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
     command = f"{' '.join(OMNI)} plan -f {HELLO} -o json | head -c 10"
-    piped = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    piped = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False)
     assert piped.stderr == ""
 
 
@@ -145,7 +145,7 @@ def test_omni_up_ends_and_leaves_nothing_when_nobody_reads_what_it_prints(base: 
         assert program.stderr is not None
         assert program.stdout.readline().startswith("starting hello")
         program.stdout.close()
-        assert program.wait(60) == 1
+        assert program.wait(100) == 1
         assert program.stderr.read() == ""
     assert list(base.iterdir()) == []
     assert not [one for one in psutil.Process().children(recursive=True) if "stage_runtime" in " ".join(one.cmdline())]
@@ -173,7 +173,7 @@ def test_of_two_runs_with_one_name_the_pid_says_which(base: Path) -> None:
 
 def test_without_home_path_or_terminal_the_commands_work(tmp_path: Path) -> None:
     for command in (["plan", "-f", str(HELLO)], ["validate", "--imports", "-f", str(HELLO)], ["init", str(tmp_path)]):
-        done = subprocess.run([*OMNI, *command], env={}, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*OMNI, *command], env={}, capture_output=True, text=True, timeout=100, check=False)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
@@ -199,6 +199,6 @@ def test_an_interrupt_is_no_traceback_whether_a_command_has_begun_or_not(tmp_pat
         program = f"from stage_runtime import cli; cli.COMMANDS['x'] = ({module!r}, ''); cli.main(['x'])"
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-P", "-c", program]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
         told[module] = (done.returncode, done.stderr)
     assert told == {"early": (-signal.SIGINT, ""), "late": (130, "interrupted\n")}

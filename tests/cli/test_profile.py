@@ -12,7 +12,7 @@ import httpx
 from click.testing import CliRunner, Result
 
 from stage_runtime.cli import main
-from tests.cli.test_up import base, up
+from tests.cli.test_up import PATIENCE_S, base, up
 
 __all__ = ["base"]
 
@@ -23,7 +23,7 @@ def omni(*arguments: str) -> Result:
 
 def ask(url: str) -> None:
     body = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}
-    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S).status_code == 200
 
 
 def test_a_run_is_started_stopped_listed_and_shown(base: Path) -> None:
@@ -54,6 +54,6 @@ def test_a_run_is_started_stopped_listed_and_shown(base: Path) -> None:
         empty = omni("run", "--seconds", "0.2", *here).output
         assert re.match(r"run-[-0-9]+: 0 requests, 0 events of 3 processes\nNo request was recorded: ", empty)
         program.program.send_signal(signal.SIGINT)
-        program.program.wait(30)
+        program.program.wait(PATIENCE_S)
     nobody = omni("list", "--url", url)
     assert nobody.exit_code == 1 and nobody.stderr.startswith(f"error: {url}: ")

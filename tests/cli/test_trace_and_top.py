@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console, RenderableType
 
 from stage_runtime.cli import main, top, trace
-from tests.cli.test_up import base, up
+from tests.cli.test_up import PATIENCE_S, base, up
 
 __all__ = ["base"]
 
@@ -128,7 +128,9 @@ def test_a_terminal_without_these_characters_gets_others(base: Path) -> None:
         url = program.wait_for(r"http://127\.0\.0\.1:\d+")[0]
         program.wait_for("curl")
         body = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "mine"}, timeout=60)
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "mine"}, timeout=PATIENCE_S
+        )
         assert answer.status_code == 200
         for encoding in ("ascii", "latin-1", "utf-8"):
             for command in (
@@ -162,7 +164,9 @@ def test_a_running_pipeline_is_asked(base: Path) -> None:
         program.wait_for("curl")
         here = ("--base-path", str(base))
         body = {"model": "hello", "messages": [{"role": "user", "content": "hello big world"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "mine"}, timeout=60)
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json=body, headers={"x-request-id": "mine"}, timeout=PATIENCE_S
+        )
         assert answer.status_code == 200
         drawn = omni("trace", "mine", *here)
         assert drawn.exit_code == 0, drawn.output
@@ -176,4 +180,4 @@ def test_a_running_pipeline_is_asked(base: Path) -> None:
         rows = [line.split()[0] for line in shown.output.splitlines() if line]
         assert rows == ["hello", "STAGE", "split", "shout"]
         program.program.send_signal(signal.SIGINT)
-        program.program.wait(30)
+        program.program.wait(PATIENCE_S)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -26,8 +26,9 @@ code:
     slow_stage.py: |
       import time
       def create():
-          return lambda payload: time.sleep(60)
+          return lambda payload: time.sleep(3600)
 """
+PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 OMNI = (sys.executable, "-P", "-m", "stage_runtime")
 
 
@@ -56,11 +57,15 @@ class Run:
 
     def children(self) -> list[psutil.Process]:
         """All that it has started, but the reaper."""
-        found = psutil.Process(self.program.pid).children(recursive=True)
-        return [one for one in found if not any("reaper.py" in word for word in one.cmdline())]
+        found = []
+        for one in psutil.Process(self.program.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                if not any("reaper.py" in word for word in one.cmdline()):
+                    found.append(one)
+        return found
 
 
-def eventually(holds: Callable[[], object], within_s: float = 30.0) -> None:
+def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, "it never came about"
@@ -93,13 +98,13 @@ def test_it_prints_a_curl_line_that_works_and_an_interrupt_leaves_nothing(base: 
         curl = run.wait_for(r"curl (\S+)/v1/chat/completions -H '([^']+)' -d '([^']+)'")
         url, _, body = curl.groups()
         answer = httpx.post(
-            f"{url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}, timeout=20
+            f"{url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}, timeout=PATIENCE_S
         )
         assert answer.json()["choices"][0]["message"]["content"] == "HELLO!! THERE!! "
         children = run.children()
         assert len(children) == 3
         run.program.send_signal(signal.SIGINT)
-        assert run.program.wait(20) == 0
+        assert run.program.wait(PATIENCE_S) == 0
         assert run.text.endswith("stopped\n")
     assert gone(children)
     assert runs(base) == []
@@ -111,28 +116,34 @@ def test_a_second_interrupt_does_not_wait_for_requests(base: Path) -> None:
     with up(base, file=slow) as run:
         url = run.wait_for(r"answers at (http://\S+)")[1]
         request = subprocess.Popen(
-            [sys.executable, "-c", f"import httpx; httpx.post('{url}/v1/pipeline', json={{'inputs': 1}}, timeout=60)"],
+            [
+                sys.executable,
+                "-c",
+                f"import httpx; httpx.post('{url}/v1/pipeline', json={{'inputs': 1}}, timeout=3600)",
+            ],
             stderr=subprocess.DEVNULL,
         )
-        eventually(lambda: httpx.get(f"{url}/status").json()["in_flight"] == 1)
+        eventually(lambda: httpx.get(f"{url}/status", timeout=PATIENCE_S).json()["in_flight"] == 1)
         children = run.children()
         run.program.send_signal(signal.SIGINT)
         run.wait_for("requests in flight are finished")
         time.sleep(0.5)
         assert run.program.poll() is None  # it waits for the request
         run.program.send_signal(signal.SIGINT)
-        assert run.program.wait(15) == 0
-        request.wait(15)
+        assert run.program.wait(PATIENCE_S) == 0
+        request.wait(PATIENCE_S)
     assert gone(children)
     assert runs(base) == []
 
 
 def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
-    with up(base) as run:
-        eventually(lambda: len(run.children()) == 3)
+    starting = base / "starting.yaml"
+    starting.write_text(SLOW.replace("return lambda payload: time", "time"))
+    with up(base, file=starting) as run:
+        eventually(lambda: len(run.children()) == 2)
         children = run.children()
         run.program.send_signal(signal.SIGINT)
-        assert run.program.wait(20) == 130
+        assert run.program.wait(PATIENCE_S) == 130
     assert gone(children)
     assert runs(base) == []
 
@@ -143,7 +154,7 @@ def test_children_end_with_a_killed_program_and_the_next_run_sweeps_up(base: Pat
         children = run.children()
         run.program.kill()
         run.program.wait()
-        eventually(lambda: gone(children), within_s=5)
+        eventually(lambda: gone(children))
     (left,) = runs(base)
     with up(base) as run:
         run.wait_for("answers at")
@@ -154,7 +165,7 @@ def test_children_end_with_a_killed_program_and_the_next_run_sweeps_up(base: Pat
 def test_a_factory_that_raises_is_shown_with_its_traceback_and_exit_code_1(base: Path) -> None:
     raising = ("--set", "stages.shout.factory=json:loads", "--set", "stages.shout.factoryArgs={s: '{'}")
     with up(base, *raising) as run:
-        assert run.program.wait(30) == 1
+        assert run.program.wait(PATIENCE_S) == 1
         assert run.text.count("voice | Traceback (most recent call last):") == 1
         assert "stage_runtime/" not in run.text.partition("Traceback")[2]
         last = run.text.splitlines()[-1]
@@ -164,7 +175,7 @@ def test_a_factory_that_raises_is_shown_with_its_traceback_and_exit_code_1(base:
 
 def test_a_misspelt_factory_is_told_in_one_line_with_the_nearest_name(base: Path) -> None:
     with up(base, "--set", "stages.shout.factory=hello:shuot") as run:
-        assert run.program.wait(30) == 1
+        assert run.program.wait(PATIENCE_S) == 1
         said = [line for line in run.text.splitlines() if "shuot" in line]
         assert said == [
             "voice (stage shout) did not start: stages.shout.factory: 'hello' has no 'shuot'; did you mean shout?"
@@ -174,7 +185,7 @@ def test_a_misspelt_factory_is_told_in_one_line_with_the_nearest_name(base: Path
 
 def test_a_gpu_on_a_machine_without_one_is_refused_before_anything_starts(base: Path) -> None:
     with up(base, "--set", "stages.shout.gpu=[1023]", environ={}) as run:
-        assert run.program.wait(30) == 1
+        assert run.program.wait(PATIENCE_S) == 1
         (line,) = run.text.splitlines()
         assert line.startswith("error: stages.shout.gpu: voice needs GPU 1023, and this machine has ")
         assert "--cpu" in line
@@ -182,7 +193,7 @@ def test_a_gpu_on_a_machine_without_one_is_refused_before_anything_starts(base: 
 
 def test_orders_reach_a_running_pipeline(base: Path) -> None:
     def omni(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*OMNI, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run([*OMNI, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     with up(base) as run:
         run.wait_for("answers at")
@@ -209,7 +220,7 @@ def test_a_terminal_gets_a_table_and_its_cursor_back(base: Path) -> None:
         program.send_signal(signal.SIGINT)
         while chunk := _read(leader):
             seen += chunk
-        assert program.wait(20) == 0
+        assert program.wait(PATIENCE_S) == 0
     finally:
         program.kill()
         program.wait()

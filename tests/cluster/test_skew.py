@@ -24,9 +24,9 @@ DOCKERFILE = r"""
 FROM {stage}
 USER 0
 RUN cd /opt/omnipipeline/lib/python3*/site-packages/stage_runtime \
-    && sed -i 's/^PROTOCOL: Final = [0-9]*/PROTOCOL: Final = 99/' wire/messages.py \
+    && sed -i 's/^PROTOCOL: Final = [0-9]*/PROTOCOL: Final = 99/' wire/frames.py \
     && sed -i 's/^READY_AFTER_S: Final = [0-9.]*/READY_AFTER_S: Final = {ready_after_s}/' coordinator/membership.py \
-    && grep -q '^PROTOCOL: Final = 99' wire/messages.py \
+    && grep -q '^PROTOCOL: Final = 99' wire/frames.py \
     && grep -q '^READY_AFTER_S: Final = {ready_after_s}' coordinator/membership.py \
     && find . -name '*.pyc' -delete
 USER 65532:65532

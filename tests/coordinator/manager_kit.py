@@ -5,10 +5,9 @@ in memory.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,111 +15,36 @@ from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.coordinator.request_handles import RequestHandle
-from stage_runtime.errors import RequestError, TransferError
-from stage_runtime.payloads import encoding, pack
+from stage_runtime.errors import RequestError
+from stage_runtime.payloads import encoding
 from stage_runtime.rules import edges
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import (
-    PROTOCOL,
-    Abort,
-    Body,
-    Complete,
-    Failure,
-    Frame,
-    Hello,
-    Member,
-    Message,
-    Ready,
-    Rejected,
-    Stream,
-    Submit,
-    Timing,
-)
+from stage_runtime.wire.frames import PROTOCOL, Frame
+from stage_runtime.wire.messages import Abort, Complete, Hello, Message, Ready, Rejected, Stream, Submit
+from stage_runtime.wire.parts import Body, Failure, Member, Timing
 from stage_runtime.wire.values import OmniRequest
+from tests.transfers.memory_relays import MemoryRelays
 
 ME = "cc"
-PATIENCE_S = 10.0
-
-
-class Put:
-    def __init__(self, peer: str, transfer: int, data: bytes) -> None:
-        self.peer = peer
-        self.transfer = transfer
-        self.transfers = (transfer,)
-        self.backend = "memory"
-        self.copied_nbytes = 0
-        self.metadata = data
-
-
-class MemoryRelays:
-    """The coordinator's relays: what it puts travels in the metadata; what it is sent rides inline."""
-
-    def __init__(self) -> None:
-        self._ids = itertools.count(1)
-        self.held: dict[tuple[str, int], Put] = {}
-        self.unreachable: set[str] = set()
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("memory",)
-
-    def way(self, peer: str, backend: str = "auto") -> tuple[str, str]:
-        return ("memory", "memory")
-
-    def put(
-        self,
-        extracted: pack.Extracted,
-        *,
-        request_id: str,
-        peer: str,
-        backend: str = "auto",
-        slot_nbytes: int | None = None,
-    ) -> Put:
-        if peer in self.unreachable:
-            raise TransferError(f"no relay reaches {peer}")
-        assert extracted.pack is not None
-        put = Put(peer, next(self._ids), b"put")
-        self.held[peer, put.transfer] = put
-        return put
-
-    def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Any:
-        raise TransferError("the slot is gone")
-
-    def decline(self, metadata: bytes, *, peer: str) -> None: ...
-
-    def released(self, peer: str, transfer: int) -> None:
-        self.held.pop((peer, transfer), None)
-
-    def discard(self, operation: Put) -> None:
-        self.held.pop((operation.peer, operation.transfer), None)
-
-    def cleanup(self, request_id: str) -> None: ...
-
-    def forget(self, peer: str) -> None:
-        self.held = {key: put for key, put in self.held.items() if key[0] != peer}
-
-    def stats(self) -> dict[str, int]:
-        return {}
+PATIENCE_S = 60.0
 
 
 class MemoryChannels:
-    """Keeps what is said, per peer; every message can be written and read."""
+    """Keeps what is sent, by peer; every message can be written and read."""
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
         self.other_protocol_at = -math.inf
         self.linked: set[str] = set()
         self.interrupted: set[str] = set()
-        self.said: dict[str, list[Message]] = defaultdict(list)
+        self.sent: dict[str, list[Message]] = defaultdict(list)
         self.published: list[Message] = []
 
     def send(self, peer: str, message: Message) -> bool:
         if peer not in self.linked:
             return False
-        self.said[peer].append(codec.decode(codec.encode(Frame(PROTOCOL, ME, peer, 1, 1, 1, 0, message))).message)
+        self.sent[peer].append(codec.decode(codec.encode(Frame(PROTOCOL, ME, peer, 1, 1, 1, 0, message))).message)
         return True
 
     def hint(self, peer: str, message: Message) -> None:
@@ -136,7 +60,7 @@ class MemoryChannels:
         return peer if peer in self.linked else None
 
     def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
-        self.said[peer].append(message)
+        self.sent[peer].append(message)
 
     def drop(self, peer: str) -> None:
         self.linked.discard(peer)
@@ -199,47 +123,47 @@ class CoordinatorHarness:
         revision = revision or REVISION.units.get(group, "p1")
         endpoint = endpoint or f"ipc:///{incarnation}"
         member = Member(incarnation, group, group, revision, endpoint, {}, GROUP_STAGES.get(group, ()), ready)
-        said = Hello(member, SCHEMAS.get(group, ""), "hello", "ipc:///cc")
+        message = Hello(member, SCHEMAS.get(group, ""), "hello", "ipc:///cc")
         for name, value in fields.items():
-            said = codec_replace(said, name, value)
-        return self.coordinator.introduced(incarnation, said)
+            message = codec_replace(message, name, value)
+        return self.coordinator.introduced(incarnation, message)
 
     def join(self, incarnation: str, group: str, **fields: Any) -> None:
         assert self.hello(incarnation, group, **fields)
         self.coordinator.received(incarnation, Ready())
 
     def submitted(self, incarnation: str) -> list[Submit]:
-        return [one for one in self.channels.said[incarnation] if isinstance(one, Submit)]
+        return [one for one in self.channels.sent[incarnation] if isinstance(one, Submit)]
 
     def aborted(self, incarnation: str) -> list[tuple[str, int]]:
-        return [(one.request_id, one.attempt) for one in self.channels.said[incarnation] if isinstance(one, Abort)]
+        return [(one.request_id, one.attempt) for one in self.channels.sent[incarnation] if isinstance(one, Abort)]
 
     def refused(self, incarnation: str) -> list[Rejected]:
-        return [one for one in self.channels.said[incarnation] if isinstance(one, Rejected)]
+        return [one for one in self.channels.sent[incarnation] if isinstance(one, Rejected)]
 
-    # --- what stages say ----------------------------------------------------------------------------------------
+    # --- what stages send ---------------------------------------------------------------------------------------
 
     def chunk(self, sent: Submit, source: str, index: int, data: Any, *, attempt: int | None = None) -> None:
         header = sent.header
-        said = Stream(header.request_id, attempt or header.attempt, source, index, body({"data": data}))
-        self.coordinator.received(header.bindings.get(source, "v1"), said)
+        message = Stream(header.request_id, attempt or header.attempt, source, index, body({"data": data}))
+        self.coordinator.received(header.bindings.get(source, "v1"), message)
 
     def complete(self, sent: Submit, source: str, data: Any = None, *, chunks: int = 0, has_data: bool = True) -> None:
         header = sent.header
         timings = (Timing(source, 1000, 2000),)
-        said = Complete(
+        message = Complete(
             header.request_id, header.attempt, source, body(data) if has_data else None, chunks, timings=timings
         )
-        self.coordinator.received(header.bindings.get(source, "v1"), said)
+        self.coordinator.received(header.bindings.get(source, "v1"), message)
 
     def fail(self, sent: Submit, source: str, code: str = "stage_failed", message: str = "no", **facts: Any) -> None:
         header = sent.header
-        said = Complete(header.request_id, header.attempt, source, failure=Failure(code, message, source, **facts))
-        self.coordinator.received(header.bindings.get(source, "v1"), said)
+        complete = Complete(header.request_id, header.attempt, source, failure=Failure(code, message, source, **facts))
+        self.coordinator.received(header.bindings.get(source, "v1"), complete)
 
 
-def codec_replace(said: Hello, name: str, value: Any) -> Hello:
-    fields = {field: getattr(said, field) for field in said.__struct_fields__}
+def codec_replace(message: Hello, name: str, value: Any) -> Hello:
+    fields = {field: getattr(message, field) for field in message.__struct_fields__}
     return Hello(**{**fields, name: value})
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stage_runtime.coordinator import profiling
 from stage_runtime.coordinator.clocks import Clocks
-from stage_runtime.coordinator.profiling import Profiling, RunFile
-from stage_runtime.profiler.session import Session
+from stage_runtime.coordinator.profiling import PipelineProfiling, RunFile
+from stage_runtime.profiler.session import ProfileSession
 
 
 @given(st.text(max_size=64), st.text(max_size=64))
@@ -29,8 +29,8 @@ def test_no_name_leaves_the_folder_of_the_archive(path: str, group: str, other: 
 async def test_a_file_that_grows_is_fetched_up_to_the_size_it_was_listed_with(tmp_path: Path) -> None:
     path = tmp_path / "events_a_1.jsonl"
     path.write_bytes(b"x" * 1000)
-    session = Session(tmp_path, ["coordinator"], incarnation=lambda: "cc")
-    made = Profiling(session, dict, lambda *_: True, asyncio.get_running_loop(), Clocks())
+    session = ProfileSession(tmp_path, ["coordinator"], incarnation=lambda: "cc")
+    made = PipelineProfiling(session, dict, lambda *_: True, asyncio.get_running_loop(), Clocks())
     listed = RunFile(name="a", instance="", path=str(path), nbytes=600)
     pieces = [piece async for piece in made.content("run", listed)]
     session.close()

@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 
 from stage_runtime.coordinator.clocks import Clocks
-from stage_runtime.coordinator.profiling import Profiling
+from stage_runtime.coordinator.profiling import PipelineProfiling
 from stage_runtime.profiler.recorder import Recorder
-from stage_runtime.profiler.session import STARTED, STOPPED, Session
-from stage_runtime.wire.messages import Member, Message, ProfilerReply, ProfilerStart, ProfilerStop
+from stage_runtime.profiler.session import STARTED, STOPPED, ProfileSession
+from stage_runtime.wire.messages import Message, ProfilerReply, ProfilerStart, ProfilerStop
+from stage_runtime.wire.parts import Member
 
 MEMBER = Member("aa", "a", "a-0", "r", "tcp://127.0.0.1:1", {}, ("front", "back"), True)
 
@@ -18,10 +19,10 @@ class Stages:
     """A process that answers profiler messages, and notes what the coordinator records meanwhile."""
 
     def __init__(self, root: Path) -> None:
-        self.session = Session(root, ["coordinator"], incarnation=lambda: "cc", recorder=Recorder())
+        self.session = ProfileSession(root, ["coordinator"], incarnation=lambda: "cc", recorder=Recorder())
         self.noted: list[tuple[str, str | None]] = []
         loop = asyncio.get_running_loop()
-        self.profiling = Profiling(self.session, lambda: {"aa": MEMBER}, self._take, loop, Clocks())
+        self.profiling = PipelineProfiling(self.session, lambda: {"aa": MEMBER}, self._take, loop, Clocks())
 
     def _take(self, instance: str, message: Message) -> bool:
         states = {}

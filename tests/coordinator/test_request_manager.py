@@ -21,21 +21,20 @@ from stage_runtime.rules.readers import ROOM
 from stage_runtime.rules.requests import AttemptBegan
 from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.transfers.sending import SHARED_NBYTES
+from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
-    Body,
     Complete,
     Consumed,
     Deregister,
     Ended,
-    Failure,
     HandBack,
     PeerUnreachable,
     Ready,
     Release,
-    RequestRef,
     Stalled,
     Unbound,
 )
+from stage_runtime.wire.parts import Body, Failure
 from stage_runtime.wire.values import OmniRequest, RawTensor
 from tests.coordinator.manager_kit import (
     REVISION,
@@ -504,7 +503,7 @@ async def test_a_draining_instance_hands_back_what_it_has_not_begun_at_no_cost()
         (again,) = made.submitted("f2")
         made.complete(again, "shout", "served")
         assert await read(handle) == [ResultEvent(stage="shout", data="served")]
-        assert any(isinstance(one, Unbound) for one in made.channels.said["f1"])
+        assert any(isinstance(one, Unbound) for one in made.channels.sent["f1"])
         assert made.manager.stats.retried == 0
 
 
@@ -512,11 +511,11 @@ async def test_a_draining_instance_is_told_when_nothing_is_bound_to_it_any_more(
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         made.manager.admit(asked())
         made.coordinator.received("v1", Deregister("SIGTERM"))
-        assert Unbound() not in made.channels.said["v1"]
+        assert Unbound() not in made.channels.sent["v1"]
         with pytest.raises(RequestError, match="voice"):
             made.manager.admit(asked("r2"))
         made.complete(only(made), "shout", "done")
-        assert made.channels.said["v1"].count(Unbound()) == 1
+        assert made.channels.sent["v1"].count(Unbound()) == 1
 
 
 async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its_end() -> None:
@@ -524,8 +523,8 @@ async def test_stages_that_may_hold_something_of_a_complete_request_learn_of_its
         made.manager.admit(asked())
         sent = only(made)
         made.complete(sent, "shout", "done")
-        async with asyncio.timeout(5):
-            while Ended((("r1", sent.header.attempt),)) not in made.channels.said["v1"]:
+        async with asyncio.timeout(60):
+            while Ended((("r1", sent.header.attempt),)) not in made.channels.sent["v1"]:
                 await asyncio.sleep(0.005)
 
 
@@ -535,13 +534,13 @@ async def test_a_reader_lets_its_producer_go_on() -> None:
         sent = only(made)
         for index in range(128):
             made.chunk(sent, "shout", index, index)
-        assert not any(isinstance(one, Consumed) for one in made.channels.said["v1"])
+        assert not any(isinstance(one, Consumed) for one in made.channels.sent["v1"])
         events = events_of(handle)
         for _ in range(128):
             await anext(events)
-        told = [one for one in made.channels.said["v1"] if isinstance(one, Consumed)]
-        assert sum(one.weight for one in told) == 128
-        assert {(one.request_id, one.owner, one.source, one.target) for one in told} == {
+        found = [one for one in made.channels.sent["v1"] if isinstance(one, Consumed)]
+        assert sum(one.weight for one in found) == 128
+        assert {(one.request_id, one.owner, one.source, one.target) for one in found} == {
             ("r1", "cc", "shout", "coordinator")
         }
         await events.aclose()
@@ -549,7 +548,7 @@ async def test_a_reader_lets_its_producer_go_on() -> None:
 
 def taken(made: CoordinatorHarness) -> int:
     """The weight that the producer was told of."""
-    return sum(one.weight for one in made.channels.said["v1"] if isinstance(one, Consumed))
+    return sum(one.weight for one in made.channels.sent["v1"] if isinstance(one, Consumed))
 
 
 async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_order_later() -> None:
@@ -662,7 +661,7 @@ async def live(steps: list[str], stream: bool) -> None:
         born = 1
         chunks = {1: 0}
         for step in steps:
-            sent = [one for name in list(made.channels.said) for one in made.submitted(name)]
+            sent = [one for name in list(made.channels.sent) for one in made.submitted(name)]
             latest = max(sent, key=lambda one: one.header.attempt)
             attempt = latest.header.attempt
             bound = latest.header.bindings["shout"]
@@ -697,7 +696,7 @@ async def live(steps: list[str], stream: bool) -> None:
         assert made.manager.status()["awaiting_instance"] == 0
         assert made.manager.stats.outcomes.total() == 1
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
-        assert all(made.manager.bound_to(name) == 0 for name in made.channels.said)
+        assert all(made.manager.bound_to(name) == 0 for name in made.channels.sent)
 
 
 @settings(max_examples=examples(60))

@@ -10,7 +10,7 @@ from stage_runtime.coordinator import waterfall
 from stage_runtime.coordinator.clocks import Clocks
 from stage_runtime.coordinator.events import HopTiming, StageTiming
 from stage_runtime.coordinator.waterfall import Observed
-from stage_runtime.wire.messages import Timing
+from stage_runtime.wire.parts import Timing
 
 ADMITTED: Final = 1_717_000_000_000_000
 EDGES: Final = (("a", "b", "normal"), ("a", "c", "stream"), ("b", "c", "normal"))

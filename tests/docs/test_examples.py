@@ -99,7 +99,7 @@ async def test_the_example_of_hooks_routes_joins_and_refuses() -> None:
         base = [f"endpoints.basePath={folder}"]
         async with (
             LocalPipeline(file, overrides=base, options=LocalOptions(port=0)) as running,
-            httpx.AsyncClient(base_url=running.url, timeout=20) as client,
+            httpx.AsyncClient(base_url=running.url, timeout=100) as client,
         ):
 
             async def ask(inputs: str) -> httpx.Response:

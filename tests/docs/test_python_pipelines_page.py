@@ -80,7 +80,7 @@ async def test_the_value_runs_with_the_functions_of_its_own_file(folder: Path) -
     base = [f"endpoints.basePath={folder}"]
     async with (
         LocalPipeline("words.py", overrides=base, options=LocalOptions(port=0)) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=20) as client,
+        httpx.AsyncClient(base_url=running.url, timeout=100) as client,
     ):
         body = {"model": "any", "messages": [{"role": "user", "content": "one two three"}]}
         answer = await client.post("/v1/chat/completions", json=body)

@@ -24,7 +24,7 @@ ADDRESS = "localhost:8000"
 
 async def output_of(*argv: str) -> str:
     process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, env={**os.environ, "no_proxy": "*"})
-    printed, _ = await asyncio.wait_for(process.communicate(), 60)
+    printed, _ = await asyncio.wait_for(process.communicate(), 100)
     assert process.returncode == 0
     return printed.decode()
 
@@ -34,7 +34,7 @@ async def as_curl(line: str) -> httpx.Response:
     _, url, dash_h, header, dash_d, body = shlex.split(line)
     assert (dash_h, dash_d) == ("-H", "-d")
     name, _, value = header.partition(": ")
-    async with httpx.AsyncClient(timeout=20) as client:
+    async with httpx.AsyncClient(timeout=100) as client:
         return await client.post(f"http://{url}", headers={name: value}, content=body)
 
 

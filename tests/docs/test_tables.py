@@ -17,7 +17,7 @@ from omnipipeline_spec.types.plan import PipelinePlan
 from omnipipeline_spec.validation.deployment import reserved_ports
 from stage_runtime import errors, settings
 from stage_runtime.relays.base import Relay
-from stage_runtime.wire import messages
+from stage_runtime.wire import frames, messages, parts
 from tests.docs.blocks import FENCE, ROOT, blocks
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,7 +56,7 @@ def test_every_message_stands_in_the_table_with_its_tag_and_fields() -> None:
 def test_a_frame_is_described_in_its_own_order() -> None:
     described = re.search(r"One MessagePack array per frame: ([^.]*)\.", (ROOT / "docs/contracts.md").read_text())
     assert described is not None
-    assert tuple(re.split(r",\s", described.group(1))) == messages.Envelope.__struct_fields__
+    assert tuple(re.split(r",\s", described.group(1))) == frames.Envelope.__struct_fields__
 
 
 def test_every_code_stands_in_the_table_with_its_status() -> None:
@@ -135,8 +135,8 @@ def test_every_variable_that_is_read_is_explained_beside_the_command() -> None:
 
 
 def test_older_readers_skip_new_fields_of_parts_and_refuse_those_of_messages() -> None:
-    header = msgspec.to_builtins(messages.Header("r", 1, "c", {}))
-    assert msgspec.convert([*header, "new"], messages.Header).request_id == "r"
+    header = msgspec.to_builtins(parts.Header("r", 1, "c", {}))
+    assert msgspec.convert([*header, "new"], parts.Header).request_id == "r"
     ready = msgspec.to_builtins(messages.Ready())
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert([*ready, "new"], messages.Ready)

@@ -2,8 +2,8 @@
 
 A request's inputs are ``text`` and, all optional: ``fail`` (the hook that shall raise), ``nap`` (seconds at the
 entry), ``hold`` (the same, holding the GIL), ``size`` (bytes of the tensors that go along), ``slow`` (seconds per
-chunk at the end), ``odd`` (the stage that shall give what cannot travel), ``keep`` and ``unpickle`` (positive
-controls).
+chunk at the end), ``until`` (stage -> a file: `take` waits at its start, and `speak` before its second chunk, until it
+is there), ``odd`` (the stage that shall give what cannot travel), ``keep`` and ``unpickle`` (positive controls).
 
 The answer is the text's words shouted, one chunk each, and a digest of what came through.
 """
@@ -16,6 +16,7 @@ import hashlib
 import pickle
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ def trip(data: Any, hook: str) -> None:
         raise Broken(f"{hook} was told to")
 
 
+def waits(data: Any, stage: str) -> bool:
+    """Whether the request still waits at this stage for a file."""
+    file = data.get("until", {}).get(stage)
+    return file is not None and not Path(file).exists()
+
+
 # --- factories --------------------------------------------------------------------------------------------------
 
 
@@ -49,6 +56,8 @@ def take() -> Any:
         if "hold" in data:
             _hold_the_gil(data["hold"])
         _nap(payload.request, data.get("nap", 0))
+        while waits(data, "take") and not payload.request.cancelled():
+            time.sleep(0.01)
         return {**data, "tensor": np.full(data.get("size", 4), len(data["text"]) % 251, np.uint8)}
 
     return omni.Simple(run, concurrency=8)
@@ -122,6 +131,8 @@ def speak() -> Any:
             trip(session.request.inputs, "speak" if chunk.index == 0 else "speak in mid-stream")
             assert int(chunk.data["pad"].max()) == len(chunk.data["word"])
             await asyncio.sleep(session.request.inputs.get("slow", 0))
+            while chunk.index == 1 and waits(session.request.inputs, "speak"):
+                await asyncio.sleep(0.01)
             yield omni.Chunk(chunk.data["word"].upper())
         data = (await session.payload()).data
         told = f"{data['left']} {data['right']} {data['words']} {data['project']}"
@@ -175,7 +186,7 @@ def terminal_stages_fn(request: omni.OmniRequest) -> list[str]:
 def torch_source() -> Any:
     import torch
 
-    return lambda payload: {"tensor": torch.zeros(5000), "write": payload.data.get("write")}
+    return lambda payload: {"tensor": torch.zeros(25_000), "write": payload.data.get("write")}
 
 
 def one_buffer(context: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 import stage_runtime as omni
 from stage_runtime import errors
-from stage_runtime.wire import codec, messages, outputs
+from stage_runtime.wire import codec, frames, outputs
 
 # --- recipes ----------------------------------------------------------------------------------------------------
 
@@ -239,15 +239,15 @@ PLACES = (
 # --- the positive control ---------------------------------------------------------------------------------------
 
 
-def _encode_unchecked(frame: messages.Frame) -> bytes:
+def _encode_unchecked(frame: frames.Frame) -> bytes:
     """`codec.encode` without its check of fields."""
     numbers = (frame.session, frame.ack_session, frame.seq, frame.ack)
     said = codec._encoder.encode(frame.message)
     request = codec.REQUEST_OF[type(frame.message)](frame.message)
     data = codec._encoder.encode(
-        messages.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, memoryview(said))
+        frames.Envelope(frame.protocol, frame.sender, frame.receiver, *numbers, request, memoryview(said))
     )
-    if len(data) > messages.FRAME_LIMIT:
+    if len(data) > frames.FRAME_LIMIT:
         raise errors.ValueRefused("message", "over the limit")
     return data
 

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 HELLO = HERE.parents[1] / "examples" / "hello" / "pipeline.yaml"
 
 HEARTBEAT_S = 0.25
+PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
 APART = {"take": "front", "left": "side", "right": "front", "join": "joiner", "write": "joiner", "speak": "voice"}
 TOGETHER = dict.fromkeys(APART, "all")
 SPREAD = {name: name for name in APART}
@@ -111,7 +112,7 @@ class Client:
         limits = httpx.Limits(
             max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=keep_s
         )
-        self._http = httpx.AsyncClient(base_url=url, timeout=40, limits=limits)
+        self._http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits)
 
     async def __aenter__(self) -> Client:
         return self
@@ -144,11 +145,18 @@ class Client:
         result: dict[str, Any] = body["results"]["speak"]
         return result
 
-    async def streamed(self, text: str, **inputs: Any) -> list[tuple[str, Any]]:
-        """The events of a streamed answer."""
+    async def streamed(
+        self, text: str, *, came: asyncio.Semaphore | None = None, **inputs: Any
+    ) -> list[tuple[str, Any]]:
+        """The events of a streamed answer. came: released for each as it comes."""
         body = {"inputs": {"text": text, **inputs}, "stream": True}
+        found = []
         async with self._http.stream("POST", "/v1/pipeline", json=body) as response:
-            return [event async for event in events(response)]
+            async for event in events(response):
+                found.append(event)
+                if came is not None:
+                    came.release()
+        return found
 
     async def cut(self, text: str, *, after: int, **inputs: Any) -> None:
         """Ask for a streamed answer and hang up after so many events."""
@@ -185,7 +193,7 @@ async def events(response: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 
 
 async def eventually(
-    holds: Callable[[], bool | Awaitable[bool]], within_s: float = 15.0, what: object = "it never came about"
+    holds: Callable[[], bool | Awaitable[bool]], within_s: float = PATIENCE_S, what: object = "it never came about"
 ) -> None:
     """Wait until ``holds()``. what: what to say when it does not; called, when it can be."""
     end = time.monotonic() + within_s
@@ -236,7 +244,7 @@ async def under_way(client: Client) -> dict[str, float]:
     return found
 
 
-async def at_rest(client: Client, within_s: float = 40.0) -> None:
+async def at_rest(client: Client) -> None:
     """Wait until no request, slot, credit or queue entry is left anywhere."""
     left: dict[str, float] = {}
     await asyncio.sleep(2 * HEARTBEAT_S)  # what beats said before says nothing
@@ -246,7 +254,18 @@ async def at_rest(client: Client, within_s: float = 40.0) -> None:
         left = await under_way(client)
         return not left
 
-    await eventually(empty, within_s, lambda: f"not at rest: {left}")
+    await eventually(empty, what=lambda: f"not at rest: {left}")
+
+
+async def holds(client: Client, group: str, count: int) -> bool:
+    """So many requests are bound to the instances of the group."""
+    found = sum(int(one["bound"]) for one in (await client.status())["instances"] if one["group"] == group)
+    return found >= count
+
+
+async def bound_so_far(client: Client, group: str) -> int:
+    """How many requests were bound to the instances of the group, those that are over with them."""
+    return sum(int(one["bound_total"]) for one in (await client.status())["instances"] if one["group"] == group)
 
 
 def held(pids: Mapping[str, int]) -> dict[str, tuple[int, int]]:

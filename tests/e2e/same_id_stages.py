@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -21,7 +22,7 @@ def checked(data: Any) -> dict[str, Any]:
     word = data["word"]
     if "tensor" in data:
         assert int(data["tensor"].min()) == int(data["tensor"].max()) == len(word), "another request's tensor"
-    return {"word": word, "nap": data["nap"], "tensor": np.full(SIZE, len(word), np.uint8)}
+    return {"word": word, "until": data["until"], "tensor": np.full(SIZE, len(word), np.uint8)}
 
 
 def sync() -> Any:
@@ -77,7 +78,8 @@ def collect() -> Any:
             assert int(chunk.data["pad"].max()) == ord(chunk.data["letter"])
             letters.append(chunk.data["letter"])
         data = checked((await session.payload()).data)
-        await asyncio.sleep(data["nap"])
+        while data["until"] is not None and not Path(data["until"]).exists():
+            await asyncio.sleep(0.01)
         yield omni.Result({"word": data["word"], "letters": "".join(letters)})
 
     return omni.Streaming(run)

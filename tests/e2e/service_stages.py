@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ def talk() -> Any:
         for word in ("one", "two", "three"):
             yield omni.Chunk(omni.Text(word))
         yield omni.Chunk(omni.Audio(np.zeros(80, np.float32), 8000))
-        time.sleep(0.1)  # longer than the ten milliseconds of sound play
+        while (until := payload.data.get("until")) and not Path(until).exists():  # longer than the sound plays
+            time.sleep(0.01)
+        time.sleep(0.1)
         yield omni.Chunk(omni.Audio(np.zeros(800, np.float32), 8000))
         yield omni.Result(omni.Usage(prompt_tokens=5, completion_tokens=3))
 

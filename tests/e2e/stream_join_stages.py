@@ -1,14 +1,14 @@
 """The stages of the stream-join pipeline: two producers whose streams meet at a reader, each in a process of its own.
 
 A request's inputs: ``to`` (whom the router sends it to), ``wait`` (the terminals that it waits for), ``chunks`` and
-``size`` of each producer's stream, ``first`` (the producer that gets it at once; the other one later), ``nap``
-(seconds that `a` computes first), ``read`` (how many chunks the reader takes; None: all).
+``size`` of each producer's stream, ``first`` (the producer that gets it at once; the other one later), ``until`` (a
+file that must be there before `a` and `b` get it), ``read`` (how many chunks the reader takes; None: all).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import stage_runtime as omni
@@ -23,8 +23,6 @@ def producer(name: str) -> Any:
 
     def run(payload: omni.StagePayload) -> Iterator[Any]:
         data = payload.data
-        if name == "a":
-            time.sleep(data.get("nap", 0.0))
         for number in range(data["chunks"]):
             yield omni.Chunk({"from": name, "number": number, "pad": b"x" * data.get("size", 0)})
         yield omni.Result(data)
@@ -40,6 +38,8 @@ def later(name: str) -> Any:
 
         if payload.data.get("first", name) != name:
             await asyncio.sleep(0.5)
+        while "until" in payload.data and not Path(payload.data["until"]).exists():
+            await asyncio.sleep(0.01)
         return payload.data
 
     return omni.Simple(run, concurrency=16)

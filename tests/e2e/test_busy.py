@@ -78,7 +78,7 @@ async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_bus
         async def all_busy() -> bool:
             return (await under_way(client)).get("busy.running", 0) + 1 >= len(KINDS)  # a join runs before it begins
 
-        await eventually(all_busy, 20)
+        await eventually(all_busy)
         before = footprint(pipeline)
 
         def grown() -> dict[str, int]:
@@ -88,7 +88,7 @@ async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_bus
             bodies = [json.dumps({**request(kind, BODY), "timeout": 1.0}).encode() for kind in KINDS]
             answers = await asyncio.gather(*(client.send(body) for body in bodies for _ in range(EACH)))
             assert {answer.status_code for answer in answers} == {504}
-        await eventually(lambda: max(grown().values()) < WITHIN // MIB, 20, lambda: f"MiB of growth: {grown()}")
+        await eventually(lambda: max(grown().values()) < WITHIN // MIB, what=lambda: f"MiB of growth: {grown()}")
         assert not any(one.done() for one in holding), "the stages were busy all the time"
         for one in holding:
             one.cancel()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.local_pipelines import APART, Client, at_rest, diamond, eventually
+from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, at_rest, diamond, eventually
 from tests.e2e.pod_pipelines import pods
 
 
@@ -18,13 +18,13 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
     async with pods(diamond(APART), base, "old", "new") as made:
         async with Client(made.url("old")) as old, Client(made.url("new")) as new:
             for client in (old, new):
-                await eventually(partial(lambda client: complete(client), client), 30)
+                await eventually(partial(lambda client: complete(client), client))
                 assert (await client.answer("a b"))["text"] == "a b"
 
             # a client's DELETE that reaches the coordinator which does not know its request
             asked = asyncio.create_task(old.post({"inputs": {"text": "a b", "nap": 60}}, request_id="theirs"))
-            await eventually(lambda: in_flight(old, 1), 30)
-            async with httpx.AsyncClient(base_url=made.url("new"), timeout=40) as http:
+            await eventually(lambda: in_flight(old, 1))
+            async with httpx.AsyncClient(base_url=made.url("new"), timeout=PATIENCE_S) as http:
                 gone = await http.delete("/v1/requests/theirs")
                 assert (gone.status_code, gone.json()) == (200, {"id": "theirs", "cancelled": True})
                 answer = await asked
@@ -38,7 +38,7 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
             doomed = [asyncio.create_task(old.ask("a b", nap=60, size=1 << 20)) for _ in range(4)]
             streams = [asyncio.create_task(old.streamed(words, slow=0.5, size=1 << 16)) for _ in range(4)]
             kept = asyncio.create_task(new.answer("a b", nap=1.0))
-            await eventually(lambda: in_flight(old, 8), 30)
+            await eventually(lambda: in_flight(old, 8))
             pid = made.pids()["old"]
             os.kill(pid, signal.SIGKILL)
             for one in await asyncio.gather(*doomed, *streams, return_exceptions=True):
@@ -46,10 +46,10 @@ async def test_of_two_coordinators_either_cancels_the_other_s_requests_and_one_s
             assert (await new.answer("next"))["text"] == "next"
             assert (await kept)["text"] == "a b", "the other's requests go on"
             await at_rest(new)  # slots, credits and queue entries of the dead one's came back
-            await eventually(lambda: made.pids().get("old", pid) != pid, 30)
+            await eventually(lambda: made.pids().get("old", pid) != pid)
             await made.ready()
         async with Client(made.url("old")) as reborn:
-            await eventually(lambda: complete(reborn), 30)
+            await eventually(lambda: complete(reborn))
             assert (await reborn.answer("and this one"))["text"] == "and this one"
 
 

@@ -20,7 +20,8 @@ import zmq
 from stage_runtime.processes.local import LocalPipeline
 from stage_runtime.sockets.addresses import Security
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import FRAME_LIMIT, PROTOCOL, Abort, Deregister, Frame
+from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Frame
+from stage_runtime.wire.messages import Abort, Deregister
 from tests.e2e.local_pipelines import APART, Client, at_rest, diamond, eventually
 from tests.e2e.pod_pipelines import KEY, pods
 
@@ -251,7 +252,7 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
                 for one in knocks:
                     if one.type in (zmq.PUSH, zmq.DEALER):
                         utter(one, *([frame] for frame in FRAMES.values()))
-                await eventually(lambda: every("handshake_failures", "relay_tcp_handshake_failures"), 30)
+                await eventually(lambda: every("handshake_failures", "relay_tcp_handshake_failures"))
                 await goes_on()
                 with pytest.raises(zmq.Again):
                     next(one for one in knocks if one.type == zmq.SUB).recv(zmq.NOBLOCK)
@@ -267,7 +268,7 @@ async def test_strangers_at_every_tcp_socket_are_turned_away_counted_and_logged_
                 if one.type in (zmq.PUSH, zmq.DEALER):
                     utter(one, *([frame] for frame in FRAMES.values()))
                     utter(one, [b"malformed", b"x" * 100], [b"z"] * 500, [bytes(9 << 20)])
-            await eventually(lambda: every("malformed", "relay_tcp_malformed_messages"), 30)
+            await eventually(lambda: every("malformed", "relay_tcp_malformed_messages"))
             await goes_on()
         lines = (base / "log").read_text().splitlines()
         for process in before:

@@ -24,10 +24,10 @@ from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.errors import CODES
 from stage_runtime.processes.local import LocalPipeline
 from tests.e2e import hostile_stages
-from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, running
+from tests.e2e.local_pipelines import HEARTBEAT_S, PATIENCE_S, Client, at_rest, running
 from tests.thoroughness import examples
 
-DEADLINE_S = 10.0  # a request that nobody ends fails by this, and the property with it
+DEADLINE_S = 60.0  # a request that nobody ends fails by this, and the property with it
 
 
 def pipeline() -> PipelineConfig:
@@ -121,7 +121,7 @@ class Attacker:
     """Asks by plain HTTP, and holds the answers against the promise."""
 
     def __init__(self, url: str, pids: Callable[[], dict[str, int]]) -> None:
-        self._http = httpx.Client(base_url=url, timeout=30, headers={"x-request-timeout": str(DEADLINE_S)})
+        self._http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"x-request-timeout": str(DEADLINE_S)})
         self._pids = pids
         self._before = pids()
 

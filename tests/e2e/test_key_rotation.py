@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.local_pipelines import HELLO, eventually, running
+from tests.e2e.local_pipelines import HELLO, PATIENCE_S, eventually, running
 
 QUESTION = {"inputs": "good morning"}
 
@@ -23,7 +23,10 @@ def write(path: Path, *keys: str) -> None:
 async def test_a_rotation_under_load_fails_no_request(base: Path, tmp_path: Path) -> None:
     given = tmp_path / "keys"
     write(given, "old")
-    async with running(HELLO, base, api_key_file=given) as pipeline, httpx.AsyncClient(base_url=pipeline.url) as http:
+    async with (
+        running(HELLO, base, api_key_file=given) as pipeline,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
+    ):
         watched = pipeline.key_file
         assert watched is not None
 

@@ -10,13 +10,13 @@ import httpx
 import pytest
 
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.local_pipelines import Client, at_rest, eventually, held, resident, shared_files, under_way
+from tests.e2e.local_pipelines import PATIENCE_S, Client, at_rest, eventually, held, resident, shared_files, under_way
 
 MIB = 1 << 20
 
 
 async def test_a_client_that_hangs_up_before_the_answer_aborts_its_request_downstream(client: Client) -> None:
-    asked = asyncio.create_task(client.ask("a b", nap=30, size=MIB))
+    asked = asyncio.create_task(client.ask("a b", nap=3600, size=MIB))
 
     async def at_the_stage() -> bool:
         return "front.running" in await under_way(client)
@@ -25,19 +25,19 @@ async def test_a_client_that_hangs_up_before_the_answer_aborts_its_request_downs
     asked.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asked
-    await at_rest(client, 20)  # thirty seconds of nap were cut short
+    await at_rest(client)  # an hour of nap was cut short
 
 
 async def test_a_client_that_hangs_up_in_mid_stream_aborts_its_request_downstream(client: Client) -> None:
-    await client.cut(" ".join(["word"] * 400), after=3, slow=0.1, size=MIB)
-    await at_rest(client, 20)
+    await client.cut(" ".join(["word"] * 400), after=3, slow=0.5, size=MIB)
+    await at_rest(client)
 
 
 async def test_deleting_a_request_ends_it_everywhere_and_its_client_gets_an_error(
     shared: LocalPipeline, client: Client
 ) -> None:
-    asked = asyncio.create_task(client.post({"inputs": {"text": "a b", "nap": 30}}, request_id="doomed"))
-    async with httpx.AsyncClient(base_url=shared.url) as other:
+    asked = asyncio.create_task(client.post({"inputs": {"text": "a b", "nap": 3600}}, request_id="doomed"))
+    async with httpx.AsyncClient(base_url=shared.url, timeout=PATIENCE_S) as other:
 
         async def known() -> bool:
             return (await other.get("/v1/requests/doomed")).status_code == 200
@@ -47,13 +47,13 @@ async def test_deleting_a_request_ends_it_everywhere_and_its_client_gets_an_erro
         answer = await asked
         assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
         assert (await other.delete("/v1/requests/doomed")).json() == {"id": "doomed", "cancelled": False}
-    await at_rest(client, 20)
+    await at_rest(client)
 
 
 async def test_a_deadline_ends_a_request_everywhere(client: Client) -> None:
-    answer = await client.post({"inputs": {"text": "a b", "nap": 30}, "timeout": 0.3})
+    answer = await client.post({"inputs": {"text": "a b", "nap": 3600}, "timeout": 0.3})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
-    await at_rest(client, 20)
+    await at_rest(client)
 
 
 @pytest.mark.timeout(600)  # 20 s on a machine that does nothing else
@@ -91,9 +91,12 @@ async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeli
     assert shared.pids() == pids
 
     async def as_before() -> bool:
-        return held(pids) == before and shared_files(pids) == files
+        """No more than before, when the last connections may still have been open."""
+        now = held(pids)
+        within = all(now[name][kind] <= before[name][kind] for name in before for kind in (0, 1))
+        return within and shared_files(pids) <= files
 
-    await eventually(as_before, 10, lambda: f"{before} and {files} before, {held(pids)} and {shared_files(pids)} now")
+    await eventually(as_before, what=lambda: f"{before} and {files} before, {held(pids)} and {shared_files(pids)} now")
 
     def grown() -> dict[str, int]:
         return {name: (size - memory[name]) // MIB for name, size in resident(pids).items()}
@@ -101,13 +104,19 @@ async def test_a_thousand_aborts_of_a_mebibyte_leave_nothing(shared: LocalPipeli
     async def given_back() -> bool:
         return max(grown().values()) < 200  # allocators keep something; requests that stay would be 1,000 MiB
 
-    await eventually(given_back, 80, lambda: f"MiB of growth by 1,000 requests of 1 MiB: {grown()}")
+    await eventually(given_back, what=lambda: f"MiB of growth by 1,000 requests of 1 MiB: {grown()}")
 
 
 async def test_a_kept_view_of_a_payload_is_seen_as_a_slot_that_is_held(client: Client) -> None:
     """The positive control of every `at_rest` here."""
     await client.answer("a b", keep=True, size=MIB)
-    with pytest.raises(AssertionError, match=r"side.relay_shm_pinned_transfers"):
-        await at_rest(client, 2)
+
+    async def still_held() -> bool:
+        """The request is over, by all that is said of it, and its slot is not free."""
+        found = await under_way(client)
+        over = not any(name == "in_flight" or name.endswith((".waiting", ".running", ".bound")) for name in found)
+        return over and "side.relay_shm_pinned_transfers" in found
+
+    await eventually(still_held)
     await client.answer("a b", keep=False, size=MIB)
     await at_rest(client)

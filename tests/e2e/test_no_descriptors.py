@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.local_pipelines import APART, Client, diamond, running
+from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, diamond, running
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def none_left(pid: int) -> Iterator[None]:
 
 async def connect(url: str) -> int:
     """The status of an answer on a new connection."""
-    async with httpx.AsyncClient(base_url=url, timeout=40) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         return (await client.get("/status")).status_code
 
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.local_pipelines import HEARTBEAT_S, eventually, running
+from tests.e2e.local_pipelines import HEARTBEAT_S, PATIENCE_S, eventually, running
 
 SPEC = PipelineConfig(
     name="ranks",
@@ -39,7 +39,7 @@ async def test_each_rank_answers_for_itself_and_its_events_and_traces_are_fetche
     environ = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
     async with (
         running(SPEC, base, cpu=True, environ=environ) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         template = "deep/{stage}-{rank}"
         started = await http.post("/start_profile", json={"run_id": "deep", "trace_path_template": template})
@@ -84,7 +84,7 @@ async def test_a_rank_that_dies_in_the_middle_ends_no_profile(base: Path) -> Non
     environ = {"OMNI_PROFILE_ROOT": str(base / "profiles")}
     async with (
         running(SPEC, base, cpu=True, environ=environ) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         assert states(await http.post("/start_request_profile", json={"run_id": "run"})) == everywhere("started")
         before = pipeline.pids()
@@ -94,7 +94,7 @@ async def test_a_rank_that_dies_in_the_middle_ends_no_profile(base: Path) -> Non
             now = pipeline.pids()
             return now.get("adder_tp1", before["adder_tp1"]) != before["adder_tp1"]
 
-        await eventually(replaced, 30)
+        await eventually(replaced)
         await pipeline.ready()
         assert (await http.post("/v1/pipeline", json=BODY)).status_code == 200
         assert states(await http.post("/stop_profile", json={"run_id": "run"})) == everywhere("stopped")

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from omnipipeline_spec.cluster import Profiling
-from tests.e2e.local_pipelines import APART, TOGETHER, Client, diamond, eventually, running
+from tests.e2e.local_pipelines import APART, PATIENCE_S, TOGETHER, Client, diamond, eventually, running
 
 WORDS = "the quick brown fox"
 EDGES, STREAMS = 6, 2  # of the diamond: payload edges, edges with a chunk for each word (one to the client)
@@ -42,7 +42,7 @@ async def test_every_hop_of_every_request_is_paired(base: Path, processes: dict[
     async with (
         running(diamond(processes), base, environ=environ) as pipeline,
         Client(pipeline.url) as client,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         await client.answer("before the run")
         started = await post(http, "/start_request_profile", {"run_id": "demo"})
@@ -99,7 +99,7 @@ async def test_a_torch_trace_of_every_process_is_written_where_the_template_says
     async with (
         running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(root)}) as pipeline,
         Client(pipeline.url) as client,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         body = {"run_id": "deep", "trace_path_template": str(root / "mine" / "{stage}_{run_id}"), "config": {}}
         assert states(await post(http, "/start_profile", body)) == dict.fromkeys(STAGES, "started")
@@ -176,7 +176,7 @@ def refusing_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 async def refusing(refusing_pipeline: str) -> Any:
-    async with httpx.AsyncClient(base_url=refusing_pipeline, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=refusing_pipeline, timeout=PATIENCE_S) as http:
         yield http
 
 
@@ -220,7 +220,7 @@ async def test_a_folder_that_cannot_be_written_is_named_and_requests_are_served(
     async with (
         running(diamond(TOGETHER), base, environ={"OMNI_PROFILE_ROOT": str(root)}) as pipeline,
         Client(pipeline.url) as client,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         answer = await post(http, "/start_request_profile", {"event_dir": "taken/events"})
         assert answer.status_code == 503
@@ -244,7 +244,7 @@ async def test_a_stage_that_dies_in_the_middle_is_named_and_its_successor_takes_
     async with (
         running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
         Client(pipeline.url) as client,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         assert (await post(http, "/start_request_profile", {"run_id": "deaths"})).json()["complete"]
         await client.answer(WORDS)
@@ -267,7 +267,7 @@ async def test_a_pipeline_that_forbids_profiles_takes_none(base: Path) -> None:
     spec = diamond(TOGETHER, profiling=Profiling(enabled=False))
     async with (
         running(spec, base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
 
         async def refused() -> bool:  # the coordinator reads it within a second of its start
@@ -286,7 +286,7 @@ async def test_a_pipeline_that_forbids_profiles_takes_none(base: Path) -> None:
 async def test_a_run_that_nobody_stops_ends_by_itself(base: Path) -> None:
     async with (
         running(diamond(), base, environ={"OMNI_PROFILE_ROOT": str(base / "profiles")}) as pipeline,
-        httpx.AsyncClient(base_url=pipeline.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
         assert (await post(http, "/start_request_profile", {"run_id": "short", "max_seconds": 1})).json()["complete"]
 

@@ -22,7 +22,7 @@ def spec() -> PipelineConfig:
             StageConfig(name="give", process="give", factory="rebirth_stages:give", next="take"),
             StageConfig(name="take", process="take", factory="rebirth_stages:take", terminal=True),
         ],
-        control=Control(heartbeat_seconds=HEARTBEAT_S, dead_after_seconds=1.0),
+        control=Control(heartbeat_seconds=HEARTBEAT_S),
     )
 
 
@@ -37,7 +37,7 @@ async def test_after_a_rebirth_tensors_come_from_the_arena_that_peers_know_and_t
             assert await summed(client, 4 * MIB) == 4 * MIB
         await at_rest(client)
         assert await copied_nbytes(client) < MIB
-        await eventually(lambda: arenas(pipeline) == mapped, 15, lambda: f"{mapped} arenas, now {arenas(pipeline)}")
+        await eventually(lambda: arenas(pipeline) == mapped, what=lambda: f"{mapped} arenas, now {arenas(pipeline)}")
 
 
 async def reborn(pipeline: LocalPipeline, client: Client) -> None:

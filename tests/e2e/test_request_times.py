@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.local_pipelines import APART, SPREAD, TOGETHER, Client, diamond, running
+from tests.e2e.local_pipelines import APART, PATIENCE_S, SPREAD, TOGETHER, Client, diamond, running
 
 WORDS = "the quick brown fox"
 
@@ -19,7 +19,7 @@ async def test_each_stage_and_each_hop_has_a_start_and_an_end(base: Path, proces
         body = {"inputs": {"text": WORDS, "nap": 0.05}}
         assert (await client.post(body, request_id="plain")).status_code == 200
         assert (await client.post({**body, "stream": True}, request_id="streamed")).status_code == 200
-        async with httpx.AsyncClient(base_url=pipeline.url) as http:
+        async with httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http:
             records = [(await http.get(f"/v1/requests/{each}")).json() for each in ("plain", "streamed")]
             graph = (await http.get("/status")).json()
     expected = {

@@ -11,7 +11,7 @@ import httpx
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually
+from tests.e2e.local_pipelines import HEARTBEAT_S, PATIENCE_S, Client, at_rest, eventually
 from tests.e2e.pod_pipelines import pods
 from tests.e2e.test_coordinators import complete, in_flight
 
@@ -45,10 +45,10 @@ async def test_requests_of_one_id_at_two_coordinators_are_answered_and_aborted_a
         Client(made.url("new"), connections=60) as new,
     ):
         for client in (old, new):
-            await eventually(partial(lambda client: complete(client), client), 30)
+            await eventually(partial(lambda client: complete(client), client))
 
-        async def ask(client: Client, request_id: str, word: str, nap: float = 0.0) -> httpx.Response:
-            return await client.post({"inputs": {"word": word, "nap": nap}}, request_id=request_id)
+        async def ask(client: Client, request_id: str, word: str, until: Path | None = None) -> httpx.Response:
+            return await client.post({"inputs": {"word": word, "until": until and str(until)}}, request_id=request_id)
 
         def answered(response: httpx.Response, word: str) -> bool:
             return bool(response.json().get("results") == {"collect": {"word": word, "letters": word}})
@@ -67,19 +67,20 @@ async def test_requests_of_one_id_at_two_coordinators_are_answered_and_aborted_a
 
         # aborted apart: while the other's waits at its last stage, with all its tensors behind it
         ids = [f"aborted-{one}" for one in range(8)]
-        doomed = [asyncio.create_task(ask(old, one, "doomed", 30.0)) for one in ids]
-        kept = [asyncio.create_task(ask(new, one, "kept", 5.0)) for one in ids]
+        doomed = [asyncio.create_task(ask(old, one, "doomed", base / "never")) for one in ids]
+        kept = [asyncio.create_task(ask(new, one, "kept", base / "go on")) for one in ids]
 
         async def all_there() -> bool:
             return await in_flight(new, 8) and await in_flight(old, 8)
 
-        await eventually(all_there, 30)
-        async with httpx.AsyncClient(base_url=made.url("old"), timeout=40) as http:
+        await eventually(all_there)
+        async with httpx.AsyncClient(base_url=made.url("old"), timeout=PATIENCE_S) as http:
             for one in ids:
                 gone = await http.delete(f"/v1/requests/{one}")
                 assert gone.json() == {"id": one, "cancelled": True}
         codes = [answer.json()["error"]["code"] for answer in await asyncio.gather(*doomed)]
         assert codes == ["cancelled"] * 8
+        (base / "go on").touch()
         assert all(answered(answer, "kept") for answer in await asyncio.gather(*kept))
         for client in (old, new):
             await at_rest(client)

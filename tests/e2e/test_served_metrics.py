@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
 from stage_runtime.processes.local import LocalPipeline
-from tests.e2e.local_pipelines import Client, eventually
+from tests.e2e.local_pipelines import PATIENCE_S, Client, eventually
 
 
 async def test_omni_up_serves_every_metric_of_the_list_with_its_labels_and_no_other(
@@ -20,7 +20,7 @@ async def test_omni_up_serves_every_metric_of_the_list_with_its_labels_and_no_ot
     processes: set[str] = set()
 
     async def of_all_processes() -> bool:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
             text = (await http.get(f"{shared.url}/metrics")).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         found.update({sample.name: frozenset(sample.labels) for sample in samples})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from omnipipeline_spec.types import metrics
 from stage_runtime.metrics import catalog
-from tests.e2e.local_pipelines import Client, running
+from tests.e2e.local_pipelines import PATIENCE_S, Client, running
 
 ROUTE = "POST /v1/pipeline"
 
@@ -21,10 +22,15 @@ async def test_a_streamed_answer_with_text_and_audio_gives_every_service_metric_
     async with (
         running(PipelineConfig(name="service", stages=stages), base) as pipeline,
         Client(pipeline.url) as client,
-        httpx.AsyncClient(base_url=pipeline.url) as http,
+        httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
     ):
-        await client.streamed("hello")
-        assert (await client.post({"inputs": "hello"})).status_code == 200
+        came, until = asyncio.Semaphore(0), base / "go on"
+        streamed = asyncio.create_task(client.streamed("hello", came=came, until=str(until)))
+        for _ in range(4):  # three words, and the sound before the gap
+            await came.acquire()
+        until.touch()
+        await streamed
+        assert (await client.post({"inputs": {}})).status_code == 200
         text = (await http.get("/metrics")).text
     found: dict[str, frozenset[str]] = {}
     values: dict[tuple[str, ...], float] = defaultdict(float)

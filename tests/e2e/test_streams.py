@@ -23,7 +23,17 @@ from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
 from stage_runtime.rules.readers import EACH
 from stage_runtime.rules.streams import STREAM_WINDOW
-from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually, resident, running
+from tests.e2e.local_pipelines import (
+    HEARTBEAT_S,
+    PATIENCE_S,
+    Client,
+    at_rest,
+    bound_so_far,
+    eventually,
+    holds,
+    resident,
+    running,
+)
 
 STUCK_AFTER_S = 4
 
@@ -69,8 +79,7 @@ async def client(pipeline: LocalPipeline) -> AsyncIterator[Client]:
 
 
 async def ask(client: Client, **inputs: Any) -> Any:
-    async with asyncio.timeout(30):
-        body = await client.ask("", **inputs)
+    body = await client.ask("", **inputs)
     return body.get("results", body)
 
 
@@ -102,11 +111,15 @@ async def test_a_terminal_that_nothing_can_reach_fails_who_waits_for_it_at_once(
     assert "no route leads" in answer["error"]["message"]
 
 
-async def test_a_terminal_that_is_left_out_and_streams_all_the_same_holds_up_no_other_request(client: Client) -> None:
-    long = asyncio.create_task(ask(client, to=["pa", "speaker"], chunks=3000, nap=3.0, wait=["enda"]))
-    await asyncio.sleep(0.2)
+async def test_a_terminal_that_is_left_out_and_streams_all_the_same_holds_up_no_other_request(
+    client: Client, tmp_path: Path
+) -> None:
+    until = tmp_path / "go on"
+    long = asyncio.create_task(ask(client, to=["pa", "speaker"], chunks=3000, until=str(until), wait=["enda"]))
+    await eventually(lambda: holds(client, "a", 1))
     assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
-    assert not long.done(), "the other one is through before it"
+    assert not long.done(), "it still waits, at another stage"
+    until.touch()
     assert await long == {"enda": "through"}
 
 
@@ -125,15 +138,20 @@ async def test_a_reader_that_never_reads_costs_its_own_request_only(pipeline: Lo
     said = json.dumps(body).encode()
     head = "POST /v1/pipeline HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(said)}\r\n"
-    head += f"X-Request-Timeout: {STUCK_AFTER_S * 2}\r\n\r\n"
+    head += f"Connection: close\r\nX-Request-Timeout: {STUCK_AFTER_S * 2}\r\n\r\n"
+    known = await bound_so_far(client, "speaker")
+
+    async def bound() -> bool:
+        return await bound_so_far(client, "speaker") == known + 1
+
     with socket.create_connection((where.hostname or "", where.port or 0)) as deaf:
         deaf.sendall(head.encode() + said)
-        await eventually(lambda: holds(client, "speaker", 1))
-        begun = time.monotonic()
-        while time.monotonic() < begun + STUCK_AFTER_S * 1.25:
+        await eventually(bound)
+        while await holds(client, "speaker", 1):
             assert await ask(client, to=["pa"], chunks=3, wait=["reader"]) == {"reader": {"a": 3, "b": 0}}
-            assert await holds(client, "speaker", 1), "it ended, and nobody waited for it"
         assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
+        told = await asyncio.to_thread(rest_of, deaf, 0.0)
+        assert b'"deadline"' in told[-1000:], "it ended by its deadline alone"
     assert pipeline.pids() == before, "nobody was ended"
 
 
@@ -158,8 +176,13 @@ async def readers_that_stop(url: str, count: int, **inputs: Any) -> AsyncIterato
 async def test_readers_that_stop_reading_hold_up_no_other_request(pipeline: LocalPipeline, client: Client) -> None:
     """The speaker takes one request at a time, and each stream is far longer than what is kept for its reader."""
     before, memory = dict(pipeline.pids()), resident(pipeline.pids())
+    known = await bound_so_far(client, "speaker")
+
+    async def all_bound() -> bool:  # some may be over by then
+        return await bound_so_far(client, "speaker") == known + 5
+
     async with readers_that_stop(pipeline.url, 5, chunks=1_000_000, size=10_000) as readers:
-        await eventually(lambda: holds(client, "speaker", 5), 20)
+        await eventually(all_bound)
         assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
         grown = {name: now - memory[name] for name, now in resident(pipeline.pids()).items()}
         assert max(grown.values()) < 256 << 20, grown
@@ -175,7 +198,7 @@ async def test_a_slow_reader_gets_its_whole_answer_while_another_request_is_serv
     """Its answer is several windows long, and less than what is kept for a reader."""
     chunks = STREAM_WINDOW + EACH // 2
     async with readers_that_stop(pipeline.url, 1, chunks=chunks, size=10_000) as [slow]:
-        await eventually(lambda: holds(client, "speaker", 1), 20)
+        await eventually(lambda: holds(client, "speaker", 1))
         assert await ask(client, to=["speaker"], chunks=3, wait=["speaker"]) == {"speaker": "said"}
         told = await asyncio.to_thread(rest_of, slow, 0.001)
     numbers = [json.loads(number) for number in re.findall(rb'"number": ?(\d+)', told)]
@@ -184,15 +207,9 @@ async def test_a_slow_reader_gets_its_whole_answer_while_another_request_is_serv
     await at_rest(client)
 
 
-async def holds(client: Client, stage: str, count: int) -> bool:
-    """So many requests are bound to the stage's process."""
-    instances = (await client.status())["instances"]
-    return any(one["group"] == stage and one["bound"] >= count for one in instances)
-
-
 def rest_of(reader: socket.socket, nap_s: float) -> bytes:
     """All that comes until the end of the connection, read with pauses."""
-    reader.settimeout(60)
+    reader.settimeout(PATIENCE_S)
     found = bytearray()
     while piece := reader.recv(64 << 10):
         found += piece

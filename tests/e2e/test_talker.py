@@ -33,13 +33,19 @@ def said(text: str) -> list[int]:
     return [int(token) for token in answer[0]]
 
 
-def pipeline_of(folder: Path, streams: bool, settings: dict[str, Any]) -> PipelineConfig:
+def checkpoints(folder: Path) -> None:
+    for name, kind in (("thinker", "llama"), ("talker", "qwen2")):
+        tiny_model(kind).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+
+
+def pipeline_of(folder: Path, streams: bool, settings: dict[str, Any], **of_talker: Any) -> PipelineConfig:
     def stage(name: str, **fields: Any) -> StageConfig:
         arguments = {"model": str(folder / name), "streams": streams, **settings}
         return StageConfig(name=name, process=name, factory=f"talker_stages:{name}", factory_args=arguments, **fields)
 
     edges = {"next": "talker", **({"stream_to": "talker"} if streams else {})}
-    return PipelineConfig(name="talk", stages=[stage("thinker", **edges), stage("talker", terminal=True)])
+    return PipelineConfig(name="talk", stages=[stage("thinker", **edges), stage("talker", terminal=True, **of_talker)])
 
 
 @pytest.mark.timeout(300)
@@ -48,9 +54,16 @@ def pipeline_of(folder: Path, streams: bool, settings: dict[str, Any]) -> Pipeli
 async def test_a_talker_continues_from_the_hidden_rows_of_its_thinker(
     streams: bool, settings: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
-    for name, kind in (("thinker", "llama"), ("talker", "qwen2")):
-        tiny_model(kind).save_pretrained(tmp_path / name)
-        tiny_tokenizer().save_pretrained(tmp_path / name)
+    checkpoints(tmp_path)
     async with running(pipeline_of(tmp_path, streams, settings), base) as pipeline, Client(pipeline.url) as client:
+        bodies = await asyncio.gather(*(client.ask(text) for text in TEXTS * 3))
+    assert [body.get("results", body).get("talker", body) for body in bodies] == [said(text) for text in TEXTS * 3]
+
+
+@pytest.mark.timeout(300)
+async def test_a_talker_of_two_ranks_continues_from_the_stream_of_its_thinker(base: Path, tmp_path: Path) -> None:
+    checkpoints(tmp_path)
+    spec = pipeline_of(tmp_path, True, {}, gpu=[0, 1], tp_size=2)
+    async with running(spec, base, cpu=True) as pipeline, Client(pipeline.url) as client:
         bodies = await asyncio.gather(*(client.ask(text) for text in TEXTS * 3))
     assert [body.get("results", body).get("talker", body) for body in bodies] == [said(text) for text in TEXTS * 3]

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
-from tests.e2e.local_pipelines import Client, eventually, running
+from tests.e2e.local_pipelines import PATIENCE_S, Client, eventually, running
 
 SPEC = PipelineConfig(
     name="ranks",
@@ -36,8 +36,8 @@ async def test_two_ranks_compute_together_fail_together_and_are_replaced_togethe
         before = pipeline.pids()
         waiting = asyncio.create_task(add(client, [1, 1]))
         os.kill(before["adder_tp1"], signal.SIGKILL)
-        await eventually(lambda: not set(before.values()) - {before["coordinator"]} & set(pipeline.pids().values()), 10)
-        await asyncio.wait_for(waiting, 30)
+        await eventually(lambda: not set(before.values()) - {before["coordinator"]} & set(pipeline.pids().values()))
+        await asyncio.wait_for(waiting, PATIENCE_S)
         await pipeline.ready()
         after = pipeline.pids()
         assert after["coordinator"] == before["coordinator"]

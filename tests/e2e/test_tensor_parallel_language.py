@@ -47,6 +47,6 @@ async def test_two_ranks_of_a_stage_generate_what_one_does_and_are_replaced_toge
         assert await answers(client) == expected
         before = pipeline.pids()
         os.kill(before["words_tp1"], signal.SIGKILL)
-        await eventually(lambda: not {before["words_tp0"], before["words_tp1"]} & set(pipeline.pids().values()), 20)
+        await eventually(lambda: not {before["words_tp0"], before["words_tp1"]} & set(pipeline.pids().values()))
         await pipeline.ready()
         assert await answers(client) == expected

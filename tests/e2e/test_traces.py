@@ -13,7 +13,7 @@ import pytest
 from omnipipeline_spec.cluster import Observability, Tracing
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes import launching
-from tests.e2e.local_pipelines import APART, Client, diamond, eventually, running
+from tests.e2e.local_pipelines import APART, PATIENCE_S, Client, diamond, eventually, running
 from tests.e2e.pod_pipelines import pods
 from tests.telemetry import collector
 
@@ -30,7 +30,10 @@ def traced(url: str, ratio: float) -> Observability:
 async def test_a_request_is_a_trace_of_its_stages_and_hops_and_a_child_of_its_clients_span(base: Path) -> None:
     with collector.running() as taking:
         spec = diamond(APART, observability=traced(taking.url, 0.0))
-        async with running(spec, base) as pipeline, httpx.AsyncClient(base_url=pipeline.url, timeout=40) as http:
+        async with (
+            running(spec, base) as pipeline,
+            httpx.AsyncClient(base_url=pipeline.url, timeout=PATIENCE_S) as http,
+        ):
             for flag in ("00", "01"):  # the client's decision holds
                 headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flag}", "x-request-id": f"mine-{flag}"}
                 assert (await http.post("/v1/pipeline", json=BODY, headers=headers)).status_code == 200
@@ -89,7 +92,7 @@ async def test_pods_send_spans_of_authors_too_and_keep_the_clients_tracestate(ba
         }
         async with (
             pods(spec, base, environments=environments) as running_pods,
-            httpx.AsyncClient(base_url=running_pods.url("coordinator"), timeout=60) as http,
+            httpx.AsyncClient(base_url=running_pods.url("coordinator"), timeout=PATIENCE_S) as http,
         ):
             started = await http.post("/start_profile", json={"run_id": "run"})
             assert started.json()["complete"], started.text

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,10 @@ async def test_a_machine_that_vanishes_without_a_goodbye_is_lost_in_time(coordin
     with contextlib.closing(network.Network()) as net:
         endpoint = f"tcp://{net.add('far')}:5550"
         echo = [sys.executable, "-m", "tests.sockets.echo_peer", "bb", endpoint, "plain"]
-        program = await asyncio.create_subprocess_exec("nsenter", f"--net=/run/netns/{net.space('far')}", *echo)
+        inside = ("nsenter", f"--net=/run/netns/{net.space('far')}")
+        program = await asyncio.create_subprocess_exec(*inside, *echo, stdout=asyncio.subprocess.PIPE)
+        assert program.stdout is not None
+        assert await program.stdout.readline()  # it listens: a peer that does not for 3 s would be lost before the cut
         end = End("aa", f"tcp://{network.SUBNET}.1:*", dead_after_s=3.0)
         try:
             async with ends(end):
@@ -100,12 +102,13 @@ async def test_a_machine_that_vanishes_without_a_goodbye_is_lost_in_time(coordin
                 end.send("bb", "are you there")
                 await end.listener.until(lambda: end.listener.received_words == ["are you there"])
                 net.cut("far")
-                began = time.monotonic()
+                turns = 0  # and not seconds: a busy machine takes longer for all of it
                 while not end.listener.lost_peers:
                     if says == "beats":
                         end.channels.hint("bb", Beat({}, {}, {}))
                     await asyncio.sleep(0.2)
-                    assert time.monotonic() - began < 8, "only rare heartbeats find it, after 10 s"
+                    turns += 1
+                    assert turns < 8 / 0.2, "only rare heartbeats find it, after 10 s"
                 assert [peer for peer, _ in end.listener.lost_peers] == ["bb"]
         finally:
             program.kill()
@@ -123,7 +126,7 @@ async def test_scaling_and_restarting_a_running_omni_up_loses_no_request(base: P
         await ledger.sent(50)
         await omni("scale", "consumer", "3")
         await ledger.sent(len(ledger.entries) + 100)
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
             said = (await looking.status(http))["instances"]
         await omni("restart", "entry")
         await omni("scale", "consumer", "1")

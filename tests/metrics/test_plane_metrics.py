@@ -48,7 +48,7 @@ def test_the_transports_of_a_process_are_a_row_for_each_relay_of_an_edge() -> No
         transfers_in_flight=0,
         sends_queued=0,
         events={},
-        edges={("a", "b", "shm"): EdgeNumbers(5, 4, 1, 2, 0.5, 1)},
+        edges={("a", "b", "shm"): EdgeNumbers(5, 4, 1, 2, 0.5, 1, 6)},
         ways={
             ("a", "b", "tcp", "tcp+curve"): 3,
             ("a", "b", "tcp", "unix"): 1,
@@ -67,6 +67,7 @@ def test_the_transports_of_a_process_are_a_row_for_each_relay_of_an_edge() -> No
             "oldest_transfer": 0.5,
             "quarantined": 1,
             "failovers": 1,
+            "retries": 6,
         },
         {"source": "a", "target": "b", "relay": "tcp", "instances": {"tcp+curve": 3, "unix": 1}},
         {"source": "a", "target": "c", "relay": "in_process", "instances": {"reference": 1}},

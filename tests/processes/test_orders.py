@@ -20,6 +20,7 @@ from stage_runtime.processes import admin
 from stage_runtime.processes.local import LocalOptions, LocalPipeline
 from stage_runtime.processes.startup_failures import StartupFailed
 
+PATIENCE_S = 60.0
 #: Two groups; what a factory of ``voice`` does is read from a file each time it is called.
 FICKLE = """\
 name: fickle
@@ -72,12 +73,12 @@ class Fickle:
         return {name: pid for name, pid in self.running.pids().items() if name.startswith("voice")}
 
     async def served(self) -> int:
-        async with httpx.AsyncClient(base_url=self.running.url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=self.running.url, timeout=PATIENCE_S) as client:
             return (await client.post("/v1/pipeline", json={"inputs": "a"})).status_code
 
     def known(self) -> int:
         """Instances of ``voice`` that the coordinator knows."""
-        status = httpx.get(f"{self.running.url}/status").json()
+        status = httpx.get(f"{self.running.url}/status", timeout=PATIENCE_S).json()
         return sum(one["group"] == "voice" for one in status["instances"])
 
 
@@ -91,7 +92,7 @@ async def fickle(base: Path, *overrides: str, environ: dict[str, str] | None = N
         yield Fickle(running, mood)
 
 
-async def eventually(holds: Callable[[], object], within_s: float = 20.0) -> None:
+async def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, "it never came about"
@@ -139,8 +140,8 @@ async def test_scaling_to_the_same_number_starts_and_ends_nothing_even_while_ano
         os.kill(killed, signal.SIGKILL)
         await eventually(lambda: pipeline.voices().get("voice", killed) != killed)
         before = pipeline.running.pids()
-        await asyncio.wait_for(pipeline.running.scale("voice", 1), 20)
-        await asyncio.wait_for(pipeline.running.scale("ear", 2), 20)  # and another group's order does not wait for it
+        await asyncio.wait_for(pipeline.running.scale("voice", 1), PATIENCE_S)
+        await asyncio.wait_for(pipeline.running.scale("ear", 2), PATIENCE_S)  # another group's order does not wait
         assert before.items() <= pipeline.running.pids().items()
         assert sorted(pipeline.running.pids()) == ["coordinator", "ear", "ear.1", "voice"]
 
@@ -179,11 +180,11 @@ async def test_a_command_during_a_drain_is_refused_and_one_under_way_fails_at_on
         await eventually(lambda: pipeline.seen()[-1] == "slow")
         pipeline.running.ask_to_stop()
         with pytest.raises((StartupFailed, ConfigurationError), match="stopp"):
-            await asyncio.wait_for(under_way, 20)
+            await asyncio.wait_for(under_way, PATIENCE_S)
         for order in (pipeline.running.scale("ear", 3), pipeline.running.restart("ear")):
             with pytest.raises(ConfigurationError, match="fickle is stopping"):
-                await asyncio.wait_for(order, 20)
-        await asyncio.wait_for(pipeline.running.stop(), 20)
+                await asyncio.wait_for(order, PATIENCE_S)
+        await asyncio.wait_for(pipeline.running.stop(), PATIENCE_S)
 
 
 async def test_where_the_old_instance_had_to_go_first_a_failed_restart_says_so_and_the_next_one_brings_it_back(
@@ -227,7 +228,7 @@ async def test_an_order_that_breaks_in_an_unforeseen_way_is_answered_and_the_nex
         async def restart(self, group: str) -> None:
             raise StartupFailed(group, "x" * 300_000)
 
-    async with admin.Server(Breaking()):
+    async with admin.AdminServer(Breaking()):
         with pytest.raises(ConfigurationError, match="No space left on device"):
             await admin.send(base, admin.Scale(group="voice", replicas=2))
         with pytest.raises(ConfigurationError, match=r"voice: xxxx"):

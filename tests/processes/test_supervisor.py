@@ -23,7 +23,10 @@ from stage_runtime.processes.startup_failures import StartupFailed
 from stage_runtime.processes.supervisor import Supervisor
 
 ACTOR = Path(__file__).with_name("acting_child.py")
-POLICY = RestartPolicy(startup_s=30, grace_s=5)
+PATIENCE_S = 60.0
+POLICY = RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S)
+SHORT_S = 5.0  # without progress: longer than a busy machine lets a process wait for a core
+IMPATIENT = RestartPolicy(startup_s=SHORT_S, grace_s=PATIENCE_S)
 
 
 def command(name: str, *script: str) -> Command:
@@ -74,7 +77,7 @@ async def up(supervisor: Supervisor) -> None:
     supervisor.settle()
 
 
-async def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+async def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, "it never came about"
@@ -85,15 +88,13 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def test_a_process_that_was_ready_and_is_killed_runs_again_within_a_second() -> None:
+async def test_a_process_that_was_ready_and_is_killed_runs_again() -> None:
     async with supervised() as supervisor:
         supervisor.add(instance("voice", "ready", "sleep"), POLICY)
         await up(supervisor)
         (first,) = supervisor.pids()
-        died = time.monotonic()
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: supervisor.pids() not in ([], [first]))
-        assert time.monotonic() - died < 1.0
         await up(supervisor)
         assert supervisor.views()[0].restarts == 1
         assert supervisor.failure is None
@@ -152,7 +153,7 @@ async def test_a_ready_sibling_that_dies_while_others_load_fails_the_start() -> 
 
 async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "trace", "loading", "sleep"), RestartPolicy(startup_s=2, grace_s=5))
+        supervisor.add(instance("voice", "trace", "loading", "sleep"), IMPATIENT)
         with pytest.raises(StartupFailed, match=r"no progress for \d+ s while starting \(s: weights 1/2\)") as caught:
             await up(supervisor)
     assert "acting_child.py" in caught.value.explanation()
@@ -160,7 +161,10 @@ async def test_a_loader_that_does_nothing_is_ended_and_shows_where_it_hangs() ->
 
 async def test_a_loader_that_computes_in_silence_is_left_alone() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "spin", "4", "ready", "sleep"), RestartPolicy(startup_s=2, grace_s=5))
+        supervisor.add(
+            instance("voice", "spin", str(2 * SHORT_S), "ready", "sleep"),
+            IMPATIENT,
+        )
         await up(supervisor)
 
 
@@ -191,7 +195,7 @@ async def test_sigterm_lets_a_process_drain_and_the_rest_wait_for_it() -> None:
 
 async def test_a_process_deaf_to_sigterm_is_killed_when_its_grace_is_over() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "deaf", "ready", "sleep"), RestartPolicy(startup_s=30, grace_s=0.5))
+        supervisor.add(instance("voice", "deaf", "ready", "sleep"), RestartPolicy(startup_s=PATIENCE_S, grace_s=0.5))
         await up(supervisor)
         (pid,) = supervisor.pids()
         await supervisor.stop("voice")
@@ -201,11 +205,11 @@ async def test_a_process_deaf_to_sigterm_is_killed_when_its_grace_is_over() -> N
 
 async def test_a_second_request_to_stop_cuts_the_grace_short() -> None:
     async with supervised() as supervisor:
-        supervisor.add(instance("voice", "deaf", "ready", "sleep"), RestartPolicy(startup_s=30, grace_s=60))
+        supervisor.add(instance("voice", "deaf", "ready", "sleep"), RestartPolicy(startup_s=PATIENCE_S, grace_s=86_400))
         await up(supervisor)
         supervisor.ask_all_to_stop()
         supervisor.ask_all_to_stop()
-        await asyncio.wait_for(supervisor.gone(), 10)
+        await asyncio.wait_for(supervisor.gone(), PATIENCE_S)
 
 
 async def test_what_a_dead_child_had_started_is_ended_with_it(tmp_path: Path) -> None:
@@ -247,11 +251,11 @@ async def test_a_second_life_that_does_not_come_about_is_followed_by_a_third(sec
         spec = InstanceSpec(
             name="voice", group="voice", replica=0, stages=("s",), processes=("voice",), commands=commands
         )
-        supervisor.add(spec, RestartPolicy(startup_s=2, grace_s=5))
+        supervisor.add(spec, IMPATIENT)
         await up(supervisor)
         (first,) = supervisor.pids()
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: supervisor.views()[0].restarts == 2 and supervisor.views()[0].state == "ready", 20)
+        await eventually(lambda: supervisor.views()[0].restarts == 2 and supervisor.views()[0].state == "ready")
         assert supervisor.failure is None
         said = [view.message for view in supervisor.changes if view.state == "restarting"]
         assert any("no progress for" in one or "temporarily unavailable" in one for one in said)
@@ -292,7 +296,7 @@ async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tm
                 else command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")
             ],
         )
-        supervisor.add(two_lives, RestartPolicy(startup_s=30, grace_s=5, give_up_after=2))
+        supervisor.add(two_lives, RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S, give_up_after=2))
         await up(supervisor)
         await eventually(lambda: supervisor.failure is not None)
         assert str(supervisor.failure) == "voice: ended before its time (exit code 9)"
@@ -319,7 +323,7 @@ asyncio.run(main())
         child = int(noted.read_text())
         assert not gone(child)
         parent.kill()
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while not gone(child):
         assert time.monotonic() < end, "it outlived its supervisor"
         time.sleep(0.01)
@@ -333,7 +337,7 @@ def test_a_child_whose_parent_is_dead_already_never_starts() -> None:
         [sys.executable, "-I", "-S", parent_death.__file__, str(someone_else), "echo", "started"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")

@@ -53,7 +53,7 @@ async def test_a_task_that_ends_by_itself_is_reported_with_its_name_and_reason(
     heard = Heard()
     with Tasks(heard) as tasks:
         tasks.start("beat", work())
-        await asyncio.wait_for(heard.one.wait(), 10)
+        await asyncio.wait_for(heard.one.wait(), 60)
     [(name, error)] = heard.ends
     assert (name, type(error), str(error)) == ("beat", kind, text)
 
@@ -63,7 +63,7 @@ async def test_one_that_may_return_is_told_of_only_when_it_fails() -> None:
     with Tasks(heard) as tasks:
         tasks.start_finite("drain", returns())
         tasks.start_finite("greeting", raises())
-        await asyncio.wait_for(heard.one.wait(), 10)
+        await asyncio.wait_for(heard.one.wait(), 60)
     assert [name for name, _ in heard.ends] == ["greeting"]
 
 

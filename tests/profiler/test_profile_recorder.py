@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ import torch
 
 from stage_runtime import profiler
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import recorder as recording
+from stage_runtime.profiler import reading, writing
 from stage_runtime.profiler.recorder import Recorder, recorder
 from stage_runtime.profiler.templates import Template
 
@@ -133,7 +133,7 @@ def test_no_metadata_ends_the_caller_or_what_follows(mine: Recorder, tmp_path: P
     written = lines(path)
     assert of_requests(path)[-1]["event_name"] == "next"
     assert len(of_requests(path)) + written[-1]["metadata"]["dropped"] == 2
-    assert max(len(each) for each in path.read_text().splitlines()) <= recording.MAX_LINE
+    assert max(len(each) for each in path.read_text().splitlines()) <= writing.MAX_LINE
 
 
 def test_a_full_file_counts_what_it_drops(mine: Recorder, tmp_path: Path) -> None:
@@ -165,24 +165,20 @@ class NarrowDisk(io.RawIOBase):
         return len(taken)
 
 
-def test_a_line_that_a_full_disk_cuts_spoils_no_later_line(mine: Recorder, tmp_path: Path) -> None:
-    run = recording._Run("demo", tmp_path / "x", 1 << 20)
-    mine._run = run
-    for number in range(3):
-        mine.emit("early", str(number), "a")
-    disk = NarrowDisk(150)
+def test_a_line_that_a_full_disk_cuts_spoils_no_later_line(tmp_path: Path) -> None:
+    disk = NarrowDisk(20)
+    file = writing.AppendedFile(tmp_path / "x", lambda lines: lines.count(b"\n"), cast(BinaryIO, disk))
     with pytest.raises(OSError):
-        mine._flush(run, cast(BinaryIO, disk))
+        file.append(b'{"early": 0}\n{"early": 1}\n{"early": 2}\n')
+    assert (file.lost, file.cut) == (2, True)
+    with pytest.raises(OSError):
+        file.append(b'{"none": 0}\n')
+    assert (file.lost, file.cut) == (3, True)
     disk.room = 10_000
-    mine.emit("late", "r", "a")
-    mine._flush(run, cast(BinaryIO, disk))
-    mine._run = None
-    read = []
-    for line in bytes(disk.taken).splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            read.append(json.loads(line)["event_name"])
-    assert read == ["early", "late"]
-    assert run.dropped == 2
+    file.append(b'{"late": 0}\n')
+    file.append(b'{"late": 1}\n')
+    assert bytes(disk.taken) == b'{"early": 0}\n{"early\n{"late": 0}\n{"late": 1}\n'
+    assert (file.lost, file.cut) == (3, False)
 
 
 def test_one_event_that_is_no_json_costs_no_other(mine: Recorder, tmp_path: Path) -> None:
@@ -196,23 +192,19 @@ def test_one_event_that_is_no_json_costs_no_other(mine: Recorder, tmp_path: Path
 
 
 def test_a_disk_that_fails_is_logged_once_and_the_caller_learns_nothing(
-    mine: Recorder, caplog: pytest.LogCaptureFixture
+    mine: Recorder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = Path("/dev/full")
-    run = recording._Run("demo", path, 1 << 20)
-    mine._run = run
-    for _ in range(2):
-        mine.emit("x", "r", "a")
-        with path.open("wb", buffering=0) as file:
-            try:
-                mine._flush(run, file)
-            except OSError as error:
-                mine._report(run, error)
-    mine._run = None
-    assert run.dropped == 2
-    assert [each.getMessage() for each in caplog.records] == [
-        "events are lost (logged once per process): /dev/full: [Errno 28] No space left on device"
-    ]
+    folder = tmp_path / "events"
+    path = mine.start("demo", folder, "a")
+    path.with_name(path.name.replace(".jsonl", ".notes.jsonl")).mkdir()
+    for number in range(3):
+        mine.note(Template("a", ("x", {}), ("y", {})), f"r{number}", 1)
+    mine.emit("z", "r", "a")
+    mine.stop()
+    assert [each["event_name"] for each in of_requests(path)] == ["z"]
+    assert lines(path)[-1]["metadata"]["dropped"] == 6
+    [logged] = caplog.records
+    assert logged.getMessage().startswith(f"events are lost (logged once per process): {path}: [Errno 21]")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(mine: Recorder, tmp_path: Path) -> None:
@@ -271,49 +263,143 @@ def test_a_span_closes_when_its_block_raises(active: Path) -> None:
 
 
 def test_more_than_the_queue_holds_is_dropped_and_counted(mine: Recorder, tmp_path: Path) -> None:
-    path = mine.start("demo", tmp_path, "a")
+    twice = Template("a", ("over", {}), ("over", {}))
+    path = mine.start("demo", tmp_path, "a", max_bytes=1 << 34)
     run = mine._run
     assert run is not None
-    run.queue.extend([run.line("x", "r", "a", 1, {})] * recording.MAX_QUEUED)
+    run.lines.extend([run.line("x", "r", "a", 1, {})] * writing.MAX_QUEUED)
+    run.notes.extend([(twice.id, "", 1, 1, 1)] * writing.MAX_QUEUED)
     before = run.dropped
     mine.emit("over", "r", "a")
+    mine.note(twice, "r", 1)
     dropped = run.dropped - before
     mine.stop()
-    names = {each["event_name"] for each in of_requests(path)}
-    assert (dropped == 1) != ("over" in names)  # the writer may have looked in between
+    names = [each["event_name"] for each in of_requests(path)]
+    assert names.count("over") == 3 - dropped  # the writer may have looked in between
 
 
-def test_notes_are_lines_in_their_places_with_their_numbers(mine: Recorder, tmp_path: Path) -> None:
+def test_notes_become_lines_with_their_numbers(mine: Recorder, tmp_path: Path) -> None:
     begins = Template("left", ("one", {"from_stage": 'a"b'}), ("two", {}), number="depth")
+    plain = Template("right", ("three", {"kind": "x"}), attempts=False)
+    counted = Template("right", ("four", {}), attempts=False, number="count")
     path = mine.start("demo", tmp_path, "left")
     mine.note(begins, "r1", 1, 7, time_ns=5)
-    mine.emit("of an author", "r1", "left", {"x": 1}, timestamp_ns=6)
+    mine.emit("of an author", "r1", "left", {"x": 1}, timestamp_ns=8)
+    mine.note(plain, 'r"1', 1, 7, time_ns=9)
+    mine.note(counted, "r1", 1, 7, time_ns=10)
     for attempt in range(600):
-        mine.note(begins, "r2", attempt, attempt % 300, time_ns=7)
+        mine.note(begins, "r2", attempt, attempt % 300, time_ns=11)
     mine.stop()
     found = of_requests(path)
-    pid = found[0]["pid"]
-    same = {"stage": "left", "run_id": "demo", "pid": pid}
-    one = {"event_name": "one", "metadata": {"from_stage": 'a"b', "attempt": 1}}
-    two = {"event_name": "two", "metadata": {"attempt": 1, "depth": 7}}
-    assert found[:2] == [
-        {**same, "request_id": "r1", "timestamp_ns": 5, **one},
-        {**same, "request_id": "r1", "timestamp_ns": 6, **two},
+    same = {"run_id": "demo", "pid": found[0]["pid"]}
+    first = [each for each in found if each["request_id"] != "r2"]
+    assert sorted(first, key=lambda each: each["timestamp_ns"]) == [
+        {
+            **same,
+            "request_id": "r1",
+            "stage": "left",
+            "event_name": "one",
+            "timestamp_ns": 5,
+            "metadata": {"from_stage": 'a"b', "attempt": 1},
+        },
+        {
+            **same,
+            "request_id": "r1",
+            "stage": "left",
+            "event_name": "two",
+            "timestamp_ns": 6,
+            "metadata": {"attempt": 1, "depth": 7},
+        },
+        {
+            **same,
+            "request_id": "r1",
+            "stage": "left",
+            "event_name": "of an author",
+            "timestamp_ns": 8,
+            "metadata": {"x": 1},
+        },
+        {
+            **same,
+            "request_id": 'r"1',
+            "stage": "right",
+            "event_name": "three",
+            "timestamp_ns": 9,
+            "metadata": {"kind": "x"},
+        },
+        {
+            **same,
+            "request_id": "r1",
+            "stage": "right",
+            "event_name": "four",
+            "timestamp_ns": 10,
+            "metadata": {"count": 7},
+        },
     ]
-    assert found[2]["event_name"] == "of an author"
-    assert [(each["metadata"]["attempt"], each["metadata"].get("depth")) for each in found[3:]] == [
-        (attempt, depth) for attempt in range(600) for depth in (None, attempt % 300)
-    ]
+    assert [
+        (each["metadata"]["attempt"], each["metadata"].get("depth")) for each in found if each["request_id"] == "r2"
+    ] == [(attempt, depth) for attempt in range(600) for depth in (None, attempt % 300)]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]  # of lines only
     mine.note(begins, "late", 1)
     assert of_requests(path) == found
 
 
 def test_notes_beyond_the_bound_are_counted_by_their_events(mine: Recorder, tmp_path: Path) -> None:
     begins = Template("left", ("one", {}), ("two", {}))
-    path = mine.start("demo", tmp_path, "left", max_bytes=2_000)
-    for _ in range(100):
+    path = mine.start("demo", tmp_path, "left", max_bytes=20_000)
+    for _ in range(1000):
         mine.note(begins, "r", 1)
     mine.note(begins, "\ud800", 1)  # no JSON
     mine.stop()
     written = of_requests(path)
-    assert lines(path)[-1]["metadata"]["dropped"] == 202 - len(written) > 150
+    assert lines(path)[-1]["metadata"]["dropped"] == 2002 - len(written) > 1500
+    assert path.stat().st_size < 20_000 + writing.MAX_LINE
+
+
+def test_a_request_id_that_is_no_text_costs_no_other_note(mine: Recorder, tmp_path: Path) -> None:
+    begins = Template("left", ("one", {}), ("two", {}))
+    path = mine.start("demo", tmp_path, "left")
+    for request_id in ("r1", "\ud800", "r2"):
+        mine.note(begins, request_id, 1)
+    mine.stop()
+    assert [each["request_id"] for each in of_requests(path)] == ["r1", "r1", "r2", "r2"]
+    assert lines(path)[-1]["metadata"]["dropped"] == 2
+
+
+def test_the_notes_of_a_process_that_was_killed_are_read(mine: Recorder, tmp_path: Path) -> None:
+    """Its files are as they are while it records."""
+    begins = Template("left", ("one", {}), ("two", {}), number="depth")
+    path = mine.start("demo", tmp_path / "lives", "left", facts={"incarnation": "i"})
+    for number in range(100):
+        mine.note(begins, f"r{number}", 1, number, time_ns=number)
+    mine.emit("three", "r0", "left", timestamp_ns=5)
+    run = mine._run
+    assert run is not None
+    run.flush()
+    shutil.copytree(tmp_path / "lives", tmp_path / "killed")
+    with next((tmp_path / "killed").glob("*.notes.jsonl")).open("ab") as file:
+        file.write(b'[1,"r5",\n[999999,"r5",1,1,1]\n[0')  # cut off, of no template, cut off
+    mine.stop()
+    killed, stopped = reading.read(tmp_path / "killed"), reading.read(tmp_path / "lives")
+    assert len(killed.processes) == len(stopped.processes) == 1
+    assert (killed.count, killed.processes[0].unreadable) == (201, 3)
+    assert killed.requests == stopped.requests
+    assert (killed.processes[0].stopped, stopped.processes[0].stopped) == (False, True)
+    assert reading.read(path).requests == stopped.requests
+    [notes] = (tmp_path / "killed").glob("*.notes.jsonl")
+    assert reading.read(notes).count == 200
+
+
+def test_notes_without_room_for_their_lines_stay_and_are_read(mine: Recorder, tmp_path: Path) -> None:
+    begins = Template("left", ("one", {}), ("two", {}))
+    path = mine.start("demo", tmp_path, "left")
+    path.with_name(path.name + ".settled").symlink_to("/dev/full")
+    mine.note(begins, "r", 1)
+    mine.stop()
+    assert lines(path)[-1]["metadata"]["notes"] is True
+    found = reading.read(tmp_path)
+    assert [each.name for each in found.requests["r"]] == ["one", "two"]
+    assert mine.start("demo", tmp_path, "left") == path  # again, with room
+    mine.note(begins, "r", 2)
+    mine.stop()
+    assert [each["metadata"]["attempt"] for each in of_requests(path)] == [1, 1, 2, 2]
+    assert reading.read(tmp_path).count == 4

@@ -93,7 +93,7 @@ merging, merge_on = threading.Event(), threading.Event()
 def held_merge(inputs: dict[str, omni.StagePayload]) -> Any:
     """Stays until it is told to go on."""
     merging.set()
-    assert merge_on.wait(20)
+    assert merge_on.wait(60)
     return merge_all(inputs)
 
 

@@ -7,7 +7,6 @@ through a relay whose slots are free when the last view of them dies, as with sh
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import weakref
 from collections import Counter, deque
@@ -20,40 +19,19 @@ import numpy as np
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.errors import TransferError
-from stage_runtime.payloads import encoding, pack
+from stage_runtime.payloads import encoding
 from stage_runtime.stage.host import Host
 from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.transfers.receiving import Fetched
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import (
-    PROTOCOL,
-    Abort,
-    Body,
-    Complete,
-    Failure,
-    Frame,
-    Header,
-    Message,
-    Stream,
-    Submit,
-)
+from stage_runtime.wire.frames import PROTOCOL, Frame
+from stage_runtime.wire.messages import Abort, Complete, Message, Stream, Submit
+from stage_runtime.wire.parts import Body, Failure, Header
 from stage_runtime.wire.values import OmniRequest
+from tests.transfers.memory_relays import MemoryRelays
 
 OWNER = "cc"
-PATIENCE_S = 20.0
-
-
-class Put:
-    """`relays.base.RelayOperation` of the sender."""
-
-    def __init__(self, peer: str, transfer: int, data: bytes) -> None:
-        self.peer = peer
-        self.transfer = transfer
-        self.transfers = (transfer,)
-        self.backend = "memory"
-        self.copied_nbytes = 0
-        self.data = data
-        self.metadata = transfer.to_bytes(8, "big")
+PATIENCE_S = 60.0
 
 
 class Got:
@@ -70,44 +48,19 @@ class Got:
         assert view is not None
         return view
 
+    def take_device(self) -> None:
+        return None
 
-class MemoryRelays:
-    """What hosts and request managers ask of `relays.dispatch.Relays`; one per process, all in one dictionary."""
+
+class WorldRelays(MemoryRelays):
+    """Those of one process of a world: it reads what the others hold for it."""
 
     def __init__(self, world: World, me: str, slots: int) -> None:
+        super().__init__(slots)
         self._world = world
         self._me = me
-        self._slots = slots
-        self._ids = itertools.count(1)
-        self.held: dict[tuple[str, int], Put] = {}  #: (peer, transfer) -> what it holds of ours
         self.breaks: set[str] = set()  #: Requests whose payloads cannot be fetched here.
-        self.cleaned: list[str] = []  #: What was dropped, by the name that `put` and `get` were told.
-        self.fetched: list[str] = []  #: What was fetched, by that name.
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("memory",)
-
-    def way(self, peer: str, backend: str = "auto") -> tuple[str, str]:
-        return ("memory", "memory")
-
-    def put(
-        self,
-        extracted: pack.Extracted,
-        *,
-        request_id: str,
-        peer: str,
-        backend: str = "auto",
-        slot_nbytes: int | None = None,
-    ) -> Put | None:
-        if len(self.held) >= self._slots:
-            return None
-        assert extracted.pack is not None
-        put = Put(peer, next(self._ids), pack.flatten(extracted.pack))
-        self.held[peer, put.transfer] = put
-        return put
+        self.fetched: list[str] = []  #: What was fetched, by the name given to `get`.
 
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Got:
         self.fetched.append(request_id)
@@ -121,30 +74,6 @@ class MemoryRelays:
 
     def decline(self, metadata: bytes, *, peer: str) -> None:
         self._world.died(self._me, peer, int.from_bytes(metadata, "big"))
-
-    def released(self, peer: str, transfer: int) -> None:
-        self.held.pop((peer, transfer), None)
-
-    def discard(self, operation: Put) -> None:
-        self.held.pop((operation.peer, operation.transfer), None)
-
-    def cleanup(self, request_id: str) -> None:
-        self.cleaned.append(request_id)
-
-    def forget(self, peer: str) -> None:
-        self.held = {key: put for key, put in self.held.items() if key[0] != peer}
-
-    def letting_go(self) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def release_now(self) -> None: ...
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def pins(self) -> list[Any]:
-        return []
 
 
 class MemoryChannels:
@@ -217,15 +146,15 @@ class World:
     def __init__(self, seed: int = 0) -> None:
         self.known: set[str] = {OWNER}
         self.hosts: dict[str, Host] = {}
-        self.relays: dict[str, MemoryRelays] = {}
+        self.relays: dict[str, WorldRelays] = {}
         self.links: dict[tuple[str, str], deque[bytes]] = {}
-        self.told: list[Message] = []  #: What the coordinator was told.
-        self.told_to: list[tuple[str, Message]] = []  #: The same, with the coordinator's incarnation.
+        self.received: list[Message] = []  #: By coordinators, in order.
+        self.received_by: list[tuple[str, Message]] = []  #: The same, with the coordinator's incarnation.
         self.stage_of: dict[str, str] = {}  #: stage -> incarnation
         self.failures: list[tuple[str, BaseException]] = []
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
-        self.relays[OWNER] = MemoryRelays(self, OWNER, 1000)
+        self.relays[OWNER] = WorldRelays(self, OWNER, 1000)
 
     def process(
         self,
@@ -244,7 +173,7 @@ class World:
             mutation_check=mutation_check,
         )
         self.known.add(name)
-        self.relays[name] = MemoryRelays(self, name, slots)
+        self.relays[name] = WorldRelays(self, name, slots)
         host.wire(MemoryChannels(self, name), Registered(), self.relays[name])  # type: ignore[arg-type]
         self.hosts[name] = host
         self.stage_of |= {plan.name: name for plan in plans}
@@ -254,7 +183,7 @@ class World:
     def coordinator(self, name: str) -> None:
         """Another one beside `OWNER`, as in a roll."""
         self.known.add(name)
-        self.relays[name] = MemoryRelays(self, name, 1000)
+        self.relays[name] = WorldRelays(self, name, 1000)
 
     def died(self, holder: str, peer: str, transfer: int) -> None:
         """The last view of a slot is gone; in any thread, as with the real relays."""
@@ -262,7 +191,7 @@ class World:
         if host is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(host.release, peer, transfer)
 
-    # --- what the coordinator says ------------------------------------------------------------------------------
+    # --- what coordinators send ------------------------------------------------------------------------------
 
     def header(self, request_id: str, attempt: int = 1, owner: str = OWNER) -> Header:
         return Header(request_id, attempt, owner, dict(self.stage_of), 60_000)
@@ -296,8 +225,8 @@ class World:
         if receiver in self.hosts:
             self.hosts[receiver].received(sender, message)
         else:
-            self.told.append(message)
-            self.told_to.append((receiver, message))
+            self.received.append(message)
+            self.received_by.append((receiver, message))
         return True
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -309,33 +238,35 @@ class World:
                     await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Until nothing has been under way for a while."""
+        """Until nothing has been under way for a while. Threads may still compute: what they give is waited for."""
         quiet = 0
         while quiet < 20:
             quiet = 0 if self.deliver_one() else quiet + 1
             await asyncio.sleep(0 if quiet == 0 else 0.002)
 
-    # --- what the coordinator was told --------------------------------------------------------------------------
+    # --- what coordinators have received --------------------------------------------------------------------------
 
     def results(self) -> dict[str, Any]:
         """request -> what its terminal gave."""
         return {
             one.request_id: self.opened(one.body, one.source)
-            for one in self.told
+            for one in self.received
             if isinstance(one, Complete) and one.body is not None
         }
 
     def failed(self) -> dict[str, Failure]:
         return {
-            one.request_id: one.failure for one in self.told if isinstance(one, Complete) and one.failure is not None
+            one.request_id: one.failure
+            for one in self.received
+            if isinstance(one, Complete) and one.failure is not None
         }
 
     def ended(self) -> set[str]:
         """Requests of which a terminal is through, or that failed."""
-        return {one.request_id for one in self.told if isinstance(one, Complete)}
+        return {one.request_id for one in self.received if isinstance(one, Complete)}
 
     def streamed(self, request_id: str) -> list[Stream]:
-        return [one for one in self.told if isinstance(one, Stream) and one.request_id == request_id]
+        return [one for one in self.received if isinstance(one, Stream) and one.request_id == request_id]
 
     def opened(self, body: Body, source: str) -> Any:
         if body.transfer:
@@ -357,7 +288,7 @@ async def world(seed: int = 0) -> AsyncIterator[World]:
         yield made
     finally:
         for host in made.hosts.values():
-            assert host.close(5.0), "a stage does not end"
+            assert host.close(PATIENCE_S), "a stage does not end"
 
 
 def plan(name: str, **fields: Any) -> StagePlan:

@@ -15,9 +15,9 @@ from omnipipeline_spec.types.plan import RelayPlan, StagePlan
 from stage_runtime.engines import events
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.messages import Ended
-from tests.stage.stage_kit import OWNER, World, plan, world
+from tests.stage.stage_kit import OWNER, PATIENCE_S, World, plan, world
 
-LARGE = 64 << 10
+LARGE = 256 << 10
 COUNT = 12
 MANY = RelayPlan(credits=64)  # with few, receivers copy out, and slots say nothing of what waits
 
@@ -36,12 +36,12 @@ class Hold:
         while request_id == "busy" and not self.block.is_set():
             await asyncio.sleep(0.001)
         self.blocked.set()
-        assert self.go.wait(20)
+        assert self.go.wait(PATIENCE_S)
 
     def __call__(self, request_id: str) -> None:
         self.begun.append(request_id)
         if request_id == "busy":
-            assert self.go.wait(20)
+            assert self.go.wait(PATIENCE_S)
 
     async def waiting(self, request_id: str) -> None:
         self.begun.append(request_id)
@@ -200,7 +200,7 @@ async def test_inputs_that_wait_at_a_busy_fan_in_are_freed_with_their_request() 
 
     def other(payload: omni.StagePayload) -> Any:
         if payload.request.id.startswith("half"):
-            assert hold.go.wait(20)
+            assert hold.go.wait(PATIENCE_S)
         return {"id": payload.request.id}
 
     async with world() as made:
@@ -249,8 +249,7 @@ async def test_chunks_that_wait_for_an_earlier_one_are_let_go_with_their_request
         link = ("front", "back")
         await made.until(lambda: bool(made.links.get(link)))
         lost = made.links[link].popleft()  # the first chunk is late, and does not come
-        await made.settle()
-        assert made.outstanding > 1
+        await made.until(lambda: made.outstanding > 1)
         made.abort("r")
         await made.until(lambda: made.outstanding <= 1)  # but for the late one, which is drained when it comes
         made.links[link].append(lost)

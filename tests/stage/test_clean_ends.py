@@ -20,7 +20,7 @@ from stage_runtime.stage.rank_following import Follower, FollowerInbox, Follower
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Ended, RankWork
 from stage_runtime.wire.values import OmniRequest
-from tests.stage.stage_kit import OWNER, World, plan, world
+from tests.stage.stage_kit import OWNER, PATIENCE_S, World, plan, world
 
 LARGE = 100_000
 
@@ -127,14 +127,14 @@ def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind
     thread = threading.Thread(target=engine.run, args=(inbox, silence, threading.Event()))
     thread.start()
     inbox.follow(events.ChunkIn("r1", omni.Chunk(1, source="a", request=OmniRequest(id="r1")), work_of(follower)))
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE_S)
     if kind == "is told":
         follower.work(RankWork(0, "abort", "r1", OWNER, 1), None)
     else:
         follower.abort_all()
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE_S)
     inbox.close()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 

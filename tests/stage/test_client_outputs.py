@@ -13,7 +13,8 @@ import stage_runtime as omni
 from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.payloads import encoding
 from stage_runtime.wire import outputs
-from stage_runtime.wire.messages import Body, Failure, Submit
+from stage_runtime.wire.messages import Submit
+from stage_runtime.wire.parts import Body, Failure
 from stage_runtime.wire.values import OmniRequest, RawTensor
 from tests.stage.stage_kit import OWNER, World, plan, world
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import stage_runtime as omni
 from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.wire.messages import Abort, Complete
-from tests.stage.stage_kit import World, plan, world
+from tests.stage.stage_kit import PATIENCE_S, World, plan, world
 from tests.thoroughness import examples
 
-LARGE = 40_000  # by relay, not inline
+LARGE = 120_000  # by relay, not inline
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,12 @@ def join_world(made: World, *, credits: int = 2, slots: int = 1000, **fields: An
 def ask(made: World, request_id: str, branches: str = "ab", *, wait: str = "ab", attempt: int = 1) -> None:
     for name in branches:
         made.submit(request_id, name, {"me": name, "wait": wait}, attempt=attempt)
+
+
+def gathered(made: World, source: str) -> list[str]:
+    """Requests that wait at the join with what ``source`` gave."""
+    works = made.hosts["pj"].stages["join"].input.works()
+    return [work.request_id for work in works if work.gathering and source in work.gathering.inputs()]
 
 
 async def join_in_any_order(seed: int, first: list[int], second: list[int], credits: int, slots: int) -> None:
@@ -92,8 +98,8 @@ async def test_an_abort_during_the_fan_in_frees_what_had_come() -> None:
         join_world(made, credits=8)
         for number in range(4):
             ask(made, f"r{number}", "a")
-        await made.settle()
-        assert made.outstanding == 0  # what waits at a join holds no slot
+        await made.until(lambda: len(gathered(made, "a")) == 4)
+        await made.until(lambda: made.outstanding == 0)  # what waits at a join holds no slot
         works = made.hosts["pj"].stages["join"].input.works()
         waiting = [weakref.ref(work.gathering.inputs()["a"].data["long"]) for work in works if work.gathering]
         assert len(waiting) == 4
@@ -151,7 +157,7 @@ async def test_a_source_outside_what_was_resolved_fails_its_request_alone() -> N
     async with world() as made:
         join_world(made, wait_for_fn="stage_functions:wait_as_asked")
         ask(made, "r1", "b", wait="a")
-        await made.settle()
+        await made.until(lambda: len(gathered(made, "b")) == 1)
         ask(made, "r1", "a", wait="a")
         ask(made, "r2", "ab", wait="ab")
         await made.until(lambda: "r1" in made.failed() and "r2" in made.results())
@@ -204,7 +210,7 @@ async def test_a_second_payload_is_an_error_of_its_request_whenever_it_comes(whe
     go = threading.Event()
 
     def sink(payload: omni.StagePayload) -> Any:
-        assert when == "after its result" or go.wait(20)
+        assert when == "after its result" or go.wait(PATIENCE_S)
         return payload.data["id"]
 
     async with world() as made:
@@ -250,6 +256,6 @@ async def test_a_payload_that_comes_after_a_failure_or_an_abort_is_no_second_one
         await made.until(lambda: "r1" in made.failed())
         ask(made, "r1", "b")
         await made.settle()
-        assert [one.failure.message for one in made.told if isinstance(one, Complete) and one.failure] == [
+        assert [one.failure.message for one in made.received if isinstance(one, Complete) and one.failure] == [
             "ValueError: r1 of a"
         ]

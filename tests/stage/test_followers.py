@@ -9,7 +9,8 @@ from stage_runtime.payloads import encoding
 from stage_runtime.stage.rank_following import Follower, FollowerInbox
 from stage_runtime.stage.tensor_parallel import WorkKey
 from stage_runtime.transfers.receiving import Fetched
-from stage_runtime.wire.messages import Body, RankWork
+from stage_runtime.wire.messages import RankWork
+from stage_runtime.wire.parts import Body
 from stage_runtime.wire.values import OmniRequest
 
 KEY = WorkKey("cc", "r1", 1)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from stage_runtime.stage.registration import HELLO_MOST_S, REFUSED_S, HelloTimes
 
 
-def said(times: HelloTimes, until_s: float, step_s: float = 0.01) -> list[float]:
+def sent(times: HelloTimes, until_s: float, step_s: float = 0.01) -> list[float]:
     return [step * step_s for step in range(int(until_s / step_s)) if times.due(step * step_s)]
 
 
 def test_it_is_said_at_once_and_then_ever_less_often() -> None:
-    found = said(HelloTimes(0.0, spread_s=0.0, random=lambda low, high: (low + high) / 2), 60.0)
+    found = sent(HelloTimes(0.0, spread_s=0.0, random=lambda low, high: (low + high) / 2), 60.0)
     gaps = [later - earlier for earlier, later in itertools.pairwise(found)]
     assert found[0] == 0.0
     assert gaps[0] < 0.12
@@ -38,5 +38,5 @@ def test_one_that_was_refused_has_no_connection_for_some_seconds_and_then_asks_a
 def test_the_first_comes_within_the_spread_whatever_is_drawn(drawn: list[float]) -> None:
     values = iter(drawn)
     times = HelloTimes(0.0, spread_s=4.0, random=lambda low, high: low + (high - low) * next(values, 0.5))
-    found = said(times, 10.0)
+    found = sent(times, 10.0)
     assert found[0] <= 4.01

@@ -29,9 +29,10 @@ from stage_runtime.payloads import encoding
 from stage_runtime.rules.failures import failure_of, log_failure
 from stage_runtime.stage.tensor_parallel import LeaderInbox
 from stage_runtime.wire import codec
-from stage_runtime.wire.messages import Complete, Failure
+from stage_runtime.wire.messages import Complete
+from stage_runtime.wire.parts import Failure
 from stage_runtime.wire.values import OmniRequest, StagePayload
-from tests.stage.stage_kit import OWNER, World, plan, world
+from tests.stage.stage_kit import OWNER, PATIENCE_S, World, plan, world
 
 
 class Mute(Exception):
@@ -257,7 +258,7 @@ def hold(made: World, name: str, *, concurrency: int) -> tuple[Callable[[omni.St
 
     def function(payload: omni.StagePayload) -> Any:
         held[payload.request.id] = (threading.current_thread().name, let := threading.Event())
-        assert let.wait(20)
+        assert let.wait(PATIENCE_S)
         return payload.data
 
     made.process(f"p{name}", [plan(name, terminal=True)], {name: omni.Simple(function, concurrency=concurrency)})

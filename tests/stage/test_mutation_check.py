@@ -16,7 +16,7 @@ from stage_runtime.stage.mutation_check import MutationCheck
 from stage_runtime.wire.messages import Complete
 from tests.stage.stage_kit import plan, world
 
-SIZES = [8, 40_000]  # in the message, by relay
+SIZES = [8, 120_000]  # in the message, by relay
 MODULE_BUFFER = np.zeros(40_000, np.float32)
 
 
@@ -131,7 +131,7 @@ async def test_the_writer_is_named_in_one_process_and_across_processes(case: str
         for number in range(3):
             made.submit(f"r{number}", "a", size)
             await made.until(
-                partial(lambda count: sum(isinstance(one, Complete) for one in made.told) == count, number + 1)
+                partial(lambda count: sum(isinstance(one, Complete) for one in made.received) == count, number + 1)
             )
         assert made.failed() == {}
         await made.until(lambda: made.outstanding == 0)
@@ -152,8 +152,8 @@ async def test_what_a_stage_forwards_and_then_writes_into_is_named_once_for_each
             {"a": gives, "b": forwards_and_writes, "c": omni.Streaming(takes)},
             mutation_check=mutation_check,
         )
-        made.submit("r", "a", 40_000)
-        await made.until(lambda: any(isinstance(one, Complete) for one in made.told))
+        made.submit("r", "a", 120_000)
+        await made.until(lambda: any(isinstance(one, Complete) for one in made.received))
     assert {(one.stage, one.path, one.source) for one in mutation_check.violations} == {
         ("b", "payload.data['tensor']", "a"),
         ("b", "chunk.data", None),

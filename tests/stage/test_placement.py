@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.payloads import encoding, isolating
-from stage_runtime.wire.messages import Body, Complete, Submit
+from stage_runtime.wire.messages import Complete, Submit
+from stage_runtime.wire.parts import Body
 from stage_runtime.wire.values import OmniRequest
 from tests.stage.stage_kit import OWNER, World, plan, world
 from tests.thoroughness import examples
@@ -27,7 +28,7 @@ PLACEMENTS = [
     {"a": "one", "b": "one", "c": "two", "d": "two"},
     {"a": "one", "b": "two", "c": "two", "d": "one"},
 ]
-BULK = 20_000  # more than rides in a message
+BULK = 100_000  # more than rides in a message
 
 
 def described(value: Any) -> Any:
@@ -166,8 +167,8 @@ async def what_stages_see(
         for process in dict.fromkeys(placement.values()):
             made.process(process, [one for one in plans if placement[one.name] == process], functions)
         submit(made, request, "a")
-        await made.until(lambda: len([one for one in made.told if isinstance(one, Complete)]) == 2)
-        ends = {one.source: one for one in made.told if isinstance(one, Complete)}
+        await made.until(lambda: len([one for one in made.received if isinstance(one, Complete)]) == 2)
+        ends = {one.source: one for one in made.received if isinstance(one, Complete)}
         seen["results"] = {
             name: described(made.opened(end.body, name)) if end.body is not None else end.failure
             for name, end in sorted(ends.items())

@@ -10,7 +10,9 @@ import pytest
 
 import stage_runtime as omni
 from stage_runtime.engines import events
-from stage_runtime.wire.messages import Admin, AdminReply, Body, Complete, DataReady, Failure, RequestRef
+from stage_runtime.wire.frames import RequestRef
+from stage_runtime.wire.messages import Admin, AdminReply, Complete, DataReady
+from stage_runtime.wire.parts import Body, Failure
 from tests.stage.stage_kit import World, plan, world
 
 
@@ -273,15 +275,15 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
         ):
             process = made.stage_of.get(stage, "pa")
             made.send("cc", process, Admin(f"call {number}", stage, operation, {"value": [1, "two"]}))
-        await made.until(lambda: len(made.told) == 5)
+        await made.until(lambda: len(made.received) == 5)
         await made.settle()
-        answers = {one.call_id: one for one in made.told if isinstance(one, AdminReply)}
+        answers = {one.call_id: one for one in made.received if isinstance(one, AdminReply)}
         assert answers["call 0"] == AdminReply("call 0", "a", 0, [1, "two"])
         assert "object" in (answers["call 1"].error or "")
         assert answers["call 2"].error == "no stage 'b' here that takes operations"
         assert answers["call 3"].error == "no stage 'nobody' here that takes operations"
         assert answers["call 4"].error == "the engine crashed: RuntimeError: no such operation"
-        assert len(made.told) == len(answers) == 5
+        assert len(made.received) == len(answers) == 5
 
 
 async def test_an_unreadable_message_is_reported_to_the_owner_of_its_request() -> None:
@@ -289,7 +291,7 @@ async def test_an_unreadable_message_is_reported_to_the_owner_of_its_request() -
         two_stages(made)
         for request in (None, RequestRef("", 1, "cc"), RequestRef("x" * 1000, 1, "cc"), RequestRef("r1", 4, "cc")):
             made.hosts["pb"].unreadable("pa", request, "no message")
-        await made.until(lambda: made.told != [])
+        await made.until(lambda: made.received != [])
         await made.settle()
         failure = Failure("stage_failed", "a message of pa could not be read: no message", "b", "receive")
-        assert made.told == [Complete("r1", 4, "b", failure=failure)]
+        assert made.received == [Complete("r1", 4, "b", failure=failure)]

@@ -24,14 +24,14 @@ from stage_runtime.wire.messages import (
     ForwardAbort,
     ForwardAbortReply,
     HandBack,
-    Member,
     Members,
     PeerUnreachable,
 )
-from tests.stage.stage_kit import World, plan, world
+from stage_runtime.wire.parts import Member
+from tests.stage.stage_kit import PATIENCE_S, World, plan, world
 from tests.thoroughness import examples
 
-LARGE = 40_000
+LARGE = 120_000
 FLAT = RelayPlan(credits=1)
 
 
@@ -70,7 +70,7 @@ async def test_a_target_that_the_request_is_not_bound_to_gets_nothing_and_the_ot
         place(made, plans, functions, apart=apart)
         del made.stage_of["unmet"]
         made.submit("r", "a", "x")
-        await made.until(lambda: bool(made.told))
+        await made.until(lambda: bool(made.received))
         assert completed(made) == [("r", "met", ["x", sum(range(0, 2 * STREAM_WINDOW, 2))])]
         assert made.failed() == {}
         hosts = [host for host in made.hosts.values() if "unmet" in host.stages]
@@ -103,7 +103,7 @@ async def test_each_target_gets_its_own_payload(fields: dict[str, Any], apart: b
 def completed(made: World) -> list[tuple[str, str, Any]]:
     return [
         (one.request_id, one.source, made.opened(one.body, one.source))
-        for one in made.told
+        for one in made.received
         if isinstance(one, Complete) and one.body is not None
     ]
 
@@ -113,7 +113,7 @@ async def test_results_that_wait_for_a_slot_are_sent_though_their_stage_is_throu
     go = threading.Event()
 
     def hold(payload: omni.StagePayload) -> int:
-        assert go.wait(20)
+        assert go.wait(PATIENCE_S)
         return len(payload.data)
 
     async with world() as made:
@@ -191,7 +191,7 @@ async def test_a_producer_is_held_back_by_a_consumer_that_lags(apart: bool) -> N
     async with world() as made:
         place(made, plans, {"a": produce, "b": omni.Streaming(consume)}, apart=apart)
         made.submit("r1", "a")
-        await made.until(lambda: sent >= STREAM_WINDOW - 1)
+        await made.until(lambda: sent >= STREAM_WINDOW - 1 and bool(consumer_loop))
         await made.settle()
         assert sent <= STREAM_WINDOW
         consumer_loop[0].call_soon_threadsafe(go.set)
@@ -223,7 +223,7 @@ async def test_a_window_holds_fewer_large_chunks_and_opens_as_they_are_taken() -
     async with world() as made:
         place(made, plans, {"a": produce, "b": omni.Streaming(consume)}, apart=True)
         made.submit("r1", "a")
-        await made.until(lambda: sent >= STREAM_WINDOW // 2 - 1)
+        await made.until(lambda: sent >= STREAM_WINDOW // 2 - 1 and bool(consumer_loop))
         await made.settle()
         assert sent <= STREAM_WINDOW // 2
         consumer_loop[0].call_soon_threadsafe(go.set)
@@ -251,10 +251,10 @@ async def test_a_producer_that_waits_for_its_consumer_ends_when_the_request_is_a
     async with world() as made:
         place(made, plans, {"a": produce, "b": omni.Streaming(never)}, apart=True)
         made.submit("r1", "a")
-        await made.settle()
+        await made.until(lambda: made.hosts["pa"].stages["a"].inbox.parking.at_gates == 1)
         made.abort("r1")
         await made.until(ended.is_set)
-        assert made.told == []
+        assert made.received == []
 
 
 def talk(payload: omni.StagePayload) -> Iterator[Any]:
@@ -271,7 +271,7 @@ async def test_a_terminals_chunks_go_to_the_coordinator_numbered_with_their_moda
         streamed = made.streamed("r1")
         assert [(one.chunk_id, one.modality) for one in streamed] == [(0, "text"), (1, "audio")]
         assert made.opened(streamed[1].body, "a") == {"data": "b", "metadata": {"k": 1}}
-        (done,) = [one for one in made.told if isinstance(one, Complete)]
+        (done,) = [one for one in made.received if isinstance(one, Complete)]
         assert done.chunks == 2
         assert [timing.stage for timing in done.timings] == ["a"]
 
@@ -319,9 +319,9 @@ async def test_the_same_id_of_two_coordinators_are_two_requests() -> None:
         made.known.add("other")
         one_stage(made, echo)
         made.submit("r1", "a", "ours", attempt=7)
-        await made.until(lambda: len(made.told) == 1)
+        await made.until(lambda: len(made.received) == 1)
         made.submit("r1", "a", "theirs", attempt=1, owner="other")
-        await made.until(lambda: len(made.told) == 2)
+        await made.until(lambda: len(made.received) == 2)
         assert made.results() == {"r1": "theirs"}
         made.abort("r1", attempt=9, owner="other")
         made.submit("r1", "a", "ours again", attempt=8)
@@ -335,7 +335,7 @@ async def test_what_an_earlier_attempt_still_says_is_dropped() -> None:
         await made.until(lambda: made.results() == {"r1": "second"})
         made.submit("r1", "a", "first, late", attempt=1)
         await made.settle()
-        assert len(made.told) == 1
+        assert len(made.received) == 1
 
 
 async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> None:
@@ -353,7 +353,7 @@ async def test_a_lost_coordinators_requests_are_aborted_and_others_are_not() -> 
         made.process("pa", [plan("a", terminal=True)], {"a": omni.Simple(wait, concurrency=2)})
         made.submit("mine", "a")
         made.submit("theirs", "a", owner="other")
-        await made.settle()
+        await made.until(lambda: made.hosts["pa"].stages["a"].running == 2)
         made.hosts["pa"].membership.registration.coordinators["other"] = None  # type: ignore[assignment]
         made.hosts["pa"].lost("other")
         await made.until(cancelled.is_set)
@@ -376,7 +376,7 @@ async def test_a_neighbour_that_only_we_lost_is_reported_and_connected_again() -
         made.submit("between", "a")
         await made.until(lambda: "between" in made.failed())
         assert made.failed()["between"].code == "transport_failed"
-        assert [one for one in made.told if isinstance(one, PeerUnreachable)] == [PeerUnreachable("pb")]
+        assert [one for one in made.received if isinstance(one, PeerUnreachable)] == [PeerUnreachable("pb")]
         assert made.outstanding == 1, "the other may still look at it"
         await made.until(lambda: made.outstanding == 0)
         made.submit("after", "a")
@@ -397,7 +397,7 @@ async def test_a_request_that_the_coordinator_says_is_ended_is_dropped() -> None
         assert not host.idle
         made.send("cc", "pa", Ended((("r1", 1),)))
         await made.until(lambda: host.idle)
-        assert made.told == []
+        assert made.received == []
 
 
 async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_and_its_answer_back() -> None:
@@ -406,14 +406,14 @@ async def test_an_abort_for_a_request_of_another_coordinator_is_passed_on_to_it_
         host = made.hosts["pa"]
         asked = ForwardAbort("r1", "cc", "DELETE")
         made.send("cc", "pa", asked)
-        await made.until(lambda: made.told == [ForwardAbortReply("r1", "cc", False, 0)])  # there is no other
-        made.told.clear()
+        await made.until(lambda: made.received == [ForwardAbortReply("r1", "cc", False, 0)])  # there is no other
+        made.received.clear()
         made.known.add("other")
         host.membership.registration.coordinators["other"] = None  # type: ignore[assignment]
         made.send("cc", "pa", asked)
-        await made.until(lambda: made.told == [asked])
+        await made.until(lambda: made.received == [asked])
         made.send("other", "pa", ForwardAbortReply("r1", "cc", True))
-        await made.until(lambda: made.told == [asked, ForwardAbortReply("r1", "cc", True, 1)])
+        await made.until(lambda: made.received == [asked, ForwardAbortReply("r1", "cc", True, 1)])
 
 
 async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through() -> None:
@@ -422,7 +422,7 @@ async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through()
 
     def produce(payload: omni.StagePayload) -> Iterator[Any]:
         yield omni.Chunk(1)
-        assert over.wait(20)
+        assert over.wait(PATIENCE_S)
         asked.append(payload.request.cancelled())
         yield omni.Result(None)
 
@@ -441,9 +441,9 @@ async def test_a_stage_in_flight_is_not_cancelled_by_a_sibling_that_is_through()
     async with world() as made:
         place(made, plans, {"a": produce, "b": omni.Streaming(consume), "c": echo}, apart=False)
         made.submit("r1", "a")
-        await made.until(lambda: len(made.told) == 1)
+        await made.until(lambda: len(made.received) == 1)
         over.set()
-        await made.until(lambda: len(made.told) == 2)
+        await made.until(lambda: len(made.received) == 2)
         assert asked == [False]
 
 
@@ -451,7 +451,7 @@ async def test_a_draining_entry_stage_hands_back_what_it_has_not_begun() -> None
     go = threading.Event()
 
     def wait(payload: omni.StagePayload) -> None:
-        assert go.wait(20)
+        assert go.wait(PATIENCE_S)
 
     async with world() as made:
         one_stage(made, wait)
@@ -460,11 +460,12 @@ async def test_a_draining_entry_stage_hands_back_what_it_has_not_begun() -> None
         made.submit("waits", "a")
         await made.settle()
         made.hosts["pa"].deregister("SIGTERM")
+        await made.until(lambda: any(isinstance(one, HandBack) for one in made.received))
         await made.settle()
-        assert [one.request_id for one in made.told if isinstance(one, HandBack)] == ["waits"]
+        assert [one.request_id for one in made.received if isinstance(one, HandBack)] == ["waits"]
         made.abort("waits")
         go.set()
-        await made.until(lambda: any(isinstance(one, Complete) for one in made.told))
+        await made.until(lambda: any(isinstance(one, Complete) for one in made.received))
         await made.until(lambda: made.hosts["pa"].idle)
 
 
@@ -477,7 +478,7 @@ async def test_memory_is_given_back_each_time_that_a_process_comes_to_rest_and_e
 
     def wait(payload: omni.StagePayload) -> Any:
         held.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         return payload.data
 
     async with world() as made:
@@ -561,7 +562,7 @@ async def test_results_from_one_buffer_of_the_module_arrive_as_they_were_returne
         return [buffer, bytes(LARGE)]
 
     def read(payload: omni.StagePayload) -> Any:
-        assert go.wait(20)
+        assert go.wait(PATIENCE_S)
         return np.unique(payload.data[0]).tolist()
 
     async with world() as made:

@@ -64,13 +64,13 @@ def place(made: World, plans: list[StagePlan], functions: dict[str, Any], *, apa
 
 def given_by(made: World, source: str) -> list[Any]:
     """What a terminal gave, request by request."""
-    found = [one for one in made.told if isinstance(one, Complete) and one.source == source]
+    found = [one for one in made.received if isinstance(one, Complete) and one.source == source]
     assert all(one.failure is None for one in found), found
     return [made.opened(one.body, one.source) for one in found if one.body is not None]
 
 
 def skipped(made: World) -> list[tuple[str, str]]:
-    return [(one.request_id, one.source) for one in made.told if isinstance(one, Complete) and one.skipped]
+    return [(one.request_id, one.source) for one in made.received if isinstance(one, Complete) and one.skipped]
 
 
 @APART
@@ -108,8 +108,8 @@ async def test_a_route_round_a_streams_source_ends_that_stream(to: list[str], ap
         made.submit("silent", "r", {"to": to, "chunks": 0, "done": None})
         made.submit("some", "r", {"to": to, "chunks": 2, "done": None})
         made.submit("told", "r", {"to": to, "chunks": 0, "done": ["b"]})
-        await made.until(lambda: len(made.told) == 6)
-        assert all(one.failure is None for one in made.told if isinstance(one, Complete)), made.told
+        await made.until(lambda: len(made.received) == 6)
+        assert all(one.failure is None for one in made.received if isinstance(one, Complete)), made.received
         begun = {"silent"} if "b" in to else set()
         begun |= {"some", "told"} if "a" in to or "b" in to else set()
         assert made.results().keys() >= begun
@@ -186,7 +186,7 @@ async def test_a_fan_in_that_lacks_a_skipped_source_is_skipped_itself(apart: boo
         place(made, plans, dict.fromkeys("rabj", echo), apart=apart)
         made.submit("r1", "r", {"to": ["a"], "id": 1})
         made.submit("r2", "r", {"to": ["a", "b"], "id": 2})
-        await made.until(lambda: len(made.told) == 2)
+        await made.until(lambda: len(made.received) == 2)
         assert skipped(made) == [("r1", "j")]
         assert made.results() == {"r2": {"a": 2, "b": 2}}
         await made.until(lambda: all(host.idle for host in made.hosts.values()) and made.outstanding == 0)
@@ -238,7 +238,7 @@ async def no_stage_is_left_waiting(seed: int, apart: bool) -> None:
 
 
 def completes(made: World) -> list[Complete]:
-    return [one for one in made.told if isinstance(one, Complete)]
+    return [one for one in made.received if isinstance(one, Complete)]
 
 
 def any_stage(name: str, edges: dict[str, tuple[str, ...]], reads: str, stream_from: tuple[str, ...]) -> Any:

@@ -17,7 +17,7 @@ from stage_runtime.rules.turns import ROOM
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.stalling import OTHERS_EVERY_S
 from stage_runtime.wire.messages import Complete, Stalled
-from tests.stage.stage_kit import World, plan, world
+from tests.stage.stage_kit import PATIENCE_S, World, plan, world
 
 APART = pytest.mark.parametrize("apart", [True, False])
 PLANS = [
@@ -59,19 +59,29 @@ def place(made: World, plans: list[StagePlan], functions: dict[str, Any], *, apa
 
 async def meet(made: World, reader: Any, *, apart: bool, chunks: int) -> None:
     """r1 comes to a first, r2 to b first, and only then the other way round."""
-    functions = {"a": pour, "b": pour, "c": omni.Streaming(reader, concurrency=1)}
+    met = threading.Event()
+
+    def pour_later(payload: omni.StagePayload) -> Iterator[Any]:
+        """A request that pours at once may be over at a before the other one has come to b."""
+        met.wait(PATIENCE_S)
+        yield from pour(payload)
+
+    functions = {"a": pour_later, "b": pour_later, "c": omni.Streaming(reader, concurrency=1)}
     place(made, PLANS, {**functions, "enda": lambda payload: None, "endb": lambda payload: None}, apart=apart)
     data = {"chunks": chunks}
     made.submit("r1", "a", data)
     made.submit("r2", "b", data)
-    await made.until(lambda: stage(made, "a").running == 1 == stage(made, "b").running)
-    made.submit("r2", "a", data)
-    made.submit("r1", "b", data)
+    try:
+        await made.until(lambda: stage(made, "a").running == 1 == stage(made, "b").running)
+        made.submit("r2", "a", data)
+        made.submit("r1", "b", data)
+    finally:
+        met.set()
 
 
 def read(made: World) -> dict[str, Any]:
     """request -> what c gave."""
-    ends = [one for one in made.told if isinstance(one, Complete) and one.source == "c" and one.body is not None]
+    ends = [one for one in made.received if isinstance(one, Complete) and one.source == "c" and one.body is not None]
     return {one.request_id: made.opened(one.body, one.source) for one in ends if one.body is not None}
 
 
@@ -165,7 +175,7 @@ async def test_waiting_for_a_reader_is_not_stuck_and_computing_without_progress_
     plans.append(plan("d", terminal=True, inputs_from=("a",)))
 
     def stuck(payload: omni.StagePayload) -> None:
-        assert go.wait(20)
+        assert go.wait(PATIENCE_S)
 
     async with world() as made:
         functions = {"a": producer, "c": omni.Streaming(never), "d": stuck}
@@ -201,8 +211,8 @@ async def test_an_engine_that_waits_for_input_of_a_request_that_it_has_begun_doe
 
 
 async def test_a_coordinator_is_told_that_clients_hold_a_stage_up_while_others_wait_for_it_only() -> None:
-    def said() -> list[bool]:
-        return [one.stalled for one in made.told if isinstance(one, Stalled) and one.target == "coordinator"]
+    def sent() -> list[bool]:
+        return [one.stalled for one in made.received if isinstance(one, Stalled) and one.target == "coordinator"]
 
     async with world() as made:
         place(made, [plan("a", terminal=True, entry=True)], {"a": pour}, apart=True)
@@ -210,13 +220,13 @@ async def test_a_coordinator_is_told_that_clients_hold_a_stage_up_while_others_w
         made.submit("r1", "a", {"chunks": 2 * STREAM_WINDOW})
         await made.until(lambda: a.inbox.parking.at_gates == 1)
         await asyncio.sleep(2 * OTHERS_EVERY_S)
-        assert said() == []
+        assert sent() == []
         made.submit("r2", "a", {"chunks": 1})
-        await made.until(lambda: said() == [True])
+        await made.until(lambda: sent() == [True])
         made.abort("r2")
-        await made.until(lambda: said() == [True, False])
+        await made.until(lambda: sent() == [True, False])
         made.submit("r3", "a", {"chunks": 1})
-        await made.until(lambda: said() == [True, False, True])
+        await made.until(lambda: sent() == [True, False, True])
         made.abort("r1")
-        await made.until(lambda: said() == [True, False, True, False])
+        await made.until(lambda: sent() == [True, False, True, False])
         await made.until(lambda: all(host.idle for host in made.hosts.values()))

@@ -16,6 +16,8 @@ from stage_runtime.telemetry.settings import TelemetrySettings
 from stage_runtime.telemetry.spans import Span
 from tests.telemetry import collector
 
+PATIENCE_S = 100.0  # how long a test waits before it fails, on a machine that others use
+
 pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2")
 
 
@@ -55,8 +57,9 @@ def test_spans_arrive_as_they_were_made() -> None:
         sending = exporter(taking.url)
         for number in (1, 2):
             sending.add(lambda number=number: spans(number))  # type: ignore[misc]
-        sending.close()
-        assert taking.resources == [{"service.name": "own", "service.instance.id": "i"}]
+        sending.close(within_s=PATIENCE_S)
+        told = {tuple(each.items()) for each in taking.resources}  # of one batch or of two
+        assert told == {(("service.name", "own"), ("service.instance.id", "i"))}
         assert (taking.headers[0]["tenant"], taking.headers[0]["content-type"]) == ("a", "application/x-protobuf")
         first, second = taking.spans
     assert (first.trace_id, first.span_id, first.name) == (bytes(15) + b"\1", bytes(7) + b"\1", "request 1")
@@ -79,11 +82,11 @@ def test_while_the_collector_is_away_spans_wait_up_to_a_bound_and_one_line_is_lo
     for _ in range(exporting.MAX_QUEUED + 7):
         sending.add(lambda: spans(1))
     assert sending.dropped == 7
-    assert logged.wait(10)
+    assert logged.wait(PATIENCE_S)
     exporting.log.removeHandler(handler)
     with collector.running(port) as taking:
-        assert taking.came.wait(30)
-        sending.close()
+        assert taking.came.wait(PATIENCE_S)
+        sending.close(within_s=PATIENCE_S)
         assert len(taking.spans) == exporting.MAX_QUEUED
     assert (sending.sent, sending.dropped) == (exporting.MAX_QUEUED, 7)
     away, back = (record.getMessage() for record in caplog.records if record.name == exporting.__name__)
@@ -97,7 +100,7 @@ def test_what_a_collector_refuses_for_good_is_dropped_and_counted(status: int) -
         taking.status = status
         sending = exporter(taking.url)
         sending.add(lambda: spans(1))
-        sending.close()
+        sending.close(within_s=PATIENCE_S)
         assert (taking.asked, sending.sent, sending.dropped) == (1, 0, 1)
 
 
@@ -114,7 +117,7 @@ def test_what_one_request_holds_costs_the_others_of_its_batch_nothing() -> None:
         sending = exporter(taking.url)
         for make in (broken, strange, lambda: spans(2)):
             sending.add(make)
-        sending.close()
+        sending.close(within_s=PATIENCE_S)
         first, second = taking.spans
     assert (first.status.message, collector.attributes(first.attributes)) == ("half a ?", {"?": "?"})
     assert second.name == "request 2"
@@ -125,8 +128,8 @@ def test_a_span_that_cannot_be_made_is_dropped_and_others_are_sent(caplog: pytes
     with collector.running() as taking:
         sending = exporter(taking.url)
         sending.add(lambda: [Span(trace_id="no hex", span_id="", parent_id=None, name="", start_ns=0, end_ns=0)])
-        sending.close()
+        sending.close(within_s=PATIENCE_S)
         again = exporter(taking.url)
         again.add(lambda: spans(1))
-        again.close()
+        again.close(within_s=PATIENCE_S)
         assert (sending.dropped, again.sent, len(taking.spans)) == (1, 1, 1)

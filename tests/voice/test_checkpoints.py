@@ -64,9 +64,9 @@ def test_two_processes_that_want_it_at_once_make_it_once(tmp_path: Path) -> None
     both = [context.Process(target=want_it, args=(source, tmp_path / "cache", found)) for _ in range(2)]
     for process in both:
         process.start()
-    answers = [found.get(timeout=30) for _ in both]
+    answers = [found.get(timeout=100) for _ in both]
     for process in both:
-        process.join(timeout=30)
+        process.join(timeout=100)
     assert [text for text, _ in answers] == ["weights", "weights"]
     assert (tmp_path / "made").read_text() == "once\n"
 

@@ -9,11 +9,12 @@ import msgspec
 
 from stage_runtime.web import server
 from stage_runtime.web.app import make_app
-from stage_runtime.web.connections import Limits
+from stage_runtime.web.connections import ConnectionLimits
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 from tests.web.scripted_manager import Script, ScriptedManager
 
+PATIENCE_S = 60.0  # far more than anything takes, also on a busy machine
 ALL = WebSettings(model="org/hello", serves=("chat", "speech", "transcription"), created=1700000000)
 
 
@@ -34,7 +35,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 @asynccontextmanager
 async def start(
-    script: Script, settings: WebSettings = ALL, *, cap: int = 8, limits: Limits | None = None
+    script: Script, settings: WebSettings = ALL, *, cap: int = 8, limits: ConnectionLimits | None = None
 ) -> AsyncIterator[Running]:
     manager = ScriptedManager(script, cap=cap)
     async with CodecPool() as codecs:

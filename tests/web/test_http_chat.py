@@ -9,7 +9,7 @@ import msgspec
 
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Finish, Text, Usage
-from tests.web.running import start
+from tests.web.running import PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play
 
 URL = "/v1/chat/completions"
@@ -41,7 +41,7 @@ def choice(delta: dict[str, Any], reason: str | None = None) -> list[dict[str, A
 
 async def test_a_stream_is_role_texts_reason_usage_and_done() -> None:
     body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
-    async with start(HI) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(HI) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post(URL, json=body, headers={"x-request-id": "r-1"})
     *chunks, done = frames(answer.text)
     assert [chunk_of(frame) for frame in chunks] == [
@@ -60,7 +60,7 @@ async def test_a_stream_is_role_texts_reason_usage_and_done() -> None:
 
 
 async def test_an_answer_that_is_not_streamed_holds_text_usage_and_reason() -> None:
-    async with start(HI) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(HI) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post(URL, json=ASK, headers={"x-request-id": "r-1"})
     body = answer.json()
     assert abs(body.pop("created") - 1.79e9) < 1e9
@@ -84,13 +84,16 @@ async def test_an_error_before_the_first_event_has_its_status_and_one_after_it_i
     early = RequestError("stage_failed", "no", stage="think", hook="fn")
     late = RequestError("unavailable", "gone", stage="talk")
     body = {**ASK, "stream": True}
-    async with start(play(early)) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(play(early)) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post(URL, json=body, headers={"x-request-id": "r-1"})
     assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
     facts = {"message": "no", "type": "server_error", "code": "stage_failed", "param": None, "stage": "think"}
     assert answer.json() == {"error": {**facts, "request_id": "r-1", "hook": "fn"}}
 
-    async with start(play(chunk(Text("Hi ")), late)) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with (
+        start(play(chunk(Text("Hi ")), late)) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
         answer = await client.post(URL, json=body, headers={"x-request-id": "r-1"})
     facts = {"message": "gone", "type": "server_error", "code": "unavailable", "param": None, "stage": "talk"}
     assert frames(answer.text)[-1] == {"error": {**facts, "request_id": "r-1"}}

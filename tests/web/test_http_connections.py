@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
-from stage_runtime.web.connections import Limits
+from stage_runtime.web.connections import ConnectionLimits
 from stage_runtime.wire.values import Text
-from tests.web.running import ALL, Running, start
+from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
 from tests.web.test_http_limits import until
 
@@ -26,7 +26,7 @@ BODY = b'{"inputs": 1}'
 POST = b"POST /v1/pipeline HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 WHOLE = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 #: Short times, and a timer that looks often.
-QUICK = Limits(sweep_s=0.02, head_s=0.3, idle_s=0.3, discard_s=0.3, write_s=0.3)
+QUICK = ConnectionLimits(sweep_s=0.02, head_s=0.3, idle_s=0.3, discard_s=0.3, write_s=0.3)
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def answered(running: Running, *pieces: bytes) -> tuple[int, dict[str, Any
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return await answer_of(reader)
 
 
@@ -58,9 +58,14 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any], 
 
 
 async def serves(running: Running) -> None:
-    """The next innocent request is answered."""
-    async with httpx.AsyncClient(base_url=running.url) as client:
-        assert (await client.post("/v1/pipeline", json={"inputs": 1})).status_code == 200
+    """The next innocent request is answered. With `QUICK` limits, one whose head a busy machine sends late is not."""
+    async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client, asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
+                answer = await client.post("/v1/pipeline", json={"inputs": 1})
+                if answer.status_code != 408:
+                    break
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ async def test_a_header_of_200_mebibytes_is_not_kept() -> None:
     before = psutil.Process().memory_info().rss
     async with start(OK, limits=QUICK) as running, connected(running) as (_, writer):
         writer.write(b"GET / HTTP/1.1\r\nx: ")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             with contextlib.suppress(ConnectionError):  # after QUICK.discard_s
                 for _ in range(200):
                     writer.write(b"a" * (1 << 20))
@@ -134,7 +139,7 @@ async def test_what_is_no_http_is_a_400_of_ours(raw: bytes) -> None:
     async with start(OK) as running:
         async with connected(running) as (reader, writer):
             writer.write(raw)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 status, body, _ = await answer_of(reader)
         assert (status, body["error"]["code"]) in [(400, "invalid_request"), (404, "unsupported_endpoint")], body
         assert running.manager.handles == []
@@ -145,7 +150,7 @@ async def test_who_asks_for_another_protocol_is_answered_in_this_one() -> None:
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     async with start(OK) as running, connected(running) as (reader, writer):
         writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await answer_of(reader))[0] == 200
 
 
@@ -153,7 +158,7 @@ async def test_who_asks_for_another_protocol_is_answered_in_this_one() -> None:
 async def test_a_connection_that_brings_no_whole_head_is_closed(begun: bytes) -> None:
     async with start(OK, limits=QUICK) as running, connected(running) as (reader, writer):
         writer.write(begun)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             if begun:
                 status, body, _ = await answer_of(reader)
                 assert (status, body["error"]["code"]) == (408, "deadline")
@@ -162,7 +167,7 @@ async def test_a_connection_that_brings_no_whole_head_is_closed(begun: bytes) ->
 
 async def test_a_head_that_drips_has_no_more_time() -> None:
     async with start(OK, limits=QUICK) as running, connected(running) as (reader, writer):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not reader.at_eof() and not running.manager.handles:
                 writer.write(b"x")
                 await asyncio.sleep(0.02)
@@ -173,15 +178,16 @@ async def test_a_head_that_drips_has_no_more_time() -> None:
 
 async def test_a_connection_at_rest_is_closed_and_one_that_waits_for_us_is_not() -> None:
     gate = asyncio.Event()
-    async with start(play(gate, ResultEvent(stage="talk", data=1)), limits=QUICK) as running:
+    limits = msgspec.structs.replace(QUICK, head_s=2.0)  # longer than a busy machine takes to send one
+    async with start(play(gate, ResultEvent(stage="talk", data=1)), limits=limits) as running:
         async with connected(running) as (reader, writer):
             writer.write(WHOLE)
             await until(lambda: running.manager.handles)
             async with connected(running) as (idle, _):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE_S):
                     assert await idle.read() == b""  # opened later, closed before
             gate.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert (await answer_of(reader))[0] == 200
                 assert await reader.read() == b""
 
@@ -191,7 +197,7 @@ async def test_a_body_that_does_not_come_is_408(framing: bytes) -> None:
     settings = msgspec.structs.replace(ALL, body_grace_s=0.3)
     async with start(OK, settings, limits=QUICK) as running, connected(running) as (reader, writer):
         writer.write(POST + framing)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             status, body, _ = await answer_of(reader)
             assert await reader.read() == b""  # the rest is waited for a little, then no more
     assert (status, body["error"]["code"]) == (408, "deadline")
@@ -202,7 +208,7 @@ async def test_the_rest_of_a_refused_body_is_not_read_for_ever() -> None:
     settings = msgspec.structs.replace(ALL, max_body_bytes=1024)
     async with start(OK, settings, limits=QUICK) as running, connected(running) as (reader, writer):
         writer.write(POST + b"content-length: %d\r\n\r\n" % (1 << 40))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             status, body, _ = await answer_of(reader)
             assert (status, body["error"]["code"]) == (413, "too_large")
             with pytest.raises(ConnectionError):
@@ -215,7 +221,7 @@ async def test_the_rest_of_a_refused_body_is_not_read_for_ever() -> None:
 async def test_a_small_body_that_nobody_read_does_not_cost_the_connection() -> None:
     async with start(OK) as running, connected(running) as (reader, writer):
         writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n12")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await answer_of(reader))[0] == 404
             writer.write(b"345" + WHOLE)
             assert (await answer_of(reader))[0] == 200
@@ -226,7 +232,7 @@ async def test_a_body_that_is_all_framing_is_refused() -> None:
     async with start(OK) as running:
         for piece in (b"1;x=" + b"y" * 1000 + b"\r\n \r\n", b"1\r\n \r\n"):
             async with connected(running) as (reader, writer):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(PATIENCE_S):
                     writer.write(head + piece * ((2 << 20) // len(piece)))
                     status, body, _ = await answer_of(reader)
             assert (status, body["error"]["code"]) == (400, "invalid_request")
@@ -270,7 +276,7 @@ async def test_trailers_mean_nothing() -> None:
         writer.write(POST + b"transfer-encoding: chunked\r\n\r\nd\r\n" + BODY + b"\r\n")
         await asyncio.sleep(0)
         writer.write(trailers)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await answer_of(reader))[0] == 200
     assert running.manager.last.id != "mine"
 
@@ -296,7 +302,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_one_that_reads_slowly_is
                 await loop.sock_sendall(client, request)
             await until(lambda: len(running.manager.handles) == 2)
             taken = 0
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while running.server.open_connections == 2:
                     taken += len(await loop.sock_recv(slowly, 65_536))
                     await asyncio.sleep(0.02)
@@ -315,12 +321,12 @@ def narrow(running: Running) -> socket.socket:
 
 
 async def test_more_connections_than_there_may_be_are_told_to_come_again() -> None:
-    limits = Limits(connections=3)
+    limits = ConnectionLimits(connections=3)
     async with start(OK, limits=limits) as running:
         async with connected(running), connected(running), connected(running):
             await until(lambda: running.server.open_connections == 3)
             async with connected(running) as (reader, _):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE_S):
                     head = (await reader.readuntil(b"\r\n\r\n")).decode()
                     body = msgspec.json.decode(await reader.read())
         assert (head.split(" ")[1], body["error"]["code"]) == ("429", "rate_limited")

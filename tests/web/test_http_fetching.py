@@ -11,7 +11,7 @@ import pytest
 from stage_runtime.errors import InvalidRequest, RequestError
 from stage_runtime.web.fetching import MAX_FETCHES, Fetcher, is_public
 from stage_runtime.web.settings import WebSettings
-from stage_runtime.web.translating.media import Place
+from stage_runtime.web.translating.media import MediaUrl
 from stage_runtime.wire.values import Media
 
 PNG = b"\x89PNG" + b"x" * 2000
@@ -80,8 +80,8 @@ def unheld(nbytes: int) -> None:
     """Bytes that count nowhere."""
 
 
-def place(url: str, type: str = "image") -> Place:
-    return Place(url, type, "messages[0].content[0].image_url.url")
+def place(url: str, type: str = "image") -> MediaUrl:
+    return MediaUrl(url, type, "messages[0].content[0].image_url.url")
 
 
 @pytest.mark.parametrize("path", ["a.png", "moved"])
@@ -137,7 +137,7 @@ async def test_media_count_as_what_is_in_flight_and_when_one_fails_the_others_en
         with pytest.raises(RequestError) as caught:
             await fetcher(f"127.0.0.1:{there.port}", timeout_s=60).fetch(map(place, urls), full)
         assert caught.value.code == "rate_limited"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await there.idle.wait()  # nobody is connected any more
 
 

@@ -25,20 +25,20 @@ from stage_runtime.errors import CODES, InvalidRequest, RequestError, ValueRefus
 from stage_runtime.payloads import encoding
 from stage_runtime.web import errors
 from stage_runtime.web.app import make_app
-from stage_runtime.web.connections import Limits
+from stage_runtime.web.connections import ConnectionLimits
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage
 from tests.thoroughness import examples
-from tests.web.running import ALL
+from tests.web.running import ALL, PATIENCE_S
 from tests.web.scripted_manager import Event, ScriptedHandle, ScriptedManager
 
 STATUSES = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431}
 LIMITED = msgspec.structs.replace(
     ALL, max_body_bytes=200_000, media_hosts=("127.0.0.1:1",), media_timeout_s=0.5, body_grace_s=0.2
 )
-QUICK = Limits(sweep_s=0.02, head_s=0.5, idle_s=0.5, discard_s=0.5)
+QUICK = ConnectionLimits(sweep_s=0.02, head_s=0.5, idle_s=0.5, discard_s=0.5)
 INNOCENT = (
     b"POST /v1/pipeline HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n"
     b'{"inputs": 1}'
@@ -260,7 +260,7 @@ class Checked:
         told = b""
         try:
             writer.write(raw)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not is_whole(told, raw) and (piece := await reader.read(65_536)):
                     told += piece
         except ConnectionError:

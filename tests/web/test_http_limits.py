@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Text
-from tests.web.running import ALL, Running, start
+from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import Event, ScriptedHandle, chunk, play
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -25,8 +26,8 @@ OK = play(ResultEvent(stage="talk", data=Text("ok")))
 
 
 async def until(fact: Callable[[], object]) -> None:
-    """Wait for a fact; at most five seconds."""
-    async with asyncio.timeout(5):
+    """Wait for a fact."""
+    async with asyncio.timeout(PATIENCE_S):
         while not fact():
             await asyncio.sleep(0.002)
 
@@ -107,7 +108,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(declared: bool
 
     settings = msgspec.structs.replace(ALL, max_body_bytes=100_000)
     headers = JSON | ({"content-length": str(64 * 65_536)} if declared else {})
-    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post("/v1/pipeline", content=body(), headers=headers)
         after = await client.post("/v1/pipeline", json={"inputs": "x" * 99_000})
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
@@ -118,7 +119,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(declared: bool
 
 async def test_keys_open_v1_and_nothing_else_does() -> None:
     settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("one", "two")))
-    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
 
         async def status(path: str, authorization: str | None) -> int:
             headers = [] if authorization is None else [(b"authorization", authorization.encode("latin-1"))]
@@ -137,7 +138,10 @@ async def test_keys_open_v1_and_nothing_else_does() -> None:
 
 
 async def test_a_full_request_manager_answers_with_a_time_to_retry() -> None:
-    async with start(play(asyncio.Event()), cap=1) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with (
+        start(play(asyncio.Event()), cap=1) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
         first = await opened(running, "/v1/pipeline", {"inputs": 1})
         await until(lambda: running.manager.in_flight)
         answer = await client.post("/v1/pipeline", json={"inputs": 1})
@@ -148,7 +152,10 @@ async def test_a_full_request_manager_answers_with_a_time_to_retry() -> None:
 
 
 async def test_a_deadline_is_504() -> None:
-    async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with (
+        start(play(asyncio.Event())) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
         answer = await client.post("/v1/pipeline", json={"inputs": 1}, headers={"x-request-timeout": "0.05"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
 
@@ -166,7 +173,7 @@ async def test_a_deadline_is_504() -> None:
     ],
 )
 async def test_a_sane_request_id_is_kept_and_any_other_replaced(given: str, kept: bool) -> None:
-    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": given})
     echoed = answer.headers["x-request-id"]
     assert echoed == running.manager.last.id == answer.json()["id"]
@@ -176,7 +183,7 @@ async def test_a_sane_request_id_is_kept_and_any_other_replaced(given: str, kept
 
 async def test_only_what_the_pipeline_serves_is_served() -> None:
     settings = msgspec.structs.replace(ALL, serves=("speech",))
-    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         chat = await client.post("/v1/chat/completions", json=CHAT)
         transcription = await client.post("/v1/audio/transcriptions", files={"file": b"x"})
         pipeline = await client.post("/v1/pipeline", json={"inputs": 1})
@@ -186,7 +193,7 @@ async def test_only_what_the_pipeline_serves_is_served() -> None:
 
 
 async def test_unknown_routes_and_methods_are_refused_in_the_same_shape() -> None:
-    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         missing = await client.post("/v1/completions", json={})
         method = await client.get("/v1/chat/completions")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unsupported_endpoint")
@@ -196,7 +203,10 @@ async def test_unknown_routes_and_methods_are_refused_in_the_same_shape() -> Non
 
 
 async def test_a_fault_of_this_program_is_a_500_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
-    async with start(play(RuntimeError("secret"))) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with (
+        start(play(RuntimeError("secret"))) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
         answer = await client.post("/v1/pipeline", json={"inputs": 1}, headers={"x-request-id": "r-7"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stage_failed")
     assert "secret" not in answer.text
@@ -206,8 +216,10 @@ async def test_a_fault_of_this_program_is_a_500_without_its_words(caplog: pytest
 
 async def test_each_request_is_one_line_in_the_log_and_probes_are_none(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="stage_runtime.web.requests")
-    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+        began = time.monotonic()
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "r-1"})
+        took_ms = 1000 * (time.monotonic() - began)
         await client.get("/livez")
         await client.get("/v1/requests/none")
         await client.post("/v1/chat/completions", content=b"{", headers={**JSON, "x-request-id": "r-2"})
@@ -218,17 +230,17 @@ async def test_each_request_is_one_line_in_the_log_and_probes_are_none(caplog: p
         ("r-2", "POST /v1/chat/completions", 400, "invalid_request"),
     ]
     assert lines[0]["bytes"] == len(answer.content)
-    assert 0 < lines[0]["first_byte_ms"] <= lines[0]["ms"] < 5000
+    assert 0 < lines[0]["first_byte_ms"] <= lines[0]["ms"] <= took_ms + 1
 
 
 async def test_a_quiet_stream_is_kept_alive_by_comments_that_stand_between_events() -> None:
     gate = asyncio.Event()
     settings = msgspec.structs.replace(ALL, heartbeat_s=0.02)
     async with start(play(gate, chunk(Text("a"))), settings) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
                 pieces = answer.aiter_text()
-                assert await asyncio.wait_for(anext(pieces), 5) == ": waiting\n\n"
+                assert await asyncio.wait_for(anext(pieces), PATIENCE_S) == ": waiting\n\n"
                 gate.set()
                 rest = "".join([piece async for piece in pieces])
     blocks = [block for block in rest.removesuffix("\n\n").split("\n\n") if block != ": waiting"]

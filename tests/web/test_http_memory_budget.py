@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web.apikeys import ApiKeys
-from stage_runtime.web.memory_budget import MemoryBudget, Reservation
-from tests.web.running import ALL, Running, start
+from stage_runtime.web.memory_budget import MemoryBudget, MemoryReservation
+from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import play
 from tests.web.test_http_connections import POST, answer_of, connected
 from tests.web.test_http_limits import until
@@ -33,7 +33,7 @@ def test_what_is_held_is_the_sum_of_the_shares_and_never_over_the_limit_but_of_o
     steps: list[tuple[int, int | None]],
 ) -> None:
     budget = MemoryBudget(100)
-    holdings = [Reservation(budget) for _ in range(4)]
+    holdings = [MemoryReservation(budget) for _ in range(4)]
     model = [0] * 4
     for who, nbytes in steps:
         if nbytes is None:
@@ -57,7 +57,7 @@ async def test_bodies_in_flight_are_bounded_as_a_sum_and_given_back() -> None:
     gate = asyncio.Event()
     settings = msgspec.structs.replace(ALL, max_held_bytes=100_000)
     async with start(play(gate, ResultEvent(stage="talk", data=1)), settings) as running:
-        async with httpx.AsyncClient(base_url=running.url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             large = {"inputs": "x" * 60_000}
             first = asyncio.create_task(client.post("/v1/pipeline", json=large))
             await until(lambda: running.manager.in_flight)
@@ -80,7 +80,7 @@ async def test_who_has_no_length_is_refused_when_it_gets_too_much() -> None:
     gate = asyncio.Event()
     settings = msgspec.structs.replace(ALL, max_held_bytes=100_000)
     async with start(play(gate, ResultEvent(stage="talk", data=1)), settings) as running:
-        async with httpx.AsyncClient(base_url=running.url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             first = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": "x" * 60_000}))
             await until(lambda: running.manager.in_flight)
 
@@ -109,6 +109,6 @@ async def test_a_request_that_cannot_be_taken_is_refused_before_its_body_is_read
             nbytes = 20_000 if reason == "too large" else 600
             head = POST if reason != "no json" else POST.replace(b"application/json", b"text/plain")
             writer.write(head + b"content-length: %d\r\n\r\n" % nbytes)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 status, _, _ = await answer_of(reader)
     assert status == {"full": 429, "no key": 401, "no room": 429, "too large": 413, "no json": 415}[reason]

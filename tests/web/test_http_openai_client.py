@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import CODES, RequestError
 from stage_runtime.wire.values import Audio, Finish, Note, OmniRequest, Text, ToolCall, Usage
-from tests.web.running import ALL, Running, start
+from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import ScriptedManager, chunk, play
 
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -398,7 +398,7 @@ async def test_the_first_sound_arrives_before_the_last_is_made(format: Any) -> N
         speech = client.audio.speech.with_streaming_response
         async with speech.create(model="any", voice="amy", input="hi", response_format=format) as answer:
             pieces = answer.iter_bytes(256)
-            first = await asyncio.wait_for(anext(pieces), 5)
+            first = await asyncio.wait_for(anext(pieces), PATIENCE_S)
             gate.set()
             rest = [piece async for piece in pieces]
     assert len(first) == 256

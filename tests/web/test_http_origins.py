@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Text
-from tests.web.running import ALL, start
+from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import play
 
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
@@ -28,7 +28,7 @@ JSON = {"content-type": "application/json"}
 async def test_a_body_that_is_not_said_to_be_json_is_415(path: str, content_type: str | None, keys: tuple[str]) -> None:
     headers = {"authorization": "Bearer k"} | ({} if content_type is None else {"content-type": content_type})
     settings = msgspec.structs.replace(LOCAL, api_keys=ApiKeys(keys))
-    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post(path, content=CHAT, headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (415, "invalid_request", "content-type")
@@ -39,7 +39,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_415(path: str, content_type
     "content_type", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"]
 )
 async def test_what_is_said_to_be_json_is_read(content_type: str) -> None:
-    async with start(OK, LOCAL) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, LOCAL) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post("/v1/chat/completions", content=CHAT, headers={"content-type": content_type})
     assert answer.status_code == 200
 
@@ -58,7 +58,10 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", FOREIGN)
 async def test_a_page_of_another_site_changes_nothing_here(headers: dict[str, str]) -> None:
-    async with start(OK, LOCAL) as running, httpx.AsyncClient(base_url=running.url, headers=headers) as client:
+    async with (
+        start(OK, LOCAL) as running,
+        httpx.AsyncClient(base_url=running.url, headers=headers, timeout=PATIENCE_S) as client,
+    ):
         answers = [
             await client.post("/v1/pipeline", json={"inputs": 1}),
             await client.post("/v1/pipeline", files={"a": b"x"}),
@@ -73,7 +76,7 @@ async def test_a_page_of_another_site_changes_nothing_here(headers: dict[str, st
 async def test_with_a_key_no_origin_is_asked_for() -> None:
     settings = msgspec.structs.replace(LOCAL, api_keys=ApiKeys(("k",)))
     headers = {"origin": "https://app.example", "authorization": "Bearer k", "host": "models.example"}
-    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         assert (await client.post("/v1/pipeline", json={"inputs": 1}, headers=headers)).status_code == 200
 
 
@@ -104,7 +107,7 @@ async def test_with_a_key_no_origin_is_asked_for() -> None:
 async def test_a_name_that_was_made_to_point_here_is_refused(host: str, passes: bool, method: str) -> None:
     path = {"GET": "/v1/models", "POST": "/v1/pipeline", "DELETE": "/v1/requests/none"}[method]
     body = b'{"inputs": 1}' if method == "POST" else None
-    async with start(OK, LOCAL) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, LOCAL) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.request(method, path, content=body, headers={**JSON, "host": host})
     assert (answer.status_code != 403) is passes
     if not passes:
@@ -124,12 +127,15 @@ async def test_a_name_that_was_made_to_point_here_is_refused(host: str, passes: 
 )
 async def test_pages_of_this_origin_and_of_named_hosts_may_ask(origin: str, host: str) -> None:
     headers = {"origin": origin, "host": host}
-    async with start(OK, LOCAL) as running, httpx.AsyncClient(base_url=running.url, headers=headers) as client:
+    async with (
+        start(OK, LOCAL) as running,
+        httpx.AsyncClient(base_url=running.url, headers=headers, timeout=PATIENCE_S) as client,
+    ):
         assert (await client.post("/v1/pipeline", json={"inputs": 1})).status_code == 200
 
 
 async def test_where_it_is_served_to_others_any_name_of_it_will_do() -> None:
-    async with start(OK, ALL) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK, ALL) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         headers = {"host": "pipeline.models.svc.cluster.local:8000"}
         assert (await client.post("/v1/pipeline", json={"inputs": 1}, headers=headers)).status_code == 200
 

@@ -15,7 +15,7 @@ from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, RawTensor, Text
-from tests.web.running import ALL, start
+from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import chunk, play
 
 FLOATS = RawTensor("float32", (2,), np.array([1.0, 2.0], np.float32).tobytes())
@@ -45,7 +45,7 @@ async def test_results_are_by_stage_and_chunks_stand_in_where_there_is_no_result
         ResultEvent(stage="voice", data=VALUES),
         ResultEvent(stage="quiet", has_data=False),
     )
-    async with start(script) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(script) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post("/v1/pipeline", json={"inputs": {"x": 1}}, headers={"x-request-id": "p-1"})
     assert answer.json() == {"id": "p-1", "results": {"words": ["a", "b"], "voice": VALUES_JSON, "quiet": []}}
     request = running.manager.last.request
@@ -59,7 +59,7 @@ async def test_a_stream_is_chunks_and_results_by_name() -> None:
         ResultEvent(stage="talk", data=[1]),
         ResultEvent(stage="quiet", has_data=False),
     )
-    async with start(script) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(script) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post("/v1/pipeline", json={"inputs": "hi", "stream": True})
     audio = {
         "stage": "talk",
@@ -79,7 +79,7 @@ async def test_a_stream_is_chunks_and_results_by_name() -> None:
 
 async def test_a_stream_that_fails_says_so_as_its_last_event() -> None:
     script = play(chunk("a"), RequestError("deadline", "too slow", stage="talk"))
-    async with start(script) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(script) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         answer = await client.post("/v1/pipeline", json={"inputs": 1, "stream": True}, headers={"x-request-id": "p-2"})
     facts = {"message": "too slow", "type": "server_error", "code": "deadline", "param": None, "stage": "talk"}
     assert events(answer.text)[1:] == [("error", {"error": {**facts, "request_id": "p-2"}})]
@@ -96,7 +96,7 @@ async def test_everything_in_the_body_reaches_the_request_manager() -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = {"x-request-timeout": "4", "traceparent": trace}
     async with start(play(ResultEvent(stage="talk", data=1))) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             await client.post("/v1/pipeline", json=body, headers=headers)
             await client.post("/v1/pipeline", json=body, headers={"traceparent": "junk"})
     first, second = running.manager.handles
@@ -112,7 +112,7 @@ async def test_everything_in_the_body_reaches_the_request_manager() -> None:
 )
 async def test_a_time_that_is_not_plain_digits_is_refused(given: str) -> None:
     async with start(play(ResultEvent(stage="talk", data=1))) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             headers = [(b"x-request-timeout", given.encode("latin-1"))]
             answer = await client.post("/v1/pipeline", json={"inputs": 1}, headers=headers)
             good = await client.post("/v1/pipeline", json={"inputs": 1}, headers={"x-request-timeout": "2.5"})
@@ -125,7 +125,7 @@ async def test_a_time_that_is_not_plain_digits_is_refused(given: str) -> None:
 async def test_a_header_that_says_two_things_is_refused(name: str) -> None:
     settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("1",)))
     async with start(play(ResultEvent(stage="talk", data=1)), settings) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             headers = [("authorization", "Bearer 1"), (name, "Bearer 1"), (name, "2")]
             answer = await client.post("/v1/pipeline", json={"inputs": 1}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (
@@ -143,7 +143,7 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
         ("pages", ("2.png", b"", "image/png")),
     ]
     async with start(play(ResultEvent(stage="talk", data=1))) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             answer = await client.post("/v1/pipeline", data=fields, files=files)
     assert answer.status_code == 200
     request = running.manager.last.request
@@ -176,7 +176,7 @@ async def test_files_of_a_form_are_bytes_in_inputs() -> None:
     ],
 )
 async def test_a_body_that_is_wrong_is_refused_with_the_place(send: dict[str, Any], message: str) -> None:
-    async with start(play(chunk(1))) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(play(chunk(1))) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         if "content" in send:
             send = {"headers": {"content-type": "application/json"}, **send}
         answer = await client.post("/v1/pipeline", **send)
@@ -187,7 +187,10 @@ async def test_a_body_that_is_wrong_is_refused_with_the_place(send: dict[str, An
 
 
 async def test_a_request_can_be_looked_at_and_cancelled_by_its_id() -> None:
-    async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with (
+        start(play(asyncio.Event())) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
         waiting = asyncio.create_task(client.post("/v1/pipeline", json={"inputs": 1}, headers={"x-request-id": "p-3"}))
         while not running.manager.in_flight:
             await asyncio.sleep(0.001)
@@ -207,7 +210,10 @@ async def test_a_request_can_be_looked_at_and_cancelled_by_its_id() -> None:
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 async def test_an_id_that_no_request_can_have_is_404_and_asked_of_nobody(method: str) -> None:
-    async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with (
+        start(play(asyncio.Event())) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
         for request_id in ("x" * 129, "x" * 8000):
             running.manager.owned_elsewhere.add(request_id)
             answer = await client.request(method, f"/v1/requests/{request_id}")
@@ -217,7 +223,10 @@ async def test_an_id_that_no_request_can_have_is_404_and_asked_of_nobody(method:
 
 
 async def test_a_request_of_another_coordinator_is_cancelled_there() -> None:
-    async with start(play(asyncio.Event())) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with (
+        start(play(asyncio.Event())) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client,
+    ):
         running.manager.owned_elsewhere.add("theirs")
         gone = await client.delete("/v1/requests/theirs")
         late = await client.delete("/v1/requests/theirs")

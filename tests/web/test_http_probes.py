@@ -19,7 +19,7 @@ from stage_runtime.web.routing import Route
 from stage_runtime.web.server import Server
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.wire.values import Text
-from tests.web.running import ALL, start
+from tests.web.running import ALL, PATIENCE_S, start
 from tests.web.scripted_manager import ScriptedManager, play
 
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
@@ -42,7 +42,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 async def test_what_the_request_manager_counts_is_what_prometheus_reads() -> None:
-    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         running.manager.samples = SAMPLES
         answer = await client.get("/metrics")
     found = {name: value for name, value in samples(answer.text).items() if "_http_" not in name}
@@ -76,7 +76,7 @@ async def test_the_numbers_of_all_processes_are_served_where_no_pod_serves_them(
 
 
 async def test_answers_are_counted_by_pattern_and_never_by_what_a_client_wrote() -> None:
-    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         sent = await client.post("/v1/pipeline", json={"inputs": 1})
         await client.get("/v1/requests/one")
         await client.get("/v1/requests/two")
@@ -91,7 +91,7 @@ async def test_answers_are_counted_by_pattern_and_never_by_what_a_client_wrote()
 
 
 async def test_ready_follows_the_request_manager_and_live_does_not() -> None:
-    async with start(OK) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with start(OK) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
         ready = await client.get("/readyz")
         running.manager.is_ready = False
         waiting, live, status = await client.get("/readyz"), await client.get("/livez"), await client.get("/status")
@@ -105,7 +105,7 @@ async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> No
     metrics = Metrics(manager)
     public = make_app(manager, msgspec.structs.replace(ALL, probes=False), codecs=CodecPool(), metrics=metrics)
     async with Server(public, port=0) as first, Server(make_probes(manager, metrics), port=0) as second:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             assert (await client.get(f"{first.url}/metrics")).status_code == 404
             assert (await client.get(f"{second.url}/v1/models")).status_code == 404
             await client.post(f"{first.url}/v1/pipeline", json={"inputs": 1})
@@ -120,7 +120,7 @@ async def test_admin_routes_are_behind_the_keys_on_either_port() -> None:
     settings = msgspec.structs.replace(ALL, api_keys=ApiKeys(("k",)))
     admin = [Route("POST", "/start_profile", "Begin", begin)]
     for app in (make_app(ScriptedManager(OK), settings, codecs=CodecPool(), admin=admin), make_admin(settings, admin)):
-        async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with Server(app, port=0) as server, httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
             closed = await client.post("/start_profile")
             client.headers["authorization"] = "Bearer k"
             refused, missing = await client.post("/start_profile"), await client.post("/stop_all")
@@ -132,7 +132,7 @@ async def test_admin_routes_are_behind_the_keys_on_either_port() -> None:
 @pytest.mark.parametrize("serves", [(), ("chat",), ("chat", "speech", "transcription")])
 async def test_the_document_has_the_routes_that_are_served_and_no_dangling_reference(serves: tuple[str, ...]) -> None:
     async with start(OK, msgspec.structs.replace(ALL, serves=serves)) as running:
-        async with httpx.AsyncClient(base_url=running.url) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             document = (await client.get("/openapi.json")).json()
     routes = {"chat": "/v1/chat/completions", "speech": "/v1/audio/speech", "transcription": "/v1/audio/transcriptions"}
     always = {"/v1/pipeline", "/v1/requests/{id}", "/v1/models", "/v1/models/{id}"}
