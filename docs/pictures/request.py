@@ -82,12 +82,12 @@ def draw() -> str:
         f' markerUnits="userSpaceOnUse" orient="auto"><path class="tip-{plane}" d="M0,1 L10,5 L0,9 z"/></marker>'
         for plane, _ in PLANES
     ]
-    said = "; ".join(
+    steps = "; ".join(
         f"{LANES[step.source].name} to {LANES[step.target].name}: {step.text}"
         for step in STEPS
         if isinstance(step, Arrow)
     )
-    label = f"The way of a request through two stages. {said}."
+    label = f"The way of a request through two stages. {steps}."
     return page(width, bottom + 24 + 22 * len(PLANES) + 4, label, style, [*tips, *lanes, *arrows, *legend])
 
 
