@@ -57,7 +57,7 @@ def ask(url: str, question: bytes | str, *, show: Callable[[str], None] = lambda
 
     Raises: Failed: the server refused, or the answer broke off.
     """
-    part = {"type": "text", "text": question}
+    part: dict[str, Any] = {"type": "text", "text": question}
     if isinstance(question, bytes):
         part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(question).decode(), "format": "wav"}}
     body = {

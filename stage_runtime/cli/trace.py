@@ -72,11 +72,13 @@ def draw(record: dict[str, Any], *, width: int) -> RenderableType:
     return Group(*shown)
 
 
-Row = tuple[str, float, float, list[tuple[float, tuple[str, str]]], str]  #: label, start, end, (ms, mark)…, style
+WaterfallRow = tuple[
+    str, float, float, list[tuple[float, tuple[str, str]]], str
+]  #: label, start, end, (ms, mark)…, style
 
 
-def _rows(record: dict[str, Any]) -> list[Row]:
-    rows: list[Row] = []
+def _rows(record: dict[str, Any]) -> list[WaterfallRow]:
+    rows: list[WaterfallRow] = []
     for name, stage in record["stages"].items():
         if stage["start_ms"] is not None:
             parts = [(stage["queue_ms"], QUEUED), (stage["run_ms"], RUNNING)]

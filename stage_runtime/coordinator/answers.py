@@ -13,7 +13,7 @@ from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, S
 from stage_runtime.errors import ProtocolError
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
-from stage_runtime.rules.requests import ChunkCame, Event, Instruction, Instructions, TerminalDone
+from stage_runtime.rules.requests import ChunkCame, Instruction, Instructions, Stimulus, TerminalDone
 from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Complete, Stream
@@ -23,7 +23,7 @@ from stage_runtime.wire.parts import Failure
 class Happen(Protocol):
     """Applies an event to a request and carries its instructions out. ``delivered``: what DELIVER gives the client."""
 
-    def __call__(self, handle: RequestHandle, event: Event, delivered: Resulted | None = None) -> Instructions: ...
+    def __call__(self, handle: RequestHandle, event: Stimulus, delivered: Resulted | None = None) -> Instructions: ...
 
 
 class Answers:

@@ -38,8 +38,8 @@ from stage_runtime.wire.messages import (
     RelayFailure,
     Release,
     Shutdown,
-    Stalled,
     Stream,
+    StreamStalled,
 )
 from stage_runtime.wire.values import OmniRequest
 
@@ -64,7 +64,9 @@ class Coordinator:
             Stream: lambda sender, message: self.manager.answers.stream(sender, message),
             Complete: lambda sender, message: self.manager.answers.complete(sender, message),
             HandBack: lambda sender, message: self.manager.hand_back(sender, message),
-            Stalled: lambda sender, message: self.manager.readers.stalled(sender, message.source, message.stalled),
+            StreamStalled: lambda sender, message: self.manager.readers.stalled(
+                sender, message.source, message.stalled
+            ),
             ForwardAbort: self._forward_abort,
             ForwardAbortReply: lambda sender, message: self.manager.abort_forwarding.answered(sender, message),
             RelayFailure: self._relay_failed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -48,6 +48,9 @@ class ResultEvent(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     data: Any = None
     has_data: bool = True
+
+
+AnswerEvent: TypeAlias = ChunkEvent | ResultEvent
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

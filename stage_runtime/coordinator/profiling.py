@@ -31,7 +31,7 @@ from stage_runtime.coordinator.profile_questions import (
 )
 from stage_runtime.errors import ConfigurationError, RequestError
 from stage_runtime.profiler import paths, torch_trace
-from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, Order, ProfileSession
+from stage_runtime.profiler.session import PIECE, STARTED, STOPPED, ProfileOrder, ProfileSession
 from stage_runtime.wire.messages import (
     Message,
     ProfilerRead,
@@ -107,7 +107,7 @@ class PipelineProfiling:
         self._measuring: asyncio.Task[Any] | None = None
         self._measured_at = loop.time()
         self._runs: dict[str, Run] = {}
-        self._order: tuple[str, Order] | None = None  #: (run id, what was ordered) of the run that is recorded.
+        self._order: tuple[str, ProfileOrder] | None = None  #: (run id, what was ordered) of the run that is recorded.
         self._changing = asyncio.Lock()
 
     # --- what a client asks for ---------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class PipelineProfiling:
             folder = str(paths.event_dir(self._session.root, run_id, event_dir))
             if torch:
                 template = paths.check_template(self._session.root, template or paths.DEFAULT_TEMPLATE)
-            order = Order(
+            order = ProfileOrder(
                 run_id=run_id,
                 event_dir=paths.relative(self._session.root, folder),
                 torch_template=paths.relative(self._session.root, template) if torch and template else None,
@@ -305,7 +305,7 @@ class PipelineProfiling:
         return state_of(COORDINATOR, COORDINATOR, AskedProcess(""), states[COORDINATOR])
 
 
-def _start_message(call_id: str, order: Order) -> ProfilerStart:
+def _start_message(call_id: str, order: ProfileOrder) -> ProfilerStart:
     return ProfilerStart(
         call_id, order.run_id, order.event_dir, order.torch_template, dict(order.config), order.max_seconds
     )

@@ -7,7 +7,7 @@ from typing import Final, get_args
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events
 from stage_runtime.profiler.templates import Template
-from stage_runtime.rules.requests import State
+from stage_runtime.rules.requests import RequestState
 from stage_runtime.wire.values import RequestKind
 
 #: By the request's kind.
@@ -18,5 +18,5 @@ ADMISSION: Final = {
 #: By the state that the request ended in.
 RESPONSE: Final = {
     state: Template(COORDINATOR, (events.TERMINAL_RESPONSE, {"state": state}), attempts=False)
-    for state in ("running", *(state.value for state in State))
+    for state in ("running", *(state.value for state in RequestState))
 }

@@ -69,7 +69,7 @@ class Reports:
             relays=self._relays.stats(),
             transfers_in_flight=self._send_queues.outstanding,
             edges=self._send_queues.edges(),
-            ways=self._ways(),
+            edge_transports=self._edge_transports(),
             sends_queued=self._send_queues.queued,
             events=self._membership.counters(),
         )
@@ -78,11 +78,11 @@ class Reports:
     def _newest(self) -> PipelineRevision | None:
         return next(iter(self._membership.state.revisions[-1:]), None)
 
-    def _ways(self) -> dict[tuple[str, str, str, str], int]:
+    def _edge_transports(self) -> dict[tuple[str, str, str, str], int]:
         """How the instances of the entry stage are reached."""
         entry = self._newest.entry if self._newest is not None else None
         found: Counter[tuple[str, str, str, str]] = Counter()
         for peer, instance in self._membership.state.instances.items():
             if entry in instance.member.stages:
-                found[COORDINATOR, entry, *self._relays.way(peer, self._plan.relay_backend)] += 1
+                found[COORDINATOR, entry, *self._relays.transport(peer, self._plan.relay_backend)] += 1
         return dict(found)

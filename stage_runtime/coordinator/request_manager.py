@@ -41,13 +41,13 @@ from stage_runtime.rules.requests import (
     Cancelled,
     CoordinatorStopped,
     DeadlinePassed,
-    Event,
     HandedBack,
     InstanceLost,
     Instruction,
     Instructions,
     NoInstanceCame,
     StageFailed,
+    Stimulus,
     Tracked,
 )
 from stage_runtime.transfers.receiving import Fetching
@@ -300,7 +300,7 @@ class RequestManager:
                 stage = next(stage for stage, bound in handle.bindings.items() if bound == peer)
                 self._failed(handle, attempt, Failure("transport_failed", "the connection to it broke", stage))
 
-    def _happen(self, handle: RequestHandle, event: Event, delivered: Resulted | None = None) -> Instructions:
+    def _happen(self, handle: RequestHandle, event: Stimulus, delivered: Resulted | None = None) -> Instructions:
         try:
             instructions = handle.tracked.handle(event)
         except IllegalEvent as error:  # a fault of ours: what waits for the request ends at its deadline

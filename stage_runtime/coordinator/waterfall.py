@@ -12,9 +12,8 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.events import HopTiming, StageTiming
+from stage_runtime.rules.edges import EdgeKey
 from stage_runtime.wire.parts import Timing
-
-Edge = tuple[str, str, str]  #: (source, target, normal | stream)
 
 
 class Observed(msgspec.Struct, kw_only=True):
@@ -23,11 +22,11 @@ class Observed(msgspec.Struct, kw_only=True):
     admitted_us: int
     submitted_us: int = 0  #: The current attempt was sent to its entry stage.
     entry: str = ""
-    edges: tuple[Edge, ...] = ()  #: Of the attempt's revision.
+    edges: tuple[EdgeKey, ...] = ()  #: Of the attempt's revision.
     received_us: dict[tuple[str, bool], int] = {}  #: (terminal, by stream) -> its first chunk, or its result
     clocks_us: Mapping[str, int] = {}  #: instance -> to be added to its times
 
-    def begin(self, entry: str, edges: tuple[Edge, ...], now_us: int) -> None:
+    def begin(self, entry: str, edges: tuple[EdgeKey, ...], now_us: int) -> None:
         """An attempt is sent."""
         self.entry, self.edges, self.submitted_us = entry, edges, now_us
         self.received_us = {}

@@ -44,7 +44,7 @@ _EDGE: Final[Mapping[str, Metric]] = {
     "edge_failovers": catalog.EDGE_FAILOVERS,
     "edge_retries": catalog.EDGE_RETRIES,
 }
-_WAY: Final = "edge_instances"
+_INSTANCES: Final = "edge_instances"
 _PLAIN: Final[Mapping[str, Metric]] = {
     "transfers_in_flight": catalog.TRANSFERS_IN_FLIGHT,
     "sends_queued": catalog.SENDS_QUEUED,
@@ -62,11 +62,11 @@ def gauges(
     sends_queued: int,
     events: Mapping[str, int],
     edges: Mapping[tuple[str, str, str], EdgeGauges] = {},
-    ways: Mapping[tuple[str, str, str, str], int] = {},
+    edge_transports: Mapping[tuple[str, str, str, str], int] = {},
     engines: Mapping[str, Gauges] = {},
 ) -> dict[str, float]:
-    """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`. ways: instances, by
-    source, target, relay and medium (`ways_of`). engines: by stage, what its engine reports of itself.
+    """relays: `Relays.stats`. events: counters of the control plane. edges: `SendQueues.edges`. edge_transports:
+    instances by source, target, relay and medium. engines: by stage, what its engine reports of itself.
     """
     return {
         **{_RELAY + name: float(value) for name, value in relays.items()},
@@ -78,7 +78,7 @@ def gauges(
             for edge, numbers in edges.items()
             for name, value in zip(_EDGE, _of_edge(numbers), strict=True)
         },
-        **{f"{_WAY}:{':'.join(way)}": float(count) for way, count in ways.items()},
+        **{f"{_INSTANCES}:{':'.join(each)}": float(count) for each, count in edge_transports.items()},
         **{
             f"{_ENGINE}{name}:{stage}": float(value)
             for stage, values in engines.items()
@@ -95,7 +95,7 @@ def transports(gauges: Gauges) -> list[dict[str, Any]]:
         short, *labels = name.split(":")
         if short in _EDGE and len(labels) == 3:
             _row(rows, labels)[short.removeprefix("edge_")] = value
-        elif short == _WAY and len(labels) == 4:
+        elif short == _INSTANCES and len(labels) == 4:
             _row(rows, labels[:3])["instances"][labels[3]] = value
     return [rows[edge] for edge in sorted(rows)]
 
@@ -152,7 +152,7 @@ def _read(numbers: Gauges) -> Iterator[tuple[Metric, Labels, float]]:
             yield catalog.CONTROL_EVENTS, (name.removeprefix(_EVENT),), value
         elif (edge := name.split(":"))[0] in _EDGE and len(edge) == 4:
             yield _EDGE[edge[0]], (edge[1], edge[2], edge[3]), value
-        elif edge[0] == _WAY and len(edge) == 5:
+        elif edge[0] == _INSTANCES and len(edge) == 5:
             yield catalog.EDGE_INSTANCES, tuple(edge[1:]), value
         elif name.startswith(_ENGINE):
             short, _, stage = name.removeprefix(_ENGINE).partition(":")

@@ -196,7 +196,13 @@ class _Extraction(checking.Walk):
         return self._part(value, value.shape, value.dtype, value.kind, memoryview(value.data).cast("B"), False)
 
     def _part(
-        self, owner: Any, shape: tuple[int, ...], dtype: str, kind: tensorrefs.Kind, data: memoryview, private: bool
+        self,
+        owner: Any,
+        shape: tuple[int, ...],
+        dtype: str,
+        kind: tensorrefs.TensorKind,
+        data: memoryview,
+        private: bool,
     ) -> msgspec.msgpack.Ext:
         known = self.seen.get(id(owner))
         if known is None:

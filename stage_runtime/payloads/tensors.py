@@ -31,7 +31,7 @@ class FlatPart(msgspec.Struct, eq=False):
     path: str
     shape: tuple[int, ...]
     dtype: str
-    kind: tensorrefs.Kind
+    kind: tensorrefs.TensorKind
     data: memoryview
     owner: Any  #: The object itself: while it lives, its id is not given to another.
     private: bool  #: ``data`` is not written any more.

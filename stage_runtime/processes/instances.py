@@ -28,7 +28,7 @@ CUT_S = 2.0  # what a process may still do after a second SIGTERM
 STACKS_S = 10.0  # for printing the stacks of a process that hangs, before it is killed; mostly below 1 s
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 5.0)  # the first is within the promised second, with room to spare
 
-State = Literal["starting", "loading", "registering", "ready", "draining", "restarting", "stopped", "failed"]
+ProcessState = Literal["starting", "loading", "registering", "ready", "draining", "restarting", "stopped", "failed"]
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
     process: str
     instance: str
     stages: tuple[str, ...]
-    state: State
+    state: ProcessState
     message: str = ""
     pid: int | None = None
     restarts: int = 0
@@ -82,7 +82,7 @@ class SupervisedInstance:
         self.fragile = True  #: Until what it was started for is done (`Supervisor.settle`) no death is forgiven.
         self._resting: str | None = None  #: Why nothing runs now.
         self._death: StartupFailed | None = None  #: What ended the life just over.
-        self._end: State | None = None
+        self._end: ProcessState | None = None
         self._on_change, self._on_line = on_change, on_line
         self._stopping = asyncio.Event()
         self._cut = asyncio.Event()
@@ -147,7 +147,7 @@ class SupervisedInstance:
             gauges={} if child is None else child.gauges,
         )
 
-    def _state(self, child: Child | None) -> tuple[State, str]:
+    def _state(self, child: Child | None) -> tuple[ProcessState, str]:
         if self._end is not None:
             return self._end, self._resting or ""
         if child is None:
@@ -276,6 +276,6 @@ class SupervisedInstance:
         if self.children:
             await asyncio.shield(asyncio.gather(*(child.exited for child in self.children)))
 
-    def _finish(self, state: State) -> None:
+    def _finish(self, state: ProcessState) -> None:
         self._end = state
         self._on_change(self)

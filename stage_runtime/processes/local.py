@@ -38,7 +38,7 @@ from stage_runtime.processes import (
 from stage_runtime.processes.instances import ProcessView
 from stage_runtime.processes.launcher import KEY_FILE, Launcher
 from stage_runtime.processes.startup_failures import StartupFailed
-from stage_runtime.processes.supervisor import Printer, Supervisor, Watcher
+from stage_runtime.processes.supervisor import OnProcessChange, Printer, Supervisor
 
 STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` changes it
 
@@ -65,7 +65,7 @@ class LocalPipeline:
         overrides: Sequence[str] = (),
         options: LocalOptions | None = None,
         environ: Mapping[str, str] | None = None,
-        on_change: Watcher | None = None,
+        on_change: OnProcessChange | None = None,
         on_line: Printer | None = None,
     ) -> None:
         """Read and plan it; nothing is started yet.

@@ -20,7 +20,7 @@ from omnipipeline_spec.pipeline import PipelineConfig
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.settings import api_keys
 
-Kind = Literal["Secret", "ConfigMap"]
+ReferencedKind = Literal["Secret", "ConfigMap"]
 #: A variable inside a value, as Kubernetes writes it; ``$$`` is a dollar sign.
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 _FILE_NAME = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]+")
@@ -68,11 +68,11 @@ class _Objects:
                 name = str(metadata.get("name"))
                 self._found[kind, name] = _secret(name, document) if kind == "Secret" else _config_map(name, document)
 
-    def all_of(self, kind: Kind, name: str) -> Mapping[str, str] | None:
+    def all_of(self, kind: ReferencedKind, name: str) -> Mapping[str, str] | None:
         """Every key of an object; None when the file has none of that name."""
         return self._found.get((kind, name))
 
-    def one(self, kind: Kind, reference: KeyReference, path: str) -> str | None:
+    def one(self, kind: ReferencedKind, reference: KeyReference, path: str) -> str | None:
         """One key's value; None when the object is not there, or the key is not and need not be.
 
         Raises: ConfigurationError: the object lacks the key.
@@ -101,7 +101,7 @@ def _config_map(name: str, document: Mapping[str, Any]) -> dict[str, str]:
     return _strings("ConfigMap", name, document, "data")
 
 
-def _strings(kind: Kind, name: str, document: Mapping[str, Any], field: str) -> dict[str, str]:
+def _strings(kind: ReferencedKind, name: str, document: Mapping[str, Any], field: str) -> dict[str, str]:
     given = document.get(field) or {}
     if not isinstance(given, Mapping) or any(type(value) is not str for value in given.values()):
         raise ConfigurationError(f"{kind} {name!r}: {field} is no map of strings; put numbers and booleans in quotes")
@@ -126,7 +126,7 @@ def _environment(
 
 
 def _whole(source: EnvFrom, index: int, objects: _Objects, notices: list[str]) -> dict[str, str]:
-    kind: Kind = "Secret" if source.secret_ref else "ConfigMap"
+    kind: ReferencedKind = "Secret" if source.secret_ref else "ConfigMap"
     reference = source.secret_ref or source.config_map_ref
     assert reference is not None  # the contract: exactly one of the two
     held = objects.all_of(kind, reference.name)
@@ -142,7 +142,7 @@ def _value(variable: EnvVar, objects: _Objects, environ: Mapping[str, str], noti
     if source is None:
         return variable.value or ""
     path = f"env.{variable.name}"
-    kind: Kind = "Secret" if source.secret_key_ref else "ConfigMap"
+    kind: ReferencedKind = "Secret" if source.secret_key_ref else "ConfigMap"
     reference = source.secret_key_ref or source.config_map_key_ref
     if reference is not None and objects.all_of(kind, reference.name) is not None:
         return objects.one(kind, reference, path)

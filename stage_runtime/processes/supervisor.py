@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection
 from stage_runtime.processes.instances import InstanceSpec, ProcessView, RestartPolicy, SupervisedInstance
 from stage_runtime.processes.startup_failures import StartupFailed
 
-Watcher = Callable[[ProcessView], None]
+OnProcessChange = Callable[[ProcessView], None]
 Printer = Callable[[str, str], None]  # process, line
 
 
 class Supervisor:
     """Owns the instances and their tasks. Use it in one event loop, and `close` it."""
 
-    def __init__(self, *, on_change: Watcher, on_line: Printer) -> None:
+    def __init__(self, *, on_change: OnProcessChange, on_line: Printer) -> None:
         self._on_change, self._on_line = on_change, on_line
         self._instances: dict[str, SupervisedInstance] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

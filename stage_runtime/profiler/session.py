@@ -33,7 +33,7 @@ STOPPED: Final = "stopped"
 NOT_RECORDING: Final = "not recording"
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What a run shall record. Paths are below the root of every process, and were checked against the sender's."""
 
     run_id: str
@@ -74,7 +74,7 @@ class ProfileSession:
         """The run that is recorded now."""
         return self._recorder.run_id
 
-    def start(self, order: Order) -> dict[str, str]:
+    def start(self, order: ProfileOrder) -> dict[str, str]:
         """stage -> ``started`` or ``failed: why``. A run that records already is refused."""
         try:
             if self._recorder.run_id is not None:
@@ -153,7 +153,7 @@ class ProfileSession:
             log.error("profile: %s", describe(error))
         self.thread.shutdown(wait=False, cancel_futures=True)
 
-    def _new_trace(self, order: Order) -> TorchTrace | None:
+    def _new_trace(self, order: ProfileOrder) -> TorchTrace | None:
         if order.torch_template is None:
             return None
         unknown = set(order.config) - set(torch_trace.SWITCHES)

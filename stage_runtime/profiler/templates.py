@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 #: number of the template, request id, nanoseconds since the epoch, attempt, number
-Note = tuple[int, str, int, int, int]
+TemplateNote = tuple[int, str, int, int, int]
 
 MAX_EVENTS: Final = 16  # of one template
 _SIZE_OF_REST: Final = 90  # bytes of a line beside its template's: the request's id, the time, the run's id, numbers
@@ -91,7 +91,7 @@ class Definition(msgspec.Struct, frozen=True):
 #: there is an attempt; what is between it and the further number.
 _Pieces = tuple[tuple[tuple[bytes, bytes], ...], bool, bytes | None]
 
-_decode = msgspec.json.Decoder(Note | Definition).decode
+_decode = msgspec.json.Decoder(TemplateNote | Definition).decode
 
 
 def expand(lines: Iterable[bytes], unreadable: Callable[[], None]) -> Iterator[bytes]:
@@ -112,7 +112,7 @@ def expand(lines: Iterable[bytes], unreadable: Callable[[], None]) -> Iterator[b
                 unreadable()
 
 
-def _lines(note: Note, pieces: _Pieces) -> bytes:
+def _lines(note: TemplateNote, pieces: _Pieces) -> bytes:
     """Joined from pieces, which costs a third of encoding them."""
     _, request_id, time_ns, attempt, number = note
     pairs, attempts, before_number = pieces

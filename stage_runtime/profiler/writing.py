@@ -25,7 +25,7 @@ import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events, templates
-from stage_runtime.profiler.templates import Note
+from stage_runtime.profiler.templates import TemplateNote
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Writer:
         self.pid = os.getpid()
         self.path = path
         self.lines: deque[EventLine] = deque()
-        self.notes: deque[Note] = deque()
+        self.notes: deque[TemplateNote] = deque()
         self.refused = 0  #: Events that were not queued, since too many were.
         self._dropped = 0  #: Events that could not be encoded or for which there was no room.
         self._max_bytes = max_bytes
@@ -201,7 +201,7 @@ class Writer:
         self._beside.append(_encoder.encode_lines(definitions) + encoded)
         self._defined |= new
 
-    def _one_by_one(self, notes: list[Note]) -> Iterator[bytes]:
+    def _one_by_one(self, notes: list[TemplateNote]) -> Iterator[bytes]:
         for note in notes:
             try:
                 yield _encoder.encode_lines([note])

@@ -56,11 +56,11 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
 
     @abstractmethod
     def _connect(self, peer: Peer, facts: Mapping[str, Any]) -> Connection | None:
-        """The way to a peer; None when this relay does not reach it. Bad facts never raise."""
+        """The route to a peer; None when this relay does not reach it. Bad facts never raise."""
 
     @abstractmethod
     def _disconnect(self, peer: Peer, connection: Connection) -> None:
-        """The peer is gone: close the way to it, and fail what is awaited from it."""
+        """The peer is gone: close the route to it, and fail what is awaited from it."""
 
     @abstractmethod
     def put(

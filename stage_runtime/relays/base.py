@@ -19,8 +19,10 @@ from stage_runtime.relays.choosing import Medium
 
 Peer = NewType("Peer", str)  #: The incarnation of the process at the other end.
 TransferId = NewType("TransferId", int)  #: Unique per sending process and relay; never used twice.
-Release = Callable[[Peer, TransferId], None]  #: Called in any thread, soon after the last view has died.
-Failed = Callable[[Peer, str, str], None]  #: (peer, relay, reason): called in any thread. Another relay is used then.
+OnRelease = Callable[[Peer, TransferId], None]  #: Called in any thread, soon after the last view has died.
+TransferKey = tuple[Peer, TransferId]
+#: (peer, relay, reason): called in any thread. Another relay is used then.
+OnRelayFailed = Callable[[Peer, str, str], None]
 
 
 class RelayOperation(Protocol):

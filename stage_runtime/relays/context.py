@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Failed, Peer, Release
+from stage_runtime.relays.base import OnRelayFailed, OnRelease, Peer
 
 
 class SocketSecurity(Protocol):
@@ -57,8 +57,8 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
 
     loop: asyncio.AbstractEventLoop
     incarnation: Peer
-    on_release: Release  #: Called in any thread.
-    failed: Failed  #: Called in any thread, by a relay that does not reach a peer which may be alive.
+    on_release: OnRelease  #: Called in any thread.
+    failed: OnRelayFailed  #: Called in any thread, by a relay that does not reach a peer which may be alive.
     thread: local  #: ``lets_go``: this thread drops received buffers now, and reports them next (`base.Relay.let_go`).
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena

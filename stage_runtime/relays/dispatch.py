@@ -21,13 +21,13 @@ from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError
 from stage_runtime.payloads.pack import Extracted, Pack
 from stage_runtime.relays import choosing, devices, pieces, registry
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Failed, Fetch, Peer, Relay, Release, TransferId
+from stage_runtime.relays.base import Fetch, OnRelayFailed, OnRelease, Peer, Relay, TransferId
 from stage_runtime.relays.choices import Choices
 from stage_runtime.relays.choosing import PROCESS, ProcessFacts, Reached
 from stage_runtime.relays.context import RelayContext, RelaySettings, SocketSecurity
 from stage_runtime.relays.named import Named, Put
 from stage_runtime.relays.pins import Pin
-from stage_runtime.relays.registry import RELAYS, Entry
+from stage_runtime.relays.registry import RELAYS, RelayEntry
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ class Relays:
         *,
         loop: asyncio.AbstractEventLoop,
         incarnation: str,
-        on_release: Release,
-        on_failed: Failed = lambda peer, relay, reason: None,
+        on_release: OnRelease,
+        on_failed: OnRelayFailed = lambda peer, relay, reason: None,
         security: SocketSecurity | None = None,
         settings: RelaySettings | None = None,
-        table: Mapping[str, Entry] = RELAYS,
+        table: Mapping[str, RelayEntry] = RELAYS,
     ) -> None:
         """on_release: called, in any thread, when the last view of a received transfer has died: send a Release.
         on_failed: called, in any thread, when a relay is found not to reach a peer: notify the peer.
@@ -118,7 +118,7 @@ class Relays:
         """
         return self._choices.choose(Peer(peer), backend).relay
 
-    def way(self, peer: str, backend: str = "auto") -> tuple[str, str]:
+    def transport(self, peer: str, backend: str = "auto") -> tuple[str, str]:
         """The relay that `choose` gives, and the medium of its bytes; ``refused`` and ``none`` where it gives none."""
         try:
             choice = self._choices.choose(Peer(peer), backend)
@@ -333,7 +333,7 @@ class Relays:
         self.arena.trim()
 
 
-def _weakly(method: Failed) -> Failed:
+def _weakly(method: OnRelayFailed) -> OnRelayFailed:
     """Calls a method without keeping its object.
 
     Relays hold the context that holds this: a process that goes on as another incarnation frees the old one's arena at

@@ -15,16 +15,14 @@ from stage_runtime.errors import RelayFailed, TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.relays import pages
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Peer, Release, TransferId
+from stage_runtime.relays.base import OnRelease, Peer, TransferKey
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
 ROOM_S: Final = 2e-3  # how often memory is looked for by what found none
 
-Key = tuple[Peer, TransferId]
 
-
-class Way(Protocol):
+class GetRoute(Protocol):
     """What a get needs to know of its peer."""
 
     @property
@@ -42,7 +40,7 @@ class Get:
 
     def __init__(self, operation: GetOperation, nbytes: int, request_id: str, holder: str) -> None:
         self.operation = operation
-        self.key: Key = (operation.peer, operation.transfer)
+        self.key: TransferKey = (operation.peer, operation.transfer)
         self.nbytes = nbytes
         self.request_id = request_id
         self.holder = holder
@@ -55,7 +53,7 @@ class Get:
         self.operation.fail(kind(f"transfer {self.key[1]} from {self.key[0]}: {why}"))
 
 
-W = TypeVar("W", bound=Way)
+W = TypeVar("W", bound=GetRoute)
 G = TypeVar("G", bound=Get)
 
 
@@ -67,7 +65,7 @@ class Gets(Generic[W, G]):
         loop: asyncio.AbstractEventLoop,
         memory: Arena,
         pins: Pins,
-        on_release: Release,
+        on_release: OnRelease,
         *,
         room_nbytes: int,
         begin: Callable[[W, G], bool],
@@ -84,10 +82,10 @@ class Gets(Generic[W, G]):
         self._looking: asyncio.TimerHandle | None = None
         self._counts = dict.fromkeys(("received_transfers", "received_bytes", "copied_out_bytes"), 0)
         self.waiting: collections.deque[tuple[W, G]] = collections.deque()  #: For memory.
-        self.coming: dict[Key, tuple[W, G]] = {}
-        self.quarantined: dict[Key, tuple[W, G]] = {}  #: Given up; bytes may still come.
+        self.coming: dict[TransferKey, tuple[W, G]] = {}
+        self.quarantined: dict[TransferKey, tuple[W, G]] = {}  #: Given up; bytes may still come.
 
-    def claim(self, way: W, get: G) -> None:
+    def claim(self, route: W, get: G) -> None:
         """Fetch a transfer, now or as soon as there is memory for it.
 
         Raises: TransferError: it was fetched before, or no memory is as large.
@@ -101,8 +99,8 @@ class Gets(Generic[W, G]):
             raise TransferError(f"transfer {key[1]} from {key[0]} has {nbytes} bytes, and {room}")
         if not nbytes:
             self._arrived(get, pages.fresh(0))
-        elif self.waiting or not self._begin(way, get):
-            self.waiting.append((way, get))
+        elif self.waiting or not self._begin(route, get):
+            self.waiting.append((route, get))
             self._look_later()
 
     def landed(self, get: G, region: Any) -> None:
@@ -116,10 +114,10 @@ class Gets(Generic[W, G]):
 
     def fail_waiting(self, which: Callable[[W, G], bool], why: str, *, released: bool = True) -> None:
         """Fail those that have not begun. released: their senders are notified, if they are not gone."""
-        for way, get in [pair for pair in self.waiting if which(*pair)]:
-            self.waiting.remove((way, get))
+        for route, get in [pair for pair in self.waiting if which(*pair)]:
+            self.waiting.remove((route, get))
             get.fail(why)
-            if released and not way.gone:
+            if released and not route.gone:
                 self._on_release(*get.key)
 
     def stats(self) -> dict[str, int]:

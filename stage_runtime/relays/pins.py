@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from stage_runtime.errors import TransferError
-from stage_runtime.relays.base import Peer, Release, TransferId
+from stage_runtime.relays.base import OnRelease, Peer, TransferId
 
 SMALL_NBYTES: Final = 256 << 10  # a sender misses a larger buffer sooner
 DELAY_S: Final = 0.01  # most that a small one's release is held back: that of several visits goes in one message
@@ -52,7 +52,7 @@ class Pins:
     chooses). So what they call takes no lock: it notes the death, and wakes the loop once for all where it must.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_release: Release, thread: local) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_release: OnRelease, thread: local) -> None:
         """thread: of all pins of the process. Its ``lets_go`` is True while a thread drops buffers and calls `let_go`
         next, so that it need not wake the loop.
         """

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from stage_runtime.relays.context import RelayContext
 
 
-class Factory(Protocol):
+class RelayFactory(Protocol):
     """What a line names: makes the relay of a process."""
 
     def __call__(self, context: RelayContext) -> Relay: ...
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class RelayEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One relay."""
 
-    factory: str  #: ``module:name`` of its `Factory`.
+    factory: str  #: ``module:name`` of its `RelayFactory`.
     extra: str | None = None  #: Of omnipipeline: installs what the relay imports.
     #: Every process opens it, and `auto` may choose it. False: opened only where a pipeline asks for it by name.
     auto: bool = True
@@ -55,20 +55,23 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Best first: `auto` takes the first that reaches a peer.
-RELAYS: Final[Mapping[str, Entry]] = {
-    "cuda_ipc": Entry(
+RELAYS: Final[Mapping[str, RelayEntry]] = {
+    "cuda_ipc": RelayEntry(
         factory="stage_runtime.relays.cuda_ipc.relay:CudaIpcRelay", extra="runtime", needs="gpu", sends_from_gpus=True
     ),
-    "shm": Entry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
-    "nixl": Entry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", needs="rdma"),
-    "mooncake": Entry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", needs="rdma"),
-    "nccl": Entry(factory="stage_runtime.relays.nccl.relay:NcclRelay", auto=False, ranks=True),
-    "tcp": Entry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
+    "shm": RelayEntry(factory="stage_runtime.relays.shm.relay:ShmRelay"),
+    "nixl": RelayEntry(factory="stage_runtime.relays.nixl.relay:NixlRelay", extra="nixl", needs="rdma"),
+    "mooncake": RelayEntry(factory="stage_runtime.relays.mooncake.relay:MooncakeRelay", extra="mooncake", needs="rdma"),
+    "nccl": RelayEntry(factory="stage_runtime.relays.nccl.relay:NcclRelay", auto=False, ranks=True),
+    "tcp": RelayEntry(factory="stage_runtime.relays.tcp.relay:TcpRelay"),
 }
 
 
 def to_open(
-    asked: Collection[str], table: Mapping[str, Entry] = RELAYS, *, has: Callable[[Need], bool] = lambda need: False
+    asked: Collection[str],
+    table: Mapping[str, RelayEntry] = RELAYS,
+    *,
+    has: Callable[[Need], bool] = lambda need: False,
 ) -> tuple[str, ...]:
     """The relays of a process whose pipeline asks for those names, best first. has: what the machine has."""
     return tuple(
@@ -78,7 +81,7 @@ def to_open(
     )
 
 
-def load(name: str, table: Mapping[str, Entry] = RELAYS) -> Factory:
+def load(name: str, table: Mapping[str, RelayEntry] = RELAYS) -> RelayFactory:
     """The factory of a relay; imports its folder.
 
     Raises: ConfigurationError: there is none of that name, or what it needs is not installed.
@@ -88,7 +91,7 @@ def load(name: str, table: Mapping[str, Entry] = RELAYS) -> Factory:
         raise ConfigurationError(f"relay {name!r} is not in this version: use auto, {' or '.join(table)}")
     module, _, attribute = entry.factory.partition(":")
     try:
-        factory: Factory = getattr(importlib.import_module(module), attribute)
+        factory: RelayFactory = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         install = f"pip install 'omnipipeline[{entry.extra or 'runtime'}]'"
         raise ConfigurationError(f"relay {name!r} cannot be loaded ({error}): {install}") from error

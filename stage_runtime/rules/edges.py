@@ -16,12 +16,12 @@ from omnipipeline_spec.types.plan import PipelineRevision, StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.wire.frames import PROTOCOL
 
-Edge: TypeAlias = tuple[str, str, str]  #: source, target, ``normal`` or ``stream``
+EdgeKey: TypeAlias = tuple[str, str, str]  #: source, target, ``normal`` or ``stream``
 
 
 def of_process(stages: Collection[StagePlan]) -> str:
     """The schema that these stages' plans declare, all of one process."""
-    edges: set[Edge] = set()
+    edges: set[EdgeKey] = set()
     for stage in stages:
         edges.update((stage.name, target, "normal") for target in stage.next)
         edges.update((stage.name, target, "stream") for target in stage.stream_to)
@@ -36,7 +36,7 @@ def of_process(stages: Collection[StagePlan]) -> str:
 
 def of_revision(revision: PipelineRevision) -> dict[str, str]:
     """group -> the schema that its process must declare to serve ``revision``."""
-    ends: list[Edge] = [
+    ends: list[EdgeKey] = [
         *revision.edges,
         (COORDINATOR, revision.entry, "normal"),
         *((stage, COORDINATOR, "normal") for stage in revision.terminals),
@@ -44,12 +44,12 @@ def of_revision(revision: PipelineRevision) -> dict[str, str]:
     return {group: _of_group(revision, group, ends) for group in revision.groups}
 
 
-def _of_group(revision: PipelineRevision, group: str, edges: Iterable[Edge]) -> str:
+def _of_group(revision: PipelineRevision, group: str, edges: Iterable[EdgeKey]) -> str:
     stages = {stage for stage, its_group in revision.stages.items() if its_group == group}
     return _schema(stages, {edge for edge in edges if edge[0] in stages or edge[1] in stages})
 
 
-def _schema(stages: Iterable[str], edges: Collection[Edge]) -> str:
+def _schema(stages: Iterable[str], edges: Collection[EdgeKey]) -> str:
     """Prefixed with the protocol version: a process of another version is rejected whatever its edges are."""
     encoded = msgspec.msgpack.encode([sorted(stages), sorted(edges)])
     return f"{PROTOCOL}:{hashlib.blake2b(encoded, digest_size=8).hexdigest()}"

@@ -75,7 +75,7 @@ class Sets(msgspec.Struct):
         return min(len(choice.pool) for choice in self.choices)
 
 
-Kind: TypeAlias = tuple[str, str, str, str]  #: group, unit, unit revision, edge schema: what one may stand in for
+UnitKind: TypeAlias = tuple[str, str, str, str]  #: group, unit, unit revision, edge schema: what one may stand in for
 
 
 class Unbindable(Exception):
@@ -103,7 +103,9 @@ class MembershipState:
         self._schemas: dict[str, dict[str, str]] = {}  #: pipeline revision -> group -> edge schema
         self._chance = chance
         self._offset = int(chance() * OFFSETS)  #: Where the turns of an entry group begin: not at one for all.
-        self._eligible: Pools[Kind, Instance] = Pools()  #: By incarnation; `_place` keeps it equal to ``instances``.
+        self._eligible: Pools[UnitKind, Instance] = (
+            Pools()
+        )  #: By incarnation; `_place` keeps it equal to ``instances``.
         self._loads: dict[str, GroupLoad] = {}  #: By group.
         self._changes = 0  #: Of the pools.
         self._endpoints = Endpoints()
@@ -240,7 +242,7 @@ class MembershipState:
             return ["(no pipeline revision known)"]
         return min(missing, key=len) if any_revision else missing[-1]
 
-    def _kind(self, revision: PipelineRevision, group: str) -> Kind:
+    def _kind(self, revision: PipelineRevision, group: str) -> UnitKind:
         """What may serve ``group`` in ``revision``."""
         unit = revision.groups[group]
         return group, unit, revision.units[unit], self._schemas[revision.revision][group]

@@ -1,9 +1,9 @@
 """Slow clients: clients that read slower than a terminal stage streams, while other requests wait for that stage.
 
 A full window blocks a worker until its client reads. When all workers of a stage are blocked so and other requests are
-queued there, the stage sends `Stalled`, and the coordinator, as consumer of the streams, counts chunks as taken early,
-up to a limit. Beyond the limit, the request whose client read least recently ends. `rules.turns` does the same between
-stages. Pure: the coordinator passes the state in and carries the steps out.
+queued there, the stage sends `StreamStalled`, and the coordinator, as consumer of the streams, counts chunks as taken
+early, up to a limit. Beyond the limit, the request whose client read least recently ends. `rules.turns` does the same
+between stages. Pure: the coordinator passes the state in and carries the steps out.
 """
 
 from __future__ import annotations

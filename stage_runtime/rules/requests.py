@@ -21,7 +21,7 @@ HISTORY_KEPT: Final = 16  # transitions of one request; chunks that change no st
 EVENT_SHOWN: Final = 200  # characters of an event in a history
 
 
-class State(Enum):
+class RequestState(Enum):
     UNBOUND = "unbound"  #: No attempt is under way: just admitted, or the last attempt was given up.
     BOUND = "bound"  #: An attempt is under way, and the client was shown nothing of it: it may be sent again.
     ANSWERING = "answering"  #: The client was shown a part of the answer: a retry would repeat it.
@@ -30,68 +30,70 @@ class State(Enum):
     CANCELLED = "cancelled"
 
 
-LIVE: Final = frozenset({State.UNBOUND, State.BOUND, State.ANSWERING})  #: These hold an admission slot.
+LIVE: Final = frozenset(
+    {RequestState.UNBOUND, RequestState.BOUND, RequestState.ANSWERING}
+)  #: These hold an admission slot.
 
 
-class Event(msgspec.Struct, frozen=True):
+class Stimulus(msgspec.Struct, frozen=True):
     """Base of what may happen."""
 
 
-class AttemptBegan(Event, frozen=True):
+class AttemptBegan(Stimulus, frozen=True):
     """The request is bound, and sent under this number."""
 
     number: int
 
 
-class ChunkCame(Event, frozen=True):
+class ChunkCame(Stimulus, frozen=True):
     """A terminal streamed a chunk, in order."""
 
     stage: str
     attempt: int
 
 
-class TerminalDone(Event, frozen=True):
+class TerminalDone(Stimulus, frozen=True):
     """A terminal is through, all its chunks delivered."""
 
     stage: str
     attempt: int
 
 
-class StageFailed(Event, frozen=True):
+class StageFailed(Stimulus, frozen=True):
     attempt: int
     failure: Failure
 
 
-class InstanceLost(Event, frozen=True):
+class InstanceLost(Stimulus, frozen=True):
     """An instance that this attempt is bound to is gone. ``stage``: one that it served."""
 
     stage: str
     attempt: int
 
 
-class HandedBack(Event, frozen=True):
+class HandedBack(Stimulus, frozen=True):
     """A draining instance had not begun: take it elsewhere, at no cost."""
 
     attempt: int
 
 
-class NoInstanceCame(Event, frozen=True):
+class NoInstanceCame(Stimulus, frozen=True):
     """Nothing can be bound to it in time."""
 
     reason: str
 
 
-class Cancelled(Event, frozen=True):
+class Cancelled(Stimulus, frozen=True):
     """The client disconnected, or cancelled the request."""
 
     reason: str
 
 
-class DeadlinePassed(Event, frozen=True):
+class DeadlinePassed(Stimulus, frozen=True):
     pass
 
 
-class CoordinatorStopped(Event, frozen=True):
+class CoordinatorStopped(Stimulus, frozen=True):
     """Everything in flight ends."""
 
     reason: str
@@ -114,9 +116,9 @@ NOTHING: Final[Instructions] = ()
 class HistoryEntry(NamedTuple):
     """One entry of a request's history."""
 
-    before: State
-    event: Event
-    after: State
+    before: RequestState
+    event: Stimulus
+    after: RequestState
 
     def __str__(self) -> str:
         return f"{self.before.value}: {repr(self.event)[:EVENT_SHOWN]} -> {self.after.value}"
@@ -134,12 +136,12 @@ class Tracked:
         self.terminals = terminals
         self.attempt = 0  #: The number of the latest attempt, which UNBOUND has given up; 0: there was none.
         self.tries = 0  #: Attempts that have begun.
-        self.state = State.UNBOUND
+        self.state = RequestState.UNBOUND
         self.waiting = set(terminals)
         self.streamed = False  #: The client was shown something of this request. Never unset.
         self.failure: Failure | None = None  #: Set exactly in FAILED and CANCELLED.
         self.history: deque[HistoryEntry] = deque(maxlen=HISTORY_KEPT)  #: The latest, oldest first.
-        self._rows = TABLE[State.UNBOUND]  #: Of ``state``.
+        self._rows = TABLE[RequestState.UNBOUND]  #: Of ``state``.
         self._retries_left = retries
         self._whole = whole
 
@@ -154,9 +156,9 @@ class Tracked:
 
     def accepts(self, attempt: int) -> bool:
         """Whether output of that attempt is accepted now."""
-        return attempt == self.attempt and (self.state is State.BOUND or self.state is State.ANSWERING)
+        return attempt == self.attempt and (self.state is RequestState.BOUND or self.state is RequestState.ANSWERING)
 
-    def handle(self, event: Event) -> Instructions:
+    def handle(self, event: Stimulus) -> Instructions:
         """Apply one event. Returns what to do; one of another attempt changes nothing.
 
         Raises: IllegalEvent: the table has no row for it. Nothing has changed.
@@ -178,93 +180,93 @@ class Tracked:
 
     # --- guards -------------------------------------------------------------------------------------------------
 
-    def _unwaited(self, event: Event) -> bool:
+    def _unwaited(self, event: Stimulus) -> bool:
         """It comes from a terminal that this request does not wait for, or that was through already."""
         assert isinstance(event, ChunkCame | TerminalDone)
         return event.stage not in self.waiting
 
-    def _held_back(self, _: Event) -> bool:
+    def _held_back(self, _: Stimulus) -> bool:
         return self._whole
 
-    def _last(self, event: Event) -> bool:
+    def _last(self, event: Stimulus) -> bool:
         assert isinstance(event, TerminalDone)
         return self.waiting == {event.stage}
 
-    def _retry_left(self, _: Event) -> bool:
+    def _retry_left(self, _: Stimulus) -> bool:
         return self._retries_left > 0
 
-    def _transport_retry_left(self, event: Event) -> bool:
+    def _transport_retry_left(self, event: Stimulus) -> bool:
         """Two instances could not reach each other; others may."""
         assert isinstance(event, StageFailed)
         return event.failure.code == "transport_failed" and self._retries_left > 0
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def _begin(self, event: Event) -> None:
+    def _begin(self, event: Stimulus) -> None:
         assert isinstance(event, AttemptBegan)
         self.attempt = event.number
         self.tries += 1
         self.waiting = set(self.terminals)
 
-    def _show(self, _: Event) -> None:
+    def _show(self, _: Stimulus) -> None:
         self.streamed = True
 
-    def _through(self, event: Event) -> None:
+    def _through(self, event: Stimulus) -> None:
         assert isinstance(event, TerminalDone)
         self.waiting.discard(event.stage)
 
-    def _show_through(self, event: Event) -> None:
+    def _show_through(self, event: Stimulus) -> None:
         self.streamed = True  # a retry would run this terminal again and answer it twice
         self._through(event)
 
-    def _spend_retry(self, _: Event) -> None:
+    def _spend_retry(self, _: Stimulus) -> None:
         self._retries_left -= 1
 
-    def _fail_as_reported(self, event: Event) -> None:
+    def _fail_as_reported(self, event: Stimulus) -> None:
         assert isinstance(event, StageFailed)
         self.failure = event.failure
 
-    def _fail_lost(self, event: Event) -> None:
+    def _fail_lost(self, event: Stimulus) -> None:
         assert isinstance(event, InstanceLost)
         when = "after part of the answer was sent" if self.streamed else "again"
         self.failure = Failure("unavailable", f"an instance of {event.stage!r} was lost {when}", event.stage)
 
-    def _fail_handed_back(self, _: Event) -> None:
+    def _fail_handed_back(self, _: Stimulus) -> None:
         self.failure = Failure("unavailable", "a draining instance handed the request back")
 
-    def _fail_unavailable(self, event: Event) -> None:
+    def _fail_unavailable(self, event: Stimulus) -> None:
         assert isinstance(event, NoInstanceCame | CoordinatorStopped)
         self.failure = Failure("unavailable", event.reason)
 
-    def _fail_cancelled(self, event: Event) -> None:
+    def _fail_cancelled(self, event: Stimulus) -> None:
         assert isinstance(event, Cancelled)
         self.failure = Failure("cancelled", event.reason)
 
-    def _fail_late(self, _: Event) -> None:
+    def _fail_late(self, _: Stimulus) -> None:
         self.failure = Failure("deadline", f"not done in time; waiting for {sorted(self.waiting)}")
 
 
 class TransitionRow(NamedTuple):
     """What an event leads to. Of several rows of one event the first whose ``when`` holds is taken."""
 
-    to: State
+    to: RequestState
     instructions: Instructions = NOTHING
-    when: Callable[[Tracked, Event], bool] | None = None
-    effect: Callable[[Tracked, Event], None] | None = None
+    when: Callable[[Tracked, Stimulus], bool] | None = None
+    effect: Callable[[Tracked, Stimulus], None] | None = None
 
 
 DELIVER, ABORT, REBIND = Instruction.DELIVER, Instruction.ABORT, Instruction.REBIND
 FINISH, FAIL = Instruction.FINISH, Instruction.FAIL
-UNBOUND, BOUND, ANSWERING = State.UNBOUND, State.BOUND, State.ANSWERING
-COMPLETED, FAILED, CANCELLED = State.COMPLETED, State.FAILED, State.CANCELLED
+UNBOUND, BOUND, ANSWERING = RequestState.UNBOUND, RequestState.BOUND, RequestState.ANSWERING
+COMPLETED, FAILED, CANCELLED = RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED
 
-Rows: TypeAlias = Mapping[type[Event], tuple[TransitionRow, ...]]
+Rows: TypeAlias = Mapping[type[Stimulus], tuple[TransitionRow, ...]]
 
 #: Events of the latest attempt when it has ended.
 LATE: Final = (ChunkCame, TerminalDone, StageFailed, InstanceLost, HandedBack)
 
 
-def _over(state: State) -> Rows:
+def _over(state: RequestState) -> Rows:
     """Nothing follows an end."""
     return {kind: (TransitionRow(state),) for kind in (*LATE, Cancelled, DeadlinePassed, CoordinatorStopped)}
 
@@ -278,7 +280,7 @@ def _given_up(*instructions: Instruction) -> Rows:
     }
 
 
-TABLE: Final[Mapping[State, Rows]] = {
+TABLE: Final[Mapping[RequestState, Rows]] = {
     UNBOUND: {
         **{kind: (TransitionRow(UNBOUND),) for kind in LATE},
         AttemptBegan: (TransitionRow(BOUND, effect=Tracked._begin),),

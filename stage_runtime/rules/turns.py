@@ -1,11 +1,11 @@
 """Resolves a deadlock between a streaming producer and a consumer with few concurrent requests.
 
 A producer that works on one request at a time may be blocked by the full window of request 2, which has not begun at
-the consumer; the consumer is occupied by request 1, which waits for the same producer. So a producer sends `Stalled`
-when all its workers are blocked, and the consumer counts chunks of request 2 as taken early, up to a limit for the
-whole stage. Beyond the limit, the newest request is rejected, one that has not begun first, which frees the producer.
-A consumer that computes, or that waits for a working producer, applies back-pressure as usual. Pure: the engine passes
-the state in and carries the steps out.
+the consumer; the consumer is occupied by request 1, which waits for the same producer. So a producer sends
+`StreamStalled` when all its workers are blocked, and the consumer counts chunks of request 2 as taken early, up to a
+limit for the whole stage. Beyond the limit, the newest request is rejected, one that has not begun first, which frees
+the producer. A consumer that computes, or that waits for a working producer, applies back-pressure as usual. Pure: the
+engine passes the state in and carries the steps out.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import zmq
 from stage_runtime.errors import PeerError
 from stage_runtime.sockets.addresses import check
 
-Kind: TypeAlias = Literal["ROUTER", "DEALER", "PUSH", "PULL", "XPUB", "XSUB"]
+SocketKind: TypeAlias = Literal["ROUTER", "DEALER", "PUSH", "PULL", "XPUB", "XSUB"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 LAST_WORDS_MS: Final = 4000  # for frames that were given to a socket before it was closed
@@ -81,19 +81,19 @@ class Context:
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
 
-    def bind(self, kind: Kind, endpoint: str) -> FrameSocket:
+    def bind(self, kind: SocketKind, endpoint: str) -> FrameSocket:
         socket = self._make(kind)
         socket.bind(check(endpoint))
         return FrameSocket(socket)
 
-    def connect(self, kind: Kind, endpoint: str, *, identity: bytes | None = None) -> FrameSocket:
+    def connect(self, kind: SocketKind, endpoint: str, *, identity: bytes | None = None) -> FrameSocket:
         socket = self._make(kind)
         if identity is not None:
             socket.identity = identity
         socket.connect(check(endpoint))
         return FrameSocket(socket)
 
-    def _make(self, kind: Kind) -> zmq.Socket[bytes]:
+    def _make(self, kind: SocketKind) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(getattr(zmq, kind))
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = QUEUED_MOST

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stage_runtime.engines.events import Admin as AdminEvent
+from stage_runtime.engines.events import Admin
 from stage_runtime.errors import ValueRefused, describe
 from stage_runtime.stage.stage import Stage
-from stage_runtime.wire.messages import Admin, AdminReply, Message, ProfilerStart, ProfilerStop
+from stage_runtime.wire.messages import AdminCall, AdminReply, Message, ProfilerStart, ProfilerStop
 
 
 class Administration:
@@ -19,7 +19,7 @@ class Administration:
         self._send = send
         self._asked: set[tuple[str, str, str]] = set()  #: (coordinator, call, stage) that engines have not answered.
 
-    def ask(self, sender: str, message: Admin) -> None:
+    def ask(self, sender: str, message: AdminCall) -> None:
         """Hand it to the engine. Whatever becomes of it, ``sender`` gets one answer, unless the engine forgets it."""
         stage = self._stages.get(message.stage)
         if stage is None or stage.input.engine is None or not stage.input.engine.takes_admin:
@@ -29,7 +29,7 @@ class Administration:
         call = (sender, message.call_id, message.stage)
         self._asked.add(call)
         stage.inbox.put(
-            AdminEvent(message.call_id, message.operation, message.arguments, lambda value: self._answer(call, value))
+            Admin(message.call_id, message.operation, message.arguments, lambda value: self._answer(call, value))
         )
 
     def profile(self, message: ProfilerStart | ProfilerStop) -> None:
@@ -38,7 +38,7 @@ class Administration:
         arguments: Mapping[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
         for stage in self._stages.values():
             if stage.input.engine is not None and stage.input.engine.takes_admin:
-                stage.inbox.put(AdminEvent("", operation, dict(arguments), lambda _: None))
+                stage.inbox.put(Admin("", operation, dict(arguments), lambda _: None))
 
     def crashed(self, stage: str, error: BaseException) -> None:
         """The engine has stopped: answer its open operations. On its thread."""

@@ -10,7 +10,7 @@ from omnipipeline_spec.types.plan import StagePlan
 
 Allocate = Callable[[tuple[int, ...], Any], Any]
 Progress = Callable[[str, str], None]
-Emit = Callable[..., None]
+EmitEvent = Callable[..., None]
 
 
 class RankContext:
@@ -27,7 +27,7 @@ class RankContext:
         rendezvous: str | None,
         allocate: Allocate,
         progress: Progress,
-        emit: Emit,
+        emit: EmitEvent,
     ) -> None:
         self.name = plan.name
         self.device = "cpu" if gpu_id is None else f"cuda:{gpu_id}"

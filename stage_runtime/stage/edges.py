@@ -21,7 +21,7 @@ from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.stage_input import StageInput
 from stage_runtime.stage.work import RequestWork
 from stage_runtime.transfers.sending import Make, PendingSend
-from stage_runtime.wire.messages import Complete, Consumed, DataReady, Message, Skip, Stalled, Stream
+from stage_runtime.wire.messages import Complete, Consumed, DataReady, Message, Skip, Stream, StreamStalled
 from stage_runtime.wire.parts import Body, Failure, Header
 from stage_runtime.wire.values import Chunk, StagePayload
 
@@ -108,7 +108,7 @@ class _SendingEdge:
 
     def stalled(self, stalled: bool) -> None:
         """All workers of the stage wait for the neighbour, or no longer."""
-        self._process.send(self._peer, Stalled(self._stage, self._neighbour, stalled))
+        self._process.send(self._peer, StreamStalled(self._stage, self._neighbour, stalled))
 
     def _ship(self, work: RequestWork, extracted: Extracted, make: Make) -> None:
         lost = self._lost
@@ -233,7 +233,7 @@ class ClientEdge(_SendingEdge):
             self._ship(work, extracted, make)
 
 
-Edge: TypeAlias = LocalEdge | RemoteEdge
+StageEdge: TypeAlias = LocalEdge | RemoteEdge
 
 
 class Edges:
@@ -245,10 +245,10 @@ class Edges:
         self._lost = lost
         neighbours = (*plan.next, *plan.stream_to, *plan.stream_from, *plan.inputs_from)
         #: neighbour -> incarnation -> edge. Valid for this process's own incarnation.
-        self._bound: dict[str, dict[str, Edge]] = {name: {} for name in neighbours}
+        self._bound: dict[str, dict[str, StageEdge]] = {name: {} for name in neighbours}
         self._clients: dict[str, ClientEdge] = {}  #: By the coordinator's incarnation.
 
-    def to(self, neighbour: str, instance: str) -> Edge:
+    def to(self, neighbour: str, instance: str) -> StageEdge:
         """The edge to this instance of ``neighbour``; one that cannot be reached is refused when it is used."""
         bound = self._bound.get(neighbour)
         edge = bound.get(instance) if bound is not None else None
@@ -271,9 +271,9 @@ class Edges:
             bound.clear()
         self._clients.clear()
 
-    def _bind(self, neighbour: str, instance: str) -> Edge:
+    def _bind(self, neighbour: str, instance: str) -> StageEdge:
         """The only place that decides whether an instance is this process."""
-        edge: Edge
+        edge: StageEdge
         sibling = self._process.sibling(neighbour) if instance == self._process.incarnation else None
         if sibling is not None:
             edge = LocalEdge(self._plan.name, neighbour, sibling, self._process)
@@ -292,7 +292,7 @@ def _extracted(payload: StagePayload) -> Extracted:
     return encoding.payload(payload.request, () if alone else (data,))
 
 
-def _keep(bound: dict[str, Any], instance: str, edge: Edge | ClientEdge) -> None:
+def _keep(bound: dict[str, Any], instance: str, edge: StageEdge | ClientEdge) -> None:
     if len(bound) >= EDGES_KEPT:
         bound.clear()
     bound[instance] = edge

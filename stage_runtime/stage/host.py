@@ -20,7 +20,7 @@ from stage_runtime.metrics import planes
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
-from stage_runtime.stage import ways
+from stage_runtime.stage import edge_transports
 from stage_runtime.stage.administration import Administration
 from stage_runtime.stage.idle_trimming import IdleTrimming
 from stage_runtime.stage.membership import StageMembership
@@ -36,7 +36,7 @@ from stage_runtime.stage.tensor_parallel import Leader
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.wire.frames import RequestRef
 from stage_runtime.wire.messages import (
-    Admin,
+    AdminCall,
     Beat,
     Complete,
     DataReady,
@@ -118,7 +118,7 @@ class Host:
             Rejected: self._rejected,
             Shutdown: lambda _, message: lifecycle.shut_down(message.reason),
             Unbound: lambda sender, _: lifecycle.unbound(sender),
-            Admin: self._administration.ask,
+            AdminCall: self._administration.ask,
             **(self._profiling.handlers if self._profiling is not None else {}),
         }
 
@@ -228,17 +228,19 @@ class Host:
             relays=process.relays.stats(),
             transfers_in_flight=process.send_queues.outstanding,
             edges=process.send_queues.edges(),
-            ways=self._ways(),
+            edge_transports=self._edge_transports(),
             sends_queued=process.send_queues.queued,
             events=process.channels.counters + process.counters,
             engines={name: stage.inbox.gauges for name, stage in self.stages.items()},
         )
 
-    def _ways(self) -> dict[ways.Way, int]:
+    def _edge_transports(self) -> dict[edge_transports.EdgeTransport, int]:
         """How each edge reaches the instances that this process knows."""
         plans = [stage.plan for stage in self.stages.values()]
         stages_of = {peer: member.stages for peer, member in self.membership.members.items()}
-        return ways.count(plans, stages_of, self.membership.registration.coordinators, self.process.relays.way)
+        return edge_transports.count(
+            plans, stages_of, self.membership.registration.coordinators, self.process.relays.transport
+        )
 
     def reborn(self, incarnation: str) -> None:
         """Drop all work of the earlier incarnation; `wire` must follow."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.profiler.session import STARTED, STOPPED, Order, ProfileSession
+from stage_runtime.profiler.session import STARTED, STOPPED, ProfileOrder, ProfileSession
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
 
 
@@ -59,7 +59,7 @@ class ProcessProfiling:
         self._session.thread.submit(carry_out)
 
     def _start(self, message: ProfilerStart) -> dict[str, Any]:
-        order = Order(
+        order = ProfileOrder(
             run_id=message.run_id,
             event_dir=message.event_dir,
             torch_template=message.torch_template,

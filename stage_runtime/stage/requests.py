@@ -30,7 +30,7 @@ from stage_runtime.wire.messages import (
     RelayFailure,
     Release,
     Skip,
-    Stalled,
+    StreamStalled,
     Submit,
 )
 from stage_runtime.wire.parts import Body, Header, Member
@@ -64,7 +64,7 @@ class Requests:
             Submit: self._submit,
             DataReady: self._data_ready,
             Skip: self._skip,
-            Stalled: self._stalled,
+            StreamStalled: self._stalled,
             Abort: self._abort,
             Ended: self._ended,
             Release: self._release,
@@ -188,7 +188,7 @@ class Requests:
         if stage_input is not None and not self._orphan(message.header, sender, None):
             stage_input.skip(message.header, message.source, message.chunks)
 
-    def _stalled(self, sender: str, message: Stalled) -> None:
+    def _stalled(self, sender: str, message: StreamStalled) -> None:
         stage_input = self._process.sibling(message.target)
         if stage_input is not None:
             stage_input.source_stalled(message.source, sender, message.stalled)

@@ -31,7 +31,7 @@ from stage_runtime.wire.parts import Body
 
 log = logging.getLogger(__name__)
 
-Edge: TypeAlias = tuple[str, str, str]  #: source stage, target stage, the peer's incarnation
+PeerEdge: TypeAlias = tuple[str, str, str]  #: source stage, target stage, the peer's incarnation
 Send: TypeAlias = Callable[[str, Message], bool]  #: (peer, message) -> is there a link; any thread
 Make: TypeAlias = Callable[[Body], Message]
 Lost: TypeAlias = Callable[[BaseException], None]
@@ -83,7 +83,7 @@ def attempt_key(owner: str, request_id: str, attempt: int) -> str:
 class SendQueue:
     """One edge to one peer. Its lock orders what is sent on it; nothing else is held meanwhile."""
 
-    def __init__(self, edge: Edge, credits: int, shared_nbytes: int, slot_nbytes: int) -> None:
+    def __init__(self, edge: PeerEdge, credits: int, shared_nbytes: int, slot_nbytes: int) -> None:
         """slot_nbytes: a larger payload goes in pieces."""
         self.edge = edge
         self.slot_nbytes = slot_nbytes
@@ -114,13 +114,13 @@ class SendQueues:
         self._relays = relays
         self._send = send
         self._shared_nbytes = shared_nbytes
-        self._queues: dict[Edge, SendQueue] = {}
+        self._queues: dict[PeerEdge, SendQueue] = {}
         self._out: dict[tuple[str, int], Outstanding] = {}  #: By (peer, transfer).
-        self._starved: set[Edge] = set()  #: Send queues that found no slot, whatever their credits.
+        self._starved: set[PeerEdge] = set()  #: Send queues that found no slot, whatever their credits.
         self._accounts = Accounts()
         self._lock = Lock()
 
-    def ship(self, edge: Edge, pending: PendingSend, *, credits: int, slot_nbytes: int = SLOT_NBYTES) -> bool:
+    def ship(self, edge: PeerEdge, pending: PendingSend, *, credits: int, slot_nbytes: int = SLOT_NBYTES) -> bool:
         """Send it now, or as soon as a credit and a slot are free. False or TransferError: nothing reaches the peer.
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
@@ -156,7 +156,7 @@ class SendQueues:
 
     def released(self, peer: str, transfers: tuple[int, ...]) -> None:
         """A receiver has let go. On the I/O thread: what waited for that is copied and sent from here."""
-        freed: dict[Edge, SendQueue] = {}
+        freed: dict[PeerEdge, SendQueue] = {}
         for transfer in transfers:
             with self._lock:
                 found = self._out.pop((peer, transfer), None)
@@ -249,7 +249,7 @@ class SendQueues:
                 for each in self._out.values()
             )
 
-    def _queue(self, edge: Edge, credits: int, slot_nbytes: int) -> SendQueue:
+    def _queue(self, edge: PeerEdge, credits: int, slot_nbytes: int) -> SendQueue:
         queue = self._queues.get(edge)
         if queue is None:
             with self._lock:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
+from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import endpoints, errors, serving
 from stage_runtime.web.endpoints import Service
@@ -14,7 +15,6 @@ from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.sound.pool import CodecPool, EncodingSession
 from stage_runtime.web.translating import chat, media
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
-from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.values import Audio
 
 
@@ -60,14 +60,14 @@ class _ChunkEncoder:
         self._codecs = codecs
         self._format = format
 
-    async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+    async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         with self._codecs.encoder(self._format or "") as made:
             async for event in events:
                 yield b"".join([frame async for frame in self._added(event, made)])
             rest = self._chunks.sound(await made.finish()) if self._chunks.check() else ()
             yield b"".join(map(serving.data_frame, (*rest, *self._chunks.finish()))) + serving.DONE
 
-    async def _added(self, event: Event, made: EncodingSession) -> AsyncIterator[bytes]:
+    async def _added(self, event: AnswerEvent, made: EncodingSession) -> AsyncIterator[bytes]:
         for shown in self._chunks.add(event):
             if not isinstance(shown, Audio):
                 yield serving.data_frame(shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +17,6 @@ from stage_runtime.web.settings import WebSettings
 from stage_runtime.web.sound.pool import CodecPool
 
 Read = TypeVar("Read")
-Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):

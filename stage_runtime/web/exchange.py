@@ -32,7 +32,7 @@ _SECONDS: Final = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _BODILESS: Final = b""
 
 
-class Client(Protocol):
+class ConnectedClient(Protocol):
     """The connection of the client. A task that waits for its end would cost as much as a request's admission."""
 
     @property
@@ -64,7 +64,7 @@ class Exchange:
         self.first_byte_at: float | None = None
         self.complete = False  #: The answer is all sent.
         self.answer_times: AnswerTimes | None = None  #: Of an answer that is made of a request's events.
-        self._client: Client = scope[CLIENT]
+        self._client: ConnectedClient = scope[CLIENT]
         self._receive = receive
         self._send = send
         self._headers: dict[bytes, list[bytes]] = {}

@@ -24,7 +24,7 @@ MAX_FILE_NAME: Final = 1024
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class FormPart(msgspec.Struct, frozen=True, kw_only=True):
     """One field (``filename`` is None) or file."""
 
     name: str
@@ -37,7 +37,7 @@ def is_form(content_type: str | None) -> bool:
     return (content_type or "").lower().startswith("multipart/form-data")
 
 
-def parse(body: bytes, content_type: str) -> list[Part]:
+def parse(body: bytes, content_type: str) -> list[FormPart]:
     """All parts in order.
 
     Raises: InvalidRequest: no boundary, a torn or malformed body, too many parts, a part without a sane name.
@@ -62,7 +62,7 @@ class _Collector:
     """The parser's callbacks."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[FormPart] = []
         self.ended = False
         self._field = bytearray()
         self._value = bytearray()
@@ -104,7 +104,7 @@ class _Collector:
         if not name:
             raise InvalidRequest("the form has a part without a name")
         content_type = self._headers.get("content-type", "application/octet-stream")
-        part = Part(
+        part = FormPart(
             name=self._text(name, "name", MAX_NAME),
             filename=None if filename is None else self._text(filename, "file name", MAX_FILE_NAME),
             content_type=self._text(content_type.encode("latin-1"), "media type", MAX_NAME),

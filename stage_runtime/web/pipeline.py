@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
+from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors, multipart, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import pipelines
-from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.parts import ID_LIMIT, RequestId
 
 
@@ -62,7 +62,7 @@ class _NamedEncoder:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
-    async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+    async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         async for event in events:
             yield serving.named_frame(*pipelines.named(event))
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stage_runtime.errors import RequestError
 from stage_runtime.web.exchange import KEY, Exchange
 
-Handler = Callable[[Exchange], Awaitable[None]]
+RouteHandler = Callable[[Exchange], Awaitable[None]]
 JSON = "application/json"
 FORM = "multipart/form-data"
 
@@ -25,7 +25,7 @@ class Route(msgspec.Struct, frozen=True):
     method: str
     path: str  #: A pattern of Starlette's: ``/v1/requests/{id}``.
     summary: str
-    handler: Handler
+    handler: RouteHandler
     body: Any = None  #: The type of the request's body; None: it has none.
     media: tuple[str, ...] = (JSON,)  #: Content types of the body.
     file: str | None = None  #: Name of the file that is part of a form.

@@ -58,12 +58,12 @@ class VideoUrlPart(msgspec.Struct, tag_field="type", tag="video_url"):
     video_url: Url
 
 
-Part = TextPart | RefusalPart | AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart
+ContentPart = TextPart | RefusalPart | AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart
 
 
 class Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None

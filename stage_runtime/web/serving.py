@@ -14,14 +14,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stage_runtime.coordinator.events import ChunkEvent, RequestHandleApi, RequestManagerApi, ResultEvent
+from stage_runtime.coordinator.events import AnswerEvent, RequestHandleApi, RequestManagerApi
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
 from stage_runtime.web.answer_times import AnswerTimes
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.wire.values import OmniRequest
 
-Event = ChunkEvent | ResultEvent
 _log = logging.getLogger(__name__)
 
 #: ``X-Accel-Buffering``: nginx holds an answer back until 4 to 8 KiB are there unless this header forbids it.
@@ -43,7 +42,7 @@ def named_frame(name: str, value: Any) -> bytes:
 class StreamEncoder(Protocol):
     """How one route encodes events."""
 
-    def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+    def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         """Whole events of the stream, several at once where they are ready together."""
 
     def fail(self, error: RequestError) -> bytes:
@@ -67,7 +66,7 @@ async def _admit(
     return handle, times
 
 
-async def _let_go(exchange: Exchange, handle: RequestHandleApi, events: AsyncIterator[Event]) -> None:
+async def _let_go(exchange: Exchange, handle: RequestHandleApi, events: AsyncIterator[AnswerEvent]) -> None:
     """Its events are not read any more."""
     exchange.unwatch()
     handle.abort("the answer is not read")  # changes nothing when it is over
@@ -78,7 +77,7 @@ async def _let_go(exchange: Exchange, handle: RequestHandleApi, events: AsyncIte
 @asynccontextmanager
 async def admitted(
     manager: RequestManagerApi, exchange: Exchange, request: OmniRequest, timeout_s: float | None
-) -> AsyncIterator[AsyncIterator[Event]]:
+) -> AsyncIterator[AsyncIterator[AnswerEvent]]:
     """The request's events. It is aborted when the client disconnects or the body of the block is left early."""
     handle, times = await _admit(manager, exchange, request, timeout_s)
     events = handle.events()
@@ -90,7 +89,7 @@ async def admitted(
         await _let_go(exchange, handle, events)
 
 
-async def _timed(events: AsyncIterator[Event], times: AnswerTimes) -> AsyncGenerator[Event, None]:
+async def _timed(events: AsyncIterator[AnswerEvent], times: AnswerTimes) -> AsyncGenerator[AnswerEvent, None]:
     async for event in events:
         times.note(event.data, time.perf_counter())
         yield event
@@ -101,7 +100,7 @@ async def collect(
     exchange: Exchange,
     request: OmniRequest,
     timeout_s: float | None,
-    add: Callable[[Event], object],
+    add: Callable[[AnswerEvent], object],
 ) -> None:
     """Hand every event to ``add``, up to the end. As `admitted`, without a context and a generator of its own."""
     handle, times = await _admit(manager, exchange, request, timeout_s)

@@ -6,6 +6,7 @@ import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors, serving
 from stage_runtime.web.endpoints import Service
@@ -13,7 +14,7 @@ from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.sound import formats
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.web.translating import speaking
-from stage_runtime.web.translating.outputs import Event, Outputs
+from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Audio
 
 
@@ -48,7 +49,7 @@ async def _send(exchange: Exchange, mime: str, pieces: AsyncGenerator[bytes, Non
 
 
 async def _pieces(
-    events: AsyncIterator[Event], outputs: Outputs, codecs: CodecPool, format: str
+    events: AsyncIterator[AnswerEvent], outputs: Outputs, codecs: CodecPool, format: str
 ) -> AsyncGenerator[bytes, None]:
     """The file's bytes as they become known.
 
@@ -77,7 +78,7 @@ class _SoundEncoder:
         self._format = format
         self._request_id = request_id
 
-    async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+    async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         outputs = Outputs()
         async with aclosing(_pieces(events, outputs, self._codecs, self._format)) as pieces:
             async for piece in pieces:

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
+from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors, multipart, serving
 from stage_runtime.web.endpoints import Service
 from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.translating import transcribing
-from stage_runtime.web.translating.outputs import Event
 from stage_runtime.web.translating.transcribing import Transcript
 
 
@@ -47,7 +47,7 @@ class _DeltaEncoder:
         self._transcript = transcript
         self._request_id = request_id
 
-    async def frames(self, events: AsyncIterator[Event]) -> AsyncGenerator[bytes, None]:
+    async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
         async for event in events:
             yield b"".join(map(serving.data_frame, self._transcript.add(event)))
         self._transcript.check()

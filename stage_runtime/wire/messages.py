@@ -160,7 +160,7 @@ class Skip(BaseMessage, frozen=True, tag=12):
     chunks: Count | None = None
 
 
-class Stalled(BaseMessage, frozen=True, tag=13):
+class StreamStalled(BaseMessage, frozen=True, tag=13):
     """Stage → stage: all workers of ``source`` in this process wait for a full stream window, one of them for
     ``target``'s. Until they do not any more, ``source`` begins no other request.
 
@@ -282,7 +282,7 @@ class ProfilerStop(BaseMessage, frozen=True, tag=42):
     run_id: Name | None = None
 
 
-class Admin(BaseMessage, frozen=True, tag=43):
+class AdminCall(BaseMessage, frozen=True, tag=43):
     """Coordinator → process: an engine's own operation."""
 
     call_id: Name
@@ -396,7 +396,7 @@ Message: TypeAlias = (
     | ForwardAbort
     | ForwardAbortReply
     | Skip
-    | Stalled
+    | StreamStalled
     | Hello
     | Welcome
     | Rejected
@@ -410,7 +410,7 @@ Message: TypeAlias = (
     | Shutdown
     | ProfilerStart
     | ProfilerStop
-    | Admin
+    | AdminCall
     | AdminReply
     | ProfilerRead
     | ProfilerReply

@@ -15,7 +15,7 @@ import msgspec
 
 from stage_runtime.errors import ProtocolError
 
-Kind = Literal["torch", "numpy", "bytes", "value"]
+TensorKind = Literal["torch", "numpy", "bytes", "value"]
 
 #: Bytes per element, by torch's name without the prefix. Quantised types are missing: their scale would be lost.
 ITEMSIZES: Final[dict[str, int]] = {
@@ -55,7 +55,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     offset: int
     nbytes: int
-    kind: Kind = "torch"
+    kind: TensorKind = "torch"
     device: str = HOST
 
 

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from stage_runtime.cli import screens
-from stage_runtime.processes.instances import ProcessView, State
+from stage_runtime.processes.instances import ProcessState, ProcessView
 
 
-def view(process: str, state: State, message: str = "", *, stages: tuple[str, ...] = ("s",)) -> ProcessView:
+def view(process: str, state: ProcessState, message: str = "", *, stages: tuple[str, ...] = ("s",)) -> ProcessView:
     return ProcessView(process=process, instance=process, stages=stages, state=state, message=message, pid=4194304)
 
 

@@ -31,7 +31,7 @@ from stage_runtime.wire.messages import (
     PeerUnreachable,
     Ready,
     Release,
-    Stalled,
+    StreamStalled,
     Unbound,
 )
 from stage_runtime.wire.parts import Body, Failure
@@ -555,7 +555,7 @@ async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_ord
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=True))
         sent = only(made)
-        made.coordinator.received("v1", Stalled("shout", "coordinator", True))
+        made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         nearly = STREAM_WINDOW * 3 // 4
         for index in range(nearly):
             made.chunk(sent, "shout", index, index)
@@ -565,7 +565,7 @@ async def test_an_unread_window_is_taken_early_while_others_wait_and_read_in_ord
             made.chunk(sent, "shout", index, index)
         await came(lambda: taken(made))
         assert (taken(made), handle.early) == (STREAM_WINDOW, STREAM_WINDOW)
-        made.coordinator.received("v1", Stalled("shout", "coordinator", False))
+        made.coordinator.received("v1", StreamStalled("shout", "coordinator", False))
         for index in range(STREAM_WINDOW, 2 * STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
         await asyncio.sleep(3 * LOOK_EVERY_S)
@@ -582,7 +582,7 @@ async def test_who_holds_the_room_that_others_need_and_does_not_read_ends(comple
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handles = [made.manager.admit(asked(name, stream=True)) for name in ("r1", "r2", "r3")]
         sents = made.submitted("f1")
-        made.coordinator.received("v1", Stalled("shout", "coordinator", True))
+        made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         for handle, sent in zip(handles[:2], sents[:2], strict=True):
             for index in range(half):
                 made.chunk(sent, "shout", index, index)
@@ -602,7 +602,7 @@ async def test_an_answer_that_is_given_as_a_whole_has_no_slow_reader() -> None:
     async with coordinator_harness(terminal_stages=lambda request: ["shout"]) as made:
         handle = made.manager.admit(asked(stream=False))
         sent = only(made)
-        made.coordinator.received("v1", Stalled("shout", "coordinator", True))
+        made.coordinator.received("v1", StreamStalled("shout", "coordinator", True))
         for index in range(ROOM + STREAM_WINDOW):
             made.chunk(sent, "shout", index, index)
         await asyncio.sleep(3 * LOOK_EVERY_S)

@@ -125,7 +125,7 @@ def core(
     *,
     backend: str = "gather",
     fused: bool = False,
-    linear: linears.Backend | None = None,
+    linear: linears.LinearsBackend | None = None,
     blocks: int = 64,
     overlapping: bool = False,
     **limits: Any,

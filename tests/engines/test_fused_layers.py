@@ -19,7 +19,9 @@ KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
 
 @pytest.mark.parametrize("linear", [None, "numba"])
 @pytest.mark.parametrize("kind", KNOWN)
-def test_a_fused_model_answers_token_for_token_as_generate_does(kind: str, linear: linears.Backend | None) -> None:
+def test_a_fused_model_answers_token_for_token_as_generate_does(
+    kind: str, linear: linears.LinearsBackend | None
+) -> None:
     draw = random.Random(4)
     asked = {str(index): [draw.randrange(VOCABULARY) for _ in range(length)] for index, length in enumerate([3, 40, 9])}
     answers = Answers(core(kind, backend="pages", fused=True, linear=linear))

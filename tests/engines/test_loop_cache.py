@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import pytest
 
 from stage_runtime.engines.autoregressive import loop_cache
-from stage_runtime.engines.autoregressive.loop_cache import Code
+from stage_runtime.engines.autoregressive.loop_cache import CompiledCode
 
-CODE = Code("symbol", "library", "object", b"machine" * 1000, b"bitcode" * 1000)
+CODE = CompiledCode("symbol", "library", "object", b"machine" * 1000, b"bitcode" * 1000)
 
 #: Compiles one loop, and keeps it. Both processes compile theirs first, so numba numbers both alike.
 COMPILING = """

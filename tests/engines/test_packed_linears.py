@@ -13,21 +13,23 @@ from torch import nn
 from transformers import pytorch_utils
 
 from stage_runtime.engines.autoregressive import linears
-from stage_runtime.engines.autoregressive.linears import Backend, PackedLinear
+from stage_runtime.engines.autoregressive.linears import LinearsBackend, PackedLinear
 from tests.engines.generation_kit import tiny_model
 from tests.thoroughness import examples
 
 Conv1D: Any = pytorch_utils.Conv1D
-FORMS: list[Backend] = ["plain", "onednn", "mkl", "numba"]
+FORMS: list[LinearsBackend] = ["plain", "onednn", "mkl", "numba"]
 
 
-def available(backend: Backend) -> bool:
+def available(backend: LinearsBackend) -> bool:
     return backend in linears.measure(torch.randn(32, 8), ["plain", backend])
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("backend", FORMS)
-def test_a_packed_layer_multiplies_as_a_plain_one_whatever_the_number_of_rows(backend: Backend, bias: bool) -> None:
+def test_a_packed_layer_multiplies_as_a_plain_one_whatever_the_number_of_rows(
+    backend: LinearsBackend, bias: bool
+) -> None:
     if not available(backend):
         pytest.skip(f"this torch has no {backend}")
     layer = nn.Linear(48, 64, bias=bias)
@@ -152,15 +154,15 @@ def test_the_form_that_is_chosen_is_one_that_this_machine_has() -> None:
     ],
 )
 def test_the_choice_is_the_least_factor_over_all_numbers_of_rows(
-    times: dict[Backend, list[float]], chosen: Backend
+    times: dict[LinearsBackend, list[float]], chosen: LinearsBackend
 ) -> None:
     assert linears.choose(times) == chosen
 
 
-Rounds = list[dict[Backend, list[float]]]
+Rounds = list[dict[LinearsBackend, list[float]]]
 
 
-def rounds_of(true: dict[Backend, float], delays: list[float]) -> Rounds:
+def rounds_of(true: dict[LinearsBackend, float], delays: list[float]) -> Rounds:
     """Each value of a round is the true time, times one more than a delay."""
     coming = iter(delays)
     return [
@@ -177,7 +179,7 @@ def rounds_of(true: dict[Backend, float], delays: list[float]) -> Rounds:
 def test_one_undisturbed_round_suffices_for_the_right_choice(
     times: tuple[float, float], delays: list[float], quiet: set[int]
 ) -> None:
-    true: dict[Backend, float] = {"plain": times[0], "onednn": times[1]}
+    true: dict[LinearsBackend, float] = {"plain": times[0], "onednn": times[1]}
     calm = [0.0 if at // 6 in quiet else delay for at, delay in enumerate(delays)]
     assert linears.choose(linears.least(rounds_of(true, calm))) == linears.choose(
         {backend: [seconds] * 3 for backend, seconds in true.items()}

@@ -16,7 +16,7 @@ async def test_every_number_of_the_relays_has_a_metric_and_every_metric_of_relay
             sends_queued=2,
             events={"resent": 3, "received": 4},
             edges={("thinker", "talker", "shm"): EdgeNumbers(5, 4, 0, 1, 0.5, 2)},
-            ways={("thinker", "talker", "shm", "memory"): 2},
+            edge_transports={("thinker", "talker", "shm", "memory"): 2},
             engines={"chat": dict.fromkeys(catalog.ENGINE, 7.0), "sound": {}},
         )
     finally:
@@ -49,7 +49,7 @@ def test_the_transports_of_a_process_are_a_row_for_each_relay_of_an_edge() -> No
         sends_queued=0,
         events={},
         edges={("a", "b", "shm"): EdgeNumbers(5, 4, 1, 2, 0.5, 1, 6)},
-        ways={
+        edge_transports={
             ("a", "b", "tcp", "tcp+curve"): 3,
             ("a", "b", "tcp", "unix"): 1,
             ("a", "c", "in_process", "reference"): 1,

@@ -21,7 +21,7 @@ from stage_runtime.payloads.pack import Extracted, packed_with_device
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.cuda_ipc.memory import Unshared
 from stage_runtime.relays.cuda_ipc.relay import CudaIpcRelay
-from stage_runtime.relays.registry import RELAYS, Entry
+from stage_runtime.relays.registry import RELAYS, RelayEntry
 
 
 class StandIn:
@@ -100,9 +100,9 @@ class StandInRelay(CudaIpcRelay):
 
 
 #: The table of relays with cuda_ipc as a machine without a GPU can run it, where it is asked for.
-TABLE: Final[Mapping[str, Entry]] = {
+TABLE: Final[Mapping[str, RelayEntry]] = {
     **RELAYS,
-    "cuda_ipc": Entry(factory=f"{__name__}:StandInRelay", auto=False, sends_from_gpus=True),
+    "cuda_ipc": RelayEntry(factory=f"{__name__}:StandInRelay", auto=False, sends_from_gpus=True),
 }
 
 

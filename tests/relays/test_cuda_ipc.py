@@ -319,7 +319,7 @@ async def test_auto_prefers_it_between_processes_on_one_gpu() -> None:
     try:
         a.open("b", b.facts())
         b.open("a", a.facts())
-        assert a.way("b") == ("cuda_ipc", "gpu") == b.way("a")
+        assert a.transport("b") == ("cuda_ipc", "gpu") == b.transport("a")
         assert msgspec.convert(b.facts()[PROCESS], ProcessFacts).started[0] == "cuda_ipc"
     finally:
         a.close()

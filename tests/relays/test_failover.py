@@ -19,7 +19,7 @@ from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.registry import RELAYS, Entry
+from stage_runtime.relays.registry import RELAYS, RelayEntry
 from stage_runtime.relays.shm.relay import ShmRelay
 from stage_runtime.transfers.receiving import Fetched, Fetching
 from stage_runtime.wire.parts import Body
@@ -57,9 +57,9 @@ def silent(context: RelayContext) -> Silent:
     return Silent(context)
 
 
-TABLE: Mapping[str, Entry] = {
-    "refusing": Entry(factory=f"{__name__}:refusing", auto=False),
-    "silent": Entry(factory=f"{__name__}:silent", auto=False),
+TABLE: Mapping[str, RelayEntry] = {
+    "refusing": RelayEntry(factory=f"{__name__}:refusing", auto=False),
+    "silent": RelayEntry(factory=f"{__name__}:silent", auto=False),
     "shm": RELAYS["shm"],
     "tcp": RELAYS["tcp"],
 }

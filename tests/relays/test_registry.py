@@ -20,7 +20,7 @@ from stage_runtime.relays import registry
 from stage_runtime.relays.choosing import PROCESS
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.dispatch import Relays
-from stage_runtime.relays.registry import RELAYS, Entry
+from stage_runtime.relays.registry import RELAYS, RelayEntry
 from stage_runtime.relays.shm.relay import ShmRelay
 from tests.relays.relay_pairs import PATIENCE_S, SMALL
 
@@ -37,12 +37,12 @@ def listed(context: RelayContext) -> ListedRelay:
     return ListedRelay(context)
 
 
-LISTED: Mapping[str, Entry] = {"listed": Entry(factory=f"{__name__}:listed", auto=False), **RELAYS}
+LISTED: Mapping[str, RelayEntry] = {"listed": RelayEntry(factory=f"{__name__}:listed", auto=False), **RELAYS}
 AUTO = registry.to_open(())
-MISSING = Entry(factory="there_is_no_such_package:relay", extra="pigeon")
+MISSING = RelayEntry(factory="there_is_no_such_package:relay", extra="pigeon")
 
 
-def relays(incarnation: str, table: Mapping[str, Entry], *asked: str) -> Relays:
+def relays(incarnation: str, table: Mapping[str, RelayEntry], *asked: str) -> Relays:
     return Relays(
         loop=asyncio.get_running_loop(),
         incarnation=incarnation,

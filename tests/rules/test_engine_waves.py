@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 from stage_runtime.rules.autoregressive import waves
 from stage_runtime.rules.autoregressive.waves import (
     Counts,
-    Event,
-    FirstRequest,
+    EnginesScaled,
+    FirstRequestSent,
     Instruction,
+    LateRequestReceived,
     PublishState,
-    Scaled,
     SendStartWave,
-    StartWave,
     Subscribed,
     Tick,
     WaveComplete,
+    WaveEvent,
     Waves,
 )
 
 
-def run(engines: int, *events: tuple[float, Event]) -> tuple[Waves, list[list[Instruction]]]:
+def run(engines: int, *events: tuple[float, WaveEvent]) -> tuple[Waves, list[list[Instruction]]]:
     state = Waves(engines)
     return state, [state.on(event, now) for now, event in events]
 
@@ -31,26 +31,26 @@ def run(engines: int, *events: tuple[float, Event]) -> tuple[Waves, list[list[In
 @pytest.mark.parametrize(
     ("events", "given"),
     [
-        ([FirstRequest(0, 1)], [[SendStartWave(0, 1), PublishState(None, 0, True)]]),
-        ([FirstRequest(0, 1), FirstRequest(0, 0)], [[SendStartWave(0, 1), PublishState(None, 0, True)], []]),
+        ([FirstRequestSent(0, 1)], [[SendStartWave(0, 1), PublishState(None, 0, True)]]),
+        ([FirstRequestSent(0, 1), FirstRequestSent(0, 0)], [[SendStartWave(0, 1), PublishState(None, 0, True)], []]),
         ([WaveComplete(0)], [[PublishState(None, 1, False)]]),
         ([WaveComplete(0), WaveComplete(0)], [[PublishState(None, 1, False)], []]),
         (
-            [WaveComplete(0), FirstRequest(0, 1)],
+            [WaveComplete(0), FirstRequestSent(0, 1)],
             [[PublishState(None, 1, False)], [SendStartWave(1, None), PublishState(None, 1, True)]],
         ),
         (
-            [WaveComplete(0), StartWave(0, 1)],
+            [WaveComplete(0), LateRequestReceived(0, 1)],
             [[PublishState(None, 1, False)], [SendStartWave(1, None), PublishState(None, 1, True)]],
         ),
-        ([StartWave(0, 1)], [[SendStartWave(0, 1), PublishState(None, 0, True)]]),
-        ([StartWave(0, 2)], [[]]),
-        ([StartWave(1, 0)], [[]]),
+        ([LateRequestReceived(0, 1)], [[SendStartWave(0, 1), PublishState(None, 0, True)]]),
+        ([LateRequestReceived(0, 2)], [[]]),
+        ([LateRequestReceived(1, 0)], [[]]),
         ([Subscribed()], [[PublishState(((0, 0), (0, 0)), 0, False)]]),
         ([Tick()], [[]]),
     ],
 )
-def test_what_a_wave_s_events_lead_to(events: list[Event], given: list[list[Instruction]]) -> None:
+def test_what_a_wave_s_events_lead_to(events: list[WaveEvent], given: list[list[Instruction]]) -> None:
     assert run(2, *((0.0, event) for event in events))[1] == given
 
 
@@ -89,29 +89,31 @@ def test_counts_of_a_newer_wave_are_newer_whatever_their_step_and_one_engine_s_m
 
 
 def test_engines_that_are_added_take_part_in_the_next_wave() -> None:
-    state, given = run(1, (0.0, FirstRequest(0, 0)), (0.0, Scaled(3)), (0.0, FirstRequest(0, 0)))
+    state, given = run(1, (0.0, FirstRequestSent(0, 0)), (0.0, EnginesScaled(3)), (0.0, FirstRequestSent(0, 0)))
     assert given[1:] == [
         [PublishState(((0, 0),) * 3, 0, False)],
         [SendStartWave(0, 0), PublishState(None, 0, True)],
     ]
-    assert state.on(Scaled(1), 0.0) == [PublishState(((0, 0),), 0, True)]
-    assert state.on(Scaled(0), 0.0) == []
+    assert state.on(EnginesScaled(1), 0.0) == [PublishState(((0, 0),), 0, True)]
+    assert state.on(EnginesScaled(0), 0.0) == []
 
 
 _numbers = st.integers(-1, 4)
 _events = st.one_of(
-    st.builds(FirstRequest, _numbers, _numbers),
-    st.builds(StartWave, _numbers, _numbers),
+    st.builds(FirstRequestSent, _numbers, _numbers),
+    st.builds(LateRequestReceived, _numbers, _numbers),
     st.builds(WaveComplete, _numbers),
     st.builds(Counts, _numbers, _numbers, _numbers, _numbers, _numbers),
-    st.builds(Scaled, _numbers),
+    st.builds(EnginesScaled, _numbers),
     st.just(Subscribed()),
     st.just(Tick()),
 )
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.05), _events), max_size=60))
-def test_waves_never_fall_clients_know_the_newest_and_counts_wait_their_turn(steps: list[tuple[float, Event]]) -> None:
+def test_waves_never_fall_clients_know_the_newest_and_counts_wait_their_turn(
+    steps: list[tuple[float, WaveEvent]],
+) -> None:
     state, now, wave, last = Waves(2), 0.0, 0, float("-inf")
     known = (0, False)
     for passed, event in steps:

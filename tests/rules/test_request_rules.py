@@ -19,13 +19,13 @@ from stage_runtime.rules.requests import (
     ChunkCame,
     CoordinatorStopped,
     DeadlinePassed,
-    Event,
     HandedBack,
     InstanceLost,
     Instruction,
     NoInstanceCame,
+    RequestState,
     StageFailed,
-    State,
+    Stimulus,
     TerminalDone,
     Tracked,
 )
@@ -35,7 +35,7 @@ from tests.thoroughness import examples
 TERMINALS = ("voice", "text")
 STAGES = st.sampled_from([*TERMINALS, "other"])
 ENDS = {Instruction.FINISH, Instruction.FAIL}
-UNDER_WAY = (State.BOUND, State.ANSWERING)
+UNDER_WAY = (RequestState.BOUND, RequestState.ANSWERING)
 
 
 class RequestLife(RuleBasedStateMachine):
@@ -57,7 +57,7 @@ class RequestLife(RuleBasedStateMachine):
         one = self.tracked
         return one.state, one.attempt, one.tries, set(one.waiting), one.streamed, one.failure, tuple(one.history)
 
-    def happen(self, event: Event) -> tuple[Instruction, ...]:
+    def happen(self, event: Stimulus) -> tuple[Instruction, ...]:
         before, facts = self.tracked.state, self.facts()
         try:
             given = self.tracked.handle(event)
@@ -81,7 +81,7 @@ class RequestLife(RuleBasedStateMachine):
         if Instruction.REBIND in given:
             assert given == (Instruction.ABORT, Instruction.REBIND)
             assert not self.tracked.streamed
-            assert self.tracked.state is State.UNBOUND
+            assert self.tracked.state is RequestState.UNBOUND
             self.rebinds += not isinstance(event, HandedBack)
             self.done.clear()
         if Instruction.ABORT in given:
@@ -143,7 +143,7 @@ class RequestLife(RuleBasedStateMachine):
         assert one.waiting <= set(one.terminals)
         assert self.rebinds <= self.retries
         assert (one.failure is None) == (self.ends != [Instruction.FAIL])
-        assert one.streamed or one.state is not State.ANSWERING
+        assert one.streamed or one.state is not RequestState.ANSWERING
         assert not (self.whole and one.streamed)
         assert one.accepts(one.attempt) == (one.state in UNDER_WAY)
 
@@ -154,7 +154,7 @@ class RequestLife(RuleBasedStateMachine):
         history = list(self.tracked.history)
         assert len(history) <= HISTORY_KEPT
         assert all(left.after is right.before for left, right in itertools.pairwise(history))
-        assert (history[-1].after if history else State.UNBOUND) is self.tracked.state
+        assert (history[-1].after if history else RequestState.UNBOUND) is self.tracked.state
 
     def teardown(self) -> None:
         """Every admitted request ends: its deadline sees to it."""
@@ -187,7 +187,7 @@ def test_a_request_is_complete_with_its_last_terminal() -> None:
     assert one.handle(TerminalDone("text", 1)) == (DELIVER,)
     assert one.handle(TerminalDone("text", 1)) == ()
     assert one.handle(TerminalDone("voice", 1)) == (DELIVER, FINISH)
-    assert one.state is State.COMPLETED
+    assert one.state is RequestState.COMPLETED
     assert one.handle(Cancelled("late")) == ()
 
 
@@ -242,7 +242,7 @@ def test_chunks_and_ends_of_a_terminal_that_nobody_waits_for_are_ignored() -> No
 @pytest.mark.parametrize(
     "end", [Cancelled("enough"), DeadlinePassed(), NoInstanceCame("nobody"), CoordinatorStopped("the end")]
 )
-def test_a_request_without_an_attempt_ends_and_nothing_is_aborted(end: Event) -> None:
+def test_a_request_without_an_attempt_ends_and_nothing_is_aborted(end: Stimulus) -> None:
     one = bound()
     one.handle(HandedBack(1))
     assert one.handle(end) == (FAIL,)
@@ -260,7 +260,7 @@ def test_an_illegal_event_is_refused_with_the_history_and_changes_nothing() -> N
         "bound: InstanceLost(stage='voice', attempt=1) -> unbound",
         "unbound: AttemptBegan(number=2) -> bound",
     )
-    assert (one.state, one.attempt) == (State.BOUND, 2)
+    assert (one.state, one.attempt) == (RequestState.BOUND, 2)
 
 
 def test_chunks_do_not_crowd_out_the_history() -> None:
@@ -279,4 +279,6 @@ def test_the_table_ends_and_lists_no_unreachable_row() -> None:
             for row in listed:
                 ends = set(row.instructions) & ENDS
                 assert (row.to not in LIVE) == (state not in LIVE or bool(ends))
-        assert (TABLE[state][DeadlinePassed][0].to is State.FAILED) == (state in LIVE or state is State.FAILED)
+        assert (TABLE[state][DeadlinePassed][0].to is RequestState.FAILED) == (
+            state in LIVE or state is RequestState.FAILED
+        )

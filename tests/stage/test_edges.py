@@ -6,7 +6,7 @@ from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.stage.edges import EDGES_KEPT, ClientEdge, Edges, LocalEdge, RemoteEdge
 from stage_runtime.stage.process_context import ProcessContext
 from stage_runtime.stage.work import RequestWork
-from stage_runtime.wire.messages import Message, Stalled
+from stage_runtime.wire.messages import Message, StreamStalled
 from tests.stage.stage_kit import plan
 
 
@@ -75,4 +75,4 @@ def test_that_a_stage_waits_for_its_target_is_told_where_the_target_is() -> None
     edges.stalled("b", "other", True)
     edges.stalled(COORDINATOR, "cc", False)
     assert b.stalled == [("a", "me", True)]
-    assert channels.sent == [("other", Stalled("a", "b", True)), ("cc", Stalled("a", COORDINATOR, False))]
+    assert channels.sent == [("other", StreamStalled("a", "b", True)), ("cc", StreamStalled("a", COORDINATOR, False))]

@@ -11,7 +11,7 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.wire.frames import RequestRef
-from stage_runtime.wire.messages import Admin, AdminReply, Complete, DataReady
+from stage_runtime.wire.messages import AdminCall, AdminReply, Complete, DataReady
 from stage_runtime.wire.parts import Body, Failure
 from tests.stage.stage_kit import World, plan, world
 
@@ -274,7 +274,7 @@ async def test_every_operation_is_answered_once_whatever_the_engine_makes_of_it(
             [("a", "echo"), ("a", "odd"), ("b", "echo"), ("nobody", "echo"), ("a", "crash")]
         ):
             process = made.stage_of.get(stage, "pa")
-            made.send("cc", process, Admin(f"call {number}", stage, operation, {"value": [1, "two"]}))
+            made.send("cc", process, AdminCall(f"call {number}", stage, operation, {"value": [1, "two"]}))
         await made.until(lambda: len(made.received) == 5)
         await made.settle()
         answers = {one.call_id: one for one in made.received if isinstance(one, AdminReply)}

@@ -16,7 +16,7 @@ from stage_runtime.rules.streams import STREAM_WINDOW
 from stage_runtime.rules.turns import ROOM
 from stage_runtime.stage.stage import Stage
 from stage_runtime.stage.stalling import OTHERS_EVERY_S
-from stage_runtime.wire.messages import Complete, Stalled
+from stage_runtime.wire.messages import Complete, StreamStalled
 from tests.stage.stage_kit import PATIENCE_S, World, plan, world
 
 APART = pytest.mark.parametrize("apart", [True, False])
@@ -212,7 +212,7 @@ async def test_an_engine_that_waits_for_input_of_a_request_that_it_has_begun_doe
 
 async def test_a_coordinator_is_told_that_clients_hold_a_stage_up_while_others_wait_for_it_only() -> None:
     def sent() -> list[bool]:
-        return [one.stalled for one in made.received if isinstance(one, Stalled) and one.target == "coordinator"]
+        return [one.stalled for one in made.received if isinstance(one, StreamStalled) and one.target == "coordinator"]
 
     async with world() as made:
         place(made, [plan("a", terminal=True, entry=True)], {"a": pour}, apart=True)

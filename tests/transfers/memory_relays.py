@@ -40,7 +40,7 @@ class MemoryRelays:
     def open(self, peer: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return ("memory",)
 
-    def way(self, peer: str, backend: str = "auto") -> tuple[str, str]:
+    def transport(self, peer: str, backend: str = "auto") -> tuple[str, str]:
         return ("memory", "memory")
 
     def prepare(self, peer: str, backend: str = "auto") -> None:

@@ -152,7 +152,7 @@ def test_names_of_files_are_in_any_language() -> None:
     ],
 )
 def test_a_field_that_is_there_twice_is_refused(read: Callable[..., Any], names: list[str], message: str) -> None:
-    parts = [multipart.Part(name=name, filename=None, content_type="", data=b"{}") for name in names]
+    parts = [multipart.FormPart(name=name, filename=None, content_type="", data=b"{}") for name in names]
     with pytest.raises(InvalidRequest) as caught:
         read(parts)
     assert caught.value.message == message
@@ -168,7 +168,7 @@ def test_a_field_that_is_there_twice_is_refused(read: Callable[..., Any], names:
 )
 def test_a_form_s_json_is_as_strict_as_a_body(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        pipelines.from_form([multipart.Part(name="inputs", filename=None, content_type="", data=data)])
+        pipelines.from_form([multipart.FormPart(name="inputs", filename=None, content_type="", data=data)])
     assert caught.value.message.startswith(message)
 
 

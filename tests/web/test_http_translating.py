@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import multipart
 from stage_runtime.web.sound import encoding, samples
 from stage_runtime.web.translating import chat, jsonable, pipelines, speaking
 from stage_runtime.web.translating.completions import Completion, CompletionChunks
-from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.values import Audio, Finish, RawTensor, Text, Usage
 from tests.thoroughness import examples
 
@@ -36,7 +35,7 @@ OUTPUTS = st.one_of(
 
 
 @st.composite
-def event_lists(draw: st.DrawFn) -> list[Event]:
+def event_lists(draw: st.DrawFn) -> list[AnswerEvent]:
     """A request's events: chunks of some stages in any order, then each stage's result."""
     data = OUTPUTS | st.lists(OUTPUTS, max_size=3)
     stages = draw(st.lists(st.sampled_from(["think", "voice"]), max_size=8))
@@ -47,7 +46,7 @@ def event_lists(draw: st.DrawFn) -> list[Event]:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(events=event_lists(), modalities=st.sampled_from([["text"], ["audio"], ["text", "audio"]]))
-def test_a_stream_says_what_the_whole_answer_says(events: list[Event], modalities: list[str]) -> None:
+def test_a_stream_says_what_the_whole_answer_says(events: list[AnswerEvent], modalities: list[str]) -> None:
     head = {"messages": [{"role": "user", "content": "x"}], "modalities": modalities}
     options = {"stream": True, "stream_options": {"include_usage": True}}
     whole_call = chat.call(chat.decode(msgspec.json.encode({**head, "audio": {"format": "pcm"}})))

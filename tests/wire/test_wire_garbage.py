@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from stage_runtime.errors import OtherProtocol, ProtocolError, ValueRefused
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Frame
-from stage_runtime.wire.messages import Admin, AdminReply, Complete, DataReady, ForwardAbort, Message, Release, Stream
+from stage_runtime.wire.messages import (
+    AdminCall,
+    AdminReply,
+    Complete,
+    DataReady,
+    ForwardAbort,
+    Message,
+    Release,
+    Stream,
+)
 from stage_runtime.wire.parts import ID_LIMIT, NAME_LIMIT, Failure, Header
 from tests.thoroughness import examples
 from tests.wire.wire_samples import SAMPLES
@@ -80,7 +89,7 @@ def test_a_changed_byte_gives_a_frame_or_a_protocol_error(frame: bytes, data: st
 @pytest.mark.parametrize("depth", [100, 10_000, 100_000])
 def test_deep_nesting_is_a_protocol_error(depth: int) -> None:
     for opening in (b"\x91", b"\x81\xa1a"):
-        admin = b"\x95\x2b\xa1c\xa1s\xa1o\x81\xa1a"  # Admin, whose arguments may hold anything
+        admin = b"\x95\x2b\xa1c\xa1s\xa1o\x81\xa1a"  # AdminCall, whose arguments may hold anything
         nested = admin + opening * depth + b"\xc0"
         if depth == 100:
             assert decoded(framed(nested)) is not None  # so it is the depth that is refused below
@@ -173,7 +182,7 @@ ODD: dict[str, Message] = {
     "ForwardAbort.asker": ForwardAbort("r", 5, "no"),  # type: ignore[arg-type]
     "Release.transfers": Release((1.5,)),  # type: ignore[arg-type]
     "Stream.body": Stream("r", 1, "a", 0, None),  # type: ignore[arg-type]
-    "Admin.arguments": Admin("c", "s", "o", {1: 2}),  # type: ignore[dict-item]
+    "AdminCall.arguments": AdminCall("c", "s", "o", {1: 2}),  # type: ignore[dict-item]
 }
 
 

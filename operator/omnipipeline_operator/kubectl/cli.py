@@ -182,7 +182,7 @@ def profile(
         chosen = profiling.coordinator(name, kubectl.listed("pods", naming.selector(name, COORDINATOR)), pod)
         key = api_key or profiling.api_key(kubectl, pipeline)
         with kubectl.forwarded(chosen, ADMIN_PORT) as port:
-            admin = profiling.Admin(f"http://127.0.0.1:{port}", key)
+            admin = profiling.AdminRoutes(f"http://127.0.0.1:{port}", key)
             run = profiling.record(admin, seconds=seconds, torch=torch, report=lambda line: click.echo(line, err=True))
             click.echo(admin.get(f"/profiles/{run}/report?format=table").decode(), nl=False)
             if out is not None:

@@ -27,7 +27,7 @@ FILES: Final = {
 }
 
 
-class Admin:
+class AdminRoutes:
     """The admin routes of one coordinator."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -89,7 +89,7 @@ def api_key(kubectl: Kubectl, pipeline: Manifest) -> str | None:
 
 
 def record(
-    admin: Admin,
+    admin: AdminRoutes,
     *,
     seconds: float,
     torch: bool,
@@ -113,7 +113,7 @@ def record(
     return run
 
 
-def save(admin: Admin, run: str, folder: Path) -> Iterator[Path]:
+def save(admin: AdminRoutes, run: str, folder: Path) -> Iterator[Path]:
     """Write each of `FILES` into the folder. Raises: KubectlError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
-Edge = tuple[str, str]
+Arrow = tuple[str, str]
 SWEEPS = 12  # orders and positions of pipelines (at most 64 stages) stand still well before that
 LANE = 18.0  # height kept free for an edge that passes a column
 
@@ -31,11 +31,11 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     places: dict[str, Point]
     extent: Size
-    bends: dict[Edge, tuple[Point, ...]]
+    bends: dict[Arrow, tuple[Point, ...]]
 
 
 def arrange(
-    sizes: Mapping[str, Size], edges: Iterable[Edge], *, gap_x: float, gap_y: float, ranks: Mapping[str, int] = {}
+    sizes: Mapping[str, Size], edges: Iterable[Arrow], *, gap_x: float, gap_y: float, ranks: Mapping[str, int] = {}
 ) -> Arrangement:
     """Columns of boxes, so that edges lead to the right; those that close a cycle lead back, on lanes of their own.
 
@@ -54,7 +54,7 @@ def arrange(
     return msgspec.structs.replace(found, bends={**found.bends, **led_back})
 
 
-def _acyclic(names: Sequence[str], edges: Sequence[Edge]) -> tuple[list[Edge], list[Edge]]:
+def _acyclic(names: Sequence[str], edges: Sequence[Arrow]) -> tuple[list[Arrow], list[Arrow]]:
     """Edges without a cycle, and those that a walk in the given order found to lead back: turned round, they are
     among the first.
     """
@@ -63,7 +63,7 @@ def _acyclic(names: Sequence[str], edges: Sequence[Edge]) -> tuple[list[Edge], l
         followers[source].append(target)
     done: set[str] = set()
     path: list[str] = []
-    back: set[Edge] = set()
+    back: set[Arrow] = set()
 
     def walk(name: str) -> None:
         path.append(name)
@@ -82,7 +82,7 @@ def _acyclic(names: Sequence[str], edges: Sequence[Edge]) -> tuple[list[Edge], l
     return list(dict.fromkeys(turned)), [edge for edge in edges if edge in back]
 
 
-def _layers(names: Sequence[str], edges: Sequence[Edge]) -> dict[str, int]:
+def _layers(names: Sequence[str], edges: Sequence[Arrow]) -> dict[str, int]:
     layer = dict.fromkeys(names, 0)
     for _ in names:  # at most as many rounds as a path is long
         for source, target in edges:
@@ -96,14 +96,14 @@ def _pinned(layer: dict[str, int], ranks: Mapping[str, int]) -> dict[str, int]:
 
 
 def _with_lanes(
-    names: Sequence[str], edges: Sequence[Edge], layer: Mapping[str, int]
-) -> tuple[list[list[str]], list[Edge], dict[Edge, tuple[str, ...]]]:
+    names: Sequence[str], edges: Sequence[Arrow], layer: Mapping[str, int]
+) -> tuple[list[list[str]], list[Arrow], dict[Arrow, tuple[str, ...]]]:
     """Columns with a lane wherever an edge passes, the short edges that result, and each edge's lanes."""
     columns: list[list[str]] = [[] for _ in range(max(layer.values(), default=0) + 1)]
     for name in names:
         columns[layer[name]].append(name)
-    links: list[Edge] = []
-    chains: dict[Edge, tuple[str, ...]] = {}
+    links: list[Arrow] = []
+    chains: dict[Arrow, tuple[str, ...]] = {}
     for source, target in edges:
         lanes = tuple(f"\0{source}\0{target}\0{column}" for column in range(layer[source] + 1, layer[target]))
         for offset, lane in enumerate(lanes, layer[source] + 1):
@@ -113,7 +113,7 @@ def _with_lanes(
     return columns, links, chains
 
 
-def _order(columns: list[list[str]], links: Sequence[Edge]) -> None:
+def _order(columns: list[list[str]], links: Sequence[Arrow]) -> None:
     """Sort every column by the mean place of its neighbours, sweeping to and fro; few crossings remain."""
     before, after = _neighbours(links)
     for sweep in range(SWEEPS):
@@ -127,7 +127,7 @@ def _order(columns: list[list[str]], links: Sequence[Edge]) -> None:
             )
 
 
-def _neighbours(links: Sequence[Edge]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+def _neighbours(links: Sequence[Arrow]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     before: dict[str, list[str]] = {}
     after: dict[str, list[str]] = {}
     for source, target in links:
@@ -141,7 +141,7 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 
 
 def _centres(
-    columns: Sequence[Sequence[str]], links: Sequence[Edge], sizes: Mapping[str, Size], gap: float
+    columns: Sequence[Sequence[str]], links: Sequence[Arrow], sizes: Mapping[str, Size], gap: float
 ) -> dict[str, float]:
     """Vertical centres: close to one's neighbours, never overlapping, in the column's order."""
     before, after = _neighbours(links)
@@ -179,7 +179,7 @@ def _placed(
     centres: Mapping[str, float],
     sizes: Mapping[str, Size],
     gap: float,
-    chains: Mapping[Edge, tuple[str, ...]],
+    chains: Mapping[Arrow, tuple[str, ...]],
 ) -> Arrangement:
     top = min((centres[name] - size.height / 2 for name, size in sizes.items()), default=0.0)
     places: dict[str, Point] = {}

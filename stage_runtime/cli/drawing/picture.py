@@ -14,7 +14,7 @@ import msgspec
 from omnipipeline_spec.types.plan import GroupPlan, PipelinePlan, StagePlan, UnitPlan
 from stage_runtime.cli.drawing import routes
 from stage_runtime.cli.drawing.arranging import Point, Size, arrange
-from stage_runtime.cli.drawing.routes import ANSWER, REQUEST, Box, DrawnLine, Kind
+from stage_runtime.cli.drawing.routes import ANSWER, REQUEST, Box, BoxKind, DrawnLine
 
 STAGE_HEIGHT = 56.0
 GAP_X, GAP_Y = 76.0, 24.0
@@ -126,7 +126,7 @@ def _stacked(inside: Sequence[_Nested]) -> _Nested:
     return _Nested(size=Size(width, top - STAGE_GAP), boxes=tuple(boxes))
 
 
-def _framed(kind: Kind, name: str, title: str, note: str, inside: _Nested) -> _Nested:
+def _framed(kind: BoxKind, name: str, title: str, note: str, inside: _Nested) -> _Nested:
     heading = text_width(title, SMALL_PX) * 1.1 + text_width(note, SMALL_PX) + 24
     size = Size(max(inside.size.width, heading) + 2 * PADDING, inside.size.height + HEADING + PADDING + 4)
     shift = Point((size.width - inside.size.width) / 2, HEADING + 4)

@@ -19,14 +19,14 @@ REQUEST, ANSWER = "\0request", "\0answer"  # no stage can be called so
 NEAR = 34.0  # a stage at most so far below is reached by a straight arrow
 BULGE = 30.0  # how far a line to another stage of the same process leaves its column
 
-Kind = Literal["pod", "process", "stage", "end"]
+BoxKind = Literal["pod", "process", "stage", "end"]
 Side = Literal["left", "right", "top", "bottom"]
 
 
 class Box(msgspec.Struct, frozen=True, kw_only=True):
     """A rectangle with a title and a smaller line."""
 
-    kind: Kind
+    kind: BoxKind
     name: str
     title: str
     note: str = ""

@@ -21,13 +21,13 @@ from stage_runtime.engines.autoregressive import native
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["plain", "onednn", "mkl", "numba"]
+LinearsBackend = Literal["plain", "onednn", "mkl", "numba"]
 ROWS: Final = (1, 16, 64)  # rows of a step for which each form is timed
 LEAST_ROUNDS: Final = 5
 MOST_S: Final = 0.5  # of this thread, for one shape
 CLOSE: Final = 1.1  # as a factor: less than what two measurements of one form differ by
 TICK_S: Final = 1e-7  # a clock that has not moved
-PREFERRED: Final[tuple[Backend, ...]] = ("numba", "onednn", "mkl", "plain")  # the first may need half the memory
+PREFERRED: Final[tuple[LinearsBackend, ...]] = ("numba", "onednn", "mkl", "plain")  # the first may need half the memory
 SMALLEST: Final = 64 * 64  # below, the call itself is what takes time
 MKL_HINT: Final = 16  # rows that MKL packs for
 LEAST_COPIED: Final = 1 << 14  # values for which a thread is worth its start
@@ -37,7 +37,7 @@ LEAST_READ: Final = 1 << 15  # weights for which it is
 class PackedLinear(nn.Module):
     """A linear layer with a weight in a packed form; a drop-in for `nn.Linear` in inference on a CPU."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, backend: Backend) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, backend: LinearsBackend) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._multiply = packed(weight, bias, backend)
@@ -47,7 +47,7 @@ class PackedLinear(nn.Module):
         return self._multiply(rows).view(*x.shape[:-1], self.out_features)
 
 
-def packed(weight: Tensor, bias: Tensor | None, backend: Backend) -> Callable[[Tensor], Tensor]:
+def packed(weight: Tensor, bias: Tensor | None, backend: LinearsBackend) -> Callable[[Tensor], Tensor]:
     """A function that multiplies rows ``[n, in]`` by ``weight [out, in]``, kept in the backend's form.
 
     Raises: RuntimeError: this build of torch, or this dtype, has no such form.
@@ -67,7 +67,7 @@ def packed(weight: Tensor, bias: Tensor | None, backend: Backend) -> Callable[[T
     return lambda x: functional.linear(x, weight, bias)
 
 
-def _built(backend: Backend) -> bool:
+def _built(backend: LinearsBackend) -> bool:
     """Whether this build of torch has the operators of a form."""
     if backend == "onednn":
         return hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -130,7 +130,7 @@ def tiled(weight: Tensor) -> bool:
     return weight.shape[0] % tiles.OUTPUTS == 0 and weight.numel() > 0
 
 
-def measure(weight: Tensor, candidates: Sequence[Backend]) -> dict[Backend, list[float]]:
+def measure(weight: Tensor, candidates: Sequence[LinearsBackend]) -> dict[LinearsBackend, list[float]]:
     """Seconds of this thread that each form takes for each of `ROWS`: the least of rounds in which all take turns.
 
     Rounds are repeated until their least values are `settled`: whoever else uses the processor makes some of them slow.
@@ -145,7 +145,7 @@ def measure(weight: Tensor, candidates: Sequence[Backend]) -> dict[Backend, list
         except RuntimeError as error:
             log.debug("no %s linears: %s", backend, error)
     inputs = [torch.randn(count, weight.shape[1]).to(weight.dtype) for count in ROWS]
-    rounds: list[dict[Backend, list[float]]] = []
+    rounds: list[dict[LinearsBackend, list[float]]] = []
     began = time.thread_time()
     while not settled(rounds) and (len(rounds) < LEAST_ROUNDS or time.thread_time() - began < MOST_S):
         rounds.append({backend: [_seconds(multiply, rows) for rows in inputs] for backend, multiply in forms.items()})
@@ -158,14 +158,14 @@ def _seconds(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> float:
     return time.thread_time() - began
 
 
-def least(rounds: Sequence[Mapping[Backend, Sequence[float]]]) -> dict[Backend, list[float]]:
+def least(rounds: Sequence[Mapping[LinearsBackend, Sequence[float]]]) -> dict[LinearsBackend, list[float]]:
     """What each form takes when nothing else is in its way."""
     return {
         backend: [min(times) for times in zip(*(one[backend] for one in rounds), strict=True)] for backend in rounds[0]
     }
 
 
-def settled(rounds: Sequence[Mapping[Backend, Sequence[float]]]) -> bool:
+def settled(rounds: Sequence[Mapping[LinearsBackend, Sequence[float]]]) -> bool:
     """Whether the last `LEAST_ROUNDS` rounds have made no least value smaller by more than `CLOSE`."""
     if len(rounds) < 2 * LEAST_ROUNDS:
         return False
@@ -173,7 +173,7 @@ def settled(rounds: Sequence[Mapping[Backend, Sequence[float]]]) -> bool:
     return all(new * CLOSE >= old for backend in now for old, new in zip(before[backend], now[backend], strict=True))
 
 
-def choose(times: Mapping[Backend, Sequence[float]]) -> Backend:
+def choose(times: Mapping[LinearsBackend, Sequence[float]]) -> LinearsBackend:
     """The form that is slower than the fastest by the smallest factor, on the geometric mean of `ROWS`.
 
     Forms within `CLOSE` of the best one are equal: the first of `PREFERRED` among them is taken, so that a machine
@@ -186,14 +186,16 @@ def choose(times: Mapping[Backend, Sequence[float]]) -> Backend:
     return next(backend for backend in PREFERRED if factors.get(backend, math.inf) <= best * CLOSE)
 
 
-def pack(model: nn.Module, choice: Backend | Literal["auto"] = "auto", *, loops: bool = True) -> dict[Backend, int]:
+def pack(
+    model: nn.Module, choice: LinearsBackend | Literal["auto"] = "auto", *, loops: bool = True
+) -> dict[LinearsBackend, int]:
     """Replace the linear layers of ``model`` on a CPU, each shape in the form that is fastest for it.
 
     choice: of all layers; with "numba", those whose shape has no such form are as with "auto". loops: whether "auto"
     may choose it. Returns: how many layers have which form.
     """
-    chosen: dict[tuple[int, int], Backend] = {}
-    used: dict[Backend, int] = {}
+    chosen: dict[tuple[int, int], LinearsBackend] = {}
+    used: dict[LinearsBackend, int] = {}
     for parent, name, linear in list(_linears(model)):
         weight, bias = _weights(linear)
         shape = (weight.shape[0], weight.shape[1])
@@ -209,7 +211,7 @@ def pack(model: nn.Module, choice: Backend | Literal["auto"] = "auto", *, loops:
     return used
 
 
-def _candidates(weight: Tensor, loops: bool) -> Sequence[Backend]:
+def _candidates(weight: Tensor, loops: bool) -> Sequence[LinearsBackend]:
     if weight.numel() < SMALLEST:
         return ("plain",)
     return ("plain", "onednn", "mkl", "numba") if loops else ("plain", "onednn", "mkl")

@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
     core: EngineCore
     tokenizer: Any
     num_blocks: int
-    linears: dict[linears.Backend, int]
+    linears: dict[linears.LinearsBackend, int]
     runner: ModelRunner
 
 
@@ -73,7 +73,7 @@ def assemble(
         with torch.inference_mode():
             sharding.shard(model, ranks)
     paged = PagedModel(model)
-    used: dict[linears.Backend, int] = {}
+    used: dict[linears.LinearsBackend, int] = {}
     backend = _attention(spec, paged)
     if isinstance(backend, attention_pages.PageAttention):
         with torch.inference_mode():

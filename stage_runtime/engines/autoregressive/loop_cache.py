@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _DIGEST: Final = hashlib.sha256().digest_size
 
 
-class Code(NamedTuple):
+class CompiledCode(NamedTuple):
     """A loop's machine code, as numba serializes a library. symbol: of the function in it."""
 
     symbol: str
@@ -90,12 +90,12 @@ def _codegen() -> Any:
     return cpu_target.target_context.codegen()
 
 
-def _code_of(made: Any) -> Code:
+def _code_of(made: Any) -> CompiledCode:
     library, kind, (machine, bitcode) = made._library.serialize_using_object_code()
-    return Code(made._wrapper_name, library, kind, machine, bitcode)
+    return CompiledCode(made._wrapper_name, library, kind, machine, bitcode)
 
 
-def _linked(code: Code) -> Compiled:
+def _linked(code: CompiledCode) -> Compiled:
     library = _codegen().unserialize_library((code.library, code.kind, (code.machine, code.bitcode)))
     address = int(library.get_pointer_to_function(code.symbol))
     if not address:
@@ -103,7 +103,7 @@ def _linked(code: Code) -> Compiled:
     return Compiled(address, library)
 
 
-def read(path: Path) -> Code | None:
+def read(path: Path) -> CompiledCode | None:
     """None: it is not there, is another user's, or is not whole."""
     try:
         with path.open("rb") as file:
@@ -113,12 +113,12 @@ def read(path: Path) -> Code | None:
     if owner not in (0, os.geteuid()) or hashlib.sha256(found[_DIGEST:]).digest() != found[:_DIGEST]:
         return None
     try:
-        return msgspec.msgpack.decode(found[_DIGEST:], type=Code)
+        return msgspec.msgpack.decode(found[_DIGEST:], type=CompiledCode)
     except msgspec.MsgspecError:
         return None
 
 
-def write(path: Path, code: Code) -> None:
+def write(path: Path, code: CompiledCode) -> None:
     """Raises: OSError: it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     encoded = msgspec.msgpack.encode(code)

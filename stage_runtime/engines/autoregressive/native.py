@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 PARTS: Final = 4  # for each thread: more balance better, fewer cost less
-Call = Callable[[int, int], None]
+NativeCall = Callable[[int, int], None]
 
 
 @functools.cache

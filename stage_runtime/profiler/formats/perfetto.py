@@ -18,7 +18,7 @@ from stage_runtime.profiler.reading import Events, Moment, Process
 
 TOUCH_US: Final = 1.0
 
-Entry = dict[str, Any]
+TraceEntry = dict[str, Any]
 
 
 def write(found: Events, file: BinaryIO) -> None:
@@ -30,7 +30,7 @@ def write(found: Events, file: BinaryIO) -> None:
     file.write(b"]}\n")
 
 
-def trace(found: Events) -> Iterator[Entry]:
+def trace(found: Events) -> Iterator[TraceEntry]:
     """The trace's entries, of `reading.read`."""
     zero = min((moments[0].time_ns for moments in found.requests.values()), default=0)
     threads = _Threads()
@@ -91,10 +91,10 @@ class _Threads:
         return self.numbers.setdefault((process, stage, queue), len(self.numbers) + 1)
 
 
-def _arrow(hop: views.Hop, flow: int, zero: int, request_id: str, threads: _Threads) -> Iterator[Entry]:
+def _arrow(hop: views.Hop, flow: int, zero: int, request_id: str, threads: _Threads) -> Iterator[TraceEntry]:
     """A slice at either end, and in each of them its end of the arrow."""
     name = f"{hop.source} → {hop.destination}"
-    ends: tuple[tuple[str, int, str, Entry], ...] = (
+    ends: tuple[tuple[str, int, str, TraceEntry], ...] = (
         (hop.source, hop.start_ns, "s", {}),
         (hop.destination, hop.end_ns, "f", {"bp": "e"}),
     )
@@ -105,7 +105,7 @@ def _arrow(hop: views.Hop, flow: int, zero: int, request_id: str, threads: _Thre
         yield {"ph": phase, **place, "id": flow, **binding}
 
 
-def _names(processes: Sequence[Process], threads: _Threads) -> Iterator[Entry]:
+def _names(processes: Sequence[Process], threads: _Threads) -> Iterator[TraceEntry]:
     for number, process in enumerate(processes, 1):
         name = f"{process.host or process.path.parent.name} {process.path.stem}"
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}

@@ -27,7 +27,7 @@ from stage_runtime.payloads.pack import Arrived, Pack
 from stage_runtime.relays import peer_arenas
 from stage_runtime.relays.abstract import AbstractRelay
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Peer, RelayOperation, TransferId
+from stage_runtime.relays.base import Peer, RelayOperation, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.cuda_ipc.chunks import Chunks, GpuPlace
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceMemory, Unshared
@@ -39,11 +39,9 @@ log = logging.getLogger(__name__)
 
 CHUNKS: Final = 64  # most that a peer's transfers may make this process open
 
-Key = tuple[Peer, TransferId]
-
 
 class CudaIpcRoute(NamedTuple):
-    """The way to one peer."""
+    """The route to one peer."""
 
     mapping: mmap.mmap
     gpus: frozenset[str]  #: UUIDs of those that both use.
@@ -89,8 +87,8 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._chunks = Chunks(self._memory, context.settings.gpu_bytes)
         self._devices = {self._memory.uuid(gpu): f"cuda:{gpu}" for gpu in context.settings.gpus}
         self._uuids = {device: uuid for uuid, device in self._devices.items()}
-        self._looked_at: dict[Key, str] = {}  #: Transfers here that lie on a GPU, and on which.
-        self._waiting: queue.SimpleQueue[tuple[str, Key] | None] = queue.SimpleQueue()
+        self._looked_at: dict[TransferKey, str] = {}  #: Transfers here that lie on a GPU, and on which.
+        self._waiting: queue.SimpleQueue[tuple[str, TransferKey] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._counts = dict.fromkeys(("received_transfers", "received_bytes", "staged_bytes"), 0)
@@ -230,7 +228,7 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
-    def _view(self, route: CudaIpcRoute, there: OnGpu, key: Key, held: _Held) -> Any:
+    def _view(self, route: CudaIpcRoute, there: OnGpu, key: TransferKey, held: _Held) -> Any:
         """What a peer has put on a GPU.
 
         Raises: TransferError: it is not inside a chunk of that peer's. RelayFailed: the chunk cannot be opened.

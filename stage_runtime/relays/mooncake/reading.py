@@ -21,8 +21,8 @@ import msgspec
 from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays import arena
 from stage_runtime.relays.arena import Arena
-from stage_runtime.relays.base import Peer, Release
-from stage_runtime.relays.gets import Get, Gets, Key
+from stage_runtime.relays.base import OnRelease, Peer, TransferKey
+from stage_runtime.relays.gets import Get, Gets
 from stage_runtime.relays.mooncake.engine import ReadId, ReadState, TransferEngine
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.turns import STALL_S, Turns
@@ -41,7 +41,7 @@ ASK_S: Final = 1.0  # how often quarantined reads are looked at, and whether the
 
 
 class MooncakeRoute:
-    """The way to one peer."""
+    """The route to one peer."""
 
     def __init__(self, peer: Peer, facts: MooncakeFacts) -> None:
         self.peer = peer
@@ -75,7 +75,7 @@ class MooncakeReader:
     """Gets by peer and transfer: each waits for memory, is read, or is quarantined."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, engine: TransferEngine, memory: Arena, pins: Pins, on_release: Release
+        self, loop: asyncio.AbstractEventLoop, engine: TransferEngine, memory: Arena, pins: Pins, on_release: OnRelease
     ) -> None:
         self._loop = loop
         self._engine = engine
@@ -97,7 +97,7 @@ class MooncakeReader:
         """Whether nothing is being read, nor may be."""
         return not self._gets.coming and not self._gets.quarantined
 
-    def last_moved(self, route: MooncakeRoute, key: Key) -> float:
+    def last_moved(self, route: MooncakeRoute, key: TransferKey) -> float:
         """When something last came from that peer. What waits here, for memory or a thread, does not wait for it."""
         awaited = key in self._gets.coming and self._turns.reads(route)
         return route.moved_at if awaited else time.monotonic()

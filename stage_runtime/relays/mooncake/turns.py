@@ -13,13 +13,13 @@ from typing import Final, Generic, Protocol, TypeVar
 STALL_S: Final = 1.0  # a peer that is read from, and of which nothing came for so long, is stalled
 
 
-class Way(Protocol):
+class ReadRoute(Protocol):
     """What is to be known of a peer. Compared by identity."""
 
     moved_at: float  #: When something last came from it.
 
 
-W = TypeVar("W", bound=Way)
+W = TypeVar("W", bound=ReadRoute)
 G = TypeVar("G")
 
 
@@ -37,49 +37,49 @@ class Turns(Generic[W, G]):
         """Whether a get waits."""
         return bool(self._due)
 
-    def add(self, way: W, get: G) -> None:
-        self._due.setdefault(way, collections.deque()).append(get)
+    def add(self, route: W, get: G) -> None:
+        self._due.setdefault(route, collections.deque()).append(get)
 
     def begin(self, now: float) -> list[tuple[W, G]]:
         """Those whose turn it is; from now on they count as being read, each until `over`."""
         begun = []
         while (found := self._next(now)) is not None:
-            way, _ = found
-            if not self._reads[way]:
-                way.moved_at = now  # it was not read from: until now nothing could come
-            self._reads[way] += 1
+            route, _ = found
+            if not self._reads[route]:
+                route.moved_at = now  # it was not read from: until now nothing could come
+            self._reads[route] += 1
             begun.append(found)
         return begun
 
-    def over(self, way: W) -> None:
+    def over(self, route: W) -> None:
         """One of its gets is read no more."""
-        self._reads[way] -= 1
-        if not self._reads[way]:
-            del self._reads[way]
+        self._reads[route] -= 1
+        if not self._reads[route]:
+            del self._reads[route]
 
     def withdraw(self, which: Callable[[W, G], bool]) -> list[tuple[W, G]]:
         """Those that wait no more for a turn."""
-        found = [(way, get) for way, due in self._due.items() for get in due if which(way, get)]
-        for way, get in found:
-            self._due[way].remove(get)
-            if not self._due[way]:
-                del self._due[way]
+        found = [(route, get) for route, due in self._due.items() for get in due if which(route, get)]
+        for route, get in found:
+            self._due[route].remove(get)
+            if not self._due[route]:
+                del self._due[route]
         return found
 
-    def reads(self, way: W) -> int:
+    def reads(self, route: W) -> int:
         """How many of its gets are read. While that is 0, nothing is awaited from the peer."""
-        return self._reads[way]
+        return self._reads[route]
 
     def _next(self, now: float) -> tuple[W, G] | None:
-        stalled = {way for way in self._reads if now - way.moved_at > STALL_S}
-        moving = sum(count for way, count in self._reads.items() if way not in stalled)
+        stalled = {route for route in self._reads if now - route.moved_at > STALL_S}
+        moving = sum(count for route, count in self._reads.items() if route not in stalled)
         if moving >= self._most_moving or self._reads.total() >= self._most:
             return None
-        way = min((way for way in self._due if way not in stalled), key=self.reads, default=None)
-        if way is None:
+        route = min((route for route in self._due if route not in stalled), key=self.reads, default=None)
+        if route is None:
             return None
-        due = self._due.pop(way)
+        due = self._due.pop(route)
         get = due.popleft()
         if due:
-            self._due[way] = due
-        return way, get
+            self._due[route] = due
+        return route, get

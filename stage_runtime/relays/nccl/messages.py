@@ -65,11 +65,11 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=4):
     reason: str
 
 
-Order: TypeAlias = Join | NcclGrant
+WorldOrder: TypeAlias = Join | NcclGrant
 Answer: TypeAlias = Next | Withdrawn
 
 encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_order = msgspec.msgpack.Decoder(WorldOrder).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from stage_runtime.relays.arena import PAGE, Arena
-from stage_runtime.relays.base import Peer, Release
-from stage_runtime.relays.gets import Get, Gets, Key
+from stage_runtime.relays.base import OnRelease, Peer, TransferKey
+from stage_runtime.relays.gets import Get, Gets
 from stage_runtime.relays.nccl import messages, worlds
 from stage_runtime.relays.nccl.messages import Join, NcclFacts, NcclGrant, NcclMetadata, Withdrawn
-from stage_runtime.relays.nccl.worlds import Backend, Broken, World
+from stage_runtime.relays.nccl.worlds import Broken, CollectiveBackend, World
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
 
@@ -43,9 +43,9 @@ class NcclGet(Get):
 
 
 class NcclRoute:
-    """The way from one peer, with the thread that receives from it: begun by the first get."""
+    """The route from one peer, with the thread that receives from it: begun by the first get."""
 
-    def __init__(self, peer: Peer, facts: NcclFacts, own: NcclFacts, own_name: str, backend: Backend) -> None:
+    def __init__(self, peer: Peer, facts: NcclFacts, own: NcclFacts, own_name: str, backend: CollectiveBackend) -> None:
         self.peer = peer
         self.facts = facts
         self.backend = backend
@@ -99,7 +99,7 @@ class NcclRoute:
 class NcclReceiver:
     """Gets by peer and transfer. Each is waiting for memory, coming, or quarantined."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, memory: Arena, pins: Pins, on_release: Release) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, memory: Arena, pins: Pins, on_release: OnRelease) -> None:
         self._loop = loop
         self._memory = memory
         self._on_release = on_release
@@ -112,7 +112,7 @@ class NcclReceiver:
         self.claim = self._gets.claim
         self.stats = self._gets.stats
 
-    def last_moved(self, route: NcclRoute, key: Key) -> float:
+    def last_moved(self, route: NcclRoute, key: TransferKey) -> float:
         """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
         its peer.
         """

@@ -45,7 +45,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
         settings = context.settings
         bind, host = _hosts(settings)
         gpu = worlds.gpu()
-        self._store = worlds.Store(bind)
+        self._store = worlds.WorldStore(bind)
         try:
             listening = socket.create_server(
                 (bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=BACKLOG
@@ -135,7 +135,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
             return None
         own = self._facts
         # NCCL joins no two processes on one device.
-        backend: worlds.Backend = "nccl" if own.gpu and announced.gpu and own.gpu != announced.gpu else "gloo"
+        backend: worlds.CollectiveBackend = "nccl" if own.gpu and announced.gpu and own.gpu != announced.gpu else "gloo"
         return NcclRoute(peer, announced, own, self._context.incarnation, backend)
 
     def _disconnect(self, peer: Peer, connection: NcclRoute) -> None:

@@ -30,7 +30,7 @@ TAG: Final = 0
 NO_TAG: Final = 1  #: Nothing is ever sent under it.
 POLL_S: Final = 50e-6
 
-Backend = Literal["gloo", "nccl"]
+CollectiveBackend = Literal["gloo", "nccl"]
 
 _callers: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
@@ -81,7 +81,7 @@ def gpu() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-class Store:
+class WorldStore:
     """The TCPStore by which the worlds of one sender find each other; listens on a port of ``host``."""
 
     def __init__(self, host: str) -> None:
@@ -103,7 +103,7 @@ class World:
     has them.
     """
 
-    def __init__(self, group: Any, backend: Backend, other: int) -> None:
+    def __init__(self, group: Any, backend: CollectiveBackend, other: int) -> None:
         self._group = group
         self._backend = backend
         self._other = other
@@ -114,7 +114,7 @@ class World:
         caller("wait", self._wait).start()
 
     @classmethod
-    def join(cls, name: str, backend: Backend, rank: int, *, host: str, store: tuple[str, int]) -> World:
+    def join(cls, name: str, backend: CollectiveBackend, rank: int, *, host: str, store: tuple[str, int]) -> World:
         """Be ``rank`` of the world ``name``, with the process that is the other rank. host: our own address.
 
         Raises: Broken: the other does not come.

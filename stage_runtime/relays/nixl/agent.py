@@ -21,7 +21,7 @@ Handle = NewType("Handle", int)
 
 
 class Unreachable(Exception):
-    """The way to a peer is broken, or was never there. What moved to or from it does not move any more."""
+    """The route to a peer is broken, or was never there. What moved to or from it does not move any more."""
 
 
 def bindings() -> Any:
@@ -93,7 +93,7 @@ class Agent:
             raise Unreachable(f"metadata of {name} is that of {found}")
 
     def unload(self, name: str) -> None:
-        """Close the way to a peer, if there is one."""
+        """Close the route to a peer, if there is one."""
         try:
             self._agent.invalidateRemoteMD(name)
         except self._errors:

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays.arena import HEADER, PAGE, Arena
-from stage_runtime.relays.base import Peer, Release, TransferId
-from stage_runtime.relays.gets import Get, Gets, Key
+from stage_runtime.relays.base import OnRelease, Peer, TransferId, TransferKey
+from stage_runtime.relays.gets import Get, Gets
 from stage_runtime.relays.nixl.messages import Cancel, NixlGrant, NixlMemory, NixlMetadata, Stopped, Written
 from stage_runtime.relays.nixl.worker import Move, NixlRoute, Worker
 from stage_runtime.relays.operations import GetOperation
@@ -51,7 +51,7 @@ class NixlReceiver:
     """Gets by peer and transfer. Each is waiting for memory, coming, or quarantined."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, worker: Worker, arena: Arena, pins: Pins, on_release: Release
+        self, loop: asyncio.AbstractEventLoop, worker: Worker, arena: Arena, pins: Pins, on_release: OnRelease
     ) -> None:
         self._loop = loop
         self._worker = worker
@@ -74,7 +74,7 @@ class NixlReceiver:
         """Whether some peer is to notify this process. From any thread."""
         return bool(self._gets.coming or self._gets.quarantined)
 
-    def last_moved(self, route: NixlRoute, key: Key) -> float:
+    def last_moved(self, route: NixlRoute, key: TransferKey) -> float:
         """When something last came from that peer, on `time.monotonic`. What waits for memory here does not wait for
         its peer.
         """
@@ -220,7 +220,7 @@ class NixlReceiver:
 
     # --- quarantine ---------------------------------------------------------------------------------------------
 
-    def _give_up(self, key: Key) -> None:
+    def _give_up(self, key: TransferKey) -> None:
         """Quarantine what may still be written."""
         found = self._gets.coming.pop(key, None)
         if found is not None:

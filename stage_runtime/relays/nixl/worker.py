@@ -33,7 +33,7 @@ WAKEABLE_S: Final = 1e-3  # from here on, what is posted ends a pause
 
 
 class NixlRoute:
-    """The way to one peer. ``loaded`` and ``leaving`` belong to the worker's thread."""
+    """The route to one peer. ``loaded`` and ``leaving`` belong to the worker's thread."""
 
     def __init__(self, peer: Peer, facts: NixlFacts, metadata: bytes, token: bytes, *, reads: bool) -> None:
         self.peer = peer
@@ -153,7 +153,7 @@ class Worker:
         return False
 
     def unload(self, route: NixlRoute) -> None:
-        """Close the way to a peer, as soon as nothing moves on it: NIXL would call a transfer failed that goes on.
+        """Close the route to a peer, as soon as nothing moves on it: NIXL would call a transfer failed that goes on.
         The next use opens it anew.
         """
         route.leaving = any(move.route is route and move.handles for move in self._moves)

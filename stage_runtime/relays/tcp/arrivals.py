@@ -22,7 +22,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.payloads import buffers
 from stage_runtime.payloads.pack import ALIGNMENT
 from stage_runtime.relays import pages
-from stage_runtime.relays.base import Peer, TransferId
+from stage_runtime.relays.base import Peer, TransferId, TransferKey
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.operations import GetOperation
 from stage_runtime.relays.pins import Pins
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 BROKEN_S: Final = 60.0  # after a connection broke, what was lost with it is awaited no longer than this
 REMEMBERED: Final = 10_000  # dropped transfers whose late pieces are known as such
 WORD: Final = 8  # alignment of a frame that may be used without a copy
-
-Key = tuple[Peer, TransferId]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -95,11 +93,11 @@ class Arrivals:
         #: Peers that were forgotten: late pieces of theirs are dropped. Bounded: the oldest are forgotten.
         self._gone: collections.OrderedDict[Peer, None] = collections.OrderedDict()
         #: Begun, and complete: a transfer is in one of them. Those in neither ``_claims`` are unclaimed.
-        self._coming: dict[Key, _Transfer] = {}
-        self._here: dict[Key, _Transfer] = {}
-        self._claims: dict[Key, _Claim] = {}
+        self._coming: dict[TransferKey, _Transfer] = {}
+        self._here: dict[TransferKey, _Transfer] = {}
+        self._claims: dict[TransferKey, _Claim] = {}
         #: Why a transfer will not come; its late pieces are ignored. Bounded: the oldest are forgotten.
-        self._lost: collections.OrderedDict[Key, str] = collections.OrderedDict()
+        self._lost: collections.OrderedDict[TransferKey, str] = collections.OrderedDict()
         self._broke_at: dict[Peer, float] = {}  #: When its connection broke last.
         self._unclaimed_bytes = 0
         self._counts = dict.fromkeys(
@@ -235,7 +233,7 @@ class Arrivals:
             gone = header.sender in self._gone
         return header if fits and not gone and hmac.compare_digest(header.token, self._token) else None
 
-    def _wanted(self, key: Key, header: FrameHeader, body: memoryview) -> _Transfer | None:
+    def _wanted(self, key: TransferKey, header: FrameHeader, body: memoryview) -> _Transfer | None:
         """The transfer whose next piece this is. Under the lock."""
         if key in self._lost:
             return None
@@ -264,7 +262,7 @@ class Arrivals:
         region = self._context.arena.allocate_region(header.nbytes)
         return pages.fresh(header.nbytes) if region is None else region
 
-    def _complete(self, key: Key, transfer: _Transfer) -> None:
+    def _complete(self, key: TransferKey, transfer: _Transfer) -> None:
         """All is here. In the receiving thread."""
         with self._lock:
             if self._coming.pop(key, None) is None:
@@ -279,7 +277,7 @@ class Arrivals:
                 return
         self._on_loop(self._deliver, key, claim, transfer)
 
-    def _pass(self, key: Key) -> None:
+    def _pass(self, key: TransferKey) -> None:
         """A transfer is here. Those before it that are not were lost with a connection. Under the lock."""
         peer, transfer = key
         now, broke_at = time.monotonic(), self._broke_at.get(peer)
@@ -292,7 +290,7 @@ class Arrivals:
             if its == peer and number < transfer and claim.passed_at is None:
                 claim.passed_at = now
 
-    def _deliver(self, key: Key, claim: _Claim, transfer: _Transfer) -> None:
+    def _deliver(self, key: TransferKey, claim: _Claim, transfer: _Transfer) -> None:
         """Hand a transfer to who claimed it. On the loop."""
         region, transfer.region = transfer.region, None
         self._pins.add(region, *key, request_id=claim.request_id, holder=claim.holder, nbytes=transfer.nbytes)
@@ -302,7 +300,7 @@ class Arrivals:
         else:
             claim.operation.arrived(buffers.view(region))
 
-    def _drop(self, key: Key, why: str) -> None:
+    def _drop(self, key: TransferKey, why: str) -> None:
         """Forget a transfer, come or to come. Under the lock."""
         claim = self._claims.pop(key, None)
         transfer = self._coming.pop(key, None) or self._here.pop(key, None)
@@ -312,7 +310,7 @@ class Arrivals:
         if len(self._lost) > REMEMBERED:
             self._lost.popitem(last=False)
 
-    def _lose(self, key: Key, why: str) -> None:
+    def _lose(self, key: TransferKey, why: str) -> None:
         """A transfer cannot be completed. In the receiving thread, under the lock."""
         claim = self._claims.get(key)
         self._drop(key, why)
@@ -322,7 +320,7 @@ class Arrivals:
             claim.operation.fail(TransferError(f"transfer {key[1]} from {key[0]}: {why}"))
             self._on_loop(self._context.on_release, *key)
 
-    def _of(self, wanted: Callable[[Key, _Transfer], bool]) -> list[Key]:
+    def _of(self, wanted: Callable[[TransferKey, _Transfer], bool]) -> list[TransferKey]:
         return [key for table in (self._coming, self._here) for key, value in table.items() if wanted(key, value)]
 
     def _on_loop(self, call: Callable[..., object], *arguments: Any) -> None:

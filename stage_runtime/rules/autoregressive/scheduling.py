@@ -26,9 +26,9 @@ from stage_runtime.rules.autoregressive.requests import (
 )
 
 Policy = Literal["fcfs", "priority"]
-Key = tuple[int, int]
+PriorityKey = tuple[int, int]
 
-_ORDER: Final[dict[Policy, Callable[[Request], Key]]] = {
+_ORDER: Final[dict[Policy, Callable[[Request], PriorityKey]]] = {
     "fcfs": lambda request: (0, request.arrival),
     "priority": lambda request: (request.priority, request.arrival),
 }
@@ -104,7 +104,7 @@ class Scheduler:
         self.stats = SchedulerCounts()
         self._key = _ORDER[limits.policy]
         self._requests: dict[str, Request] = {}  #: Every request that has not finished.
-        self._queue: list[tuple[Key, int, Request]] = []  #: A heap; may hold stale entries.
+        self._queue: list[tuple[PriorityKey, int, Request]] = []  #: A heap; may hold stale entries.
         self._queued = 0  #: Entries of the heap that are not stale.
         self._running: list[Request] = []  #: In order of the policy.
         self._holds: dict[str, Hold] = {}

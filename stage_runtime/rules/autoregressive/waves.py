@@ -13,14 +13,14 @@ import msgspec
 PUBLISH_EVERY_S: Final = 0.1  # counts; a balancer expects by itself what it sends in between
 
 
-class FirstRequest(msgspec.Struct, frozen=True):
+class FirstRequestSent(msgspec.Struct, frozen=True):
     """A client has sent a request while it believed the engines paused. engine: has the request, and starts by it."""
 
     wave: int
     engine: int
 
 
-class StartWave(msgspec.Struct, frozen=True):
+class LateRequestReceived(msgspec.Struct, frozen=True):
     """An engine got a request of a wave that is over."""
 
     wave: int
@@ -43,11 +43,11 @@ class Counts(msgspec.Struct, frozen=True):
     running: int
 
 
-class Scaled(msgspec.Struct, frozen=True):
+class EnginesScaled(msgspec.Struct, frozen=True):
     engines: int
 
 
-class Replaced(msgspec.Struct, frozen=True):
+class EngineReplaced(msgspec.Struct, frozen=True):
     """An engine has ended, and another one has its rank: its steps are counted from the start again."""
 
     engine: int
@@ -61,7 +61,9 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event: TypeAlias = FirstRequest | StartWave | WaveComplete | Counts | Scaled | Replaced | Subscribed | Tick
+WaveEvent: TypeAlias = (
+    FirstRequestSent | LateRequestReceived | WaveComplete | Counts | EnginesScaled | EngineReplaced | Subscribed | Tick
+)
 
 
 class PublishState(msgspec.Struct, frozen=True):
@@ -107,15 +109,15 @@ class Waves:
         """Seconds until a `Tick` is wanted; None: not before the next event."""
         return max(self._published_at + PUBLISH_EVERY_S - now, 0.0) if self._changed else None
 
-    def on(self, event: Event, now: float) -> list[Instruction]:
+    def on(self, event: WaveEvent, now: float) -> list[Instruction]:
         """Take an event. Those of engines that do not exist, or of the past, change nothing."""
         match event:
-            case FirstRequest(wave, engine):
+            case FirstRequestSent(wave, engine):
                 if self.running:
                     return []
                 # It was sent in a wave that is over: its engine reports no unfinished request by it.
                 return self._start(None if wave < self.wave else engine)
-            case StartWave(wave, engine):
+            case LateRequestReceived(wave, engine):
                 if not 0 <= engine < len(self._engines) or wave > self.wave:
                     return []
                 return [] if self.running else self._start(engine if wave == self.wave else None)
@@ -126,9 +128,9 @@ class Waves:
                 return [PublishState(None, self.wave, False)]
             case Counts():
                 return self._count(event, now)
-            case Scaled(engines):
+            case EnginesScaled(engines):
                 return self._scale(engines, now)
-            case Replaced(engine):
+            case EngineReplaced(engine):
                 return self._replace(engine, now)
             case Subscribed():
                 return [self._publish(now)]

@@ -71,10 +71,10 @@ class Unencodable(CodecReply, frozen=True, tag=True, array_like=True):
     problem: str
 
 
-Requests = Open | Write | Close | Measure
-Replies = Made | Measured | Unencodable
-REQUESTS: Final = msgspec.msgpack.Decoder(Requests)
-REPLIES: Final = msgspec.msgpack.Decoder(Replies)
+CodecRequests = Open | Write | Close | Measure
+CodecReplies = Made | Measured | Unencodable
+REQUESTS: Final = msgspec.msgpack.Decoder(CodecRequests)
+REPLIES: Final = msgspec.msgpack.Decoder(CodecReplies)
 
 
 def frame(message: CodecRequest | CodecReply) -> list[bytes]:

@@ -16,7 +16,17 @@ from typing import Final
 import soundfile
 
 from stage_runtime.web.sound import encoding, messages, reading
-from stage_runtime.web.sound.messages import Close, Made, Measure, Measured, Open, Replies, Requests, Unencodable, Write
+from stage_runtime.web.sound.messages import (
+    Close,
+    CodecReplies,
+    CodecRequests,
+    Made,
+    Measure,
+    Measured,
+    Open,
+    Unencodable,
+    Write,
+)
 from stage_runtime.web.sound.samples import Flat
 
 MEMORY_NBYTES: Final = 1 << 30  # of address space; without any sound the process has about 0.1 GiB
@@ -40,13 +50,13 @@ class _Session:
     def __init__(self) -> None:
         self._encoder: encoding.Encoder | None = None
 
-    def answer(self, request: Requests) -> Replies | None:
+    def answer(self, request: CodecRequests) -> CodecReplies | None:
         try:
             return self._answer(request)
         except soundfile.LibsndfileError as error:
             return Unencodable(f"libsndfile: {error.error_string}")
 
-    def _answer(self, request: Requests) -> Replies | None:
+    def _answer(self, request: CodecRequests) -> CodecReplies | None:
         match request:
             case Open(format=name, whole=whole):
                 if name:
@@ -86,7 +96,7 @@ def end_call() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _receive(connection: socket.socket) -> Requests | None:
+def _receive(connection: socket.socket) -> CodecRequests | None:
     """The next request; None at the end, and where a request is torn off in its middle."""
     head = _exactly(connection, messages.LENGTH.size)
     body = _exactly(connection, *messages.LENGTH.unpack(head)) if head else None

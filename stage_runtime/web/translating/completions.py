@@ -11,9 +11,10 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
+from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.chat import ChatCall
-from stage_runtime.web.translating.outputs import Event, Outputs
+from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Audio, Note, Text, ToolCall
 
 AUDIO_LIFE_S = 3600  # OpenAI keeps an answer's audio for an hour; this server keeps none, clients read the field
@@ -32,7 +33,7 @@ class Completion:
         self.audio: list[tuple[str, Audio]] = []  #: (stage, sound), if the client requested sound.
         self._notes: list[dict[str, Any]] = []
 
-    def add(self, event: Event) -> None:
+    def add(self, event: AnswerEvent) -> None:
         for shown in self._outputs.take(event):
             match shown:
                 case Text():
@@ -91,7 +92,7 @@ class CompletionChunks:
         self._begun: set[int] = set()  #: Choices whose role was sent.
         self._started = False
 
-    def add(self, event: Event) -> Iterator[dict[str, Any] | Audio]:
+    def add(self, event: AnswerEvent) -> Iterator[dict[str, Any] | Audio]:
         """The event's chunks. An `Audio` among them is replaced by those of `sound`, once it is encoded."""
         for shown in self._outputs.take(event):
             match shown:

@@ -52,7 +52,7 @@ def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) 
     return [_part(part, f"messages[{index}].content[{place}]", fetched) for place, part in enumerate(message.content)]
 
 
-def _part(part: schemas.Part, param: str, fetched: Mapping[str, Media]) -> dict[str, Any]:
+def _part(part: schemas.ContentPart, param: str, fetched: Mapping[str, Media]) -> dict[str, Any]:
     match part:
         case schemas.TextPart():
             return {"type": "text", "text": part.text}
@@ -108,7 +108,7 @@ def _type_and_url(part: _URL_PARTS) -> tuple[str, str]:
             return "video", part.video_url.url
 
 
-def _parts(messages: list[schemas.Message]) -> Iterator[tuple[str, schemas.Part]]:
+def _parts(messages: list[schemas.Message]) -> Iterator[tuple[str, schemas.ContentPart]]:
     for index, message in enumerate(messages):
         if isinstance(message.content, list):
             for place, part in enumerate(message.content):

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent
 from stage_runtime.errors import RequestError
 from stage_runtime.wire.values import Audio, Finish, Note, Text, ToolCall, Usage
 
-Event = ChunkEvent | ResultEvent
 Shown = Text | Audio | Note | ToolCall
 _OUTPUTS = (Text, Audio, Usage, Finish, Note, ToolCall)
 
@@ -28,7 +27,7 @@ class Outputs:
         self._known = False  #: Any of the client outputs was seen.
         self._unknown: tuple[str, str] | None = None  #: The first (stage, type) that no OpenAI route can show.
 
-    def take(self, event: Event) -> Iterator[Shown]:
+    def take(self, event: AnswerEvent) -> Iterator[Shown]:
         """What the event has for the client's eyes and ears, in order."""
         for value in _values(event):
             if not isinstance(value, _OUTPUTS):
@@ -72,14 +71,14 @@ class Outputs:
             stage=stage,
         )
 
-    def _is_repeated(self, event: Event, kind: type[Any]) -> bool:
+    def _is_repeated(self, event: AnswerEvent, kind: type[Any]) -> bool:
         if isinstance(event, ChunkEvent):
             self._streamed.add((event.stage, kind))
             return False
         return (event.stage, kind) in self._streamed
 
 
-def _values(event: Event) -> list[Any]:
+def _values(event: AnswerEvent) -> list[Any]:
     if event.data is None:
         return []
     return event.data if isinstance(event.data, list) else [event.data]

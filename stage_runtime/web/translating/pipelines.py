@@ -7,12 +7,11 @@ from typing import Any, Final
 
 import msgspec
 
-from stage_runtime.coordinator.events import ChunkEvent, ResultEvent
+from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent, ResultEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import schemas, strictjson
-from stage_runtime.web.multipart import Part
+from stage_runtime.web.multipart import FormPart
 from stage_runtime.web.translating import jsonable
-from stage_runtime.web.translating.outputs import Event
 from stage_runtime.wire.values import OmniRequest
 
 DECODER: Final = msgspec.json.Decoder(schemas.PipelineBody)
@@ -23,14 +22,14 @@ def decode(raw: bytes) -> schemas.PipelineBody:
     return schemas.decode(raw, schemas.PipelineBody, DECODER)
 
 
-def from_form(parts: Iterable[Part]) -> schemas.PipelineBody:
+def from_form(parts: Iterable[FormPart]) -> schemas.PipelineBody:
     """Fields are the JSON body's, each as JSON; files go into ``inputs`` by their name, as bytes.
 
     Several files of one name become a list. What is known of a file (name, media type) is ``metadata["files"]``.
     Raises: InvalidRequest: a field is no JSON or unknown, or ``inputs`` is no object beside files.
     """
     fields: dict[str, Any] = {}
-    files: dict[str, list[Part]] = {}
+    files: dict[str, list[FormPart]] = {}
     for part in parts:
         if part.filename is not None:
             files.setdefault(part.name, []).append(part)
@@ -62,7 +61,7 @@ class Results:
         self._results: dict[str, Any] = {}
         self._chunks: dict[str, list[Any]] = {}
 
-    def add(self, event: Event) -> None:
+    def add(self, event: AnswerEvent) -> None:
         match event:
             case ChunkEvent():
                 self._chunks.setdefault(event.stage, []).append(jsonable.plain(event.data))
@@ -75,7 +74,7 @@ class Results:
         return self._results
 
 
-def named(event: Event) -> tuple[str, dict[str, Any]]:
+def named(event: AnswerEvent) -> tuple[str, dict[str, Any]]:
     """An event of the stream: its name and its data."""
     match event:
         case ChunkEvent():
@@ -90,7 +89,7 @@ def named(event: Event) -> tuple[str, dict[str, Any]]:
     return "result", {"stage": event.stage}
 
 
-def _json(part: Part) -> Any:
+def _json(part: FormPart) -> Any:
     try:
         return strictjson.decode(part.data, _ANY, where=part.name)
     except InvalidRequest as error:
@@ -98,7 +97,7 @@ def _json(part: Part) -> Any:
         raise InvalidRequest(f"{error.message}; {hint}", param=error.param or part.name) from None
 
 
-def _with_files(body: schemas.PipelineBody, files: dict[str, list[Part]]) -> schemas.PipelineBody:
+def _with_files(body: schemas.PipelineBody, files: dict[str, list[FormPart]]) -> schemas.PipelineBody:
     if not isinstance(body.inputs, dict):
         raise InvalidRequest("inputs: must be an object where files come with it", param="inputs")
     both = sorted(body.inputs.keys() & files.keys())

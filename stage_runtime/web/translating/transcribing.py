@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
+from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.web import schemas
-from stage_runtime.web.multipart import Part
+from stage_runtime.web.multipart import FormPart
 from stage_runtime.web.translating import jsonable
-from stage_runtime.web.translating.outputs import Event, Outputs
+from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Note, OmniRequest, Text
 
 FORMATS: Final = ("json", "text", "verbose_json")
@@ -28,17 +29,17 @@ _NO_TYPE: Final = "application/octet-stream"
 class TranscriptionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A form, read and checked."""
 
-    file: Part
+    file: FormPart
     fields: schemas.TranscriptionFields
     format: str
 
 
-def read(parts: Iterable[Part]) -> TranscriptionCall:
+def read(parts: Iterable[FormPart]) -> TranscriptionCall:
     """The form's file and fields.
 
     Raises: InvalidRequest: no file or several, or a field that is unknown, wrong, or asks for what is not there.
     """
-    files: list[Part] = []
+    files: list[FormPart] = []
     given: dict[str, Any] = {}
     for part in parts:
         name = part.name.removesuffix("[]")
@@ -80,7 +81,7 @@ class Transcript:
         self._text: dict[str, list[str]] = {}  #: By stage: two terminals' words are not mixed.
         self._notes: dict[str, Any] = {}
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+    def add(self, event: AnswerEvent) -> Iterator[dict[str, Any]]:
         for shown in self._outputs.take(event):
             match shown:
                 case Text():
@@ -134,14 +135,14 @@ def _checked(fields: schemas.TranscriptionFields) -> str:
     return format
 
 
-def _text(part: Part) -> str:
+def _text(part: FormPart) -> str:
     try:
         return part.data.decode()
     except UnicodeDecodeError:
         raise InvalidRequest(f"{part.name}: no UTF-8 text", param=part.name) from None
 
 
-def _mime(part: Part) -> str:
+def _mime(part: FormPart) -> str:
     if part.content_type != _NO_TYPE:
         return part.content_type
     return mimetypes.guess_type(part.filename or "")[0] or _NO_TYPE

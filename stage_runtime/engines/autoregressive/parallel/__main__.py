@@ -83,11 +83,11 @@ class DPCoordinatorProc:
             return
         match self._from_client.decode(received):
             case FirstRequest(wave, engine):
-                self._on(waves.FirstRequest(wave, engine))
+                self._on(waves.FirstRequestSent(wave, engine))
             case Replaced(engine):
-                self._on(waves.Replaced(engine))
+                self._on(waves.EngineReplaced(engine))
             case Scale(engines):
-                self._on(waves.Scaled(engines))
+                self._on(waves.EnginesScaled(engines))
 
     def _on_engine(self, frames: Sequence[memoryview]) -> None:
         if bytes(frames[0]) == READY:
@@ -101,7 +101,7 @@ class DPCoordinatorProc:
         if received.wave_complete is not None:
             self._on(waves.WaveComplete(received.wave_complete))
         if received.start_wave is not None:
-            self._on(waves.StartWave(received.start_wave, received.engine_index))
+            self._on(waves.LateRequestReceived(received.start_wave, received.engine_index))
 
     def _on_subscription(self, frames: Sequence[memoryview]) -> None:
         """An engine listens. Which one is not known: all that have greeted are answered again."""
@@ -109,7 +109,7 @@ class DPCoordinatorProc:
             for name in self._greeted:
                 self._publish_back.send([READY, name])
 
-    def _on(self, event: waves.Event) -> None:
+    def _on(self, event: waves.WaveEvent) -> None:
         for instruction in self._state.on(event, time.monotonic()):
             match instruction:
                 case waves.PublishState():

@@ -41,9 +41,9 @@ class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
     """No more passes."""
 
 
-Order = ComputePass | Clear | End
+RankOrder = ComputePass | Clear | End
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Order).decode
+_decode = msgspec.msgpack.Decoder(RankOrder).decode
 
 
 class Ranks:
@@ -77,19 +77,19 @@ class Ranks:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._orders)
         return int(found)
 
-    def send(self, order: Order) -> None:
+    def send(self, order: RankOrder) -> None:
         """To all other ranks. Of rank 0."""
         body = torch.frombuffer(bytearray(_encode(order)), dtype=torch.uint8)
         dist.broadcast(torch.tensor([body.numel()]), 0, group=self._orders)
         dist.broadcast(body, 0, group=self._orders)
 
-    def receive(self) -> Order:
+    def receive(self) -> RankOrder:
         """Rank 0's next order."""
         length = torch.zeros(1, dtype=torch.long)
         dist.broadcast(length, 0, group=self._orders)
         body = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(body, 0, group=self._orders)
-        order: Order = _decode(body.numpy().tobytes())
+        order: RankOrder = _decode(body.numpy().tobytes())
         return order
 
     def close(self) -> None:

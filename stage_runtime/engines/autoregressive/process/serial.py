@@ -39,7 +39,7 @@ class TensorRelay(Protocol):
 class _Part(msgspec.Struct, frozen=True, array_like=True):
     """place: the bytes, the number of a frame, or a relay's facts."""
 
-    kind: tensorrefs.Kind
+    kind: tensorrefs.TensorKind
     dtype: str
     shape: tuple[int, ...]
     place: bytes | int | dict[str, Any]
@@ -78,7 +78,7 @@ class MsgpackEncoder:
         if tensors.is_tensor(value):
             problem = tensors.tensor_problem(value)
             dtype, shape, device = tensors.tensor_dtype(value), tuple(value.shape), value.device.type
-            kind: tensorrefs.Kind = "torch"
+            kind: tensorrefs.TensorKind = "torch"
         elif isinstance(value, np.ndarray):
             problem = tensors.array_problem(value)
             dtype, shape, device, kind = value.dtype.name, value.shape, "cpu", "numpy"

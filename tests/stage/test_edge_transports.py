@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from omnipipeline_spec.types.plan import RelayPlan, StagePlan
-from stage_runtime.stage import ways
+from stage_runtime.stage import edge_transports
 
 TO = {("b1", "auto"): ("shm", "memory"), ("b2", "auto"): ("tcp", "tcp+curve"), ("c1", "nixl"): ("nixl", "tcp")}
 
 
-def way(peer: str, backend: str) -> tuple[str, str]:
+def transport(peer: str, backend: str) -> tuple[str, str]:
     return TO.get((peer, backend), ("refused", "none"))
 
 
-def test_every_edge_is_counted_by_the_way_to_each_instance_of_its_target() -> None:
+def test_every_edge_is_counted_by_the_transport_to_each_instance_of_its_target() -> None:
     plans = [
         StagePlan(name="a", group="g", factory="m:a", next=("b", "d"), stream_to=("b",)),
         StagePlan(name="d", group="g", factory="m:d", next=("c",), relay=RelayPlan(backend="nixl")),
         StagePlan(name="e", group="g", factory="m:e", terminal=True),
     ]
     peers = {"b1": ("b", "x"), "b2": ("b",), "b3": ("b",), "c1": ("c",), "u1": ("upstream",)}
-    assert ways.count(plans, peers, ["k"], way) == {
+    assert edge_transports.count(plans, peers, ["k"], transport) == {
         ("a", "b", "shm", "memory"): 1,
         ("a", "b", "tcp", "tcp+curve"): 1,
         ("a", "b", "refused", "none"): 1,
@@ -31,4 +31,4 @@ def test_every_edge_is_counted_by_the_way_to_each_instance_of_its_target() -> No
 
 def test_a_process_that_knows_nobody_has_its_own_edges_alone() -> None:
     plan = StagePlan(name="a", group="g", factory="m:a", next=("b",))
-    assert ways.count([plan], {}, [], way) == {}
+    assert edge_transports.count([plan], {}, [], transport) == {}
