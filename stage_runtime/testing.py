@@ -120,6 +120,7 @@ class _Work:
         self.attempt = 1
         self.bindings: dict[str, str] = {}
         self.over = self.at_engine = False
+        self.left_depth: int | None = None
         self.emitted = Emitted(request_id)
 
 

@@ -44,6 +44,7 @@ class Work(Protocol):
         """stage -> the incarnation of the instance that serves it for this request."""
 
     at_engine: bool  #: The inbox has given something of it to the engine, which must then hear of its abort.
+    left_depth: int | None  #: How many waited in the queue when it left, if that is recorded when it begins.
 
 
 class Arrival(Protocol):
@@ -117,6 +118,8 @@ class Inbox:
         self._backlog: Backlog[Any] = Backlog()
         self._fail = fail
         self._leaves = leaves
+        #: The engine calls `Outbox.began` as soon as it has taken a payload: both are recorded as one moment.
+        self.begins_at_once = False
         self.depth: Final = self._backlog.__len__  #: How many wait, with one call less than `len`.
         self._wake: Callable[[], None] | None = None
         self._forget: Callable[[Work], None] | None = None
@@ -224,7 +227,9 @@ class Inbox:
     def _record_leaving(self, event: events.Incoming) -> None:
         """It leaves the queue. In the thread of the stage that takes it."""
         if isinstance(event, events.Start):
-            if self._leaves is not None:
+            if self.begins_at_once:
+                event.work.left_depth = self.depth()
+            elif self._leaves is not None:
                 recorder.note(self._leaves, event.work.request_id, event.work.attempt, self.depth())
         elif isinstance(event, events.ChunkIn):
             work, chunk = event.work, event.chunk

@@ -15,6 +15,7 @@ import re
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ import msgspec
 
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import events
-from stage_runtime.profiler.templates import Template
+from stage_runtime.profiler.templates import Template, TemplateNote
 from stage_runtime.profiler.writing import MAX_BYTES, MAX_QUEUED, EventLine, Writer
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Recorder:
         self.active = False  #: A run is recorded; hot paths ask this before they gather metadata.
         self.traces: Traces | None = None  #: Where the process sends authors' spans, recorded or not.
         self._run: Writer | None = None
+        self._notes: deque[TemplateNote] = deque(maxlen=0)  #: Of the run; without one it keeps nothing.
         self._lock = threading.Lock()  #: Held to start and stop only.
 
     @property
@@ -96,6 +98,7 @@ class Recorder:
             except OSError as error:
                 raise ConfigurationError(f"{path}: {error.strerror or error}") from error
             self._run = run
+            self._notes = run.notes
             self.active = True
             return path
 
@@ -107,6 +110,7 @@ class Recorder:
                 return None
             self.active = False
             self._run = None
+            self._notes = deque(maxlen=0)
             run.stop(why, STOP_S)
             return run.path
 
@@ -142,13 +146,11 @@ class Recorder:
 
     def note(self, template: Template, request_id: str, attempt: int, number: int = 0, time_ns: int = 0) -> None:
         """Record the events of a template, at this moment or at ``time_ns``."""
-        run = self._run
-        if run is None:
-            return
-        if len(run.notes) >= MAX_QUEUED:
+        notes = self._notes
+        if len(notes) < MAX_QUEUED:
+            notes.append((template.id, request_id, time_ns or _now(), attempt, number))
+        elif (run := self._run) is not None:
             run.refused += len(template)
-            return
-        run.notes.append((template.id, request_id, time_ns or _now(), attempt, number))
 
 
 #: Of this process.

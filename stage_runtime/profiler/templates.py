@@ -29,19 +29,25 @@ class Template:
     """Events of one stage that happen at the same moment.
 
     events: the name and the metadata of each; each also gets ``attempt``. number: the name of a further number that
-    is noted each time, in the metadata of the last event. attempts: False: the metadata are complete without one.
+    is noted each time, in the metadata of the event ``numbered``. attempts: False: the metadata are complete
+    without one.
     """
 
     __slots__ = ("_definition", "id", "size")
 
     def __init__(
-        self, stage: str, *events: tuple[str, Mapping[str, Any]], number: str | None = None, attempts: bool = True
+        self,
+        stage: str,
+        *events: tuple[str, Mapping[str, Any]],
+        number: str | None = None,
+        numbered: int = -1,
+        attempts: bool = True,
     ) -> None:
         encoded = [(name, msgspec.Raw(_encode(metadata))) for name, metadata in events]
         with _lock:
             self.id: Final = len(_templates)
             _templates.append(self)
-        self._definition = Definition(self.id, "", 0, stage, encoded, number, attempts)
+        self._definition = Definition(self.id, "", 0, stage, encoded, number, numbered % max(len(events), 1), attempts)
         #: Bytes of its lines, about.
         self.size: Final = len(_encode(self._definition)) + len(events) * (_SIZE_OF_REST + len(stage))
 
@@ -67,6 +73,7 @@ class Definition(msgspec.Struct, frozen=True):
     stage: str
     events: list[tuple[str, msgspec.Raw]]
     number: str | None
+    numbered: int
     attempts: bool
 
     def pieces(self) -> _Pieces:
@@ -82,14 +89,15 @@ class Definition(msgspec.Struct, frozen=True):
             }
             closing = b"0}}" if self.attempts else b"}}"
             pairs.append((b"," + _encode(begin)[1:-2], b"," + _encode(end)[1 : -len(closing)]))
-        separator = b"," if self.attempts or (self.events and bytes(self.events[-1][1]) != b"{}") else b""
-        number = None if self.number is None else separator + _encode(self.number) + b":"
-        return tuple(pairs), self.attempts, number
+        if self.number is None or not 0 <= self.numbered < len(pairs):
+            return tuple(pairs), self.attempts, None, 0
+        separator = b"," if self.attempts or bytes(self.events[self.numbered][1]) != b"{}" else b""
+        return tuple(pairs), self.attempts, separator + _encode(self.number) + b":", self.numbered
 
 
 #: Of each event what is between the request's id and the time, and between the time and the attempt, as JSON; whether
-#: there is an attempt; what is between it and the further number.
-_Pieces = tuple[tuple[tuple[bytes, bytes], ...], bool, bytes | None]
+#: there is an attempt; what is between it and the further number, and in which event.
+_Pieces = tuple[tuple[tuple[bytes, bytes], ...], bool, bytes | None, int]
 
 _decode = msgspec.json.Decoder(TemplateNote | Definition).decode
 
@@ -115,15 +123,14 @@ def expand(lines: Iterable[bytes], unreadable: Callable[[], None]) -> Iterator[b
 def _lines(note: TemplateNote, pieces: _Pieces) -> bytes:
     """Joined from pieces, which costs a third of encoding them."""
     _, request_id, time_ns, attempt, number = note
-    pairs, attempts, before_number = pieces
+    pairs, attempts, before_number, numbered = pieces
     begin = b'{"request_id":' + _encode(request_id)
     tried = b"%d" % attempt if attempts else b""
     made: list[bytes] = []
-    for before, after in pairs:
-        made += (begin, before, b"%d" % time_ns, after, tried, b"}}\n")
+    for index, (before, after) in enumerate(pairs):
+        end = b"%b%d}}\n" % (before_number, number) if before_number is not None and index == numbered else b"}}\n"
+        made += (begin, before, b"%d" % time_ns, after, tried, end)
         time_ns += 1  # readers order events by time
-    if before_number is not None and made:
-        made[-1] = b"%b%d}}\n" % (before_number, number)
     return b"".join(made)
 
 

@@ -87,6 +87,7 @@ class FollowedWork:
         self.bindings: dict[str, str] = {}  #: Rank 0 has the links.
         self.over = False  #: This rank is through with it; what still comes must not begin it anew.
         self.at_engine = False
+        self.left_depth: int | None = None
 
     @property
     def request_id(self) -> str:

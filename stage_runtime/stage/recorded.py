@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
@@ -12,7 +12,10 @@ from stage_runtime.profiler.templates import Template
 
 def leaving(plan: StagePlan) -> Template:
     """The engine takes a payload from its queue; with the queue's depth."""
-    return Template(plan.name, (events.STAGE_QUEUE_LEAVE, {"kind": "payload"}), number="depth")
+    return Template(plan.name, _LEAVES, number="depth")
+
+
+_LEAVES: Final = (events.STAGE_QUEUE_LEAVE, {"kind": "payload"})
 
 
 class InputEvents:
@@ -36,12 +39,16 @@ class InputEvents:
 
 
 class OutputEvents:
-    """`complete`: the run has ended, and its result is handed on. `handed_on`: and it is sent to the one target."""
+    """`left_and_started`: the engine takes a payload from its queue and begins at once. `complete`: the run has ended,
+    and its result is handed on. `handed_on`: and it is sent to the one target.
+    """
 
     def __init__(self, plan: StagePlan) -> None:
         following = [] if plan.terminal else list(plan.next)
         complete = {"terminal": plan.terminal, "next": following}
-        self.run_start = Template(plan.name, (events.STAGE_RUN_START, {}))
+        starts: tuple[str, dict[str, Any]] = (events.STAGE_RUN_START, {})
+        self.run_start = Template(plan.name, starts)
+        self.left_and_started = Template(plan.name, _LEAVES, starts, number="depth", numbered=0)
         ended: tuple[tuple[str, dict[str, Any]], ...] = (
             (events.STAGE_RUN_END, {}),
             (events.STAGE_COMPLETE, complete),

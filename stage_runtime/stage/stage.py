@@ -11,6 +11,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import threads
 from stage_runtime.engines.base import Engine, Inbox, Work
 from stage_runtime.engines.custom import EngineCrashed
+from stage_runtime.engines.simple import SyncEngine
 from stage_runtime.errors import describe
 from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.stage import recorded, tensor_parallel
@@ -127,6 +128,7 @@ class Stage:
             loaded(self.plan.name, error)
             return
         self.input.engine = engine
+        self.inbox.begins_at_once = isinstance(engine, SyncEngine)
         loaded(self.plan.name, None)
         engine.run(self.inbox, self.output, self.stop)
         if not self.stop.is_set() and not self.inbox.closed:

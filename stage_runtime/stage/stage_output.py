@@ -68,7 +68,10 @@ class StageOutput:
         if ours.began_at is None:
             ours.began_at = time.monotonic()
         if recorder.active:
-            recorder.note(self._events.run_start, ours.request_id, ours.attempt)
+            if (depth := ours.left_depth) is None:
+                recorder.note(self._events.run_start, ours.request_id, ours.attempt)
+            else:
+                recorder.note(self._events.left_and_started, ours.request_id, ours.attempt, depth)
         if recorder.traces is not None:
             recorder.traces.working(ours.request_id, self._plan.name, ours.traceparent)
         if self._process.mutation_check is not None:

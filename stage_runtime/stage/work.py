@@ -69,6 +69,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
     cancelled: bool = False  #: User code and engines should stop working on it.
     served: bool = False  #: Its payload was complete, and its result was given here.
     at_engine: bool = False  #: See `engines.base.Work`.
+    left_depth: int | None = None
     has_payload: bool = False  #: The stage's payload is complete. One that takes a stream may be through without it.
     queued_at: float | None = None
     began_at: float | None = None

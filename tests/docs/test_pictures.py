@@ -70,7 +70,7 @@ def test_the_recorded_table_is_the_one_that_omni_up_shows() -> None:
         view("voice", ("shout",)),
     ]
     Console(file=shown, width=100).print(screens.table(views))
-    now, then = (re.sub(r"\d+ MiB|\b\d{2,}\b", "N", text) for text in (shown.getvalue(), RECORDED))
+    now, then = (re.sub(r"[\d.]+ [MG]iB|\b\d{2,}\b", "N", text) for text in (shown.getvalue(), RECORDED))
     for line in now.splitlines():
         assert " ".join(line.split()) in " ".join(then.split()), line
 

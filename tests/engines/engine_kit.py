@@ -26,6 +26,7 @@ class OneWork:
         self.cancelled = False
         self.over = False
         self.at_engine = False
+        self.left_depth: int | None = None
 
 
 class Opening:

@@ -278,6 +278,24 @@ def test_more_than_the_queue_holds_is_dropped_and_counted(mine: Recorder, tmp_pa
     assert names.count("over") == 3 - dropped  # the writer may have looked in between
 
 
+@pytest.mark.parametrize("attempts", [True, False])
+@pytest.mark.parametrize(("number", "numbered"), [(None, -1), ("depth", -1), ("depth", 0), ("depth", 1)])
+def test_a_notes_number_is_in_the_metadata_of_its_event(
+    mine: Recorder, tmp_path: Path, attempts: bool, number: str | None, numbered: int
+) -> None:
+    given: list[tuple[str, dict[str, str]]] = [("one", {}), ("two", {"kind": "x"}), ("three", {})]
+    template = Template("a", *given, number=number, numbered=numbered, attempts=attempts)
+    path = mine.start("demo", tmp_path, "a")
+    mine.note(template, "r", 4, 7)
+    mine.stop()
+    wanted: list[dict[str, object]] = [dict(metadata) for _, metadata in given]
+    for metadata in wanted:
+        metadata |= {"attempt": 4} if attempts else {}
+    if number is not None:
+        wanted[numbered]["depth"] = 7
+    assert [each["metadata"] for each in of_requests(path)] == wanted
+
+
 def test_notes_become_lines_with_their_numbers(mine: Recorder, tmp_path: Path) -> None:
     begins = Template("left", ("one", {"from_stage": 'a"b'}), ("two", {}), number="depth")
     plain = Template("right", ("three", {"kind": "x"}), attempts=False)
