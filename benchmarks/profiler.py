@@ -1,6 +1,6 @@
 """What the profiler costs: two stages that echo, 64 requests under way, in processor time of all their processes.
 
-    python -m benchmarks.profiler [--generations 6] [--blocks 150] [--seconds 0.3]
+    python -m benchmarks.profiler [--generations 6] [--blocks 60] [--seconds 1]
 
 Three sides: ``without`` is a copy of the runtime whose hooks are cut out of the source; ``off`` is the runtime as it
 is, with nothing recorded; ``on`` is the same while events are recorded. ``off`` and ``on`` are the same processes, told
@@ -41,7 +41,7 @@ from stage_runtime.processes.local import LocalOptions, LocalPipeline
 from stage_runtime.profiler.writing import FLUSH_EVERY_S
 
 CONCURRENCY: Final = 64
-WRITTEN_S: Final = 2.5 * FLUSH_EVERY_S  # after a block: its last events are written then
+WRITTEN_S: Final = 1.2 * FLUSH_EVERY_S  # after a block: its last events are written then
 WARM_UP: Final = 6  # blocks
 TOLD_S: Final = 0.02  # that a signal may take
 TRIMMED: Final = 0.1  # of the differences, at each end
@@ -293,8 +293,8 @@ def _median_us(blocks: Iterable[Block], side: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", type=int, default=6)
-    parser.add_argument("--blocks", type=int, default=150, help="of one generation and comparison")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of one side in one block")
+    parser.add_argument("--blocks", type=int, default=60, help="of one generation and comparison")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one side in one block")
     chosen = parser.parse_args()
     began = time.monotonic()
     found = asyncio.run(measure(chosen.generations, chosen.blocks, chosen.seconds))
