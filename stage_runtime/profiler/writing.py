@@ -29,7 +29,7 @@ from stage_runtime.profiler.templates import TemplateNote
 
 log = logging.getLogger(__name__)
 
-FLUSH_EVERY_S: Final = 0.5  # a killed process loses what is younger; each look costs serving threads some 2 ms
+FLUSH_EVERY_S: Final = 0.5  # a killed process loses what is younger
 MAX_QUEUED: Final = 200_000  # events between two looks of the writer: 400,000 a second
 MAX_BYTES: Final = 1 << 30  # of one process's lines; a run that is never stopped must not fill the disk
 MAX_LINE: Final = 16 << 10  # of one event; metadata is for small scalars
