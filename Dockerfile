@@ -4,7 +4,8 @@
 #   docker build --target stage -t omnipipeline-stage [--build-arg VARIANT=cu13] [--build-arg TORCH_INDEX=URL] .
 #
 # VARIANT      cpu | cu12 | cu13: what torch must have been built for. Checked: a build never ships the other one silently.
-# TORCH_INDEX  package index that holds torch for the variant, as torch's own install page names it. Empty: pip's default.
+# TORCH_INDEX  package index that holds torch for the variant, as torch's own install page names it. Empty: PyPI, whose
+#              torch for Linux on x86-64 is built for CUDA.
 # EXTRAS       further extras of the distribution for the stage image, comma separated: on a CPU nixl and mooncake, on
 #              CUDA 12 nixl and mooncake-cu12, on CUDA 13 nixl-cu13 and mooncake-cu13. Their libraries come with them.
 #
