@@ -129,7 +129,11 @@ class Startup(Spec, frozen=True, kw_only=True):
     """How long loading may take."""
 
     deadline_seconds: Annotated[
-        WholeSeconds, doc("A pod that is not ready by then is reported as StartupDeadlineExceeded and restarted.")
+        WholeSeconds,
+        doc(
+            "A pod that is not ready by then is reported as StartupDeadlineExceeded. A process that makes no progress "
+            "for this long while it loads is ended, and its container restarted."
+        ),
     ] = 1800
 
 
@@ -376,4 +380,6 @@ class Profiling(Spec, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, doc("Whether profiles may be started.")] = True
     storage: Annotated[ProfilingStorage | None, doc("Where event files are written; unset is an emptyDir.")] = None
-    max_seconds: Annotated[WholeSeconds, doc("A profile that is not stopped ends after this time.")] = 600
+    max_seconds: Annotated[
+        WholeSeconds, doc("A profile with a torch trace that is not stopped ends after this time.")
+    ] = 600

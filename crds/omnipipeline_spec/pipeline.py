@@ -64,7 +64,7 @@ RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake", "cuda_i
 
 
 class RelayConfig(Spec, frozen=True, kw_only=True):
-    """Transport of one stage's outgoing tensors. Unset fields follow from placement and `relayBackend`."""
+    """Transport of outgoing tensors, device of incoming ones. Unset fields follow from placement and `relayBackend`."""
 
     slot_size_mb: Annotated[
         Annotated[int, Meta(ge=1, le=65536)], doc("Largest slot in MiB; a larger payload is sent in pieces.")
@@ -134,7 +134,9 @@ class StageConfig(Spec, frozen=True, kw_only=True):
         Annotated[dict[Name, Function], Meta(max_length=2 * MAX_EDGES)],
         doc("Target stage -> function that makes the payload for this target."),
     ] = {}
-    relay: Annotated[RelayConfig | None, doc("Transport of this stage's outgoing tensors.")] = None
+    relay: Annotated[
+        RelayConfig | None, doc("Transport of this stage's outgoing tensors, and where incoming ones arrive.")
+    ] = None
 
     @property
     def gpus(self) -> tuple[int, ...]:
