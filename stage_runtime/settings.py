@@ -1,7 +1,7 @@
 """A process's settings, from its environment: read once, checked, frozen.
 
-Here: every ``OMNI_…`` variable there is, and the plan and key files they name. Not here: reading anything later
-(no other module reads the environment), writing these variables for a child (`processes.children`). Called by
+Here: the variables that start a process, and the plan and key files they name. Not here: those of telemetry, the torch
+profiler and caches, which their rooms read; writing these variables for a child (`processes.launching`). Called by
 `__main__` alone; the result is passed on.
 """
 
@@ -50,7 +50,7 @@ class StageSettings(ProcessSettings, frozen=True, kw_only=True):
     tp_endpoints: tuple[str, ...] = ()  #: Control endpoints of ranks 1..n-1.
     rendezvous: str | None = None  #: ``tcp://host:port`` of this TP instance's ranks.
     gpus: tuple[str, ...] | None = None  #: Device ids of this replica. Empty: CPU. None: all that the process sees.
-    debug_values: bool = False  #: Name stages that write into what they received or gave.
+    debug_values: bool = False  #: Log stages that write into tensors that they received or sent.
 
     @property
     def process(self) -> str:

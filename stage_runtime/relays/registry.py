@@ -8,7 +8,7 @@ To add a relay NAME:
 
 The rest follows from the line: processes open it and announce its facts in Hello, the contract suite
 (``tests/relays/test_relay_contract.py``) and ``benchmarks/relays.py`` run over it, import-linter keeps its folder apart
-from the others, ``omni plan`` no longer calls it missing. Only where it applies:
+from the others. Only where it applies:
 
 - packages that it imports: an extra in ``pyproject.toml``, named in its line;
 - a new name for `relayBackend`: ``RelayBackend`` of the contract, then ``make crds``;
