@@ -22,7 +22,7 @@ def command() -> None:
 
 
 @command.command("start")
-@click.option("--run", "run_id", metavar="NAME", help="Of the run; without it: made of the time.")
+@click.option("--run", "run_id", metavar="NAME", help="Name of the run. Default: derived from the time.")
 @click.option("--torch", is_flag=True, help="A trace of torch's operations, too.")
 @click.option("--max-seconds", type=click.IntRange(1), help="End the run after so many seconds, if it was not stopped.")
 @server_options

@@ -22,7 +22,7 @@ from stage_runtime.processes.startup_failures import StartupFailed
 
 @click.command("up")
 @options.pipeline_options
-@click.option("--cpu", is_flag=True, help="Run on a machine without GPUs: GPU ids become nothing.")
+@click.option("--cpu", is_flag=True, help="Ignore GPU ids; run every stage on the CPU.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve HTTP at.")
 @click.option("--port", type=click.IntRange(0, 65535), help="HTTP port; 0 is any free one. [default: the spec's]")
 @click.option(
@@ -31,7 +31,7 @@ from stage_runtime.processes.startup_failures import StartupFailed
     metavar="FILE",
     help="Clients must send the key in it as a bearer token. [default: the Secret that the spec names, if in its file]",
 )
-@click.option("--no-auth", is_flag=True, help="Ask for no key, also where other machines reach --host.")
+@click.option("--no-auth", is_flag=True, help="Require no API key, even if other machines can reach --host.")
 @click.option(
     "--startup-timeout",
     type=click.FloatRange(min=1),
@@ -40,7 +40,9 @@ from stage_runtime.processes.startup_failures import StartupFailed
     metavar="SECONDS",
     help="Give up on a stage that does nothing for so long while it loads.",
 )
-@click.option("--debug-values", is_flag=True, help="Name stages that write into what they received or gave (slow).")
+@click.option(
+    "--debug-values", is_flag=True, help="Log stages that write into tensors that they received or sent (slow)."
+)
 @click.option("--no-tty", is_flag=True, help="Plain lines instead of a live table.")
 def command(
     file: str,

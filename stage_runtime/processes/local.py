@@ -46,7 +46,7 @@ STARTUP_S = 300.0  # without progress; `omni up --startup-timeout` changes it
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to run it here."""
 
-    cpu: bool = False  #: GPU ids become nothing.
+    cpu: bool = False  #: GPU ids are ignored.
     host: str = "127.0.0.1"
     port: int | None = None  #: None: the spec's ``coordinator.http.port``; 0: any free one.
     startup_s: float = STARTUP_S

@@ -115,9 +115,9 @@ class ProfileSession:
         return self._each(STOPPED)
 
     def expire(self) -> None:
-        """Stop a run that was not stopped in time; called with each heartbeat."""
+        """Stop a run that was not stopped in time; called with each beat, in a coordinator once a second."""
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
-            log.warning("profile %s has lasted as long as it may: stopping it", self._recorder.run_id)
+            log.warning("profile %s has reached its time limit and is stopped", self._recorder.run_id)
             for problem in {each for each in self.stop(why="its time is over").values() if each != STOPPED}:
                 log.error("profile: %s", problem)
 

@@ -111,7 +111,9 @@ def _why(reached: Reached, allow_tcp: bool) -> str:
         return f"it failed ({reached.failed})"
     if reached.medium in NETWORK and not allow_tcp:
         return "it would use TCP, and dataPlane.allowTCP is false"
-    return "it is used where it is named" if not reached.auto else f"there is no way by {reached.needs}"
+    if not reached.auto:
+        return "auto does not choose it; name it in relayBackend"
+    return f"the connection does not use {reached.needs}"
 
 
 def _unreached(wanted: str, own: ProcessFacts, peer: ProcessFacts) -> str:
@@ -120,7 +122,7 @@ def _unreached(wanted: str, own: ProcessFacts, peer: ProcessFacts) -> str:
             return f"it did not start {end} ({facts.refused[wanted]})"
         if wanted not in facts.started:
             return f"it is not open {end}"
-    return f"the two share no way of it ({apart(own, peer)})"
+    return f"it cannot connect the two ({apart(own, peer)})"
 
 
 def share_world(own: ProcessFacts, peer: ProcessFacts) -> bool:

@@ -305,7 +305,7 @@ class Relays:
             if name in context.settings.asked or self._table[name].extra is None:
                 raise
             self._refused[name] = str(error)
-            log.info("auto does without: %s", error)
+            log.info("relay %s is not used by auto: %s", name, error)
 
     def _reached(self, peer: Peer, facts: Mapping[str, Any], theirs: ProcessFacts) -> Iterator[Reached]:
         for name, relay in self._relays.items():

@@ -353,7 +353,7 @@ class Channels:
             self._handler.received(frame.sender, message)
         except Exception as error:  # the outermost loop: one message must not end what others wait for
             self.counters["handler_errors"] += 1
-            log.exception("%s of %s could not be dealt with", type(message).__name__, frame.sender)
+            log.exception("handling %s from %s failed", type(message).__name__, frame.sender)
             self._handler.unreadable(frame.sender, frame.request, describe(error))
 
     def _link_of(self, frame: Envelope) -> Link | None:
@@ -361,7 +361,7 @@ class Channels:
         link = self._links.get(frame.sender)
         standing = link.incoming.stand(frame.session, frame.ack_session) if link is not None else None
         if link is not None and standing is Standing.RENEWED:
-            log.info("peer %s has given up its link to us", frame.sender)
+            log.info("peer %s has dropped its link to this process", frame.sender)
             self._lose(link)
             link = None
         if link is None:

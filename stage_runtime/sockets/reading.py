@@ -53,7 +53,7 @@ class Reading:
                 take(data)
             except Exception:  # the outermost loop: one message must not leave the rest of the socket unread
                 self._counters["handler_errors"] += 1
-                log.exception("a message could not be dealt with")
+                log.exception("handling a message failed")
             if number < BURST and not _readable(socket):  # costs less than `zmq.Again`, but it does so for each frame
                 return
             if not number % CLOCK_EVERY and time.monotonic() - began > DRAIN_S:

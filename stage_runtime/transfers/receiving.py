@@ -147,7 +147,7 @@ class Fetching:
         try:
             self._landed(body, buffer, operation.take_device(), then)
         except Exception as error:  # this task is not awaited: unreported, the request would wait for its deadline
-            log.exception("what came for request %s could not be dealt with", request_id)
+            log.exception("handling a transfer of request %s failed", request_id)
             failed(error)
 
     def _landed(

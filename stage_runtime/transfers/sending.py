@@ -269,7 +269,8 @@ class SendQueues:
                     lost.append((pending, error))
                 except TransferError:
                     log.info(
-                        "a payload to %s is kept: no relay reaches it; its request ends when it is lost",
+                        "a payload to %s is not sent: no relay or link reaches that instance; when it is reported "
+                        "dead, its requests are retried or fail",
                         queue.edge[2],
                     )
                 except BaseException as error:

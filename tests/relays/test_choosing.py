@@ -78,12 +78,12 @@ def test_the_first_that_reaches_the_peer_and_is_allowed_is_used(
             {"allow_tcp": False},
             "relayBackend nixl to there: it would use TCP, and dataPlane.allowTCP is false",
         ),
-        ("shm", [TCP], {}, "relayBackend shm does not reach there: the two share no way of it (another pod)"),
+        ("shm", [TCP], {}, "relayBackend shm does not reach there: it cannot connect the two (another pod)"),
         (
             "shm",
             [TCP],
             {"peer": msgspec.structs.replace(THERE, pod="1")},
-            "relayBackend shm does not reach there: the two share no way of it (another pid and net namespace)",
+            "relayBackend shm does not reach there: it cannot connect the two (another pid and net namespace)",
         ),
         (
             "mooncake",

@@ -76,7 +76,7 @@ async def test_a_payload_that_came_late_and_could_not_be_dealt_with_is_told_the_
 ) -> None:
     (error,) = await fetched(Operation(later=True, error=None), raises)
     assert isinstance(error, KeyError)
-    assert "what came for request r#1 could not be dealt with" in caplog.text
+    assert "handling a transfer of request r#1 failed" in caplog.text
 
 
 async def test_a_payload_that_is_here_and_cannot_be_dealt_with_raises_to_the_link_which_ends_its_request() -> None:

@@ -168,7 +168,9 @@ def drain(
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write the reports there.")
 @click.option("--torch", is_flag=True, help="A trace of torch's operations, too.")
 @click.option("--pod", metavar="POD", help="Which coordinator, when there are several.")
-@click.option("--api-key", envvar="OMNI_API_KEY", help="Unset: of the Secret that the pipeline names.")
+@click.option(
+    "--api-key", envvar="OMNI_API_KEY", help="API key. Default: read from the Secret that the pipeline names."
+)
 @click.pass_obj
 def profile(
     kubectl: Kubectl, name: str, seconds: float, out: Path | None, torch: bool, pod: str | None, api_key: str | None

@@ -148,7 +148,7 @@ class NcclSender:
         except (OSError, msgspec.MsgspecError, Broken) as error:
             log.debug("nccl relay: the world with %s has ended: %s", session.peer, error)
         except Exception:  # outermost of its thread: this world ends
-            log.exception("nccl relay: sending to %s met what it should not have", session.peer)
+            log.exception("nccl relay: unexpected error while sending to %s", session.peer)
         finally:
             session.is_over = True
             if session.world is not None:

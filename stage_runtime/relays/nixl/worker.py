@@ -175,7 +175,7 @@ class Worker:
                 worked = False
                 if not self._failed:  # outermost loop: it goes on, and says so once
                     self._failed = True
-                    log.exception("nixl relay: its thread met what it should not have")
+                    log.exception("nixl relay: unexpected error in its thread")
             if worked:
                 quiet_since = time.monotonic()
             elif self._moves or self._expects():
