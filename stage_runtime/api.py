@@ -68,7 +68,7 @@ class Simple(msgspec.Struct, frozen=True):
 class Batched(msgspec.Struct, frozen=True):
     """``fn(list[payload]) -> list[data or Exception]`` of the same length; one batch at a time.
 
-    max_batch: requests in one call at most. max_wait_s: how long the first one waits for company.
+    max_batch: requests in one call at most. max_wait_s: how long a batch waits for more requests after its first.
     """
 
     fn: Callable[[list[StagePayload]], list[Any]]
@@ -89,8 +89,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     parts: token ids and embeddings, one after the other: lists of ids, and float tensors ``[tokens, hidden]`` as the
     model's own embedding of tokens gives them.
     params: over the stage's defaults, named as OpenAI's: max_tokens, temperature, top_p, top_k, min_p, seed, stop, ….
-    priority: lower ones first, where the stage's policy is ``priority``. cache_salt: requests with another one share
-    no cached prefix. template: further arguments of the chat template.
+    priority: lower ones first, where the stage's policy is ``priority``. cache_salt: requests with different values
+    share no cached prefix. template: more arguments for the chat template.
     """
 
     messages: Sequence[dict[str, Any]] | None = None
@@ -106,8 +106,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """What an `Autoregressive` stage has generated since the last call for the same request.
 
-    The first one comes before any token: ``begins``. finish: ``stop`` or ``length``, in the last one. answer: all text
-    so far, this one's included.
+    ``begins`` is true in the first part, which comes before any token. finish: ``stop``, ``length`` or ``tool_calls``,
+    in the last part. answer: all text so far, including ``text``.
     prompt_tokens, completion_tokens: so far, of the whole request. cached_tokens: of the prompt, found in the cache.
     logprobs: for each token ``(logprob, [(token, logprob), …])``, if they were asked for; ``shown_logprobs``: the same
     as OpenAI's ``logprobs.content``. prompt_logprobs: in the first part, of the prompt's tokens but the first.
@@ -140,9 +140,10 @@ class Autoregressive(msgspec.Struct, frozen=True, kw_only=True):
     prompt: what to continue; by default the messages of a chat request, or the text of another one.
     deliver: chunks, and at last a result, of what was generated; by default text for the client.
     params: defaults of sampling; ``max_tokens`` is also the most that a request may ask for.
-    max_requests: computed at once. max_batched_tokens: of one step. max_chunk: of one prompt in one step; small ones
-    keep the gaps between tokens of the other requests small. kv_cache_bytes: None takes what the device offers, at
-    most what ``max_requests`` of full length need. policy: ``fcfs`` or ``priority``.
+    max_requests: the most requests computed at once. max_batched_tokens: the most tokens of one step. max_chunk: the
+    most prompt tokens of one request in a step; small ones keep the gaps between tokens of the other requests small.
+    kv_cache_bytes: None takes what the device offers, at most what ``max_requests`` of full length need. policy:
+    ``fcfs`` or ``priority``.
     stream: what a chunk of an upstream stage adds to the prompt: ``stream(chunk)`` returns token ids, a float tensor
     ``[tokens, hidden]``, or None. A request begins with its first chunk, when ``prompt`` gets a payload without data;
     what comes is computed at once, and the answer begins when all streams have ended. Without ``prompt`` there is
@@ -198,14 +199,16 @@ class Session(Protocol):
     def request(self) -> OmniRequest: ...
 
     async def payload(self) -> StagePayload:
-        """The request's payload, waiting for it."""
+        """Wait for the request's payload. Raises when no payload can come, because every stage before has sent its
+        result elsewhere.
+        """
 
     def chunks(self, source: str | None = None) -> AsyncIterator[Chunk]:
         """Chunks in order, of one source or of all; ends when every source has ended."""
 
 
 class StageContext(Protocol):
-    """What a factory may learn and use of where it runs."""
+    """What the runtime gives a factory: the stage's name, device and model, and calls back to the runtime."""
 
     @property
     def name(self) -> str: ...
@@ -220,13 +223,17 @@ class StageContext(Protocol):
     @property
     def tp_size(self) -> int: ...
     @property
+    def rendezvous(self) -> str | None:
+        """``tcp://host:port`` where the ranks of a TP stage meet; None for a stage of one rank."""
+
+    @property
     def logger(self) -> logging.Logger: ...
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An output tensor in the relay's arena, so that sending it copies nothing."""
 
     def emit(self, event: str, request_id: str, **metadata: Any) -> None:
-        """Record a profiler event; a no-op while no profile is being taken."""
+        """Record a profiler event; does nothing while no profile is recorded."""
 
     def progress(self, message: str) -> None:
-        """Report progress of loading: shown by `omni up`, and proof to its start-up timeout that something happens."""
+        """Report progress of loading: shown by `omni up`; restarts the start-up timeout."""

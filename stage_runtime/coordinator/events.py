@@ -140,4 +140,4 @@ class RequestManagerApi(Protocol):
         """Of requests, stages and the coordinator's planes."""
 
     def member_gauges(self) -> Mapping[str, planes.Gauges]:
-        """The planes' numbers of each member, by the name of its process, as of its last heartbeat."""
+        """The planes' numbers of each member, by the name of its process, as of its last beat."""

@@ -1,4 +1,4 @@
-"""The pipeline's members, as this coordinator sees them: registration, readiness, heartbeats, departures."""
+"""The pipeline's members, as this coordinator sees them: registration, readiness, beats, departures."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Membership:
             log.info("%s (%s) %s", instance.member.group, incarnation, change)
 
     def samples(self) -> Samples:
-        """Ready instances, and what the last heartbeats of all instances report of each stage."""
+        """Ready instances, and what the last beats of all instances report of each stage."""
         waiting: Counter[tuple[str, ...]] = Counter()
         running: Counter[tuple[str, ...]] = Counter()
         for beat in self._beats.values():
@@ -231,7 +231,7 @@ class Membership:
         }
 
     def gauges(self) -> Mapping[str, planes.Gauges]:
-        """The planes' numbers of each process, by group, incarnation and rank, as of its instance's last heartbeat."""
+        """The planes' numbers of each process, by group, incarnation and rank, as of its instance's last beat."""
         return {
             f"{instance.member.group}.{incarnation}{f'.rank{rank}' if rank else ''}": gauges
             for incarnation, instance in self.state.instances.items()

@@ -111,7 +111,7 @@ class Pod:
         self._supervisor.ask_all_to_stop()
 
     def _reap_adopted(self) -> None:
-        """Bury orphans that the kernel has given to us; our own children are their `Child`'s to fence."""
+        """Reap orphans that the kernel has re-parented to this process; each `Child` waits for its own process."""
         own = {child.pid for one in self._supervisor.instances() for child in one.children if not child.exited.done()}
         for entry in os.listdir("/proc"):
             if entry.isdecimal() and int(entry) not in own and activity.is_zombie_of(int(entry), os.getpid()):

@@ -135,7 +135,7 @@ class RankProcess:
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._finish, code)
 
     def _task_ended(self, name: str, error: BaseException) -> None:
-        """Without the task the process would continue in part: ready, but without heartbeats, for example."""
+        """Without the task the process would continue in part: ready, but without beats, for example."""
         log.error("the task %r has ended: %s\n%s", name, describe(error), format_traceback(error).rstrip())
         statuspipe.report(self._settings.status_fd, statuspipe.failed(error))
         self._finish(EXIT_CRASHED)

@@ -31,7 +31,7 @@ class Load(msgspec.Struct, kw_only=True):
     """Of one instance."""
 
     incarnation: str
-    waiting: int = 0  #: By its last heartbeat.
+    waiting: int = 0  #: By its last beat.
     running: int = 0
     bound: int = 0  #: Requests of this coordinator that are bound to it now.
     bound_total: int = 0  #: Bound to it in all.
@@ -44,7 +44,7 @@ class Load(msgspec.Struct, kw_only=True):
 class GroupLoad(msgspec.Struct):
     """Sums over the instances of one group."""
 
-    reported: int = 0  #: Requests of all coordinators, by the last heartbeats.
+    reported: int = 0  #: Requests of all coordinators, by the last beats.
     bound_at_beat: int = 0  #: Of this coordinator, when these beats came.
     turn: int = 0  #: Bindings so far.
 

@@ -1,6 +1,6 @@
 """Which relay and medium each edge of a process uses, to how many instances: for `/metrics` and `/status`.
 
-Pure. Called by `host`, at every heartbeat.
+Pure. Called by `host`, at every beat.
 """
 
 from __future__ import annotations

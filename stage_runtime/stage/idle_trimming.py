@@ -16,7 +16,7 @@ LAST_TRIM: Final = 64  # calm beats
 
 
 class IdleTrimming:
-    """Checks at every heartbeat whether the process was idle since the one before."""
+    """Checks at every beat whether the process was idle since the one before."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)

@@ -29,6 +29,7 @@ class Here:
     model_revision = None
     tp_rank = 0
     tp_size = 1
+    rendezvous = None
     logger = logging.getLogger("talker")
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any: ...
