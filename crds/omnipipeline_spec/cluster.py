@@ -326,7 +326,7 @@ class Rollout(Spec, frozen=True, kw_only=True):
 class PodDisruptionBudget(Spec, frozen=True, kw_only=True):
     """A limit for node drains."""
 
-    enabled: Annotated[bool, doc("Create a budget per unit.")] = True
+    enabled: Annotated[bool, doc("Create a budget per unit, and one for the coordinators.")] = True
     max_unavailable: Annotated[Annotated[int, Meta(ge=1, le=1000)], doc("Pods of a unit that may be unavailable.")] = 1
 
 

@@ -179,7 +179,10 @@ def test_only_what_the_spec_asks_for_is_made() -> None:
         networkPolicy={}, disruption={"podDisruptionBudget": {}}, expose={"ingress": {"host": "example.org"}}
     )
     kinds = [each["kind"] for each in rich.applied]
-    assert kinds == ["Service", "Service", "Ingress", *["NetworkPolicy"] * 2, *["PodDisruptionBudget"] * 2]
+    assert kinds == ["Service", "Service", "Ingress", *["NetworkPolicy"] * 2, *["PodDisruptionBudget"] * 3]
+    budgets = {each["metadata"]["name"]: each["spec"]["selector"]["matchLabels"] for each in rich.applied[-3:]}
+    assert {labels["omnipipeline.dev/unit"] for labels in budgets.values()} == {"ears", "mouth", "coordinator"}
+    assert len(budgets) == 3, "a node drain evicts one coordinator at a time, as it does pods of units"
     off = desired(networkPolicy={"enabled": False}, disruption={"podDisruptionBudget": {"enabled": False}})
     assert len(off.applied) == 2
 

@@ -40,7 +40,7 @@ def test_a_pipeline_becomes_ready_and_a_reconcile_of_a_newer_operator_writes_not
     assert ready["status"]["endpoint"]["url"] == f"http://duo.{kube.namespace}.svc:8000"
     assert kube.names("services") == {"duo", "duo-peers"}
     assert kube.names("networkpolicies") == {"duo-pods", "duo-http"}
-    assert len(kube.names("poddisruptionbudgets")) == 2
+    assert len(kube.names("poddisruptionbudgets")) == 3
     assert len(kube.names("deployments")) == 3
     assert len(kube.names("configmaps")) == 4
     assert len(kube.names("secrets")) == 1

@@ -107,3 +107,53 @@ def test_processes_are_renamed_and_regrouped_without_a_gap(kube: Kube, operator:
             assert {each["name"] for each in ready["status"]["units"]} == set(asked)
     for state in recorder.states():
         assert is_whole(state, [units_of(shape) for shape in shapes]), state
+
+
+def test_several_coordinators_are_scaled_without_a_restart_and_roll_one_at_a_time(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    def with_coordinators(replicas: int, **coordinator: Any) -> dict[str, Any]:
+        manifest = pipeline(disruption={"podDisruptionBudget": {}})
+        manifest["spec"]["coordinator"] |= {"replicas": replicas, **coordinator}
+        return manifest
+
+    def coordinators() -> dict[str, str]:
+        """uid -> revision of the coordinators' pods that are not terminating."""
+        found = [each["metadata"] for each in kube.all("pods", "omnipipeline.dev/unit=coordinator")]
+        return {
+            each["uid"]: each["labels"]["omnipipeline.dev/revision"]
+            for each in found
+            if "deletionTimestamp" not in each
+        }
+
+    def allowed_disruptions() -> dict[str, int]:
+        found = kube.all("poddisruptionbudgets")
+        units = [each["spec"]["selector"]["matchLabels"]["omnipipeline.dev/unit"] for each in found]
+        allowed = [each.get("status", {}).get("disruptionsAllowed") for each in found]
+        return dict(zip(units, allowed, strict=True))
+
+    operator.start()
+    kube.apply(with_coordinators(3))
+    ready = kube.wait_ready("duo")
+    three = eventually(lambda: len(found := coordinators()) == 3 and found)
+    [reported] = [each for each in ready["status"]["units"] if each["name"] == "coordinator"]
+    assert (reported["replicas"], reported["ready"], reported["updated"]) == (3, 3, 3)
+    eventually(lambda: allowed_disruptions() == {"first": 1, "last": 1, "coordinator": 1})
+    kube.apply(with_coordinators(1))
+    one = eventually(lambda: len(found := coordinators()) == 1 and found)
+    assert one.items() <= three.items()
+    kube.apply(with_coordinators(4))
+    four = eventually(lambda: len(found := coordinators()) == 4 and found)
+    assert one.items() <= four.items()
+    kube.apply(with_coordinators(3))
+    eventually(lambda: len(coordinators()) == 3)
+    kube.wait_ready("duo")
+    [old] = set(coordinators().values())
+    with PodRecorder(kube, "duo") as recorder:
+        kube.apply(with_coordinators(3, retries=3))
+        kube.wait_ready("duo")
+        [new] = set(eventually(lambda: len(found := coordinators()) == 3 and found).values())
+    assert deployments(kube)["coordinator"] == {old: 0, new: 3}
+    counts = [(state.get(("coordinator", old), 0), state.get(("coordinator", new), 0)) for state in recorder.states()]
+    assert old != new and len(set(counts)) > 3
+    assert all(3 <= before + after <= 4 for before, after in counts), counts

@@ -61,7 +61,7 @@ def inputs(*observed: Workload, **more: Any) -> StatusInputs:
     goal_more = {name: more.pop(name) for name in ("suspended", "paused", "strategy") if name in more}
     goal = Goal(
         units={unit.name: DesiredUnit(revision=unit.revision, replicas=1) for unit in PLAN.units},
-        coordinator=DesiredUnit(revision=PLAN.coordinator.revision, replicas=1),
+        coordinator=DesiredUnit(revision=PLAN.coordinator.revision, replicas=more.pop("coordinators", 1)),
         **goal_more,
     )
     return StatusInputs(
@@ -101,6 +101,41 @@ def test_all_ready_is_ready_and_the_crd_takes_the_status() -> None:
     assert {each["observedGeneration"] for each in made["conditions"]} == {4}
     assert made["stagesReady"] == "2/2"
     assert made["revision"] == {"current": PLAN.current.revision, "update": PLAN.current.revision}
+
+
+def test_coordinators_that_are_not_ready_yet_are_counted_and_the_others_serve() -> None:
+    coordinators = coordinator(READY, READY, pod())
+    made, found = status.summarise(
+        inputs(*all_of(PLAN, READY), coordinators, coordinators=3), {}, generation=1, now=NOW
+    )
+    assert made["units"][-1] == {
+        "name": COORDINATOR,
+        "workload": coordinators.name,
+        "replicas": 3,
+        "ready": 2,
+        "updated": 3,
+        "registered": 2,
+        "revision": coordinators.revision,
+    }
+    by_type = {each.type: (each.status, each.reason, each.message) for each in found}
+    assert by_type["CoordinatorReady"] == ("True", "Serving", "ready pods: 2/3")
+    assert by_type["Progressing"] == ("True", "Starting", "waiting for coordinator 2/3")
+    assert by_type["Ready"][:2] == ("True", "Serving")
+
+
+def test_a_roll_of_the_coordinator_is_late_only_when_it_has_made_no_progress_for_so_long() -> None:
+    units = [msgspec.structs.replace(each, created_at=NOW - 9000) for each in all_of(PLAN, pod(ready=True))]
+    old = workload(COORDINATOR, "old", READY)
+    for age, reason in ((20, "RollingOut"), (4000, "ProgressDeadlineExceeded")):
+        made = msgspec.structs.replace(coordinator(pod()), created_at=NOW - age)
+        assert said(inputs(*units, old, made))["Progressing"][1] == reason
+
+
+def test_a_paused_roll_of_the_coordinator_alone_is_reported_as_paused() -> None:
+    old = workload(COORDINATOR, "old", READY)
+    found = said(inputs(*all_of(PLAN, READY), old, paused=True))
+    assert (found["Ready"], found["Progressing"]) == (("False", "Paused"), ("Unknown", "Paused"))
+    assert found["Available"] == ("True", "Serving")
 
 
 def test_the_same_facts_give_the_same_status_at_any_time() -> None:

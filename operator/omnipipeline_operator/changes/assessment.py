@@ -99,7 +99,10 @@ _UNMADE: Final = ("QuotaExceeded", "PodSecurity", "PodsRefused")
 
 def _coordinator_ready(inputs: StatusInputs, found: Mapping[str, Diagnostic]) -> Condition:
     if coordinator_is_ready(inputs.observed):
-        return condition("CoordinatorReady", True, "Serving")
+        ready = sum(each.ready for each in inputs.observed if each.unit == COORDINATOR)
+        wanted = 0 if inputs.goal.suspended else inputs.goal.coordinator.replicas
+        message = f"ready pods: {ready}/{wanted}" if ready < wanted else ""
+        return condition("CoordinatorReady", True, "Serving", message)
     if inputs.goal.suspended:
         return condition("CoordinatorReady", False, "Suspended")
     diagnostic = found.get(COORDINATOR)
@@ -177,8 +180,11 @@ def deadline(inputs: StatusInputs, now: float) -> float | None:
 
 
 def _last_progress(inputs: StatusInputs) -> float | None:
-    """When a workload of the desired revision was last made or became ready."""
+    """When a workload of the desired revision was last made or became ready; the coordinator's while it rolls."""
     desired = {(name, one.revision) for name, one in inputs.goal.units.items()}
+    revision = inputs.goal.coordinator.revision
+    if any(each.unit == COORDINATOR and each.revision != revision and not each.idle for each in inputs.observed):
+        desired.add((COORDINATOR, revision))
     current = [each for each in inputs.observed if (each.unit, each.revision) in desired]
     times = [each.created_at for each in current]
     times += [pod.ready_since for each in current for pod in each.pods if pod.ready_since]

@@ -30,7 +30,7 @@ def rollout_goal(spec: PipelineConfig, plan: PipelinePlan) -> Goal:
     units = {unit.name: DesiredUnit(revision=unit.revision, replicas=plan.replicas[unit.name]) for unit in plan.units}
     return Goal(
         units=units,
-        coordinator=DesiredUnit(revision=plan.coordinator.revision, replicas=1),
+        coordinator=DesiredUnit(revision=plan.coordinator.revision, replicas=spec.coordinator.replicas),
         strategy=spec.rollout.strategy,
         max_surge=spec.rollout.max_surge,
         paused=spec.rollout.paused,

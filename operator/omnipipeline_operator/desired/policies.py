@@ -26,11 +26,12 @@ def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, 
 
 
 def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner) -> list[Manifest]:
-    """One per unit, over all its revisions; a pod that is not ready yet does not block a drain."""
+    """One per unit and one of the coordinators, over all revisions; a pod that is not ready does not block a drain."""
     settings = spec.disruption.pod_disruption_budget
     if settings is None or not settings.enabled:
         return []
-    return [_budget(unit.name, owner, settings.max_unavailable) for unit in plan.units]
+    names = [*(unit.name for unit in plan.units), COORDINATOR]
+    return [_budget(name, owner, settings.max_unavailable) for name in names]
 
 
 def _pods(extra_egress: Sequence[Any], owner: Owner, scrapers: Sequence[Mapping[str, Any]]) -> Manifest:

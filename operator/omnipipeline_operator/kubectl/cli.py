@@ -88,8 +88,8 @@ def logs(
 def plan(file: str, overrides: tuple[str, ...]) -> None:
     """The plan of a file: pods, processes, GPUs, edges. Needs no cluster."""
     with errors_as_messages():
-        _, planned = offline.read(file, overrides)
-    _console().print(picture.plan(planned))
+        loaded, planned = offline.read(file, overrides)
+    _console().print(picture.plan(planned, coordinators=loaded.spec.coordinator.replicas))
 
 
 @main.command()

@@ -68,7 +68,7 @@ def chosen(found: list[Entry], number: int | None) -> Entry:
 
 
 def undo(kubectl: Kubectl, name: str, entry: Entry) -> None:
-    """Give the resource the spec of ``entry``; replicas, ``suspend`` and ``rollout.paused`` stay as they are.
+    """Give the resource the spec of ``entry``; all replicas, ``suspend`` and ``rollout.paused`` stay as they are.
 
     Raises: KubectlError: also when the resource is edited at the same time.
     """
@@ -77,13 +77,14 @@ def undo(kubectl: Kubectl, name: str, entry: Entry) -> None:
 
 
 def restored(old: Mapping[str, Any], live: Mapping[str, Any]) -> Manifest:
-    """The old spec with the replicas, ``suspend`` and ``rollout.paused`` of the live one."""
+    """The old spec with the replicas (of the coordinator, too), ``suspend`` and ``rollout.paused`` of the live one."""
     spec: Manifest = copy.deepcopy(dict(old))
     _carry(spec, live, "suspend")
-    rollout: Manifest = spec.setdefault("rollout", {})
-    _carry(rollout, live.get("rollout", {}), "paused")
-    if not rollout:
-        del spec["rollout"]
+    for section, key in (("rollout", "paused"), ("coordinator", "replicas")):
+        settings: Manifest = spec.setdefault(section, {})
+        _carry(settings, live.get(section, {}), key)
+        if not settings:
+            del spec[section]
     groups = {group["name"]: group for group in spec.get("processGroups", ())}
     counts = {group["name"]: group.get("replicas") for group in live.get("processGroups", ())}
     processes = {stage.get("process") or stage["name"] for stage in spec["stages"]}

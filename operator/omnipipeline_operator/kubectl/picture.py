@@ -11,8 +11,8 @@ from omnipipeline_spec.types.plan import PipelinePlan, UnitPlan
 from omnipipeline_spec.types.pods import COORDINATOR
 
 
-def plan(plan: PipelinePlan) -> Group:
-    """The units with their processes and stages, then the edges between stages."""
+def plan(plan: PipelinePlan, *, coordinators: int) -> Group:
+    """The units with their processes and stages, then the edges between stages. ``coordinators``: how many."""
     units = Table(title=f"{plan.pipeline}: pods of revision {plan.current.revision}", title_justify="left", box=None)
     for column in ("UNIT", "REVISION", "REPLICAS", "GPUS", "PROCESSES", "STAGES"):
         units.add_column(column)
@@ -25,7 +25,7 @@ def plan(plan: PipelinePlan) -> Group:
             ", ".join(process for group in unit.groups for process in group.processes),
             ", ".join(stage.name for stage in unit.stages),
         )
-    units.add_row(COORDINATOR, plan.coordinator.revision, "1", "-", COORDINATOR, "")
+    units.add_row(COORDINATOR, plan.coordinator.revision, str(coordinators), "-", COORDINATOR, "")
     edges = Table(title="edges", title_justify="left", box=None)
     for column in ("FROM", "TO", "KIND", "PLACE", "RELAY"):
         edges.add_column(column)

@@ -38,6 +38,9 @@ def entry(number: int, *, current: bool = False) -> Entry:
         # What `undo` leaves as it is, is no difference.
         (spec(), spec(suspend=True, rollout={"paused": True}), ()),
         (spec(), spec(processGroups=[{"name": "p", "replicas": 3}]), ()),
+        (spec(), spec(coordinator={"replicas": 3}), ()),
+        (spec(coordinator={"replicas": 3, "retries": 2}), spec(coordinator={"retries": 2}), ()),
+        (spec(), spec(coordinator={"replicas": 3, "retries": 2}), ("coordinator",)),
         (spec(rollout={"maxSurge": 2}), spec(rollout={"maxSurge": 2, "paused": True}), ()),
         (spec(), spec(processGroups=[{"name": "p", "replicas": 3, "sharedMemory": "1Gi"}]), ("processGroups",)),
     ],
@@ -52,12 +55,14 @@ def test_what_was_scaled_suspended_or_paused_since_then_stays_so() -> None:
         image="x:2",
         suspend=True,
         rollout={"paused": True},
+        coordinator={"replicas": 3, "retries": 2},
         processGroups=[{"name": "p", "replicas": 5}, {"name": "q"}, {"name": "gone", "replicas": 4}],
     )
     assert history.restored(old, live) == spec(
         image="x:1",
         suspend=True,
         rollout={"paused": True},
+        coordinator={"replicas": 3},
         processGroups=[{"name": "p", "replicas": 5}, {"name": "q"}],
     )
     assert old["processGroups"][0]["replicas"] == 2, "the entry itself is left alone"
@@ -76,6 +81,9 @@ specs = st.fixed_dictionaries(
         "image": st.sampled_from(["x:1", "x:2"]),
         "suspend": st.booleans(),
         "rollout": st.fixed_dictionaries({}, optional={"paused": st.booleans(), "maxSurge": st.integers(1, 3)}),
+        "coordinator": st.fixed_dictionaries(
+            {}, optional={"replicas": st.integers(1, 3), "retries": st.integers(0, 2)}
+        ),
         "processGroups": groups,
     },
 )

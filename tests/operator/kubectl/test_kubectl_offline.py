@@ -68,6 +68,15 @@ def test_a_plan_names_units_and_the_relay_of_each_edge() -> None:
     assert any(line[:1] == ["voice"] and line[-1] == "shout" for line in lines)
 
 
+def test_a_plan_shows_how_many_coordinators_the_file_asks_for(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(Path(HELLO).read_text().replace("spec:\n", "spec:\n  coordinator: {replicas: 3}\n"))
+    for given, counted in ((HELLO, "1"), (str(file), "3")):
+        lines = [line.split() for line in run("plan", "-f", given).output.splitlines()]
+        [row] = [line for line in lines if line[:1] == ["coordinator"]]
+        assert row[2] == counted
+
+
 def test_drain_asks_which_pods_before_it_asks_a_cluster() -> None:
     done = run("drain", "hello")
     assert done.exit_code == 2 and "--stage" in done.output
