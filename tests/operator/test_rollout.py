@@ -126,6 +126,27 @@ def test_a_change_made_while_paused_makes_nothing() -> None:
     assert spec_of(world, "a") == {"a1": 2}
 
 
+def test_a_pause_stops_the_coordinators_roll_too_where_it_is_and_they_scale_outside_a_roll() -> None:
+    def wanted(revision: str, replicas: int, *, paused: bool) -> Goal:
+        units = goal({"a": "a1"}, {"a": 1}).units
+        return Goal(units=units, coordinator=rollout.DesiredUnit(revision=revision, replicas=replicas), paused=paused)
+
+    world = running({"a": "a1"}, {"a": 1})
+    world.run(wanted("c", 3, paused=True))
+    assert spec_of(world, COORDINATOR) == {"c": 3}
+    world.run(wanted("c2", 3, paused=True))
+    assert spec_of(world, COORDINATOR) == {"c": 3}, "an edit made while paused makes nothing"
+    for _ in range(2):
+        world.act(wanted("c2", 3, paused=False))
+        world.start((COORDINATOR, "c2"))
+    halfway = spec_of(world, COORDINATOR)
+    assert halfway == {"c": 2, "c2": 2}
+    world.run(wanted("c2", 3, paused=True))
+    assert spec_of(world, COORDINATOR) == halfway
+    world.run(wanted("c2", 3, paused=False))
+    assert spec_of(world, COORDINATOR) == {"c": 0, "c2": 3}
+
+
 def test_suspending_takes_everything_down_and_resuming_brings_it_back() -> None:
     world = running({"a": "a1"}, {"a": 2})
     world.run(goal({"a": "a1"}, {"a": 2}, suspended=True))

@@ -69,7 +69,10 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
         complete = Fraction(1)
     else:
         before = {each.unit: each.revision for each in of_coordinator if each.ready}
-        replicas = _coherent(desired, of_coordinator, before, surge=1).replicas
+        if goal.paused and any(_old(desired, of_coordinator)):
+            replicas = _paused(desired, of_coordinator).replicas
+        else:
+            replicas = _coherent(desired, of_coordinator, before, surge=1).replicas
         step = _step(goal, of_units, serving)
         replicas |= step.replicas
         complete = step.complete
