@@ -79,12 +79,30 @@ class Store:
                 self._changes.pop(address[1:], None)
         return _pipelines_of(manifest, known)
 
-    def drop_unlisted(self, kind: Kind, listed: Container[Address], *, older_than: int) -> set[PipelineKey]:
-        """Drop the objects of a kind that a complete list did not have and that are not newer than the list."""
+    def drop_unlisted(
+        self, kind: Kind, listed: Container[Address], *, older_than: int, kept: Container[str] = ()
+    ) -> set[PipelineKey]:
+        """Drop the objects of a kind that a complete list did not have and that are not newer than the list.
+
+        kept: namespaces that were not listed.
+        """
         changed: set[PipelineKey] = set()
         for address, known in list(self._objects.items()):
-            if address[0] == kind.name and address not in listed and _version(known) <= older_than:
+            unlisted = address[0] == kind.name and address not in listed and address[1] not in kept
+            if unlisted and _version(known) <= older_than:
                 changed |= self.drop(known)
+        return changed
+
+    def drop_namespace(self, namespace: str) -> set[PipelineKey]:
+        """Drop all objects of a namespace that can no longer be read. They may exist, so no deletion is remembered."""
+        changed: set[PipelineKey] = set()
+        for address, known in list(self._objects.items()):
+            if address[1] == namespace:
+                self._forget(address, known)
+                del self._objects[address]
+                changed |= _pipelines_of(known)
+        for key in changed:
+            self._changes.pop(key, None)
         return changed
 
     def pipeline(self, key: PipelineKey) -> Manifest | None:

@@ -39,6 +39,10 @@ class Stopped(errors.OperatorError):
     """A signal has asked the process to end; raised to end its other parts."""
 
 
+class NamespacesChanged(errors.OperatorError):
+    """Other namespaces can be read than at the start: kopf's watches are chosen once, so the process starts again."""
+
+
 class Operator:
     """One operator process."""
 
@@ -53,6 +57,7 @@ class Operator:
         self._reconciler = Reconciler(client, self._store, status_client, settings, clock=time.time)
         self._listed_at: float | None = None  #: Monotonic time at which the last complete list ended…
         self._listed_from = -math.inf  #: …and at which it began: the store is not older than that.
+        self._readable: tuple[str, ...] | None = None  #: Of the watched namespaces; None: not known yet.
         self._relist_now = asyncio.Event()
         self._leads = False
         self._serve_metrics()
@@ -60,7 +65,7 @@ class Operator:
     async def run(self) -> None:
         """Run until SIGTERM.
 
-        Raises: an exception group with what ended a part: LeaseLost, a fault.
+        Raises: an exception group with what ended a part: LeaseLost, NamespacesChanged, a fault.
         """
         live, ready = self._why_not_live, self._why_not_ready
         async with probes.serving(self._settings.probe_port, live=live, ready=ready, registry=self._metrics.registry):
@@ -94,7 +99,7 @@ class Operator:
             # For peering, which is off. Without it kopf looks up the user's name, which an arbitrary uid does not have.
             identity=cast(Any, self._settings.lease.identity),
             clusterwide=not self._settings.namespaces,
-            namespaces=self._settings.namespaces,
+            namespaces=self._readable or (),
             stop_flag=stop,
         )
         raise Stopped("stopped by a signal")
@@ -106,7 +111,8 @@ class Operator:
                 spread_s = (
                     self._settings.relist_s / 5 if self._leads else 0.0
                 )  # a process that is taking over reconciles at once
-                await self._watcher.relist(self._client, self._settings.namespaces, spread_s=spread_s)
+                unreadable = await self._watcher.relist(self._client, self._settings.namespaces, spread_s=spread_s)
+                self._compare_namespaces(unreadable)
                 self._listed_at, self._listed_from = time.monotonic(), began
                 self._metrics.relists.labels("success").inc()
             except errors.ClusterError as error:
@@ -117,6 +123,20 @@ class Operator:
                 async with asyncio.timeout(wait):
                     await self._relist_now.wait()
             self._relist_now.clear()
+
+    def _compare_namespaces(self, unreadable: Mapping[str, errors.ClusterError]) -> None:
+        """Log the namespaces that cannot be read, once. Raises: NamespacesChanged: others can be read than then."""
+        readable = tuple(each for each in self._settings.namespaces if each not in unreadable)
+        if self._readable is None:
+            for namespace, error in unreadable.items():
+                log.warning("namespace %s is not watched: %s", namespace, error)
+            self._readable = readable
+        elif readable != self._readable:
+            changed = sorted(set(readable) ^ set(self._readable))
+            now = [
+                f"{each} ({unreadable[each]})" if each in unreadable else f"{each} (readable now)" for each in changed
+            ]
+            raise NamespacesChanged(f"the readable namespaces have changed: {', '.join(now)}")
 
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         """Start the workers once this process holds the Lease and has a complete list."""

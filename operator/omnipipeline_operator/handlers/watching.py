@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import kopf
 
+from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.store import PipelineKey, Store, address_of
 from omnipipeline_operator.controller.work_queue import WorkQueue
@@ -53,24 +54,41 @@ class Watcher:
         for key in self._store.drop(manifest) if event == "DELETED" else self._store.put(manifest):
             self._queue.add(key, urgent=kind is PIPELINE and event is not None and _is_edit(before, manifest))
 
-    async def relist(self, client: Client, namespaces: tuple[str, ...], *, spread_s: float) -> None:
+    async def relist(
+        self, client: Client, namespaces: tuple[str, ...], *, spread_s: float
+    ) -> dict[str, errors.ClusterError]:
         """List everything again: apply what a watch has missed, and drop what no longer exists.
 
-        spread_s: unchanged pipelines are queued at random times within this period.
-        Raises: errors.ClusterError: a list failed; nothing of its kind is dropped.
+        namespaces: the watched ones; empty: all.
+        spread_s:   unchanged pipelines are queued at random times within this period.
+        Returns:    the namespaces that cannot be read, with the refusal; all their objects are dropped.
+        Raises:     errors.ClusterError: a list failed, or no namespace can be read; nothing of its kind is dropped.
         """
+        unreadable: dict[str, errors.ClusterError] = {}
         for kind in (PIPELINE, *WATCHED):
             known_up_to, listed = self._store.newest(), set()
             selector = None if kind is PIPELINE else naming.PIPELINE_LABEL
             for namespace in namespaces or (None,):
-                async for each in client.listed(kind, namespace, selector):
-                    listed.add(address_of(each))
-                    for key in self._store.put(each):
-                        self._queue.add(key)
-            for key in self._store.drop_unlisted(kind, listed, older_than=known_up_to):
+                if namespace in unreadable:
+                    continue
+                try:
+                    async for each in client.listed(kind, namespace, selector):
+                        listed.add(address_of(each))
+                        for key in self._store.put(each):
+                            self._queue.add(key)
+                except (errors.Forbidden, errors.NotFound) as error:
+                    # One namespace may be deleted, or take its role back. A refused token concerns all of them.
+                    if namespace is None or error.status == 401 or {*unreadable, namespace} >= {*namespaces}:
+                        raise
+                    unreadable[namespace] = error
+            for key in self._store.drop_unlisted(kind, listed, older_than=known_up_to, kept=unreadable):
+                self._queue.add(key)
+        for namespace in unreadable:
+            for key in self._store.drop_namespace(namespace):
                 self._queue.add(key)
         for key in self._store.pipelines():
             self._queue.add(key, spread_s * random.random())
+        return unreadable
 
     def _handler(self, kind: Kind) -> Any:
         async def handle(event: Mapping[str, Any], **_: Any) -> None:
