@@ -253,7 +253,7 @@ REVISION_CASES: dict[str, tuple[Document, set[str]]] = {
     "profiling storage": ({"profiling": {"storage": {"claimName": "x"}}}, {"front", "back", "coordinator"}),
     "the cache's claim": (
         {"modelCache": {"type": "PersistentVolumeClaim", "claimName": "x"}},
-        {"front", "back", "coordinator"},
+        {"front", "back"},
     ),
     "a restart": ({"restartedAt": "now"}, {"front", "back", "coordinator"}),
     "the image": ({"image": "x:1"}, {"front", "back", "coordinator"}),

@@ -133,6 +133,67 @@ def test_every_mount_has_its_volume() -> None:
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+CLAIM = {"type": "PersistentVolumeClaim", "size": "10Gi"}
+FETCHED = {"modelPath": "some/model", "modelCache": {**CLAIM, "prefetch": {"enabled": True}}}
+
+
+def job_of(made: children.Children) -> dict[str, Any]:
+    """The pod of the Job that fetches the model."""
+    [job] = [each for each in made.created if each["kind"] == "Job"]
+    template: dict[str, Any] = job["spec"]["template"]["spec"]
+    return template
+
+
+@pytest.mark.parametrize("cache", [CLAIM, {"type": "PersistentVolumeClaim", "claimName": "c"}, {"type": "EmptyDir"}])
+def test_stages_mount_the_model_cache_and_the_coordinator_does_not(cache: Any) -> None:
+    made = desired(modelCache=cache)
+    has = {}
+    for each in made.workloads:
+        pod = pod_of(made, each.unit)
+        [container] = pod["containers"]
+        has[each.unit] = (
+            "models" in {volume["name"] for volume in pod["volumes"]},
+            "/models" in {mount["mountPath"] for mount in container["volumeMounts"]},
+            "HF_HOME" in variables(pod),
+        )
+    assert has == {"ears": (True,) * 3, "mouth": (True,) * 3, "coordinator": (False,) * 3}
+
+
+def test_the_job_that_fetches_a_model_writes_it_where_stages_read_it_and_requests_little() -> None:
+    made = desired(**FETCHED, coordinator={"resources": {"requests": {"memory": "9Gi"}}})
+    job, stage = job_of(made), pod_of(made, "mouth")
+    [container] = job["containers"]
+    assert job["volumes"] == [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "models", "persistentVolumeClaim": {"claimName": "demo-models"}},
+    ]
+    assert container["volumeMounts"] == [
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "models", "mountPath": "/models"},
+    ]
+    assert job["volumes"][1] in stage["volumes"]
+    assert variables(job) == {
+        "HF_HOME": variables(stage)["HF_HOME"],
+        "OMNI_MODEL_PATH": "some/model",
+        "OMNI_MODEL_REVISION": "",
+    }
+    assert container["resources"] == {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        {"volumes": None},
+        {"volumes": 5},
+        {"containers": [{"name": "coordinator", "volumeMounts": None}]},
+        {"containers": [{"name": "coordinator", "env": None}]},
+    ],
+)
+def test_a_coordinators_pod_template_without_volumes_or_variables_breaks_no_job(pod: Any) -> None:
+    made = desired(**FETCHED, coordinator={"podTemplate": {"spec": pod}})
+    assert job_of(made)["volumes"] == job_of(desired(**FETCHED))["volumes"]
+
+
 def test_the_image_of_the_spec_wins_over_the_operators() -> None:
     assert pod_of(desired(), "mouth")["containers"][0]["image"] == "stage:1"
     assert pod_of(desired(image="mine:2"), "mouth")["containers"][0]["image"] == "mine:2"

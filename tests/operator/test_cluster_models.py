@@ -101,9 +101,17 @@ def test_a_claim_that_several_pods_cannot_share_is_reported(kube: Kube, operator
     made = volume(kube.namespace, ["ReadWriteOnce"])
     kube.apply(made)
     one = {"name": "first", "process": "first", "factory": "some.module:first", "terminal": True}
-    kube.apply(cached("some/model", stages=[one]))
+    kube.apply(cached("some/model", stages=[one], rollout={"strategy": "Recreate"}))
     kube.wait_ready("duo")
     assert "claim" not in kube.condition("duo", "Accepted")["message"]
+    kube.apply(cached("some/model", stages=[one]))
+    eventually(lambda: "in a roll-out the new pod" in kube.condition("duo", "Accepted")["message"])
+    mounts = {
+        pod["metadata"]["labels"]["omnipipeline.dev/unit"]: "models"
+        in {each["name"] for each in pod["spec"]["volumes"]}
+        for pod in kube.all("pods", "omnipipeline.dev/unit")
+    }
+    assert mounts == {"first": True, "coordinator": False}
     kube.apply(cached("some/model", stages=[one], processGroups=[{"name": "first", "replicas": 2}]))
     said = eventually(lambda: "claim" in (told := kube.condition("duo", "Accepted")["message"]) and told)
     assert "claim duo-models is ReadWriteOnce: its 2 pods can start on one node only" in said

@@ -30,12 +30,13 @@ def of_unit(spec: PipelineConfig, refined: Sequence[ProcessGroup], gpus: int) ->
         "gpus": gpus or None,
         "gpuResourceName": _gpu_resource(refined) if gpus else None,
         "rdma": to_document(spec.data_plane.rdma) if spec.data_plane.rdma else None,
+        "modelCache": _cache(spec),
     }
     return _settled(_common(spec) | own)
 
 
 def of_coordinator(spec: PipelineConfig) -> dict[str, Any]:
-    """Settings of the coordinator's pod."""
+    """Settings of the coordinator's pod. It loads no model, and a ReadWriteOnce claim would tie it to their node."""
     coordinator = spec.coordinator
     placement = coordinator.placement or Placement()
     key = coordinator.http.api_key_secret_ref
@@ -57,7 +58,6 @@ def _common(spec: PipelineConfig) -> dict[str, Any]:
         "serviceAccountName": spec.service_account_name,
         "env": to_document(spec.env),
         "envFrom": to_document(spec.env_from),
-        "modelCache": _cache(spec),
         "profilingStorage": to_document(storage) if storage else None,
         "tracing": to_document(tracing) if tracing else None,
         "restartedAt": spec.restarted_at,
@@ -65,7 +65,7 @@ def _common(spec: PipelineConfig) -> dict[str, Any]:
 
 
 def _cache(spec: PipelineConfig) -> dict[str, Any]:
-    """What a pod mounts. A claim's size, its class and the prefetch Job change no pod."""
+    """What a stage's pod mounts. A claim's size, its class and the prefetch Job change no pod."""
     cache = spec.model_cache
     match cache.type:
         case "None":

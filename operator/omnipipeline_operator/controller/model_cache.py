@@ -32,10 +32,11 @@ def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Dia
     return None
 
 
-def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int) -> str | None:
+def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int, *, surge: int) -> str | None:
     """A remark on the model cache's claim: it has no volume yet, or several pods cannot share it; None: neither.
 
-    pods: how many will mount it.
+    pods:  how many will mount it.
+    surge: how many more of a unit will mount it in a roll-out.
     """
     live = next((snapshot.claim(one["metadata"]["name"]) for one in created if one["kind"] == kinds.CLAIM.name), None)
     if live is None:
@@ -43,7 +44,13 @@ def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int) -> 
     named, modes = f"claim {live['metadata']['name']}", live["spec"].get("accessModes", [])
     if live.get("status", {}).get("phase") == "Pending":
         return f"{named} ({', '.join(modes)}) has no volume yet"
-    if pods > 1 and not {"ReadWriteMany", "ReadOnlyMany"}.intersection(modes):
+    if {"ReadWriteMany", "ReadOnlyMany"}.intersection(modes):
+        return None
+    is_single = f"{named} is {', '.join(modes)}"
+    if pods > 1:
         cure = "delete it, and the operator makes another one, or name your own claim"
-        return f"{named} is {', '.join(modes)}: its {pods} pods can start on one node only; {cure}"
+        return f"{is_single}: its {pods} pods can start on one node only; {cure}"
+    if surge:
+        cure = "rollout.strategy: Recreate ends the old one first"
+        return f"{is_single}: in a roll-out the new pod can start on the old one's node only; {cure}"
     return None

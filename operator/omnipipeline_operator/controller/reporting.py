@@ -55,7 +55,12 @@ def inputs(
         image=planned.pins.image,
         images=planned.pins.images,
         fetching=model_cache.fetching(snapshot, planned.desired.created, planned.spec.model_path or ""),
-        note=model_cache.shared_claim(snapshot, planned.desired.created, sum(planned.plan.replicas.values())),
+        note=model_cache.shared_claim(
+            snapshot,
+            planned.desired.created,
+            sum(planned.plan.replicas.values()),
+            surge=planned.goal.max_surge if planned.goal.strategy == "Coherent" else 0,
+        ),
     )
 
 

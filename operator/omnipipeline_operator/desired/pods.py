@@ -229,7 +229,7 @@ def _common_environment(plan: UnitPlan | CoordinatorPlan) -> list[Manifest]:
     if plan.security == "Curve":
         environment.append(_variable("OMNI_CONTROL_KEY_FILE", f"{volumes.CONTROL_DIR}/key"))
     if "modelCache" in settings:
-        environment.append(_variable("HF_HOME", f"{volumes.MODELS_DIR}/huggingface"))
+        environment.append(_variable("HF_HOME", volumes.HUB_DIR))
     tracing = settings.get("tracing", {})
     if tracing.get("endpoint"):
         environment += [
@@ -254,6 +254,11 @@ def _resources(settings: Mapping[str, Any], default: Resources, groups: int) -> 
         rdma = settings["rdma"]
         limits[rdma["resourceName"]] = str(rdma.get("count", 1))
     return {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
+
+
+def default_resources(default: Resources) -> Manifest:
+    """Requests and limits of a container for which the author gives none."""
+    return _resources({}, default, groups=1)
 
 
 def _probe(path: str, *, period_s: int, failures: int) -> Manifest:

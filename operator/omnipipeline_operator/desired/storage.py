@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import naming, pods
+from omnipipeline_operator.desired import naming, pods, volumes
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.pipeline import PipelineConfig
@@ -53,7 +53,11 @@ def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest
 
 
 def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:
-    """The Job that fetches one revision of one model."""
+    """The Job that fetches one revision of one model.
+
+    Its pod is like the coordinator's: image, placement, accounts, and what the author's ``podTemplate`` says of them.
+    Volumes and resources are its own.
+    """
     cache = spec.model_cache
     if not cache.prefetch.enabled or spec.model_path is None:
         return None
@@ -63,6 +67,7 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
     like = pods.coordinator_deployment(plan.coordinator, facts)["spec"]["template"]["spec"]
     container = like["containers"][0]
     model = [
+        {"name": "HF_HOME", "value": volumes.HUB_DIR},
         {"name": "OMNI_MODEL_PATH", "value": spec.model_path},
         {"name": "OMNI_MODEL_REVISION", "value": spec.model_revision or ""},
     ]
@@ -73,13 +78,20 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
         "name": "prefetch",
         "command": ["python3", "-c", FETCH],
         "env": [*(each for each in container["env"] if not each["name"].startswith("OMNI_")), *model],
-        "volumeMounts": [mount for mount in container["volumeMounts"] if mount["name"] in ("models", "tmp")],
+        "resources": pods.default_resources(facts.default_resources.coordinator),
+        "volumeMounts": [
+            volumes.mount("tmp", "/tmp", read_only=False),
+            volumes.mount("models", volumes.MODELS_DIR, read_only=False),
+        ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     kept = ("securityContext", "imagePullSecrets", "serviceAccountName", "tolerations", "nodeSelector", "affinity")
     pod = {key: like[key] for key in kept if key in like} | {
         "containers": [fetch],
-        "volumes": [volume for volume in like["volumes"] if volume["name"] in ("models", "tmp")],
+        "volumes": [
+            {"name": "tmp", "emptyDir": {}},
+            volumes.models({"type": cache.type, "claimName": cache.claim_name}, owner),
+        ],
         "automountServiceAccountToken": False,
         "restartPolicy": "Never",  # a failed pod keeps its termination message; a restarted one is deleted
     }

@@ -20,6 +20,7 @@ CONTROL_DIR: Final = "/etc/omnipipeline/control"
 API_KEY_DIR: Final = "/etc/omnipipeline/api-key"
 CODE_DIR: Final = "/etc/omnipipeline/code"
 MODELS_DIR: Final = "/models"
+HUB_DIR: Final = f"{MODELS_DIR}/huggingface"  #: HF_HOME
 PROFILES_DIR: Final = "/profiles"
 
 
@@ -61,7 +62,7 @@ def volumes(
         {"name": "profiles", **_profiles(plan.pod.get("profilingStorage", {}))},
     ]
     if "modelCache" in plan.pod:
-        made.append({"name": "models", **_models(plan.pod["modelCache"], owner)})
+        made.append(models(plan.pod["modelCache"], owner))
     return made
 
 
@@ -72,10 +73,12 @@ def _profiles(storage: Mapping[str, Any]) -> Manifest:
     return {"emptyDir": {"sizeLimit": limit} if limit else {}}
 
 
-def _models(cache: Mapping[str, Any], owner: Owner) -> Manifest:
+def models(cache: Mapping[str, Any], owner: Owner) -> Manifest:
+    """The volume of the model cache."""
     if cache["type"] == "EmptyDir":
-        return {"emptyDir": {"sizeLimit": cache["size"]} if cache.get("size") else {}}
-    return {"persistentVolumeClaim": {"claimName": cache.get("claimName") or naming.claim(owner.name)}}
+        return {"name": "models", "emptyDir": {"sizeLimit": cache["size"]} if cache.get("size") else {}}
+    claim = cache.get("claimName") or naming.claim(owner.name)
+    return {"name": "models", "persistentVolumeClaim": {"claimName": claim}}
 
 
 def mount(name: str, path: str, *, read_only: bool) -> Manifest:
