@@ -248,6 +248,20 @@ def test_only_what_the_spec_asks_for_is_made() -> None:
     assert len(off.applied) == 2
 
 
+def test_the_policy_of_http_admits_coordinators_of_any_port_so_that_a_change_cuts_off_none() -> None:
+    def policy(port: int) -> Any:
+        made = desired(networkPolicy={"ingressFrom": [{"podSelector": {}}]}, coordinator={"http": {"port": port}})
+        [found] = [each for each in made.applied if each["metadata"]["name"] == naming.http_policy("demo")]
+        return found["spec"]
+
+    assert policy(8000) == policy(9000)
+    assert policy(8000)["ingress"] == [
+        {"ports": [{"port": "http", "protocol": "TCP"}], "from": [{"podSelector": {}}]},
+    ]
+    named = {each["name"]: each["containerPort"] for each in pod_of(desired(), "coordinator")["containers"][0]["ports"]}
+    assert named["http"] == 8000
+
+
 @pytest.mark.parametrize("patch, place", podsecurity_cases.REFUSED)
 def test_a_privilege_is_refused_unless_the_operator_allows_it(patch: Any, place: str) -> None:
     refined = [{"name": "mouth", "podTemplate": patch}]

@@ -22,7 +22,7 @@ def network(spec: PipelineConfig, owner: Owner, scrapers: Sequence[Mapping[str, 
     settings = spec.network_policy
     if settings is None or not settings.enabled:
         return []
-    return [_pods(settings.extra_egress, owner, scrapers), _http(spec, settings.ingress_from, owner)]
+    return [_pods(settings.extra_egress, owner, scrapers), _http(settings.ingress_from, owner)]
 
 
 def budgets(spec: PipelineConfig, plan: PipelinePlan, owner: Owner) -> list[Manifest]:
@@ -47,8 +47,9 @@ def _pods(extra_egress: Sequence[Any], owner: Owner, scrapers: Sequence[Mapping[
     return _policy(naming.pods_policy(owner.name), owner, spec)
 
 
-def _http(spec: PipelineConfig, sources: Sequence[Any], owner: Owner) -> Manifest:
-    rule: Manifest = {"ports": [_port(spec.coordinator.http.port)]}
+def _http(sources: Sequence[Any], owner: Owner) -> Manifest:
+    # By its name: in a roll-out to another number, old and new coordinators listen on different ones.
+    rule: Manifest = {"ports": [_port("http")]}
     if sources:
         rule["from"] = list(sources)
     selector = {"matchLabels": naming.selector(owner.name, COORDINATOR)}
@@ -62,8 +63,8 @@ def _policy(name: str, owner: Owner, spec: Manifest) -> Manifest:
     return {**manifest, "spec": spec}
 
 
-def _port(number: int, protocol: str = "TCP") -> Manifest:
-    return {"port": number, "protocol": protocol}
+def _port(port: int | str, protocol: str = "TCP") -> Manifest:
+    return {"port": port, "protocol": protocol}
 
 
 def _budget(unit: str, owner: Owner, max_unavailable: int) -> Manifest:
