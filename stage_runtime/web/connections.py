@@ -4,8 +4,9 @@ Here: bytes, counts and times of a connection. Not here: what a request's body m
 who may ask (`middleware`, `origins`). Made by `server`, one for each client that connects. A head is the request line
 and headers.
 
-uvicorn limits neither a head nor the time that one takes, reads the rest of a refused body for ever, and waits for
-ever for a client that does not read. One timer (`IdleConnections`) looks at all connections instead of one for each.
+uvicorn limits neither a head nor the time that one takes, nor how many requests are sent ahead; reads the rest of a
+refused body for ever; waits for ever for a client that does not read. One timer (`IdleConnections`) looks at all
+connections instead of one for each.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import logging
 import resource
 import struct
 import termios
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sized
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
 from stage_runtime.web.exchange import CLIENT
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 _log = logging.getLogger(__name__)
 #: uvicorn warns of each request that it cannot read; anybody could fill the log. Its errors are shown.
@@ -51,6 +56,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     discard_s: float = 5.0  #: For the rest of a body whose request is answered; clients see the answer meanwhile.
     write_s: float = 60.0  #: In which a client that has bytes to read must take ``write_nbytes``.
     write_nbytes: int = 16 << 10
+    pipelined: int = 16  #: Requests that wait behind the one that is answered; about 6 KiB each.
     connections: int = 0  #: At once; 0: half of the descriptors that the process may have, at most `MOST`.
     sweep_s: float = 1.0
 
@@ -70,6 +76,19 @@ class Phase(enum.Enum):
     REFUSED = enum.auto()  #: Wait for the client to close: closing at once could lose the answer.
 
 
+class _ReadControl(FlowControl):
+    """uvicorn's, which reads on for each request that is begun or answered, however many are read and wait."""
+
+    def __init__(self, transport: asyncio.Transport, pipelined: Sized) -> None:
+        super().__init__(transport)
+        self._pipelined = pipelined
+
+    def resume_reading(self) -> None:
+        """Not while requests wait. The one that is being answered then needs nothing: it was read before them."""
+        if not self._pipelined:
+            super().resume_reading()
+
+
 class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol, limited."""
 
@@ -78,13 +97,15 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _ReadControl(transport, self.pipeline)
         self.logger = _uvicorn_log
         self._phase = Phase.HEAD
         self._since = self.loop.time()
         self._in_message = False  #: Between a request's first byte and the end of its body.
         self._in_body = False
         self._wire_nbytes = self._head_nbytes = self._head_count = self._body_nbytes = 0
-        self._refusal: RequestError | None = None
+        self._refusal: tuple[RequestError, int] | None = None  #: Of a request that ended the parser, and its status.
+        self._answering: RequestResponseCycle | None = None  #: ``cycle`` is the request that was read last.
         self._gone: Callable[[], object] | None = None  #: See `watch`.
         self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
         self._stalled_since = 0.0
@@ -94,7 +115,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._notify_gone()
+        self._disconnect()
         self.scope = None  # type: ignore[assignment]  # it holds this connection
 
     # --- exchange.Client ----------------------------------------------------------------------------------------
@@ -113,6 +134,15 @@ class HttpConnection(HttpToolsProtocol):
 
     def unwatch(self) -> None:
         self._gone = None
+
+    def _disconnect(self) -> None:
+        """Nothing is answered any more: neither the request that is being answered nor those behind it."""
+        self.pipeline.clear()
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            answering.disconnected = True
+            answering.message_event.set()
+        self._notify_gone()
 
     def _notify_gone(self) -> None:
         gone, self._gone = self._gone, None
@@ -154,9 +184,16 @@ class HttpConnection(HttpToolsProtocol):
         self._count_head(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= self.limits.pipelined:
+            problem = f"{self.limits.pipelined} requests of this connection wait for the answer to another one"
+            self._end_parser(RequestError("rate_limited", problem, retry_after_s=1.0), 429)
         super().on_headers_complete()
         self._in_body = True
         self._enter(Phase.ANSWER)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._body_nbytes += len(body)
@@ -172,13 +209,14 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """As uvicorn's, without its timer: `sweep` ends connections at rest."""
         self.server_state.total_requests += 1
+        self._answering = None
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._enter(Phase.IDLE if not self._in_message else Phase.DISCARD if self._in_body else Phase.HEAD)
+        self.flow.resume_reading()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: clients that ask for another protocol (``curl --http2``) are answered in this one."""
@@ -186,8 +224,12 @@ class HttpConnection(HttpToolsProtocol):
     def _count_head(self, nbytes: int) -> None:
         self._head_nbytes += nbytes
         if self._head_nbytes > self.limits.head_nbytes or self._head_count > self.limits.head_count:
-            self._refusal, _ = self._head_too_large()
-            raise ValueError("the head is too large")  # ends the parser; `send_400_response` is next
+            self._end_parser(*self._head_too_large())
+
+    def _end_parser(self, error: RequestError, status: int) -> NoReturn:
+        """In a callback of the parser: look at nothing behind this. `send_400_response` is next."""
+        self._refusal = error, status
+        raise ValueError(error.message)
 
     def _head_too_large(self) -> tuple[RequestError, int]:
         limits = self.limits
@@ -199,13 +241,13 @@ class HttpConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What httptools cannot read, as an error of ours."""
         if self._refusal is not None:
-            self._refuse(self._refusal, 431)
+            self._refuse(*self._refusal)
         else:
             self._refuse(RequestError("invalid_request", "no HTTP request that can be read"), 400)
 
     def _refuse(self, error: RequestError, status: int) -> None:
         """Send the error and close; an answer that has begun is only cut off."""
-        if self._phase is Phase.ANSWER and self.cycle is not None and self.cycle.response_started:
+        if self._answering is not None and self._answering.response_started:
             self.transport.abort()
             return
         body = errors.encoded(error, None)
@@ -216,10 +258,7 @@ class HttpConnection(HttpToolsProtocol):
         extra = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in errors.headers(error))
         self.transport.write(f"{head}{extra}\r\n".encode() + body)
         self.transport.write_eof()
-        if self.cycle is not None and not self.cycle.response_complete:  # its body has turned out to be none
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-            self._notify_gone()
+        self._disconnect()  # a request that was begun: what follows it, or its body, has turned out to be none
         self.flow.resume_reading()
         self._enter(Phase.REFUSED)
 

@@ -333,3 +333,57 @@ async def test_more_connections_than_there_may_be_are_told_to_come_again() -> No
         assert "retry-after: 1" in head
         await until(lambda: running.server.open_connections == 0)
         await serves(running)
+
+
+async def echoed(handle: ScriptedHandle) -> AsyncIterator[Event]:
+    yield ResultEvent(stage="talk", data=handle.request.inputs)
+
+
+def post(inputs: Any, *headers: bytes) -> bytes:
+    raw = msgspec.json.encode({"inputs": inputs})
+    return POST + b"".join(line + b"\r\n" for line in headers) + b"content-length: %d\r\n\r\n" % len(raw) + raw
+
+
+@pytest.mark.parametrize(("count", "size"), [(17, 1), (100, 60_000)], ids=["in one read", "in many"])
+async def test_requests_sent_ahead_are_answered_in_their_order(count: int, size: int) -> None:
+    async with start(echoed) as running, connected(running) as (reader, writer):
+        writer.write(b"".join(post([index, "x" * size]) for index in range(count)))
+        async with asyncio.timeout(PATIENCE_S):
+            answers = [await answer_of(reader) for _ in range(count)]
+            writer.write(post("after"))
+            status, after, _ = await answer_of(reader)
+    assert [(status, body["results"]["talk"][0]) for status, body, _ in answers] == [(200, at) for at in range(count)]
+    assert (status, after["results"]["talk"]) == (200, "after")
+
+
+async def test_a_connection_that_sends_requests_ahead_without_end_is_refused_after_the_first() -> None:
+    flood = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 7000
+    async with start(OK, limits=QUICK) as running:
+        async with connected(running) as (reader, writer), asyncio.timeout(PATIENCE_S):
+            writer.write(flood)
+            status, body, _ = await answer_of(reader)
+            with contextlib.suppress(ConnectionError):  # after QUICK.discard_s
+                while True:
+                    writer.write(flood)
+                    await writer.drain()
+        assert (status, body["error"]["code"]) == (429, "rate_limited")
+        await serves(running)
+
+
+async def test_an_answer_that_has_begun_is_never_followed_by_a_refusal_in_its_middle() -> None:
+    gate = asyncio.Event()
+    async with start(play(chunk("first"), gate)) as running, connected(running) as (reader, writer):
+        raw = msgspec.json.encode({"inputs": 1, "stream": True})
+        writer.write(POST + b"content-length: %d\r\n\r\n" % len(raw) + raw)
+        async with asyncio.timeout(PATIENCE_S):
+            begun = await reader.readuntil(b"first")
+            writer.write(WHOLE + b"no request\r\n\r\n")
+            rest = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := await reader.read(1000):
+                    rest += piece
+        await until(lambda: running.manager.last.outcome)
+    assert (begun + rest).count(b"HTTP/1.1 ") == 1
+    assert [(handle.outcome, handle.reason) for handle in running.manager.handles] == [
+        ("cancelled", "the client disconnected")
+    ]
