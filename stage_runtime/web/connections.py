@@ -21,6 +21,7 @@ import termios
 from collections.abc import Callable, Iterable, Sized
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -157,7 +158,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         self._wire_nbytes += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self._over() or not self._in_message:
             return
         if not self._in_body:
@@ -165,6 +166,19 @@ class HttpConnection(HttpToolsProtocol):
                 self._refuse(*self._head_too_large())
         elif self._wire_nbytes - self._head_nbytes - self._body_nbytes > self.limits.framing_nbytes:
             self._refuse(RequestError("invalid_request", "the body has more framing than content"), 400)
+
+    def _feed(self, data: bytes) -> None:
+        """Give the parser what came. It ends with a head that asks for another protocol, and takes no body of it."""
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as wish:
+                    data = self._head_without_upgrade() + data[wish.args[0] :]
+                    self.parser = _parser(self)
+        except httptools.HttpParserError:
+            self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -184,6 +198,10 @@ class HttpConnection(HttpToolsProtocol):
         self._count_head(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._end_parser(RequestError("invalid_request", "this is no proxy"), 400)
+            return  # it is read again: see `_feed`
         if len(self.pipeline) >= self.limits.pipelined:
             problem = f"{self.limits.pipelined} requests of this connection wait for the answer to another one"
             self._end_parser(RequestError("rate_limited", problem, retry_after_s=1.0), 429)
@@ -200,6 +218,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._in_message = False
         self._wire_nbytes = 0
@@ -218,8 +238,11 @@ class HttpConnection(HttpToolsProtocol):
             self._enter(Phase.IDLE if not self._in_message else Phase.DISCARD if self._in_body else Phase.HEAD)
         self.flow.resume_reading()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: clients that ask for another protocol (``curl --http2``) are answered in this one."""
+    def _head_without_upgrade(self) -> bytes:
+        """The head that was read: clients that ask for another protocol (``curl --http2``) are answered in this one."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _count_head(self, nbytes: int) -> None:
         self._head_nbytes += nbytes
@@ -313,6 +336,13 @@ class HttpConnection(HttpToolsProtocol):
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         self._since = self.loop.time()
+
+
+def _parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
+    """As uvicorn makes its own."""
+    made = httptools.HttpRequestParser(protocol)
+    made.set_dangerous_leniencies(lenient_data_after_close=True)
+    return made
 
 
 def limited(limits: ConnectionLimits) -> type[HttpConnection]:

@@ -387,3 +387,23 @@ async def test_an_answer_that_has_begun_is_never_followed_by_a_refusal_in_its_mi
     assert [(handle.outcome, handle.reason) for handle in running.manager.handles] == [
         ("cancelled", "the client disconnected")
     ]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("wish", [b"h2c", b"websocket"])
+async def test_the_body_of_who_asks_for_another_protocol_is_its_body_and_not_the_next_request(
+    wish: bytes, split: bool
+) -> None:
+    asks = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: " + wish, b"http2-settings: AAEAAEAA")
+    sent = post("hi", *asks) + post("next", *asks) + post("last")
+    async with start(echoed) as running, connected(running) as (reader, writer):
+        for at in range(0, len(sent), 9 if split else len(sent)):
+            writer.write(sent[at : at + (9 if split else len(sent))])
+            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            answers = [await answer_of(reader) for _ in range(3)]
+    assert [(status, body["results"]["talk"]) for status, body, _ in answers] == [
+        (200, "hi"),
+        (200, "next"),
+        (200, "last"),
+    ]
