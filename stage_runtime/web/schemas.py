@@ -218,12 +218,17 @@ def refusal(message: str, body: Any) -> InvalidRequest:
         name = f"{path}.{field['name']}" if path else field["name"]
         if field["fault"] == "missing required":
             return InvalidRequest(f"{name}: required", param=name)
-        return InvalidRequest(f"{name}: unknown parameter{_nearest(field['name'], path, body)}", param=name)
+        return InvalidRequest(f"{name}: unknown parameter{_nearest(field['name'], body, path)}", param=name)
     what = what[:1].lower() + what[1:] + _allowed(path)
     return InvalidRequest(f"{path or 'body'}: {what}", param=path or None)
 
 
-def _nearest(name: str, path: str, body: Any) -> str:
+def unknown(name: str, body: Any) -> InvalidRequest:
+    """The complaint about a field that ``body`` does not have."""
+    return InvalidRequest(f"{name}: unknown parameter{_nearest(name, body)}", param=name)
+
+
+def _nearest(name: str, body: Any, path: str = "") -> str:
     if path or len(name) > _NAME:
         return ""
     near = difflib.get_close_matches(name, body.__struct_fields__, 1)

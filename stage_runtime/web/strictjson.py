@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
@@ -24,17 +25,43 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def decode(raw: bytes, decoder: msgspec.json.Decoder[Decoded], *, where: str = "the body") -> Decoded:
-    """JSON as ``decoder`` reads it, and nothing that others would read otherwise.
+def decode(raw: bytes, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
+    """A body as ``decoder`` reads it, and nothing that others would read otherwise.
 
     Raises: InvalidRequest: no JSON, or one of the above. msgspec.ValidationError: not of the decoder's type.
     """
-    small = len(raw) <= SMALL
-    if not small and raw.count(b'"') > _QUOTES:
+    (skeleton,) = _skeletons([raw], "the body")
+    return _decoded(raw, skeleton, decoder, "the body", None)
+
+
+def decode_fields(fields: Mapping[str, bytes], decoder: msgspec.json.Decoder[Decoded]) -> dict[str, Decoded]:
+    """The fields of a form, each a JSON of its own. They have together as many values as one body.
+
+    Raises: as `decode`.
+    """
+    skeletons = _skeletons(list(fields.values()), "the form")
+    both = zip(fields.items(), skeletons, strict=True)
+    return {name: _decoded(raw, skeleton, decoder, name, name) for (name, raw), skeleton in both}
+
+
+def _skeletons(raws: list[bytes], where: str) -> list[bytes]:
+    """What `_CHECK` is to read of each.
+
+    Raises: InvalidRequest: they have too many values together.
+    """
+    if sum(map(len, raws)) <= SMALL:
+        return raws
+    if sum(raw.count(b'"') for raw in raws) > _QUOTES:
         raise _too_many(where)
-    skeleton = raw if small else _skeleton(raw)
-    if not small and _has_too_many(skeleton):
+    skeletons = [_skeleton(raw) for raw in raws]
+    if _have_too_many(skeletons):
         raise _too_many(where)
+    return skeletons
+
+
+def _decoded(
+    raw: bytes, skeleton: bytes, decoder: msgspec.json.Decoder[Decoded], where: str, param: str | None
+) -> Decoded:
     try:
         decoded = decoder.decode(raw)
         _CHECK.decode(skeleton.decode())
@@ -42,13 +69,13 @@ def decode(raw: bytes, decoder: msgspec.json.Decoder[Decoded], *, where: str = "
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = "; \\u escapes of surrogates come in pairs" if _SURROGATE.search(raw) else ""
-        raise InvalidRequest(f"{where} is no JSON: {error}{hint}") from None
+        raise InvalidRequest(f"{where} is no JSON: {error}{hint}", param=param) from None
     except RecursionError:
-        raise InvalidRequest(f"{where} is nested too deeply") from None
+        raise InvalidRequest(f"{where} is nested too deeply", param=param) from None
     except _KeyTwice:
-        _refuse_key(skeleton, where)
+        _refuse_key(skeleton, where, param)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"{where} is no JSON: {error.msg}") from None
+        raise InvalidRequest(f"{where} is no JSON: {error.msg}", param=param) from None
     return decoded
 
 
@@ -85,10 +112,10 @@ def _too_many(where: str) -> InvalidRequest:
     return InvalidRequest(f"{where} has more than {MAX_VALUES} values: send tensors and media as files of a form")
 
 
-def _has_too_many(skeleton: bytes) -> bool:
-    if _values(skeleton) <= MAX_VALUES:
+def _have_too_many(skeletons: list[bytes]) -> bool:
+    if sum(map(_values, skeletons)) <= MAX_VALUES:
         return False
-    return _values(_STRING.sub(b'""', skeleton)) > MAX_VALUES  # commas in text are none
+    return sum(_values(_STRING.sub(b'""', each)) for each in skeletons) > MAX_VALUES  # commas in text are none
 
 
 def _values(text: bytes) -> int:
@@ -116,12 +143,12 @@ class _Pairs(list[tuple[str, Any]]):
     """An object with all of its pairs."""
 
 
-def _refuse_key(skeleton: bytes, where: str) -> NoReturn:
+def _refuse_key(skeleton: bytes, where: str, param: str | None) -> NoReturn:
     try:
         place = _twice(json.loads(skeleton, object_pairs_hook=_Pairs, parse_int=float, strict=False), "")
     except RecursionError:
         place = None
-    raise InvalidRequest(f"{place or where}: the key is there twice", param=place)
+    raise InvalidRequest(f"{place or where}: the key is there twice", param=place or param)
 
 
 def _twice(value: Any, place: str) -> str | None:

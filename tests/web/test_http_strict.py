@@ -163,13 +163,38 @@ def test_a_field_that_is_there_twice_is_refused(read: Callable[..., Any], names:
     [
         (b'{"a":1,"a":2}', "a: the key is there twice; a form's"),
         (DEEP, "inputs is nested too deeply; a form's"),
-        (b"[" + b"[]," * 200_000 + b"1]", "inputs has more than 131072 values"),
+        (b"[" + b"[]," * 200_000 + b"1]", "the form has more than 131072 values"),
     ],
 )
 def test_a_form_s_json_is_as_strict_as_a_body(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        pipelines.from_form([multipart.FormPart(name="inputs", filename=None, content_type="", data=data)])
+        pipelines.from_form([field("inputs", data)])
     assert caught.value.message.startswith(message)
+
+
+def field(name: str, data: bytes) -> multipart.FormPart:
+    return multipart.FormPart(name=name, filename=None, content_type="", data=data)
+
+
+@pytest.mark.parametrize("value", [b"[]", b'""'])
+def test_the_fields_of_a_form_together_have_as_many_values_as_a_body(value: bytes) -> None:
+    def of(count: int) -> bytes:
+        return b'{"a":[%s]}' % b",".join([value] * (count - 2))
+
+    half = strictjson.MAX_VALUES // 2
+    assert len(pipelines.from_form([field("inputs", of(half)), field("params", of(half))]).inputs["a"]) == half - 2
+    for counts in ([half, half + 1], [half, half - 1, 2]):
+        parts = [field(name, of(count)) for name, count in zip(("inputs", "params", "metadata"), counts, strict=False)]
+        with pytest.raises(InvalidRequest) as caught:
+            pipelines.from_form(parts)
+        assert caught.value.message.startswith("the form has more than 131072 values")
+
+
+def test_a_field_that_a_form_does_not_have_is_refused_before_it_is_read() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        pipelines.from_form([field("imputs", b"[" + b"[]," * 200_000 + b"1]")])
+    said = "imputs: unknown parameter; did you mean 'inputs'?; a form's fields are JSON, its files need a file name"
+    assert (caught.value.message, caught.value.param) == (said, "imputs")
 
 
 @pytest.mark.parametrize(

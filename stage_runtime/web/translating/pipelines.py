@@ -28,15 +28,18 @@ def from_form(parts: Iterable[FormPart]) -> schemas.PipelineBody:
     Several files of one name become a list. What is known of a file (name, media type) is ``metadata["files"]``.
     Raises: InvalidRequest: a field is no JSON or unknown, or ``inputs`` is no object beside files.
     """
-    fields: dict[str, Any] = {}
+    given: dict[str, bytes] = {}
     files: dict[str, list[FormPart]] = {}
     for part in parts:
         if part.filename is not None:
             files.setdefault(part.name, []).append(part)
-        elif part.name in fields:
+        elif part.name in given:
             raise InvalidRequest(f"{part.name}: the field is there twice", param=part.name)
+        elif part.name not in schemas.PipelineBody.__struct_fields__:
+            raise _hinting(schemas.unknown(part.name, schemas.PipelineBody))
         else:
-            fields[part.name] = _json(part)
+            given[part.name] = part.data
+    fields = _decoded(given)
     fields.setdefault("inputs", {})
     body = schemas.convert(fields, schemas.PipelineBody)
     return _with_files(body, files) if files else body
@@ -89,12 +92,16 @@ def named(event: AnswerEvent) -> tuple[str, dict[str, Any]]:
     return "result", {"stage": event.stage}
 
 
-def _json(part: FormPart) -> Any:
+def _decoded(given: dict[str, bytes]) -> dict[str, Any]:
     try:
-        return strictjson.decode(part.data, _ANY, where=part.name)
+        return strictjson.decode_fields(given, _ANY)
     except InvalidRequest as error:
-        hint = "a form's fields are JSON, its files need a file name"
-        raise InvalidRequest(f"{error.message}; {hint}", param=error.param or part.name) from None
+        raise _hinting(error) from None
+
+
+def _hinting(error: InvalidRequest) -> InvalidRequest:
+    hint = "a form's fields are JSON, its files need a file name"
+    return InvalidRequest(f"{error.message}; {hint}", param=error.param)
 
 
 def _with_files(body: schemas.PipelineBody, files: dict[str, list[FormPart]]) -> schemas.PipelineBody:
