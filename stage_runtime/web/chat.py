@@ -30,7 +30,7 @@ class Chat:
         call = chat.call(body, settings.accepts)
         places = list(media.to_fetch(body.messages))
         fetched = await service.fetcher.fetch(places, exchange.reservation.add) if places else {}
-        request = await endpoints.apart(exchange, chat.request, body, request_id, fetched)
+        request = await endpoints.apart(exchange, chat.request, body, request_id, fetched, settings.accepts)
         timeout_s = exchange.timeout_s(body.timeout)
         created = int(time.time())
         if call.stream:

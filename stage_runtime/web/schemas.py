@@ -117,7 +117,6 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
     # where the pipeline accepts them: see `translating.chat.ACCEPTED`
     n: Positive | None = None
     logprobs: bool | None = None
@@ -126,6 +125,7 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     response_format: Any = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None

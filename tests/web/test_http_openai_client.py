@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 
 from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.errors import CODES, RequestError
+from stage_runtime.web.translating import chat
 from stage_runtime.wire.values import Audio, Finish, Note, OmniRequest, Text, ToolCall, Usage
 from tests.web.running import ALL, PATIENCE_S, Running, start
 from tests.web.scripted_manager import ScriptedManager, chunk, play
@@ -54,8 +55,8 @@ async def asked(**body: Any) -> OmniRequest:
         ({"logit_bias": {"5": 1}}, {"logit_bias": {"5": 1.0}}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
         ({"extra_body": {"top_k": 5, "min_p": 0.1}}, {"top_k": 5, "min_p": 0.1}),
-        ({"user": "u", "store": False, "n": 1, "service_tier": "auto"}, {}),
-        ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logprobs": False}, {}),
+        ({"user": "u", "store": False, "n": 1, "service_tier": "auto", "parallel_tool_calls": False}, {}),
+        ({"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False}, {}),
         ({"audio": {"voice": "alloy", "format": "wav"}}, {"voice": "alloy"}),
     ],
 )
@@ -224,6 +225,28 @@ async def test_what_a_pipeline_accepts_reaches_its_stages_and_their_answers_the_
         "content": [{"type": "text", "text": "x"}],
         "tool_call_id": "1",
     }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tool_choice": "none"},
+        {"tool_choice": "auto", "parallel_tool_calls": False},
+        {"tools": [], "response_format": {"type": "text"}},
+        {"n": 1, "logprobs": False, "top_logprobs": 0},
+        {"extra_body": {"min_tokens": 0, "stop_token_ids": [], "chat_template_kwargs": {}, "prompt_logprobs": 0}},
+    ],
+    ids=lambda given: "-".join(given),
+)
+async def test_what_asks_for_nothing_reaches_the_stages_that_accept_it_as_it_is(given: dict[str, Any]) -> None:
+    """It may be against a default of the stage, and ``tool_choice: none`` hides the tools from the model."""
+    settings = msgspec.structs.replace(ALL, accepts=frozenset(needed for needed, _, _ in chat.ACCEPTED.values()))
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if "tools" not in given else {}
+    async with start(play(chunk(Text("ok"))), settings) as running, client_of(running) as client:
+        await client.chat.completions.create(model="any", messages=USER, **tools, **given)
+        params = running.manager.last.request.params
+    named = {name: value for name, value in given.items() if name != "extra_body"} | given.get("extra_body", {})
+    assert params == {**tools, **named}
 
 
 async def test_text_and_audio_of_two_terminals_are_one_message() -> None:

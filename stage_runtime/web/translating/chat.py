@@ -33,7 +33,7 @@ _PARAMS: Final = (
 )
 
 #: name -> (what the pipeline must accept, values that ask for nothing, why anything else is refused where it does not).
-#: Handed to the stages under their own names where it does.
+#: Handed to the stages under their own names where it does, whatever the value: it may be against a stage's default.
 ACCEPTED: Final[dict[str, tuple[str, tuple[Any, ...], str]]] = {
     "n": ("n", (1,), "one choice per request"),
     "logprobs": ("logprobs", (False,), "stages give no log probabilities"),
@@ -42,6 +42,7 @@ ACCEPTED: Final[dict[str, tuple[str, tuple[Any, ...], str]]] = {
     "response_format": ("response_format", ({"type": "text"},), "only {'type': 'text'}"),
     "tools": ("tools", ([],), "tools cannot be called"),
     "tool_choice": ("tools", ("none", "auto"), "tools cannot be called"),
+    "parallel_tool_calls": ("tools", (True, False), ""),
     "chat_template_kwargs": ("chat_template_kwargs", ({},), "stages take no arguments of a chat template"),
     "min_tokens": ("min_tokens", (0,), "stages take no least number of tokens"),
     "stop_token_ids": ("stop_token_ids", ([],), "stages take no ids of tokens"),
@@ -104,14 +105,16 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
     )
 
 
-def request(body: schemas.ChatBody, request_id: str, fetched: Mapping[str, Media]) -> OmniRequest:
-    """What the entry stage gets. ``fetched``: what the URLs of `media.to_fetch` hold."""
+def request(
+    body: schemas.ChatBody, request_id: str, fetched: Mapping[str, Media], accepts: Set[str] = frozenset()
+) -> OmniRequest:
+    """What the entry stage gets. ``fetched``: what the URLs of `media.to_fetch` hold. accepts: as of `call`."""
     messages = [_message(item, index, fetched) for index, item in enumerate(body.messages)]
     return OmniRequest(
         id=request_id,
         kind="chat",
         inputs={"messages": messages},
-        params=_params(body),
+        params=_params(body, accepts),
         modalities=list(body.modalities or ("text",)),
         stream=bool(body.stream),
         metadata=body.metadata or {},
@@ -129,12 +132,9 @@ def _message(item: schemas.Message, index: int, fetched: Mapping[str, Media]) ->
     return message
 
 
-def _params(body: schemas.ChatBody) -> dict[str, Any]:
-    params = {name: value for name in _PARAMS if (value := getattr(body, name)) is not None}
-    for name, (_needed, harmless, _reason) in ACCEPTED.items():
-        value = getattr(body, name)
-        if value is not None and value not in harmless:
-            params[name] = value
+def _params(body: schemas.ChatBody, accepts: Set[str]) -> dict[str, Any]:
+    handed_on = (*_PARAMS, *(name for name, (needed, _, _) in ACCEPTED.items() if needed in accepts))
+    params = {name: value for name in handed_on if (value := getattr(body, name)) is not None}
     if body.max_completion_tokens is not None:
         params["max_tokens"] = body.max_completion_tokens  # one name for stage authors
     if body.audio is not None and body.audio.voice is not None:
