@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -46,6 +50,12 @@ class Site:
                 answer = b"302 Found\r\nlocation: /a.png\r\ncontent-length: 0\r\n\r\n"
             case "/away":
                 answer = b"302 Found\r\nlocation: http://127.0.0.2:%d/a.png\r\ncontent-length: 0\r\n\r\n" % self.port
+            case "/moved-nowhere":
+                answer = b"302 Found\r\ncontent-length: 0\r\n\r\n"
+            case "/moved-badly":
+                answer = b"302 Found\r\nlocation: http:////]x\r\ncontent-length: 0\r\n\r\n"
+            case "/unchanged":
+                answer = b"304 Not Modified\r\nlocation: /a.png\r\n\r\n"
             case "/round":
                 answer = b"302 Found\r\nlocation: /round\r\ncontent-length: 0\r\n\r\n"
             case "/page":
@@ -105,6 +115,9 @@ async def test_an_image_of_an_allowed_host_is_fetched_redirects_on_it_too(path: 
         ("endless", "the request's media are larger than 4000 bytes"),
         ("slow", "not fetched within 0.3 s"),
         ("nothing", "its host answered 404"),
+        ("moved-nowhere", "its host answered 302"),
+        ("moved-badly", "not fetched: ValueError"),
+        ("unchanged", "its host answered 304"),
     ],
 )
 async def test_what_is_no_image_in_time_and_size_is_refused(path: str, problem: str) -> None:
@@ -168,6 +181,29 @@ async def test_no_host_is_reached_that_is_not_named_or_is_inside(
         with pytest.raises(InvalidRequest, match=problem):
             await fetcher(*names).fetch([place(f"http://{host}:{there.port}/a.png")], unheld)
     assert there.hosts == []
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_certificates_are_read_once_off_the_loop_and_not_for_a_host_that_is_refused(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = ssl.create_default_context
+
+    def counted(*args: Any, **options: Any) -> ssl.SSLContext:
+        made.append(threading.get_ident())
+        return make(*args, **options)
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    async with site() as there:
+        places = [place(f"http://127.0.0.1:{there.port}/a.png?{number}") for number in range(4)]
+        one = fetcher(*([f"127.0.0.1:{there.port}"] if allowed else []))
+        for _ in range(2):
+            with contextlib.suppress(InvalidRequest):
+                await one.fetch(places[:1], unheld)
+                await asyncio.gather(*(one.fetch([each], unheld) for each in places))
+    assert len(made) == (1 if allowed else 0)
+    assert threading.get_ident() not in made
 
 
 @pytest.mark.parametrize(
