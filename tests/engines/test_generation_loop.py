@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -47,6 +47,7 @@ class Running:
         self.given: SimpleQueue[EngineCoreOutput] = SimpleQueue()
         self.refused: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self.idle = threading.Event()
+        self.during_delivery: Callable[[], None] = lambda: None
         self.loop = BusyLoop(
             self.core,
             self.queue,
@@ -60,6 +61,7 @@ class Running:
     def _deliver(self, outputs: Sequence[EngineCoreOutput]) -> list[str]:
         for one in outputs:
             self.given.put(one)
+        self.during_delivery()
         return []
 
     def ask(self, name: str, prompt: Sequence[int] = (1, 2), hold: Hold | None = None, **params: Any) -> None:
@@ -138,6 +140,53 @@ def test_a_held_request_is_waited_for_without_steps() -> None:
     running.loop.request_shutdown()
     running.join()
     assert [count for count in steps if count] == [1, 1, 1]
+
+
+def test_the_release_of_a_request_that_is_not_held_ends_nothing() -> None:
+    running = Running(ScriptedExecutor())
+    running.ask("a", max_tokens=50)
+    running.queue.items.put((RequestType.RELEASE, "a"))
+    running.queue.items.put((RequestType.RELEASE, "never seen"))
+    running.thread.start()
+    assert running.ends(1) == {"a": (FinishReason.LENGTH, None)}
+    running.loop.request_shutdown()
+    running.join()
+
+
+def test_an_abort_ends_no_later_request_of_the_same_name() -> None:
+    running = Running(ScriptedExecutor())
+
+    def ask_again() -> None:
+        """Between a step's end and the next look at the queue, as the input thread may."""
+        running.during_delivery = lambda: None
+        running.core.aborts_queue.put("a")
+        running.queue.items.put((RequestType.ABORT, ["a"]))
+        running.ask("a", prompt=[7])
+
+    running.during_delivery = ask_again
+    running.ask("a", max_tokens=50)
+    running.ask("b", max_tokens=50)
+    running.thread.start()
+    assert running.ends(2) == dict.fromkeys("ab", (FinishReason.LENGTH, None))
+    running.loop.request_shutdown()
+    running.join()
+
+
+def test_a_request_that_the_executor_refuses_is_not_scheduled() -> None:
+    class Refusing(ScriptedExecutor):
+        def add(self, request_id: str, params: SamplingParams, prompt: Sequence[int]) -> None:
+            if request_id == "wrong":
+                raise ValueError("no such row")
+
+    running = Running(Refusing())
+    running.ask("wrong")
+    running.ask("a")
+    running.thread.start()
+    assert running.ends(1) == {"a": (FinishReason.LENGTH, None)}
+    assert running.refused.get(timeout=PATIENCE_S) == ("wrong", "no such row")
+    running.loop.request_shutdown()
+    running.join()
+    assert running.given.empty()
 
 
 def test_what_cannot_be_added_is_refused_alone() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from stage_runtime.engines.autoregressive.core import EngineCore, EngineCoreOutput, EngineCoreRequest
 from stage_runtime.engines.autoregressive.prompt_rows import PlacedRows
+from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.autoregressive.requests import Request
 
 log = logging.getLogger(__name__)
@@ -126,9 +127,10 @@ class BusyLoop:
             case (RequestType.EXTEND, (str() as name, more, last)):
                 self._extend(name, more, last)
             case (RequestType.ABORT, request_ids):
+                self._core.drain_aborts()  # of these ids, too: a later request may have one of them again
                 self._core.abort_requests(request_ids)
-            case (RequestType.RELEASE, request_id):
-                self._core.release(request_id)
+            case (RequestType.RELEASE, str() as name):
+                self._release(name)
             case (RequestType.UTILITY, function):
                 function(self._core)
 
@@ -144,6 +146,12 @@ class BusyLoop:
         except Exception as error:  # as of `_add`
             self._core.abort_requests([request_id])
             self._refuse(request_id, error)
+
+    def _release(self, request_id: str) -> None:
+        try:
+            self._core.release(request_id)
+        except IllegalEvent as error:  # its client's error; nothing is changed
+            log.warning("dropped a release: %s", error)
 
     def _process_engine_step(self) -> None:
         outputs, executed = self._core.step_fn()

@@ -187,16 +187,22 @@ class EngineCore:
         return self._embeddings.place(tokens, embeds)
 
     def add_request(self, request: EngineCoreRequest, prepared: Request | None = None) -> None:
-        """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then."""
+        """Raises: ValueError, IllegalEvent: it can never be computed, or its id is in use; nothing is changed then.
+        What the executor raises: the request is not scheduled.
+        """
         self.scheduler.add(prepared or self.preprocess_add_request(request), request.hold)
-        self.executor.add(request.request_id, request.params, request.prompt_token_ids)
+        try:
+            self.executor.add(request.request_id, request.params, request.prompt_token_ids)
+        except BaseException:
+            self.scheduler.finish([request.request_id])
+            raise
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Idempotent: an abort may come by two ways, and after the end."""
         self.scheduler.finish(request_ids)
 
     def release(self, request_id: str) -> None:
-        """What a held request waited for is there."""
+        """What a held request waited for is there. Raises: IllegalEvent: it is not held; nothing is changed then."""
         self.scheduler.release(request_id)
 
     def has_work(self) -> bool:
