@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -27,9 +27,11 @@ from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.process.messages import (
     ENGINE_CORE_DEAD,
     AddHeader,
+    EngineCoreOutputs,
     EngineCoreRequestType,
     Refused,
     UtilityCall,
+    UtilityOutput,
     identity,
 )
 from stage_runtime.errors import ConfigurationError, EngineDeadError, RequestError
@@ -352,6 +354,31 @@ def test_a_request_is_in_flight_until_its_last_output_is_given(shared: SyncMPCli
     while shared.reqs_in_flight:
         given += [output.request_id for output in shared.get_output(PATIENCE_S).outputs]
     assert sorted(given) == ["a", "b"]
+
+
+def test_an_answer_to_a_call_that_was_given_up_ends_no_later_wait(shared: SyncMPClient) -> None:
+    os.kill(shared.pids[0], signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            shared.call_utility("echo", "late", timeout_s=0.01)
+    finally:
+        os.kill(shared.pids[0], signal.SIGCONT)
+    assert shared.call_utility("echo", "in time", timeout_s=PATIENCE_S) == ["in time"]  # the late one came before
+    with pytest.raises(TimeoutError):
+        shared.get_output(0.01)
+
+
+class Talking(SyncMPClient):
+    """Of an engine that gives outputs without end, and answers no call."""
+
+    def _take(self, on_utility: Callable[[UtilityOutput], None]) -> list[EngineCoreOutputs]:
+        super()._take(lambda output: None)
+        return [EngineCoreOutputs(refused=(Refused("other", "invalid_request", ""),))]
+
+
+def test_a_call_ends_at_its_time_whatever_else_the_engine_gives() -> None:
+    with Talking(LAUNCH) as client, pytest.raises(TimeoutError):
+        client.call_utility("echo", timeout_s=0.01)
 
 
 def test_waiting_ends_at_its_time(shared: SyncMPClient) -> None:

@@ -19,7 +19,8 @@ class SyncMPClient(MPClient):
     def __init__(self, launch: EngineLaunch) -> None:
         super().__init__(launch)
         self._pending: deque[EngineCoreOutputs] = deque()
-        self._results: dict[int, UtilityOutput] = {}
+        self._called: int | None = None  #: The call that is waited for; answers to others are dropped.
+        self._result: UtilityOutput | None = None  #: Its answer.
         self._poller = multipart.Poller(self._output, *(one.pidfd for one in self._engines.values()))
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -48,18 +49,27 @@ class SyncMPClient(MPClient):
     def call_utility(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """What the engine's utility of this name returns. Raises: UtilityFailed, EngineDeadError, TimeoutError."""
         (rank,) = self._ranks() or (0,)
-        call_id = self._call(rank, method, arguments)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while call_id not in self._results:
-            self._poll(deadline)
-        return result_of(self._results.pop(call_id))
+        self._called = self._call(rank, method, arguments)
+        try:
+            while self._result is None:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError("the engine has not answered")
+                self._poll(deadline)
+            return result_of(self._result)
+        finally:
+            self._called = self._result = None
+
+    def _on_utility(self, output: UtilityOutput) -> None:
+        if output.call_id == self._called:
+            self._result = output
 
     def _poll(self, deadline: float | None) -> None:
         """Take what has come, or wait for something. The outputs of a dead engine come before its end."""
         ended = self._ended()
-        taken = self._take(lambda output: self._results.__setitem__(output.call_id, output))
+        taken = self._take(self._on_utility)
         self._pending.extend(taken)
-        if taken or self._results:
+        if taken or self._result is not None:
             return
         for rank in ended:
             self._poller.unregister(self._engines[rank].pidfd)
