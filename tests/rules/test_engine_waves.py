@@ -45,7 +45,17 @@ def run(engines: int, *events: tuple[float, WaveEvent]) -> tuple[Waves, list[lis
         ),
         ([LateRequestReceived(0, 1)], [[SendStartWave(0, 1), PublishState(None, 0, True)]]),
         ([LateRequestReceived(0, 2)], [[]]),
-        ([LateRequestReceived(1, 0)], [[]]),
+        # It overtakes the end of the wave before it, which rank 0 sends: its engine steps and waits for the others.
+        (
+            [FirstRequestSent(0, 0), LateRequestReceived(1, 1), WaveComplete(0)],
+            [
+                [SendStartWave(0, 0), PublishState(None, 0, True)],
+                [SendStartWave(1, 1), PublishState(None, 1, True)],
+                [],
+            ],
+        ),
+        ([LateRequestReceived(1, 0)], [[SendStartWave(1, 0), PublishState(None, 1, True)]]),
+        ([FirstRequestSent(0, 0), LateRequestReceived(0, 1)], [[SendStartWave(0, 0), PublishState(None, 0, True)], []]),
         ([Subscribed()], [[PublishState(((0, 0), (0, 0)), 0, False)]]),
         ([Tick()], [[]]),
     ],

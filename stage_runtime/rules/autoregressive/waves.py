@@ -118,8 +118,10 @@ class Waves:
                 # It was sent in a wave that is over: its engine reports no unfinished request by it.
                 return self._start(None if wave < self.wave else engine)
             case LateRequestReceived(wave, engine):
-                if not 0 <= engine < len(self._engines) or wave > self.wave:
+                if not 0 <= engine < len(self._engines):
                     return []
+                if wave > self.wave:  # it came before rank 0's word that the wave before it is complete
+                    self.wave, self.running = wave, False
                 return [] if self.running else self._start(engine if wave == self.wave else None)
             case WaveComplete(wave):
                 if wave < self.wave:
