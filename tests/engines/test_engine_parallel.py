@@ -176,6 +176,24 @@ async def test_engines_are_added_and_removed_while_they_serve_and_no_request_is_
         assert await reader.until("d") == {"d": "length"}
 
 
+async def test_an_engine_is_used_again_after_a_removal_that_did_not_wait_for_it() -> None:
+    client = await DPLBAsyncMPClient.launch_all(LAUNCH, 2, elastic=True)
+    async with client:
+        reader = Reader(client)
+        await client.add_request_async(ask("lost", SLOW), data_parallel_rank=1)
+        await client.scale_async(1, drain_s=0.0)
+        await client.scale_async(2)
+        assert await reader.until("lost") == {"lost": "stage_failed"}
+        await client.add_request_async(ask("new"), data_parallel_rank=1)
+        assert await reader.until("new") == {"new": "length"}
+        assert len(client.pids) == 2 and client.lost == set()
+        pid = client._engines[1].pid
+        os.kill(pid, signal.SIGKILL)  # it is watched as the first one was
+        await until(lambda: client.lost == {1})
+        await client.scale_async(1)
+        assert client.lost == set()  # nobody is to replace it
+
+
 async def test_engines_in_lockstep_that_are_to_be_elastic_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="lockstep"):
         await DPLBAsyncMPClient.launch_all(LAUNCH, 2, lockstep=True, elastic=True)

@@ -80,6 +80,21 @@ def test_a_new_engine_begins_empty_and_open() -> None:
     assert balancer.counts == [(1, 1), (0, 0), (0, 0)] and balancer.open == [0, 1, 2]
 
 
+def test_an_engine_whose_end_is_noticed_after_its_removal_closes_no_later_one() -> None:
+    balancer = Balancer(3)
+    balancer.resize(1)
+    balancer.close(2)
+    balancer.resize(3)
+    assert balancer.open == [0, 1, 2]
+
+
+def test_engines_that_are_added_are_open_and_those_before_stay_as_they_were() -> None:
+    balancer = Balancer(2)
+    balancer.close(0)
+    balancer.resize(4)
+    assert balancer.open == [1, 2, 3]
+
+
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 3))
 def test_equal_engines_get_equal_shares(engines: int, requests: int, clients: int) -> None:
     balancer = Balancer(engines, client_index=clients - 1, client_count=clients)

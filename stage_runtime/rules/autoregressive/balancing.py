@@ -58,13 +58,15 @@ class Balancer:
             self._counts[rank] = list(count)
 
     def resize(self, engines: int) -> None:
-        """Engines were added, or the last ones removed."""
+        """Engines were added, which are open, or the last ones removed."""
+        kept = min(engines, len(self._counts))
         self._counts = (self._counts + [[0, 0] for _ in range(engines - len(self._counts))])[:engines]
-        self._closed = {rank for rank in self._closed if rank < engines}
+        self._closed = {rank for rank in self._closed if rank < kept}
 
     def close(self, rank: int) -> None:
-        """This one gets nothing more: it is dead, or being removed."""
-        self._closed.add(rank)
+        """This one gets nothing more: it is dead, or being removed. One that was removed is ignored."""
+        if rank < len(self._counts):
+            self._closed.add(rank)
 
     def open_again(self, rank: int) -> None:
         """Another engine has the rank of one that was closed."""

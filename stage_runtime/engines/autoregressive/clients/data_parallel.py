@@ -182,6 +182,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self._coordinator.engines = engines
         self._notify(Scale(engines))
         self._balancer.resize(engines)
+        self.lost = {rank for rank in self.lost if rank < engines}
 
     async def _add_engines(self, ranks: Iterable[int]) -> None:
         def start() -> Any:
@@ -215,6 +216,8 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         for rank in removed:
             if rank in self._engines:
                 self._engines[rank].signal(signal.SIGKILL)
+        while any(rank in self._engines for rank in removed):  # else its end would be taken for a later engine's
+            await asyncio.sleep(0.01)
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         await super().close(drain_s=drain_s)
