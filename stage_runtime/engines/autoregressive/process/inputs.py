@@ -48,6 +48,7 @@ class Inputs:
         relay: TensorRelay | None = None,
     ) -> None:
         """refuse, answer: to a client, by its index. utilities: a function by its name."""
+        #: For `get`. An ADD has a third part: the wave in which it was sent.
         self.queue: SimpleQueue[tuple[RequestType, Any]] = SimpleQueue()
         self.owners: dict[str, int] = {}  #: Client of every request that is not over.
         self.draining = False  #: Requests that come now are refused.
@@ -118,7 +119,13 @@ class Inputs:
         """`busy_loop.InputQueue`."""
         if not block and self.queue.empty():
             return None
-        return self.queue.get()
+        kind, given = self.queue.get()
+        if kind is not RequestType.ADD:
+            return kind, given
+        request, prepared, wave = given
+        if self.on_wave is not None:  # here, so that no step comes between this look at the wave and the request
+            self.on_wave(wave)
+        return kind, (request, prepared)
 
     def wake(self) -> None:
         """Let a blocked `get` return. In any thread, or a signal handler."""
@@ -189,9 +196,7 @@ class Inputs:
             self._refuse(client, Refused(name, "stage_failed", describe(error)))
             return
         self.owners[name] = client
-        if (on_wave := self.on_wave) is not None:
-            self.queue.put((RequestType.UTILITY, lambda core: on_wave(header.current_wave)))
-        self.queue.put((RequestType.ADD, (request, prepared)))
+        self.queue.put((RequestType.ADD, (request, prepared, header.current_wave)))
 
     def _take_extension(self, header: AddHeader, body: Sequence[memoryview]) -> None:
         name, client = header.request_id, header.client_index
