@@ -107,6 +107,34 @@ def test_a_stop_string_across_tokens_ends_the_text_and_the_core_is_told_once() -
     assert (found, aborts) == ("xEy", ["a"])
 
 
+@pytest.mark.parametrize(
+    ("stop", "least", "text"),
+    [
+        ("ab", 0, "x"),
+        ("ab", 2, "x"),  # begun by a token that could not end it
+        ("ab", 3, "xab"),
+        ("ab", 4, "xab"),
+        ("ab", 5, "xabab"),
+        ("ab", 100, "xabababz"),
+        ("b", 2, "xa"),
+        ("b", 3, "xaba"),
+        ("b", 5, "xababa"),
+    ],
+)
+def test_a_stop_string_ends_the_text_only_with_a_token_after_the_least_number(
+    stop: str, least: int, text: str
+) -> None:
+    processor = OutputProcessor(decode)
+    processor.add_request("a", SamplingParams(stop=(stop,), min_tokens=least, max_tokens=200), 1)
+    found = ""
+    for one in outputs("a", *b"xabababz", finish=FinishReason.LENGTH):
+        processed = processor.process_outputs([one])
+        found += "".join(made.text for made in processed.outputs)
+        if processed.reqs_to_abort:
+            break
+    assert found == text
+
+
 def test_a_token_that_ends_the_answer_is_no_text_and_a_held_beginning_of_a_stop_is() -> None:
     processor = OutputProcessor(decode)
     processor.add_request("a", SamplingParams(stop=("END",)), 1)

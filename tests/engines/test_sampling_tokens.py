@@ -96,7 +96,7 @@ def test_penalties_count_the_prompt_or_the_answer() -> None:
 def test_min_tokens_holds_back_what_would_end_the_answer() -> None:
     state = row(temperature=0.0, min_tokens=2, stop_token_ids=(2,))
     logits = [0.0, 1.0, 2.0, 3.0]
-    assert [sample(torch.tensor([logits]), [state], [place])[0].token for place in (0, 1)] == [1, 3]
+    assert [sample(torch.tensor([logits]), [state], [place])[0].token for place in (0, 1, 2)] == [1, 1, 3]
 
 
 def test_a_row_with_nan_fails_alone_and_infinities_of_masked_tokens_do_not() -> None:

@@ -57,10 +57,20 @@ class StopStrings:
             at, stop = min(found)
             given, self._after, self._held = self._held[:at], self._held[at + len(stop) :], ""
             return given, stop
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        cut = len(self._held) - keep
+        return self._safe(), None
+
+    def pass_over(self, text: str) -> str:
+        """The text that is safe to give out. A stop string that is complete in ``text`` ends nothing; one that only
+        begins there may be completed later.
+        """
+        self._held += text
+        return self._safe()
+
+    def _safe(self) -> str:
+        """All but what may be the beginning of a stop string."""
+        cut = len(self._held) - max((_overlap(self._held, stop) for stop in self._stops), default=0)
         given, self._held = self._held[:cut], self._held[cut:]
-        return given, None
+        return given
 
     def flush(self) -> str:
         """What was held back: no stop string after all."""

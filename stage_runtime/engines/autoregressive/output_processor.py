@@ -185,8 +185,8 @@ class OutputProcessor:
         text = state.detokenizer.feed(output.new_token_ids[:-1] if ended else output.new_token_ids)
         if output.finish is not None:
             text += state.detokenizer.flush()
-        early = state.generated < state.params.min_tokens
-        given, stopped = (text, None) if early else state.stops.feed(text)
+        early = state.generated <= state.params.min_tokens
+        given, stopped = (state.stops.pass_over(text), None) if early else state.stops.feed(text)
         if stopped is None and output.finish is not None:
             given += state.stops.flush()
         return given, stopped

@@ -44,7 +44,7 @@ class RowState:
         for token, bias in params.logit_bias.items():
             if token < logits.shape[0]:
                 logits[token] += bias
-        if self.held_back and generated < params.min_tokens - 1:
+        if self.held_back and generated < params.min_tokens:
             logits[self.held_back] = float("-inf")
         if params.penalized:
             seen, counts = self._history(logits)

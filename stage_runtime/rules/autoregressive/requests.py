@@ -67,7 +67,7 @@ class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
     """When a request's tokens end it.
 
     end_ids: the model's end-of-sequence tokens, empty if they are ignored. stop_ids: the client's. Neither ends a
-    request before ``min_tokens`` are generated.
+    request before ``min_tokens`` are generated; the sampler chooses none before.
     """
 
     max_tokens: int
