@@ -59,6 +59,16 @@ async def test_what_is_larger_than_a_slot_arrives_and_every_piece_is_released(na
         await put.wait_for_completion(PATIENCE_S)
 
 
+@pytest.mark.parametrize("name", list(RELAYS))
+async def test_a_piece_that_ends_in_the_gap_between_two_parts_arrives(name: str) -> None:
+    with pair(name) as both:
+        value = [np.full(MIB - 1, 1, np.uint8), np.full(MIB - 1, 2, np.uint8)]
+        for most in (MIB, MIB + 32):  # the second piece of the latter begins behind the gap
+            extracted, put = both.put(value, slot_nbytes=most)
+            restored = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(put))
+            assert all(map(np.array_equal, restored, value))
+
+
 @pytest.mark.parametrize("name", ["shm", "nixl", "mooncake"])  # tcp has no slots
 async def test_a_piece_without_room_leaves_no_other_one_in_use(name: str) -> None:
     with pair(name) as both:

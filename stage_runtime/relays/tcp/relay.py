@@ -305,13 +305,24 @@ def _frames(
     pack: Pack, settings: Any, copied: Callable[[memoryview], memoryview]
 ) -> Iterator[tuple[int, memoryview | bytes]]:
     """The pack as ``(offset, bytes)`` in order: whole if it is one part or small, else in pieces. Nobody writes into
-    what it gives: ``copied`` gives a part's bytes in memory of their own.
+    what it gives: ``copied`` gives a part's bytes in memory of their own. The last frame ends where the pack does: its
+    receiver waits for all bytes, and a pack may end in the gap behind its last part.
     """
-    if pack.nbytes <= JOINED_NBYTES and len(pack.parts) != 1:
-        yield 0, _joined(pack, 0, len(pack.parts))
+    yield from _part_frames(pack, settings, copied)
+    end = pack.offsets[-1] + len(pack.parts[-1]) if pack.parts else 0
+    if end < pack.nbytes or not pack.parts:
+        yield end, bytes(pack.nbytes - end)
+
+
+def _part_frames(
+    pack: Pack, settings: Any, copied: Callable[[memoryview], memoryview]
+) -> Iterator[tuple[int, memoryview | bytes]]:
+    """Those of its parts. Gaps between frames are not sent."""
+    if pack.parts and pack.nbytes <= JOINED_NBYTES and len(pack.parts) != 1:
+        yield pack.offsets[0], _joined(pack, 0, len(pack.parts))
         return
     if len(pack.parts) == 1 and pack.nbytes <= settings.whole_bytes:
-        yield 0, pack.parts[0] if pack.private else copied(pack.parts[0])
+        yield pack.offsets[0], pack.parts[0] if pack.private else copied(pack.parts[0])
         return
     index = 0
     while index < len(pack.parts):
@@ -333,8 +344,6 @@ def _frames(
 
 def _joined(pack: Pack, first: int, behind: int) -> bytes:
     """Parts ``first`` .. ``behind`` - 1 with the gaps between them."""
-    if first == behind:
-        return b""
     base = pack.offsets[first]
     joined = bytearray(pack.offsets[behind - 1] + len(pack.parts[behind - 1]) - base)
     for part, offset in zip(pack.parts[first:behind], pack.offsets[first:behind], strict=True):
