@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from stage_runtime import errors, settings
+from stage_runtime.engines import ending
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import codefiles, statuspipe, termination
 
@@ -40,6 +41,12 @@ def main() -> int:
 
 
 def _guarded(role: Callable[[], int]) -> int:
+    code = _reported(role)
+    ending.exit_soon(code)
+    return code
+
+
+def _reported(role: Callable[[], int]) -> int:
     descriptor = os.environ.get("OMNI_STATUS_FD", "")  # a role hides it from the author's code
     status_fd = int(descriptor) if descriptor.isdecimal() else None
     try:

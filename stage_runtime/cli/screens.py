@@ -28,6 +28,7 @@ STYLES = {
     "loading": "yellow",
     "registering": "yellow",
     "starting": "yellow",
+    "ending": "red",
     "restarting": "red",
     "failed": "bold red",
 }

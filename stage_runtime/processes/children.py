@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -50,6 +51,7 @@ class Child:
         self._fatal: list[str] = []  #: From where a crash begins: stacks of many threads are longer than the tail.
         self.events: list[statuspipe.Status] = []  #: Newest last; of `Loading` only the newest is kept.
         self.failure: statuspipe.Failed | None = None
+        self.failed_at = math.inf  #: Monotonic time of `failure`.
         self.gauges: dict[str, float] = {}  #: Of its last `statuspipe.Stats`.
         self.last_sign = time.monotonic()  #: When it last sent an event or printed a line.
         self._on_event, self._on_line = on_event, on_line
@@ -91,8 +93,8 @@ class Child:
 
     @property
     def ready(self) -> bool:
-        """It has sent all events that its command awaits."""
-        return self.command.awaits <= {type(event) for event in self.events}
+        """It has sent all events that its command awaits, and has not failed since."""
+        return self.failure is None and self.command.awaits <= {type(event) for event in self.events}
 
     @property
     def cause(self) -> str:
@@ -122,7 +124,7 @@ class Child:
             return
         self.last_sign = time.monotonic()
         if isinstance(event, statuspipe.Failed):
-            self.failure = self.failure or event
+            self.failure, self.failed_at = self.failure or event, min(self.failed_at, self.last_sign)
         if isinstance(event, statuspipe.Loading):
             self.events = [other for other in self.events if not isinstance(other, statuspipe.Loading)]
         self.events.append(event)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import uvloop
 
 from omnipipeline_spec.types.plan import PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
@@ -21,7 +20,7 @@ from stage_runtime.coordinator.profiling import ProfileLimits
 from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.processes import collecting, logs, process_context, statuspipe, traces
+from stage_runtime.processes import collecting, logs, loops, process_context, statuspipe, traces
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
@@ -52,8 +51,7 @@ def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM, drain, and return the exit code."""
     logs.configure(settings.log_format, name=COORDINATOR)
     limits.raise_limits()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings))
+    return loops.run(_serve(settings))
 
 
 async def _serve(settings: CoordinatorSettings) -> int:

@@ -26,9 +26,12 @@ WATCH_S = 1.0  # between two looks at a process that loads
 STEADY_S = 10.0  # a life of this length as ready forgets the deaths before it
 CUT_S = 2.0  # what a process may still do after a second SIGTERM
 STACKS_S = 10.0  # for printing the stacks of a process that hangs, before it is killed; mostly below 1 s
+EXIT_S = 15.0  # it lets go of its sockets and threads, which takes it a few seconds at most
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 5.0)  # the first is within the promised second, with room to spare
 
-ProcessState = Literal["starting", "loading", "registering", "ready", "draining", "restarting", "stopped", "failed"]
+ProcessState = Literal[
+    "starting", "loading", "registering", "ready", "draining", "ending", "restarting", "stopped", "failed"
+]
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,7 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     startup_s: float  #: Without progress, not of wall time.
     grace_s: float  #: From SIGTERM to SIGKILL.
+    exit_s: float = EXIT_S  #: From the report of a failure to SIGKILL.
     give_up_after: int | None = None  #: Deaths before ready, in a row, of one that had been ready. None: never.
 
 
@@ -154,6 +158,8 @@ class SupervisedInstance:
             return ("draining", "") if self._stopping.is_set() else ("restarting", self._resting or "")
         if self._stopping.is_set():
             return "draining", ""
+        if child.failure is not None:
+            return "ending", ""
         if child.ready:
             return "ready", next((event.url for event in child.events if isinstance(event, statuspipe.Serving)), "")
         match next((event for event in reversed(child.events) if not isinstance(event, statuspipe.Failed)), None):
@@ -187,6 +193,9 @@ class SupervisedInstance:
                         startup_failures.to_blame([child for child in self.children if child.exited.done()])
                     )
                     break
+                self._death = self._not_exiting(now)
+                if self._death is not None:
+                    break
                 if ready_since is None:
                     self._death = await self._without_progress(watch)
                     if self._death is not None:
@@ -213,6 +222,11 @@ class SupervisedInstance:
         if not self.was_ready and all(other.ready for other in self.children):
             self.was_ready = True
         self._on_change(self)
+
+    def _not_exiting(self, now: float) -> StartupFailed | None:
+        """The failure that a process reported a while ago, though it still runs."""
+        late = (child for child in self.children if now - child.failed_at >= self.policy.exit_s)
+        return next(map(startup_failures.failure_of, late), None)
 
     async def _without_progress(self, watch: ProgressWatch) -> StartupFailed | None:
         """The failure of a process that has done nothing for too long while it loads; it is ended."""

@@ -13,10 +13,8 @@ import random
 import time
 from typing import Final
 
-import uvloop
-
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.processes import incarnations, logs, process_context, statuspipe, traces
+from stage_runtime.processes import incarnations, logs, loops, process_context, statuspipe, traces
 from stage_runtime.processes.draining import Drain
 from stage_runtime.processes.follower import FollowerProcess
 from stage_runtime.processes.incarnations import Incarnations
@@ -47,10 +45,7 @@ def run(settings: StageSettings) -> int:
     logs.configure(settings.log_format, name=settings.process)
     limits.raise_limits()
     _meet_ranks(settings)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if settings.tp_rank > 0:
-            return runner.run(_serve(FollowerProcess, settings))
-        return runner.run(_serve(StageProcess, settings))
+    return loops.run(_serve(FollowerProcess if settings.tp_rank > 0 else StageProcess, settings))
 
 
 async def _serve(kind: type[FollowerProcess] | type[StageProcess], settings: StageSettings) -> int:

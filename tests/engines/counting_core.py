@@ -65,7 +65,10 @@ def counting(
     max_requests: int = 64,
     prompt_most: int = 500,
     fails: str | None = None,
+    lingers: bool = False,
 ) -> Served:
+    if lingers:
+        threading.Thread(target=threading.Event().wait).start()
     if fails == "raise":
         raise RuntimeError("no weights here")
     if fails == "exit":

@@ -253,6 +253,16 @@ def test_an_engine_that_fails_ends_every_wait_with_an_engine_dead_error() -> Non
             client.call_utility("echo", 1)
 
 
+def test_an_engine_that_fails_exits_though_its_factory_has_left_a_thread() -> None:
+    kwargs = {**LAUNCH.kwargs, "lingers": True}
+    launch = msgspec.structs.replace(LAUNCH, kwargs=kwargs, frozen_after_s=10 * PATIENCE_S)
+    with SyncMPClient(launch) as client:
+        ended = os.pidfd_open(client.pids[0])
+        client.add_request(ask("a", FATAL))
+        assert select.select([ended], [], [], PATIENCE_S)[0], "it still runs"
+        os.close(ended)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 async def test_every_waiter_is_told_when_an_engine_is_killed(number: int) -> None:
     async with await make_async_client(LAUNCH, multiprocess_mode=True) as client:

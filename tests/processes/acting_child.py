@@ -3,7 +3,8 @@
 ``loading`` | ``ready`` | ``fail`` | ``print TEXT`` | ``exit CODE`` | ``kill`` (itself) | ``spin SECONDS`` | ``sleep`` |
 ``deaf`` (ignores SIGTERM) | ``polite`` (drains on SIGTERM for 0.3 s, ends with 0) | ``spawn FILE`` (a grandchild; its
 pid goes to FILE) | ``stamp FILE`` (adds a line with the time and pid) |
-``nap SECONDS`` | ``trace`` (prints stacks on SIGABRT)
+``nap SECONDS`` | ``trace`` (prints stacks on SIGABRT) | ``await FILE`` (until it is there) | ``broken`` (reports a failure,
+and goes on)
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ def main(script: list[str]) -> None:
                 except ValueError as error:
                     statuspipe.report(FD, statuspipe.failed(error, stage="s"))
                 sys.exit(1)
+            case "broken":
+                statuspipe.report(FD, statuspipe.failed(RuntimeError("the engine is broken"), stage="s"))
+            case "await":
+                wanted = Path(script.pop(0))
+                while not wanted.exists():
+                    time.sleep(0.01)
             case "print":
                 print(script.pop(0), flush=True)
             case "exit":

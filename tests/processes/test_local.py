@@ -245,3 +245,39 @@ async def test_a_task_that_ends_is_logged_and_its_process_is_started_again(base:
             ended = f"the task '{task}' has ended"
             await eventually(lambda: any(name == process and ended in line for name, line in said))  # noqa: B023
             await serves(up.url)
+
+
+async def test_a_process_that_is_over_exits_whatever_threads_and_processes_its_author_has_left(base: Path) -> None:
+    said: list[tuple[str, str]] = []
+    async with lingering(base, "stage", said) as up:
+        for task, process in (("beat", "only"), ("watch of revisions.json", "coordinator")):
+            before = up.pids()
+            with contextlib.suppress(httpx.HTTPError):  # its process may end before the answer
+                await ask(up.url, task)
+            await eventually(lambda: up.pids().get(process, before[process]) != before[process])  # noqa: B023
+            assert any(name == process and "lingering.py" in line for name, line in said), "its stacks are in the log"
+            await serves(up.url)
+        drained = up.pids()
+    assert {name: psutil.pid_exists(pid) for name, pid in drained.items()} == dict.fromkeys(drained, False)
+
+
+async def test_a_factory_that_starts_a_thread_and_raises_fails_the_start_with_its_traceback(base: Path) -> None:
+    with pytest.raises(StartupFailed, match="OSError: no weights at /models") as caught:
+        async with lingering(base, "broken", []):
+            pass
+    assert "in broken" in caught.value.traceback
+    assert os.listdir(base) == []
+
+
+def lingering(base: Path, factory: str, said: list[tuple[str, str]]) -> LocalPipeline:
+    spec = PipelineConfig(
+        name="lingering",
+        stages=[
+            StageConfig(name="only", process="only", factory=f"tests.processes.lingering:{factory}", terminal=True)
+        ],
+        terminal_stages_fn="tests.processes.lingering:terminal_stages_fn",
+        endpoints=EndpointsConfig(base_path=str(base)),
+    )
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path}
+    return LocalPipeline(spec, options=ANY_PORT, environ=environ, on_line=lambda name, line: said.append((name, line)))

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -120,6 +121,29 @@ async def test_a_factory_failure_gives_the_childs_traceback_and_names_the_stage(
     assert (caught.value.process, caught.value.stage) == ("voice", "s")
     assert caught.value.problem == "ValueError: no such voice: 'bob'"
     assert "in broken_factory" in caught.value.traceback
+
+
+async def test_a_process_that_reports_a_failure_is_not_ready_and_is_ended_when_it_does_not_exit(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    async with supervised() as supervisor:
+        script = ("ready", "await", str(order), "broken", "sleep")
+        one = supervisor.add(instance("voice", *script), msgspec.structs.replace(POLICY, exit_s=SHORT_S))
+        await up(supervisor)
+        (first,) = supervisor.pids()
+        order.touch()
+        await eventually(lambda: not one.ready)
+        assert not gone(first), "it is not ready from its report on"
+        assert supervisor.views()[0].state == "ending"
+        await eventually(lambda: gone(first))
+        await eventually(lambda: supervisor.views()[0].message == "RuntimeError: the engine is broken")
+        assert supervisor.failure is None
+
+
+async def test_a_start_that_reports_a_failure_and_does_not_exit_fails_with_what_was_reported() -> None:
+    async with supervised() as supervisor:
+        supervisor.add(instance("voice", "broken", "sleep"), msgspec.structs.replace(POLICY, exit_s=0.1))
+        with pytest.raises(StartupFailed, match="voice: RuntimeError: the engine is broken"):
+            await supervisor.started()
 
 
 async def test_a_death_before_ready_without_a_word_shows_exit_and_last_output() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from stage_runtime.engines import ending
 from stage_runtime.engines.autoregressive.process import parents
 from stage_runtime.engines.autoregressive.process.messages import EngineFailed, EngineHello, EngineReady, Init, identity
 from stage_runtime.engines.autoregressive.process.proc import EngineCoreProc
@@ -28,6 +29,15 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
+    code = 1
+    try:
+        _serve()
+        code = 0
+    finally:
+        ending.exit_soon(code)
+
+
+def _serve() -> None:
     endpoint, index, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parents.end_with(parent)

@@ -1,0 +1,53 @@
+"""Ends a program whose role is over, though its authors' code has left threads, calls or child processes that go on.
+
+The interpreter waits for them without a bound when it ends. Called by the programs that run authors' code: `__main__`
+and the engine process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from typing import Final, NoReturn
+
+DRAINED_S: Final = 5.0  # for threads of authors to finish what they write, after a role that ended in order
+FAILED_S: Final = 1.0  # after one that failed: people wait for the reason
+#: Without the GIL, which a thread may hold, and whatever holds the lock of an output. The exit code is then 1.
+FORCED_S: Final = 10.0
+
+
+def exit_soon(code: int) -> None:
+    """Exit with ``code`` in a few seconds, if the program has not ended by then; the log gets all stacks.
+
+    Call it when nothing is left to do but to return from the main module.
+    """
+    faulthandler.dump_traceback_later(FORCED_S, exit=True)
+    within_s = FAILED_S if code else DRAINED_S
+    try:
+        threading.Thread(target=_exit_within, args=(code, within_s), name="exit", daemon=True).start()
+    except RuntimeError:  # the limit of threads: no time can be given
+        _exit(code)
+
+
+def _exit_within(code: int, within_s: float) -> NoReturn:
+    time.sleep(within_s)
+    with contextlib.suppress(Exception):  # authors may have replaced or closed it
+        print(
+            f"exiting with code {code}: threads or child processes of the stages' code did not end within "
+            f"{within_s:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback()
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
