@@ -73,7 +73,7 @@ class Coordinator:
             Release: lambda sender, message: self.manager.send_queues.released(sender, message.transfers),
             Beat: lambda sender, message: self.membership.beat(sender, message),
             Ready: self._ready,
-            PeerUnreachable: lambda sender, message: self.manager.peer_unreachable(sender, message.peer),
+            PeerUnreachable: self._peer_unreachable,
             Deregister: lambda sender, message: self.membership.deregister(sender, message),
             Detour: lambda sender, message: self._channels.hint(message.receiver, message),
             Hello: self._hello_again,
@@ -203,3 +203,7 @@ class Coordinator:
     def _ready(self, sender: str, message: Ready) -> None:
         if self.membership.ready_now(sender):
             self.manager.instances_changed()
+
+    def _peer_unreachable(self, sender: str, message: PeerUnreachable) -> None:
+        self.membership.peer_unreachable(sender, message.peer)
+        self.manager.peer_unreachable(sender, message.peer)

@@ -122,6 +122,10 @@ class Membership:
             self._channels.send(incarnation, Members(joined=self._members(others)))
         return self._members(news.along)
 
+    def peer_unreachable(self, sender: str, peer: str) -> None:
+        """Two instances have no connection; at a limit, one of them has forgotten the other's endpoint."""
+        self._introductions.lost(sender, peer)
+
     def unknown_peer(self, sender: str) -> None:
         """A message came from a process without a link. A fenced one is notified that it was fenced."""
         endpoint = self._fenced.get(sender)

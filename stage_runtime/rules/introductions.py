@@ -30,7 +30,8 @@ class Introductions:
     """All pairs that one coordinator has introduced."""
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[str, float]] = {}  #: one -> other -> when they were introduced. Symmetrical.
+        #: one -> other -> when they were introduced; None: to be introduced again. Symmetrical.
+        self._known: dict[str, dict[str, float | None]] = {}
 
     def bind(self, edges: Iterable[tuple[str, str, str]], bindings: Mapping[str, str], now: float) -> News:
         """A request is bound. edges: of its revision; those of stages that are not bound are ignored."""
@@ -52,6 +53,14 @@ class Introductions:
             along.update((one, other))
         return News(introduced, along) if along else NOTHING
 
+    def lost(self, one: str, other: str) -> None:
+        """One of the two has no connection to the other: the next binding introduces them again.
+
+        Both may have one another still, so either is notified when the other leaves.
+        """
+        if other in self._known.get(one, ()):
+            self._known[one][other] = self._known[other][one] = None
+
     def leave(self, incarnation: str) -> list[str]:
         """It is gone for good. Returns: those that know it."""
         knew = self._known.pop(incarnation, None)
@@ -63,4 +72,4 @@ class Introductions:
 
     def known(self, one: str, other: str) -> bool:
         """Whether the two were introduced: the next request between them opens no link."""
-        return other in self._known.get(one, ())
+        return self._known.get(one, {}).get(other) is not None

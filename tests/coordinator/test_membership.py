@@ -13,7 +13,7 @@ from omnipipeline_spec.types.plan import PipelineRevision
 from stage_runtime.coordinator import membership
 from stage_runtime.errors import RequestError
 from stage_runtime.metrics import catalog
-from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, Rejected, Welcome
+from stage_runtime.wire.messages import Beat, Deregister, Detour, Members, PeerUnreachable, Rejected, Welcome
 from tests.coordinator.manager_kit import REVISION, SCHEMAS, CoordinatorHarness, asked, came, coordinator_harness
 
 
@@ -56,6 +56,17 @@ async def test_a_bound_request_tells_its_instances_of_each_other_once_and_brings
         assert told(made, "v1") == told(made, "v2") == [["f1"]]
         for one in made.submitted("f1"):
             assert {member.incarnation for member in one.header.members} == {"f1", one.header.bindings["shout"]}
+
+
+async def test_instances_that_have_no_connection_are_told_of_each_other_again_by_the_next_request() -> None:
+    async with coordinator_harness() as made:
+        made.manager.admit(asked("r1"))
+        made.coordinator.received("f1", PeerUnreachable("v1"))
+        made.coordinator.received("f1", PeerUnreachable("unknown"))
+        made.manager.admit(asked("r2"))
+        made.manager.admit(asked("r3"))
+        assert told(made, "f1") == [["v1"], ["v1"]]
+        assert told(made, "v1") == [["f1"], ["f1"]]
 
 
 async def test_of_a_departure_only_those_hear_who_shared_requests_and_once_for_all_of_a_moment() -> None:

@@ -3,8 +3,8 @@
 ``loading`` | ``ready`` | ``fail`` | ``print TEXT`` | ``exit CODE`` | ``kill`` (itself) | ``spin SECONDS`` | ``sleep`` |
 ``deaf`` (ignores SIGTERM) | ``polite`` (drains on SIGTERM for 0.3 s, ends with 0) | ``spawn FILE`` (a grandchild; its
 pid goes to FILE) | ``stamp FILE`` (adds a line with the time and pid) |
-``nap SECONDS`` | ``trace`` (prints stacks on SIGABRT) | ``await FILE`` (until it is there) | ``broken`` (reports a failure,
-and goes on)
+``nap SECONDS`` | ``trace`` (prints stacks on SIGABRT) | ``await FILE`` (until it is there) |
+``broken`` (reports a failure, and goes on)
 """
 
 from __future__ import annotations

@@ -27,6 +27,21 @@ def test_stages_of_one_instance_and_stages_that_are_not_bound_introduce_nobody()
     assert Introductions().bind(EDGES, {"a": "a1", "x": "x1"}, 0.0) is NOTHING
 
 
+def test_a_pair_without_a_connection_is_told_once_more_and_hears_of_departures_as_before() -> None:
+    made = Introductions()
+    made.bind(EDGES, {"a": "a1", "b": "b1", "c": "c1"}, 0.0)
+    made.lost("b1", "a1")
+    made.lost("b1", "strangers")
+    made.lost("b1", "b1")
+    assert not made.known("a1", "b1") and not made.known("b1", "a1")
+    again = made.bind(EDGES, {"a": "a1", "b": "b1", "c": "c1"}, FRESH_S + 1)
+    assert (again.introduced, again.along) == ({"a1": ["b1"], "b1": ["a1"]}, {"a1", "b1"})
+    assert made.bind(EDGES, {"a": "a1", "b": "b1", "c": "c1"}, 2 * FRESH_S + 2) is NOTHING
+    made.lost("a1", "b1")
+    assert set(made.leave("b1")) == {"a1", "c1"}
+    assert made.leave("a1") == ["c1"]
+
+
 @given(st.lists(st.one_of(BINDINGS, st.sampled_from([one for names in INSTANCES.values() for one in names]))))
 def test_each_hears_of_exactly_those_it_shares_edges_with_and_of_their_departures(
     events: list[dict[str, str] | str],
