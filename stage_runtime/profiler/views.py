@@ -120,18 +120,22 @@ def end_ns(moments: Sequence[Moment]) -> int:
 def _intervals(moments: Sequence[Moment]) -> Iterator[Interval]:
     """Each pair of events has a stack of its own, per stage and per key that distinguishes concurrent ones."""
     pending: dict[tuple[Any, ...], list[Moment]] = {}
+    attempts: dict[tuple[str, int], str] = {}  # (stage, process) -> the latest attempt that an event there carries
     for moment in moments:
         opens, closes = _pairs_of(moment.name)
         if not (opens or closes):
             continue
         facts = moment.metadata if len(moment.raw) > 2 else {}
+        if "attempt" in facts:
+            attempts[moment.stage, moment.process] = str(facts["attempt"])
+        attempt = attempts.get((moment.stage, moment.process))
         for pair in closes:
-            stack = pending.get((moment.stage, pair, _distinction(pair, facts)))
-            if stack:
+            stack = pending.get((moment.stage, pair, _distinction(pair, facts, attempt)))
+            if stack := stack or pending.get((moment.stage, pair, None)):
                 opened = stack.pop()
                 yield Interval(moment.stage, *pair, opened.time_ns, moment.time_ns, moment.process)
         for pair in opens:
-            pending.setdefault((moment.stage, pair, _distinction(pair, facts)), []).append(moment)
+            pending.setdefault((moment.stage, pair, _distinction(pair, facts, attempt)), []).append(moment)
 
 
 def _pairs_of(name: str) -> tuple[Sequence[tuple[str, str]], Sequence[tuple[str, str]]]:
@@ -144,11 +148,14 @@ def _pairs_of(name: str) -> tuple[Sequence[tuple[str, str]], Sequence[tuple[str,
     return opens, closes
 
 
-def _distinction(pair: tuple[str, str], facts: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A ``start`` and an ``end`` carry the same facts; most other pairs differ by the attempt alone."""
-    alike = (pair[0].endswith("_start") and pair[1].endswith("_end")) or pair in events.ALIKE
-    keys = events.DISTINCT_BY if alike else ("attempt",)
-    return tuple(str(facts[key]) for key in keys if key in facts)
+def _distinction(pair: tuple[str, str], facts: Mapping[str, Any], attempt: str | None) -> tuple[str, ...] | str | None:
+    """A ``start`` and an ``end`` carry the same facts; other pairs differ by the attempt alone.
+
+    attempt: an author's event carries none and has that of the runtime's events before it; None: there were none.
+    """
+    if (pair[0].endswith("_start") and pair[1].endswith("_end")) or pair in events.ALIKE:
+        return tuple(str(facts[key]) for key in events.DISTINCT_BY if key in facts)
+    return attempt
 
 
 def _hops(moments: Sequence[Moment]) -> tuple[list[Hop], Counter[str]]:

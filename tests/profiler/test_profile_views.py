@@ -128,6 +128,44 @@ def test_a_retry_is_paired_with_its_own_attempt(tmp_path: Path) -> None:
     assert report["unpaired_hops"] == {"payload sent, not received": 1}
 
 
+def test_events_of_authors_belong_to_the_attempt_that_their_process_works_on(tmp_path: Path) -> None:
+    """Two attempts at once: the first one's process is cut off from the coordinator, and goes on."""
+    first = [
+        line("r", "a", "stage_run_start", 0, attempt=1),
+        line("r", "a", "scheduler_prefill_start", 1_000_000),
+        line("r", "a", "stage_first_stream_chunk_sent", 9_000_000, attempt=1, to_stage="b"),
+    ]
+    second = [
+        line("r", "a", "stage_run_start", 2_000_000, attempt=2),
+        line("r", "a", "scheduler_prefill_start", 3_000_000),
+        line("r", "a", "stage_first_stream_chunk_sent", 5_000_000, attempt=2, to_stage="b"),
+        line("r", "a", "code2wav_first_audio", 10_000_000),
+    ]
+    write(tmp_path / "1.jsonl", *first)
+    write(tmp_path / "2.jsonl", *second)
+    found = {
+        (each["open_event"], each["close_event"]): (each["p50_ms"], each["max_ms"])
+        for each in build_report(tmp_path)["stage_breakdown"]
+    }
+    assert found == {
+        ("scheduler_prefill_start", "code2wav_first_audio"): (7.0, 7.0),
+        ("scheduler_prefill_start", "stage_first_stream_chunk_sent"): (2.0, 8.0),
+        ("stage_run_start", "code2wav_first_audio"): (8.0, 8.0),
+        ("stage_run_start", "stage_first_stream_chunk_sent"): (3.0, 9.0),
+    }
+
+
+def test_an_authors_event_before_any_of_the_runtimes_opens_an_interval(tmp_path: Path) -> None:
+    """The run began in the middle of the request."""
+    write(
+        tmp_path / "e.jsonl",
+        line("r", "a", "scheduler_prefill_start", 0),
+        line("r", "a", "stage_first_stream_chunk_sent", 2_000_000, attempt=1),
+    )
+    [found] = build_report(tmp_path)["stage_breakdown"]
+    assert (found["open_event"], found["avg_ms"]) == ("scheduler_prefill_start", 2.0)
+
+
 def test_a_cut_last_line_and_garbage_are_counted(tmp_path: Path) -> None:
     write(tmp_path / "e.jsonl", line("r", "a", "x", 1), tail='[1]\n\xff\n{"request_id": "r", "sta')
     report = build_report(tmp_path)
