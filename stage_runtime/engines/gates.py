@@ -6,10 +6,15 @@ all of an engine's workers wait at gates, their consumers are notified (`stage.s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Lock, get_ident
+
+from stage_runtime.errors import describe
+
+log = logging.getLogger(__name__)
 
 
 class Parking:
@@ -53,11 +58,27 @@ class Parking:
 
 
 class Gate(Future[None]):
-    """Resolved when a stream's consumer has caught up, or the request is over."""
+    """Resolved when a stream's consumer has caught up, or the request is over. Only the runtime opens it.
+
+    Authors' code waits for it, and may give up: `asyncio.wrap_future` passes the cancellation of a wait on to what is
+    waited for, which is one gate for all chunks of a request, and is still needed when the request ends.
+    """
 
     def __init__(self, parking: Parking | None = None) -> None:
         super().__init__()
         self._parking = parking or Parking()
+
+    def open(self) -> None:
+        """Resolve it. Never raises: what is called for it is the author's, and the caller must go on."""
+        try:
+            if not self.done():
+                self.set_result(None)
+        except BaseException as error:
+            log.error("a callback of a full window's future raised: %s", describe(error))
+
+    def cancel(self) -> bool:
+        """False: nobody but the waiter gives up."""
+        return False
 
     def result(self, timeout: float | None = None) -> None:
         """Wait for it; the worker counts as waiting meanwhile."""

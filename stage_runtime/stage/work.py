@@ -122,7 +122,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             self.over = self.dead = True
             gate, self._gate = self._gate, None
         if gate is not None:
-            gate.set_result(None)
+            gate.open()
         return True
 
     def let_go(self) -> list[Any]:
@@ -192,7 +192,7 @@ class RequestWork(msgspec.Struct, eq=False, kw_only=True):
             if any(other.full for other in self._outbound.values()):
                 return
             gate, self._gate = self._gate, None
-        gate.set_result(None)
+        gate.open()
 
     # --- streams in ---------------------------------------------------------------------------------------------
 
