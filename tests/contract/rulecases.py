@@ -170,6 +170,10 @@ CASES: dict[tuple[str, str], tuple[Document, Document]] = {
         pair(envFrom=[{"secretRef": {"name": "hub"}}]),
         pair(envFrom=[{"prefix": "HUB_"}]),
     ),
+    ("ProcessGroup", "sharedMemory must be a quantity of more than 0"): (
+        pair(processGroups=[{"name": "a", "sharedMemory": "64Mi"}]),
+        pair(processGroups=[{"name": "a", "sharedMemory": "0Mi"}]),
+    ),
     ("Control", "deadAfterSeconds must be more than heartbeatSeconds"): (
         pair(control={"heartbeatSeconds": 2}),
         pair(control={"heartbeatSeconds": 3}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from omnipipeline_operator.cluster.client import Client
@@ -12,7 +13,8 @@ from omnipipeline_operator.cluster.status_client import CoordinatorStatus, Statu
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
 from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, SERVICE
-from omnipipeline_operator.settings import Settings
+from omnipipeline_operator.settings import DefaultResources, Settings
+from omnipipeline_spec.cluster import Resources
 from tests.operator.fake_api_server import ApiServer, Write
 
 KEY = ("space", "duo")
@@ -20,6 +22,9 @@ STAGES = [
     {"name": "first", "process": "first", "factory": "m:first", "next": ["last"]},
     {"name": "last", "process": "last", "factory": "m:last", "terminal": True},
 ]
+
+
+SETTINGS = Settings(stage_image="stage:1")
 
 
 class NoCoordinators:
@@ -32,10 +37,9 @@ class NoCoordinators:
 class Operator:
     """The store, a reconciler, and the API server that both see."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings = SETTINGS) -> None:
         self.server, self.store = ApiServer(), Store()
         client, status_client = cast(Client, self.server), cast(StatusClient, NoCoordinators())
-        settings = Settings(stage_image="stage:1")
         self._reconciler = Reconciler(client, self.store, status_client, settings, clock=lambda: 1_800_000_000.0)
         metadata: dict[str, Any] = {"name": KEY[1], "namespace": KEY[0], "uid": "u", "generation": 1}
         self.edit({"apiVersion": PIPELINE.api_version, "kind": PIPELINE.name, "metadata": metadata})
@@ -57,7 +61,7 @@ class Operator:
     async def reconcile(self, before_write: Callable[[Write], None] = lambda write: None) -> list[Write]:
         """The writes of one reconcile."""
         self.server.writes, self.server.before_write = [], before_write
-        await self._reconciler.reconcile(KEY)
+        self.again_s = await self._reconciler.reconcile(KEY)
         return self.server.writes
 
 
@@ -71,6 +75,20 @@ async def operator() -> Operator:
 
 async def test_a_second_reconcile_writes_nothing(operator: Operator) -> None:
     assert await operator.reconcile() == []
+
+
+async def test_an_exception_while_a_spec_is_planned_is_reported_and_logged_and_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = DefaultResources(stage=Resources(requests={"cpu": "much"}))
+    operator = Operator(msgspec.structs.replace(SETTINGS, default_resources=broken))
+    assert await operator.reconcile() == [("apply status", "OmniPipeline", "duo")]
+    assert operator.again_s == 60.0
+    by_type = {each["type"]: each for each in operator.live(PIPELINE, "duo")["status"]["conditions"]}
+    accepted = by_type["Accepted"]
+    assert (accepted["status"], accepted["reason"]) == ("False", "PlanningFailed")
+    assert "ValueError: 'much' is not a quantity" in accepted["message"]
+    assert [record.exc_info is not None for record in caplog.records if "cannot be planned" in record.message] == [True]
 
 
 async def test_the_status_reports_what_the_same_reconcile_has_made() -> None:

@@ -52,6 +52,14 @@ def _not_itself(field: str) -> Rule:
     )
 
 
+def _is_positive(field: str) -> Rule:
+    return Rule(
+        rule=f"!has(self.{field}) || (type(self.{field}) == int ? self.{field} > 0 : isQuantity(self.{field}) && "
+        f"quantity(self.{field}).isGreaterThan(quantity('0')))",
+        message=f"{field} must be a quantity of more than 0",
+    )
+
+
 def _needs(function: str, field: str) -> Rule:
     return Rule(
         rule=f"!has(self.{function}) || self.{function} == '' || (has(self.{field}) && size(self.{field}) > 0)",
@@ -161,12 +169,9 @@ RULES: Final[Mapping[type[msgspec.Struct], tuple[Rule, ...]]] = {
     StageConfig: _STAGE,
     GpuMemory: (
         Rule(rule="has(self.fraction) != has(self.bytes)", message="must have exactly one of fraction and bytes"),
-        Rule(
-            rule="!has(self.bytes) || (type(self.bytes) == int ? self.bytes > 0 : isQuantity(self.bytes) && "
-            "quantity(self.bytes).isGreaterThan(quantity('0')))",
-            message="bytes must be a quantity of more than 0",
-        ),
+        _is_positive("bytes"),
     ),
+    cluster.ProcessGroup: (_is_positive("sharedMemory"),),
     cluster.EnvVar: (
         Rule(
             rule="!(has(self.value) && self.value != '' && has(self.valueFrom))",

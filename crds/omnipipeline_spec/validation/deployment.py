@@ -14,7 +14,7 @@ from omnipipeline_spec.cluster import EnvVar, Resources
 from omnipipeline_spec.pipeline import PipelineConfig
 from omnipipeline_spec.types import pods, quantities
 from omnipipeline_spec.types.errors import Fault
-from omnipipeline_spec.validation import variables
+from omnipipeline_spec.validation import podtemplates, variables
 
 FILE_NAME = r"^[-._a-zA-Z0-9]+$"  # what a ConfigMap's key may be
 NO_HOST = frozenset("/*@?#[]\\")  # never part of a URL's host: such an entry would never match
@@ -53,6 +53,7 @@ def _environment(spec: PipelineConfig) -> Iterator[Fault]:
             message = f"of {variable.name!r} must have exactly one source"
             yield Fault(path=f"{path}.valueFrom", message=message, names=(variable.name,))
     yield from variables.faults(spec)
+    yield from podtemplates.faults(spec)
     for index, source in enumerate(spec.env_from):
         if (source.secret_ref is None) == (source.config_map_ref is None):
             message = "must have exactly one of secretRef and configMapRef"
@@ -84,10 +85,14 @@ def _code(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def _amounts(spec: PipelineConfig) -> Iterator[Fault]:
-    """Limits below their requests. The API server refuses them only when a pod is created, without a path."""
+    """Amounts that the API server refuses only when a pod is created, without a path: limits below requests, none."""
     places = [(f"processGroups[{index}].resources", group.resources) for index, group in enumerate(spec.process_groups)]
     for path, resources in [*places, ("coordinator.resources", spec.coordinator.resources)]:
         yield from _limits(resources or Resources(), path)
+    for index, group in enumerate(spec.process_groups):
+        if group.shared_memory is not None and quantities.parse_quantity(group.shared_memory) <= 0:
+            message = f"{group.shared_memory!r} must be more than 0 bytes"
+            yield Fault(path=f"processGroups[{index}].sharedMemory", message=message, names=(group.name,))
 
 
 def _limits(resources: Resources, path: str) -> Iterator[Fault]:

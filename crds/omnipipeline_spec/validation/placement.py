@@ -14,6 +14,7 @@ from typing import Any
 from omnipipeline_spec.cluster import ProcessGroup
 from omnipipeline_spec.pipeline import GpuMemory, PipelineConfig, StageConfig
 from omnipipeline_spec.types import quantities
+from omnipipeline_spec.types.canonical import INT_BOUND
 from omnipipeline_spec.types.errors import Fault
 from omnipipeline_spec.types.pods import COORDINATOR
 from omnipipeline_spec.validation import grouping
@@ -72,6 +73,9 @@ def _budget_form(stage: StageConfig, path: str) -> Iterator[Fault]:
         yield Fault(path=f"{path}.gpuMemory", message=message, names=(stage.name,))
     if budget.bytes is not None and quantities.parse_quantity(budget.bytes) <= 0:
         message = f"{budget.bytes!r} must be more than 0"
+        yield Fault(path=f"{path}.gpuMemory.bytes", message=message, names=(stage.name,))
+    if budget.bytes is not None and quantities.parse_quantity(budget.bytes) >= INT_BOUND:
+        message = f"{budget.bytes!r} is beyond 64 bits"
         yield Fault(path=f"{path}.gpuMemory.bytes", message=message, names=(stage.name,))
 
 

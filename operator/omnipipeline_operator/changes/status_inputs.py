@@ -22,7 +22,7 @@ START_DEADLINE_S: Final = 120.0  # of a coordinator, which loads no model
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Why a spec is not carried out."""
 
-    reason: str  #: InvalidSpec, NotAllowed, NameConflict, ChildRefused, QuotaExceeded.
+    reason: str  #: InvalidSpec, NotAllowed, PlanningFailed, NameConflict, ChildRefused, QuotaExceeded.
     message: str
 
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 SOON_S = 2.0  # until a coordinator knows the new revision, or garbage collection has deleted a predecessor's child
 MISSING_CHECK_S = 3.0  # least time between two checks of a missing Secret…
 MISSING_CHECK_SHARE_S = 0.1  # …times the pipelines with missing references: at most ten such requests a second
-LATER_S = 60.0  # a name taken by an object that is not watched
+LATER_S = 60.0  # a name taken by an object that is not watched; an exception in planning
 
 
 class PipelineDeleted(errors.OperatorError):
@@ -94,6 +94,11 @@ class Reconciler:
             reason = "NotAllowed" if isinstance(error, errors.NotAllowed) else "InvalidSpec"
             await self._reporter.refuse(resource, snapshot, applier, Refusal(reason=reason, message=str(error)))
             return None
+        except Exception as error:  # a fault that no rule of the contract names: without a report nobody would see it
+            log.exception("%s/%s: cannot be planned", *key)
+            message = f"the operator cannot plan this spec, which is a defect of it: {type(error).__name__}: {error}"
+            await self._reporter.refuse(resource, snapshot, applier, Refusal(reason="PlanningFailed", message=message))
+            return LATER_S
         try:
             return await self._apply(resource, planned, snapshot, applier)
         except PipelineDeleted:

@@ -10,7 +10,7 @@ Source: kubernetes.io, "Pod Security Standards", the baseline and restricted pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 from omnipipeline_operator.errors import NotAllowed
@@ -92,7 +92,7 @@ def _pod(spec: Mapping[str, Any]) -> Iterator[Violation]:
     context = _map(spec.get("securityContext"))
     where = "spec.securityContext"
     for index, sysctl in enumerate(_maps(context.get("sysctls"))):
-        if sysctl.get("name") not in _SYSCTLS:
+        if not _is_among(sysctl.get("name"), _SYSCTLS):
             yield f"{where}.sysctls[{index}]", f"sets {sysctl.get('name')!r}, which is not a safe sysctl"
     yield from _context(context, where)
 
@@ -135,14 +135,18 @@ def _context(context: Mapping[str, Any], where: str) -> Iterator[Violation]:
 
 def _loose_selinux(options: Any) -> bool:
     given = _map(options)
-    return bool(given.get("user") or given.get("role")) or (given.get("type") or "") not in _SELINUX_TYPES
+    return bool(given.get("user") or given.get("role")) or not _is_among(given.get("type") or "", _SELINUX_TYPES)
 
 
 def _capabilities(given: Mapping[str, Any], where: str) -> Iterator[Violation]:
-    if "ALL" not in (given.get("drop") or ()):
+    dropped, added = given.get("drop"), given.get("add")
+    if not isinstance(dropped, list | tuple) or "ALL" not in dropped:
         yield f"{where}.drop", "must hold ALL"
-    for name in given.get("add") or ():
-        if name not in _CAPABILITIES:
+    if added is not None and not isinstance(added, list | tuple):
+        yield f"{where}.add", "must be a list"
+        return
+    for name in added or ():
+        if not _is_among(name, _CAPABILITIES):
             yield f"{where}.add", f"adds {name!r}"
 
 
@@ -154,6 +158,11 @@ def _handlers(container: Mapping[str, Any], where: str) -> Iterator[Violation]:
         for kind in ("httpGet", "tcpSocket"):
             if _map(_map(handler).get(kind)).get("host"):
                 yield f"{where}.{name}.{kind}.host", "makes the kubelet call another host"
+
+
+def _is_among(value: Any, allowed: Container[str]) -> bool:
+    """Whether a value of any type is one of the allowed names."""
+    return isinstance(value, str) and value in allowed
 
 
 def _profile(context: Mapping[str, Any]) -> str | None:

@@ -8,24 +8,17 @@ form of its result. Not here: the generated template (`pods`), what is not allow
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from omnipipeline_operator.errors import NotAllowed
-
-#: Lists that are merged by a key of their items; other lists are replaced, as in a JSON merge patch.
-_KEYS: Final = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "env": "name",
-    "volumeMounts": "mountPath",
-    "imagePullSecrets": "name",
-    "ports": "containerPort",
-}
+from omnipipeline_spec.validation.podtemplates import KEYS
 
 
 def merge(template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """``patch`` merged over ``template``; null removes a field. Neither argument is changed."""
+    """``patch`` merged over ``template``; null removes a field. Neither argument is changed.
+
+    Lists of `KEYS` are merged by a key of their items; other lists are replaced, as in a JSON merge patch.
+    """
     merged = dict(template)
     for key, value in patch.items():
         held = merged.get(key)
@@ -33,8 +26,8 @@ def merge(template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, An
             merged.pop(key, None)
         elif isinstance(value, Mapping):
             merged[key] = merge(held if isinstance(held, Mapping) else {}, value)
-        elif key in _KEYS and isinstance(held, list) and _all_keyed(value, _KEYS[key]):
-            merged[key] = _merge_items(held, value, _KEYS[key])
+        elif key in KEYS and isinstance(held, list) and _all_keyed(value, KEYS[key]):
+            merged[key] = _merge_items(held, value, KEYS[key])
         else:
             merged[key] = value
     return merged
@@ -74,7 +67,9 @@ def _check_containers(containers: Any, path: str) -> None:
 
 
 def _all_keyed(items: Any, key: str) -> bool:
-    return isinstance(items, list) and all(isinstance(item, Mapping) and key in item for item in items)
+    return isinstance(items, list) and all(
+        isinstance(item, Mapping) and isinstance(item.get(key), str | int) for item in items
+    )
 
 
 def _merge_items(held: Sequence[Mapping[str, Any]], patch: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
