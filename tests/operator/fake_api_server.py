@@ -27,6 +27,9 @@ class ApiServer:
         self.objects: dict[tuple[str, str, str], Manifest] = {}
         self.writes: list[Write] = []
         self.before_write = before_write
+        self.refusals: dict[
+            str, errors.ClusterError
+        ] = {}  #: Kind -> why none is made, as a quota: before it is looked up.
         self._versions: Iterator[int] = itertools.count(10)
 
     def put(self, manifest: Mapping[str, Any]) -> Manifest:
@@ -54,6 +57,8 @@ class ApiServer:
         return []
 
     async def create(self, manifest: Mapping[str, Any], *, manager: str = "", dry_run: bool = False) -> Manifest:
+        if manifest["kind"] in self.refusals:
+            raise self.refusals[manifest["kind"]]
         if not dry_run:
             self._record("create", manifest)
         if _address(manifest) in self.objects:

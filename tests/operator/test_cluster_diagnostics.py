@@ -70,6 +70,22 @@ def test_an_exceeded_quota_is_reported(kube: Kube, operator: OperatorProcess) ->
     assert "exceeded quota: few" in found["message"]
 
 
+def test_a_quota_on_secrets_that_is_used_up_stops_no_roll_out(kube: Kube, operator: OperatorProcess) -> None:
+    operator.start()
+    kube.apply(pipeline())
+    kube.wait_ready("duo")
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "few"},
+        "spec": {"hard": {"secrets": "1"}},
+    }
+    kube.apply(quota)
+    eventually(lambda: kube.get("resourcequota", "few").get("status", {}).get("used") == {"secrets": "1"})
+    kube.apply(pipeline(envDefaults={"A": "1"}))
+    kube.wait_ready("duo")
+
+
 def test_our_pods_satisfy_the_restricted_standard_and_a_violation_is_reported(
     kube: Kube, operator: OperatorProcess
 ) -> None:

@@ -96,6 +96,28 @@ def test_a_prefetch_is_reported_while_it_waits_or_fails_and_is_deleted_with_its_
     kube("delete", "persistentvolume", made["metadata"]["name"], "--wait=false")
 
 
+def test_a_quota_that_refuses_the_prefetch_is_reported_and_one_on_requests_does_not(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    def quota(**hard: str) -> dict[str, Any]:
+        return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": hard}}
+
+    kube.apply(quota(pods="0"))
+    operator.start()
+    kube.apply(cached("some/model"))
+    told = eventually(
+        lambda: (
+            "Job duo-prefetch" in kube.condition("duo", "Scheduled").get("message", "")
+            and kube.condition("duo", "Scheduled")
+        )
+    )
+    assert told["reason"] == "QuotaExceeded"
+    assert "pods are forbidden: exceeded quota: few" in told["message"]
+    kube.apply(quota(**{"requests.memory": "8Gi", "requests.cpu": "2"}))
+    eventually(lambda: kube.all("pods", "batch.kubernetes.io/job-name"), within_s=150, what="the Job gets its pod")
+    eventually(lambda: "unbound" in kube.condition("duo", "Ready").get("message", ""))
+
+
 def test_a_claim_that_several_pods_cannot_share_is_reported(kube: Kube, operator: OperatorProcess) -> None:
     operator.start()
     made = volume(kube.namespace, ["ReadWriteOnce"])

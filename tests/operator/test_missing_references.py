@@ -43,7 +43,9 @@ class Server:
         return not self.secret
 
 
-async def ask(server: Server, *observed: Workload, **spec: Any) -> MissingReferences:
+async def ask(
+    server: Server, *observed: Workload, podless_job: dict[str, Any] | None = None, **spec: Any
+) -> MissingReferences:
     stage = {"name": "only", "process": "only", "factory": "m:only", "terminal": True}
     head = {"apiVersion": "omnipipeline.dev/v1alpha1", "kind": "OmniPipeline", "metadata": {"name": "p"}}
     pipeline = loading.from_resource({**head, "spec": {"stages": [stage], **spec}}).spec
@@ -55,7 +57,8 @@ async def ask(server: Server, *observed: Workload, **spec: Any) -> MissingRefere
         for each in observed
     ]
     asker = ReferenceChecker(cast(Client, server), cast(Applier, server), OWNER, now=NOW)
-    return await asker.check(desired, live, {("only", unit.revision): 1}, every_s=3.0)
+    decided = {("only", unit.revision): 1}
+    return await asker.check(desired, live, decided, every_s=3.0, podless_job=podless_job)
 
 
 def waiting(*ages: float) -> Workload:
@@ -116,6 +119,19 @@ async def test_of_many_waiting_pods_the_oldest_ones_newest_failure_is_reported()
 async def test_an_old_event_of_a_kubelet_is_ignored() -> None:
     server = Server(events=(event("FailedMount", RECENT_S + 1),))
     assert (await ask(server, waiting(600))).diagnostics == ()
+
+
+async def test_a_job_without_pods_is_reported_with_the_last_refusal_of_one() -> None:
+    job = {"metadata": {"name": "fetch", "uid": "j", "creationTimestamp": rfc3339(NOW - 20)}}
+    refused = 'Error creating: pods "fetch-x7k" is forbidden: exceeded quota: few, must specify limits.cpu'
+    told = {**event("FailedCreate", 900), "message": refused}
+    server = Server(events=(told, event("SuccessfulDelete", 0)))
+    found = await ask(server, podless_job=job)
+    assert [(each.unit, each.reason, each.message) for each in found.diagnostics] == [
+        ("", "QuotaExceeded", "Job fetch: pods are forbidden: exceeded quota: few, must specify limits.cpu")
+    ]
+    assert (server.asked, found.again_s, found.held) == (["events of {'uid': 'j'}"], 10.0, frozenset())
+    assert (await ask(Server(), podless_job=job)).diagnostics == ()
 
 
 async def test_a_pod_that_has_just_been_made_is_given_time() -> None:

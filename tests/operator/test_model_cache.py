@@ -24,6 +24,39 @@ class Claims:
         return self._claim
 
 
+class Jobs:
+    """A snapshot with one Job and the pods of another."""
+
+    def __init__(self, job: dict[str, Any] | None, *pods_of: str) -> None:
+        self._job, self._pods = job, [{"metadata": {"labels": {model_cache.JOB_NAME: of}}} for of in pods_of]
+
+    def child(self, kind: Any, name: str) -> dict[str, Any] | None:
+        return self._job
+
+    def pods(self) -> list[dict[str, Any]]:
+        return self._pods
+
+
+@pytest.mark.parametrize(
+    "status, pods_of, lacks",
+    [
+        ({}, [], True),
+        ({"active": 0}, ["another"], True),
+        ({"active": 1}, ["fetch"], False),
+        ({"succeeded": 1}, [], False),
+        ({"conditions": [{"type": "Failed", "status": "True"}]}, [], False),
+        ({"conditions": [{"type": "Suspended", "status": "False"}]}, [], True),
+    ],
+)
+def test_a_job_that_has_not_ended_and_has_no_pod_is_found(status: Any, pods_of: list[str], lacks: bool) -> None:
+    job = {"metadata": {"name": "fetch"}, "status": status}
+    created = [{"kind": "Job", "metadata": {"name": "fetch"}}]
+    found = model_cache.podless_job(cast(Snapshot, Jobs(job, *pods_of)), created)
+    assert found == (job if lacks else None)
+    assert model_cache.podless_job(cast(Snapshot, Jobs(None)), created) is None
+    assert model_cache.podless_job(cast(Snapshot, Jobs(job)), []) is None
+
+
 @pytest.mark.parametrize(
     "modes, phase, pods, surge, said",
     [

@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from omnipipeline_operator import errors
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import Store
@@ -111,6 +112,22 @@ async def test_what_a_watch_brings_during_the_writes_is_left_to_the_next_reconci
     operator.edit(operator.live(PIPELINE, "duo"), image="stage:2")
     assert ("apply", "Service", "duo") not in await operator.reconcile(edit_once)
     assert ("apply", "Service", "duo") in await operator.reconcile()
+
+
+async def test_a_quota_that_admits_no_secret_keeps_no_new_revision_from_being_made(operator: Operator) -> None:
+    operator.server.refusals = {"Secret": errors.Forbidden("POST", 403, "exceeded quota: few")}
+    operator.edit(operator.live(PIPELINE, "duo"), image="stage:2")
+    writes = await operator.reconcile()
+    assert [kind for verb, kind, _ in writes if verb == "create"].count(DEPLOYMENT.name) == 3
+    assert writes[-1] == ("apply status", "OmniPipeline", "duo")
+
+
+async def test_a_secret_that_is_missing_is_made_anew_before_pods_need_it(operator: Operator) -> None:
+    [secret] = [address for address in operator.server.objects if address[0] == "Secret"]
+    del operator.server.objects[secret]
+    operator.edit(operator.live(PIPELINE, "duo"), image="stage:2")
+    assert await operator.reconcile() == [("apply", "ConfigMap", "duo-revisions")]
+    assert ("create", "Secret") in [write[:2] for write in await operator.reconcile()]
 
 
 async def test_a_plan_without_a_deployment_is_kept_when_its_deployment_is_made(operator: Operator) -> None:

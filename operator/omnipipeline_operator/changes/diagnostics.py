@@ -83,6 +83,12 @@ def of_prefetch(job: str, model: str, pods: Iterable[Pod], *, gave_up: bool) -> 
     return Diagnostic(unit="", reason="Prefetching", message=f"Job {job} fetches {model}")
 
 
+def of_refused_job(job: str, message: str) -> Diagnostic:
+    """Why the Job that fetches the model has no pod: the API server refuses it."""
+    refused = _ATTEMPT.sub("pods are forbidden: ", message)
+    return Diagnostic(unit="", reason=_refusal(message), message=f"Job {job}: {refused}")
+
+
 def worst(diagnostics: Iterable[Diagnostic]) -> Diagnostic | None:
     """The one to report."""
     return min(diagnostics, key=lambda each: (each.rank, each.message), default=None)

@@ -11,6 +11,7 @@ that later applies leave out, so POST is for children that are written once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.kinds import DEPLOYMENT, POD, Kind, Manifest
+
+log = logging.getLogger(__name__)
 
 MANAGER: Final = "omnipipeline-operator"
 #: Owns ``replicas``, labels and owner of a Deployment; MANAGER owns what is written once. A manager gives up the fields
@@ -104,10 +107,18 @@ class Applier:
             return
 
     async def secret_is_missing(self, manifest: Manifest) -> bool:
-        """Whether a Secret is missing, by a dry run of creating it: the operator may not read Secrets."""
+        """Whether a Secret is certainly missing, by a dry run of creating it: the operator may not read Secrets.
+
+        Admission (a quota, a policy) may refuse before the name is looked up. Then it is unknown, and assumed to exist:
+        the kubelet reports one that does not.
+        """
         try:
             await self._client.create(manifest, dry_run=True)
         except errors.Conflict:
+            return False
+        except (errors.Forbidden, errors.Invalid) as error:
+            name = f"{self._owner.namespace}/{manifest['metadata']['name']}"
+            log.info("cannot check whether Secret %s exists: %s", name, error)
             return False
         return True
 

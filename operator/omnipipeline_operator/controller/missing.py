@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from omnipipeline_operator import errors, kinds
-from omnipipeline_operator.changes import rollout, workloads
+from omnipipeline_operator.changes import diagnostics, rollout, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_operator.cluster.applying import Applier
@@ -33,6 +33,7 @@ RETRY_REFUSED_S: Final = 10.0  # the ReplicaSet controller's own back-off ends a
 STUCK_MOUNT_S: Final = 5.0
 RECENT_S: Final = 150.0  # a kubelet retries a mount at least every 122 s; an older Event is obsolete
 MAX_RETRY_REFUSED_S: Final = 60.0
+_CREATING: Final = "Error creating: "
 _SCHEDULING: Final = "FailedScheduling"  # the pod's condition reports it, and its end
 
 
@@ -63,10 +64,12 @@ class ReferenceChecker:
         decided: Mapping[rollout.UnitRevision, int],
         *,
         every_s: float,
+        podless_job: Manifest | None = None,
     ) -> MissingReferences:
         """Check all workloads that should have pods.
 
-        every_s: least time until missing references are checked again.
+        every_s:     least time until missing references are checked again.
+        podless_job: the live Job that fetches the model, when it has no pod.
         """
         by_key = {(each.unit, each.revision): each for each in observed}
         found: list[Diagnostic] = []
@@ -89,6 +92,8 @@ class ReferenceChecker:
         if lost:
             found.append(_missing("", lost))
             again.append(every_s)
+        elif podless_job is not None:
+            found += await self._check_job(podless_job, again)
         return MissingReferences(
             diagnostics=tuple(found),
             held=frozenset(held),
@@ -103,7 +108,7 @@ class ReferenceChecker:
         for event in await self.events(kind="ReplicaSet") if names else ():
             of = str(event.get("involvedObject", {}).get("name", "")).rpartition("-")[0]
             if event.get("reason") == "FailedCreate" and of in names:
-                found.setdefault(of, str(event.get("message", "")).removeprefix("Error creating: "))
+                found.setdefault(of, str(event.get("message", "")).removeprefix(_CREATING))
         return found
 
     async def events(self, **about: str) -> list[Manifest]:
@@ -131,12 +136,22 @@ class ReferenceChecker:
             return []
         pod = min(waiting, key=lambda each: each.created_at)  # only the oldest: each pod would cost a request
         age = self._now - pod.created_at
-        again.append(min(max(MIN_CHECK_S, age / 2), MAX_CHECK_S))
+        again.append(_check_after(age))
         for event in await self.events(uid=pod.uid) if age > MOUNT_GRACE_S else ():
             reason, is_recent = str(event.get("reason", "")), self._now - _last_observed_at(event) < RECENT_S
             if is_recent and reason.startswith("Failed") and reason != _SCHEDULING:
                 message = " ".join(str(event.get("message", "")).split())
                 return [_of_event(workload.unit, pod, reason, message)]
+        return []
+
+    async def _check_job(self, job: Mapping[str, Any], again: list[float]) -> list[Diagnostic]:
+        """Why a Job has no pod: the API server's last refusal of one. The Job's status does not have it."""
+        metadata = job["metadata"]
+        again.append(_check_after(self._now - workloads.timestamp(metadata.get("creationTimestamp"))))
+        for event in await self.events(uid=metadata["uid"]):
+            if event.get("reason") == "FailedCreate":
+                message = str(event.get("message", "")).removeprefix(_CREATING)
+                return [diagnostics.of_refused_job(metadata["name"], message)]
         return []
 
     async def _missing(self, desired: Iterable[Reference]) -> list[Reference]:
@@ -147,9 +162,7 @@ class ReferenceChecker:
         if key not in self._known:
             try:
                 self._known[key] = await self._reference_exists(reference)
-            except (
-                errors.ClusterError
-            ) as error:  # such as a quota or a policy: assume it exists, the kubelet will report it if not
+            except errors.ClusterError as error:  # assume it exists, the kubelet will report it if not
                 log.info("%s/%s: cannot check %s: %s", self._owner.namespace, self._owner.name, reference, error)
                 self._known[key] = True
         return self._known[key]
@@ -177,6 +190,11 @@ def retry_at(refused: Workload, now: float) -> float:
     """When to retry its refused pods: every 10 s at first, every 60 s after ten minutes."""
     wait = min(max(RETRY_REFUSED_S, (now - refused.refused_since) / 10), MAX_RETRY_REFUSED_S)
     return max(refused.tried_at, refused.refused_since) + wait
+
+
+def _check_after(age_s: float) -> float:
+    """When to look again at what no watch reports, of something so old."""
+    return min(max(MIN_CHECK_S, age_s / 2), MAX_CHECK_S)
 
 
 def _missing(unit: str, missing: Collection[Reference]) -> Diagnostic:

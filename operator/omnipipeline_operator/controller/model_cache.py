@@ -32,6 +32,21 @@ def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Dia
     return None
 
 
+def podless_job(snapshot: Snapshot, created: Sequence[Manifest]) -> Manifest | None:
+    """The live Job when it has not ended and has no pod: it has just been made, or its pods are refused."""
+    for desired in created:
+        if desired["kind"] != kinds.JOB.name:
+            continue
+        live = snapshot.child(kinds.JOB, desired["metadata"]["name"])
+        status = (live or {}).get("status", {})
+        ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
+        has_pod = any(
+            each["metadata"]["labels"].get(JOB_NAME) == desired["metadata"]["name"] for each in snapshot.pods()
+        )
+        return None if has_pod or status.get("succeeded") or "Failed" in ended else live
+    return None
+
+
 def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int, *, surge: int) -> str | None:
     """A remark on the model cache's claim: it has no volume yet, or several pods cannot share it; None: neither.
 

@@ -20,7 +20,15 @@ from omnipipeline_operator.cluster.applying import Applier, NameTaken
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import StatusClient
 from omnipipeline_operator.cluster.store import PipelineKey, Store
-from omnipipeline_operator.controller import adopting, coordinators, missing, pinning, reporting, revision_history
+from omnipipeline_operator.controller import (
+    adopting,
+    coordinators,
+    missing,
+    model_cache,
+    pinning,
+    reporting,
+    revision_history,
+)
 from omnipipeline_operator.controller.event_recorder import EventRecorder
 from omnipipeline_operator.controller.missing import MissingReferences, ReferenceChecker, retry_at
 from omnipipeline_operator.controller.plan_cache import PlanCache
@@ -219,7 +227,8 @@ class Reconciler:
         """What keeps pods from starting and is not in their status."""
         key = (snapshot.owner.namespace, snapshot.owner.name)
         every_s = max(MISSING_CHECK_S, MISSING_CHECK_SHARE_S * len(self._with_missing_references))
-        found = await checker.check(planned.desired, observed, decision.replicas, every_s=every_s)
+        job = model_cache.podless_job(snapshot, planned.desired.created)
+        found = await checker.check(planned.desired, observed, decision.replicas, every_s=every_s, podless_job=job)
         (self._with_missing_references.add if found.held else self._with_missing_references.discard)(key)
         return found
 
