@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from aiohttp import web
 
 from omnipipeline_operator.cluster.status_client import (
     MAX_ADDRESSES,
+    MAX_BODY_BYTES,
+    MAX_INSTANCES,
     TIMEOUT_S,
     UNANSWERED_TIMEOUT_S,
+    InstanceStatus,
     StatusClient,
 )
 
@@ -22,13 +27,9 @@ INSTANCES = [
 ]
 
 
-@pytest.fixture
-async def port() -> AsyncIterator[int]:
-    """A coordinator's `/status` on 127.0.0.1 only."""
-
-    async def status(_: web.Request) -> web.Response:
-        return web.json_response({"revisions": ["a", "b"], "instances": INSTANCES})
-
+@contextlib.asynccontextmanager
+async def serving(status: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[int]:
+    """A coordinator's `/status` on 127.0.0.1 only; its port."""
     application = web.Application()
     application.router.add_get("/status", status)
     runner = web.AppRunner(application)
@@ -40,6 +41,17 @@ async def port() -> AsyncIterator[int]:
     await runner.cleanup()
 
 
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """The port of a coordinator that answers."""
+
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response({"revisions": ["a", "b"], "instances": INSTANCES})
+
+    async with serving(status) as found:
+        yield found
+
+
 async def test_coordinators_that_answer_are_read_and_others_skipped(port: int) -> None:
     async with StatusClient(port=port) as client:
         found = await client.ask(["127.0.0.1", "127.0.0.2"])
@@ -47,6 +59,55 @@ async def test_coordinators_that_answer_are_read_and_others_skipped(port: int) -
     assert status.revisions == ("a", "b")
     assert status.registered() == {("u", "r"): 1}, "two processes of one pod; the other drains"
     assert status.loads() == {"10.0.0.1": 7, "::2": 0}
+
+
+@pytest.mark.parametrize(
+    "endpoint, host",
+    [
+        ("tcp://10.0.0.1:5", "10.0.0.1"),
+        ("tcp://[::2]:5", "::2"),
+        ("tcp://name:5", ""),
+        ("tcp://10.0.0.1,metadata.name=x:5", ""),
+        ("tcp://[", ""),
+        ("ipc:///x", ""),
+        ("", ""),
+    ],
+)
+def test_the_host_of_an_instance_is_an_address_or_none(endpoint: str, host: str) -> None:
+    assert InstanceStatus(unit="u", revision="r", endpoint=endpoint).host == host
+
+
+async def test_an_answer_that_is_too_long_or_leads_elsewhere_is_no_answer(port: int) -> None:
+    """The pods are a tenant's: what they answer may be anything."""
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(4 * MAX_BODY_BYTES // 2**16):
+                sent.append(await response.write(b" " * 2**16))
+        return response
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{port}/status")
+
+    async def compressed(request: web.Request) -> web.Response:
+        return web.Response(body=gzip.compress(b'{"revisions": []}'), headers={"Content-Encoding": "gzip"})
+
+    async def crowded(request: web.Request) -> web.Response:
+        return web.json_response({"instances": INSTANCES[:1] * (MAX_INSTANCES + 1)})
+
+    async def negative(request: web.Request) -> web.Response:
+        return web.json_response({"instances": [{**INSTANCES[0], "waiting": -(2**40)}]})
+
+    async def lengthy(request: web.Request) -> web.Response:
+        return web.json_response({"instances": [{**INSTANCES[0], "unit": "u" * 1000}]})
+
+    sent: list[None] = []
+    for handler in (endless, elsewhere, compressed, crowded, negative, lengthy):
+        async with serving(handler) as bad, StatusClient(port=bad) as client:
+            assert await client.ask(["127.0.0.1"]) == [], handler.__name__
+    assert len(sent) < 3 * MAX_BODY_BYTES // 2**16, "it is not read to its end"
 
 
 async def test_an_address_that_never_answered_gets_a_short_timeout(port: int) -> None:

@@ -2,15 +2,17 @@
 
 Here: the request, with a short timeout, and the fields that are used. Not here: deciding anything. Called by
 `controller`. A coordinator that does not answer (a NetworkPolicy, another network) blocks no roll; only the first
-request to its address waits for the whole timeout.
+request to its address waits for the whole timeout. The pods are a tenant's, and may answer anything: redirects are not
+followed, and an answer beyond the bounds below is none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,26 +22,38 @@ from omnipipeline_spec.types.pods import PROBE_PORT
 
 TIMEOUT_S: Final = 1.0
 UNANSWERED_TIMEOUT_S: Final = 0.1  # for an address that has never answered
+MAX_BODY_BYTES: Final = 16 << 20  # 3,000 instances with 5 KiB of gauges each
+MAX_INSTANCES: Final = 10_000
+READ_AT_ONCE: Final = 4  # bodies of one pipeline's coordinators, so that together they are bounded, too
 MAX_ADDRESSES: Final = 2000  # remembered; above it, the least recently asked address is forgotten
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One registered instance of a process group."""
 
-    unit: str
-    revision: str
-    endpoint: str
-    group: str = ""
+    unit: _Text
+    revision: _Text
+    endpoint: _Text
+    group: _Text = ""
     ready: bool = False
     draining: bool = False
     aside: bool = False
-    bound: int = 0
-    waiting: int = 0
-    running: int = 0
+    bound: _Count = 0
+    waiting: _Count = 0
+    running: _Count = 0
 
     @property
     def host(self) -> str:
-        return urlsplit(self.endpoint).hostname or ""
+        """The IP address of its pod; empty when the endpoint has none."""
+        try:
+            host = urlsplit(self.endpoint).hostname or ""
+            return host if ipaddress.ip_address(host) else ""
+        except ValueError:
+            return ""
 
     @property
     def eligible(self) -> bool:
@@ -53,8 +67,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
 class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What one coordinator reports."""
 
-    revisions: tuple[str, ...] = ()
-    instances: tuple[InstanceStatus, ...] = ()
+    revisions: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_INSTANCES)] = ()
+    instances: Annotated[tuple[InstanceStatus, ...], msgspec.Meta(max_length=MAX_INSTANCES)] = ()
 
     def registered(self) -> dict[tuple[str, str], int]:
         """(unit, revision) -> pods that requests can be bound to."""
@@ -77,7 +91,8 @@ class StatusClient:
 
     def __init__(self, *, port: int = PROBE_PORT) -> None:
         self._port = port
-        self._session = aiohttp.ClientSession()
+        # A compressed body is not read as such: a few bytes could be gigabytes.
+        self._session = aiohttp.ClientSession(auto_decompress=False, headers={"Accept-Encoding": "identity"})
         self._has_answered: dict[str, bool] = {}  #: Address -> whether it has ever answered.
 
     async def __aenter__(self) -> StatusClient:
@@ -90,28 +105,36 @@ class StatusClient:
 
     async def ask(self, addresses: Iterable[str]) -> list[CoordinatorStatus]:
         """The statuses of all coordinators that answer."""
-        answers = await asyncio.gather(*(self._one(address) for address in addresses))
+        reading = asyncio.Semaphore(READ_AT_ONCE)
+        answers = await asyncio.gather(*(self._one(address, reading) for address in addresses))
         return [each for each in answers if each is not None]
 
     def timeout_s(self, address: str) -> float:
         """How long a request to this address may take."""
         return TIMEOUT_S if self._has_answered.get(address, True) else UNANSWERED_TIMEOUT_S
 
-    async def _one(self, address: str) -> CoordinatorStatus | None:
-        status = await self._ask(address, self.timeout_s(address))
+    async def _one(self, address: str, reading: asyncio.Semaphore) -> CoordinatorStatus | None:
+        status = await self._ask(address, self.timeout_s(address), reading)
         self._has_answered[address] = self._has_answered.pop(address, False) or status is not None
         if len(self._has_answered) > MAX_ADDRESSES:
             del self._has_answered[next(iter(self._has_answered))]
         return status
 
-    async def _ask(self, address: str, timeout_s: float) -> CoordinatorStatus | None:
+    async def _ask(self, address: str, timeout_s: float, reading: asyncio.Semaphore) -> CoordinatorStatus | None:
         host = f"[{address}]" if ":" in address else address
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.get(f"http://{host}:{self._port}/status") as answer,
+                self._session.get(f"http://{host}:{self._port}/status", allow_redirects=False) as answer,
+                reading,
             ):
-                answer.raise_for_status()
-                return msgspec.json.decode(await answer.read(), type=CoordinatorStatus)
+                if answer.status != 200:
+                    return None
+                body = bytearray()
+                async for chunk in answer.content.iter_any():
+                    body += chunk
+                    if len(body) > MAX_BODY_BYTES:
+                        return None
+                return msgspec.json.decode(body, type=CoordinatorStatus)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
             return None

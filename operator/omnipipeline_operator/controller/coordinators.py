@@ -7,12 +7,15 @@ request (`cluster.status_client`). Called by `reconciling` and `reporting`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from omnipipeline_operator.cluster.client import Client
-from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
+from omnipipeline_operator.cluster.status_client import CoordinatorStatus, InstanceStatus, StatusClient
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_spec.types.pods import COORDINATOR
+
+MAX_ASKED: Final = 64  # addresses at each of which the API server lists pods, in one reconcile
 
 
 async def ask(status_client: StatusClient, snapshot: Snapshot) -> list[CoordinatorStatus]:
@@ -25,23 +28,23 @@ async def ask(status_client: StatusClient, snapshot: Snapshot) -> list[Coordinat
 async def aside(client: Client, snapshot: Snapshot, coordinators: Sequence[CoordinatorStatus]) -> list[str]:
     """Addresses of registered pods that now have the labels of another unit, or none of ours.
 
-    A pod that a coordinator knows and the snapshot does not may be new: the API server is asked first.
+    A pod that a coordinator knows and the snapshot does not may be new: the API server is asked first, at most for
+    `MAX_ASKED` addresses; those that coordinators leave aside already come first, so that they stay so.
     """
     known = snapshot.addresses()
-    strange = {
-        each
-        for coordinator in coordinators
-        for each in coordinator.instances
-        if (each.unit, each.revision, each.host) not in known
-    }
-    aside = set()
-    for each in strange:
-        if each.host in aside:
-            continue
-        desired = naming.selector(snapshot.owner.name, each.unit, each.revision).items()
-        pods = [one["metadata"] for one in await client.pods_at(snapshot.owner.namespace, each.host)]
-        if pods and not any(desired <= one.get("labels", {}).items() for one in pods):
-            aside.add(each.host)
+    strange: dict[str, list[InstanceStatus]] = {}
+    for coordinator in coordinators:
+        for each in coordinator.instances:
+            if each.host and (each.unit, each.revision, each.host) not in known:
+                strange.setdefault(each.host, []).append(each)
+    left_aside = {host for host, instances in strange.items() if any(each.aside for each in instances)}
+    aside = []
+    for host in sorted(strange, key=lambda host: (host not in left_aside, host))[:MAX_ASKED]:
+        labels = [one["metadata"].get("labels", {}) for one in await client.pods_at(snapshot.owner.namespace, host)]
+        desired = {(each.unit, each.revision) for each in strange[host]}
+        selectors = [naming.selector(snapshot.owner.name, unit, revision).items() for unit, revision in desired]
+        if labels and not all(any(one <= each.items() for each in labels) for one in selectors):
+            aside.append(host)
     return sorted(aside)
 
 
