@@ -1,21 +1,26 @@
 """The service metrics of one answer: first token, first audio, gaps, underruns.
 
 Pure: time is an argument. `serving` shows it each event of an answer as it is read, `metrics` counts it when the answer
-has ended. Times to the first output and gaps are those of streamed answers: any other is handed over as a whole.
+has ended. Times to the first output and gaps are those of streamed answers: any other is handed over as a whole. Text
+and audio that the client does not get are not counted: the whole behind the pieces, and what it did not ask for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from stage_runtime.wire.values import Audio, Text, Usage
+from stage_runtime.coordinator.events import AnswerEvent
+from stage_runtime.web.translating.outputs import StreamedKinds
+from stage_runtime.wire.values import Audio, OmniRequest, Text, Usage
+
+_KINDS: Final[dict[str, type[Any]]] = {"text": Text, "audio": Audio}
 
 
 class AnswerTimes:
     """Of one answer. Seconds; ``begun_at`` and every ``now`` are on one clock."""
 
-    def __init__(self, begun_at: float, *, streamed: bool) -> None:
-        self.streamed = streamed
+    def __init__(self, begun_at: float, request: OmniRequest) -> None:
+        self.streamed = request.stream
         self.first_token_s: float | None = None
         self.first_audio_s: float | None = None
         self.token_gaps_s: list[float] = []  #: Between chunks with text; a token each, where a stage streams tokens.
@@ -23,6 +28,10 @@ class AnswerTimes:
         self.completion_tokens = 0
         self.audio_s = 0.0  #: Length of the sound that was given.
         self.underruns = 0  #: A client that plays what it gets has had to stop so often.
+        #: A pipeline's own route shows all, whatever ``modalities`` mean to its stages.
+        shows_all = request.kind == "pipeline"
+        self._shown = {kind for name, kind in _KINDS.items() if shows_all or name in request.modalities}
+        self._streamed_kinds = StreamedKinds()
         self._begun_at = begun_at
         self._last_text_at: float | None = None
         self._last_audio_at = begun_at
@@ -33,17 +42,20 @@ class AnswerTimes:
         """Time until the last sound came, by the sound's length. Below 1: made faster than it is played."""
         return (self._last_audio_at - self._begun_at) / self.audio_s if self.audio_s > 0 else None
 
-    def note(self, data: Any, now: float) -> None:
-        """A chunk's or result's data: one output or a list of them."""
+    def note(self, event: AnswerEvent, now: float) -> None:
+        """A chunk or a result: its data is one output or a list of them."""
+        data = event.data
         for value in data if type(data) is list else (data,):
             kind = type(value)
-            if kind is Text:
-                self._text(now)
-            elif kind is Audio:
-                self._audio(_seconds(value), now)
-            elif kind is Usage:
+            if kind is Usage:
                 self.prompt_tokens += value.prompt_tokens
                 self.completion_tokens += value.completion_tokens
+            elif kind not in self._shown or self._streamed_kinds.repeats(event, kind):
+                continue
+            elif kind is Text:
+                self._text(now)
+            else:
+                self._audio(_seconds(value), now)
 
     def _text(self, now: float) -> None:
         if self._last_text_at is None:

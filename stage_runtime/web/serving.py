@@ -62,7 +62,7 @@ async def _admit(
         hook_result=hook_result,
     )
     exchange.watch(lambda: handle.abort("the client disconnected"))
-    times = exchange.answer_times = AnswerTimes(exchange.begun_at, streamed=request.stream)
+    times = exchange.answer_times = AnswerTimes(exchange.begun_at, request)
     return handle, times
 
 
@@ -91,7 +91,7 @@ async def admitted(
 
 async def _timed(events: AsyncIterator[AnswerEvent], times: AnswerTimes) -> AsyncGenerator[AnswerEvent, None]:
     async for event in events:
-        times.note(event.data, time.perf_counter())
+        times.note(event, time.perf_counter())
         yield event
 
 
@@ -107,7 +107,7 @@ async def collect(
     events = handle.events()
     try:
         async for event in events:
-            times.note(event.data, time.perf_counter())
+            times.note(event, time.perf_counter())
             add(event)
     except BaseException:
         await _let_go(exchange, handle, events)

@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stage_runtime.coordinator.events import ResultEvent
 from stage_runtime.web.answer_times import AnswerTimes
-from stage_runtime.wire.values import Audio, Note, Text, Usage
+from stage_runtime.wire.values import Audio, Note, OmniRequest, Text, Usage
+from tests.web.scripted_manager import chunk
+
+STREAMED = OmniRequest(id="r", stream=True)
 
 
 def sound(seconds: float) -> Audio:
@@ -16,12 +20,12 @@ def sound(seconds: float) -> Audio:
 
 
 def test_first_token_gaps_and_usage() -> None:
-    times = AnswerTimes(10.0, streamed=True)
-    times.note(Note("transcript", "x"), 10.1)
-    times.note(Text("a"), 10.5)
-    times.note([Text("b"), Usage(prompt_tokens=7, completion_tokens=1)], 10.75)
-    times.note(Text("c"), 11.75)
-    times.note(Usage(completion_tokens=2), 12.0)
+    times = AnswerTimes(10.0, STREAMED)
+    times.note(chunk(Note("transcript", "x")), 10.1)
+    times.note(chunk(Text("a")), 10.5)
+    times.note(chunk([Text("b"), Usage(prompt_tokens=7, completion_tokens=1)]), 10.75)
+    times.note(chunk(Text("c")), 11.75)
+    times.note(ResultEvent(stage="talk", data=Usage(completion_tokens=2)), 12.0)
     assert times.first_token_s == 0.5
     assert times.token_gaps_s == [0.25, 1.0]
     assert (times.prompt_tokens, times.completion_tokens) == (7, 3)
@@ -40,17 +44,53 @@ def test_first_token_gaps_and_usage() -> None:
 def test_a_client_that_plays_what_it_gets_runs_out_of_sound(
     pieces: list[tuple[float, float]], underruns: int, factor: float
 ) -> None:
-    times = AnswerTimes(0.0, streamed=True)
+    times = AnswerTimes(0.0, STREAMED)
     for at, seconds in pieces:
-        times.note(sound(seconds), at)
+        times.note(chunk(sound(seconds)), at)
     assert times.first_audio_s == 1.0
     assert times.underruns == underruns
     assert times.real_time_factor == pytest.approx(factor)
 
 
 def test_values_of_other_types_and_broken_sound_change_nothing() -> None:
-    times = AnswerTimes(0.0, streamed=True)
+    times = AnswerTimes(0.0, STREAMED)
     values: list[Any] = [None, "text", {"a": 1}, 7, Audio(None, 0), []]
     for value in values:
-        times.note(value, 1.0)
+        times.note(chunk(value), 1.0)
     assert (times.first_token_s, times.audio_s, times.token_gaps_s) == (None, 0.0, [])
+
+
+def test_the_whole_that_a_stage_returns_behind_its_pieces_counts_no_second_time() -> None:
+    times = AnswerTimes(0.0, STREAMED)
+    times.note(chunk([Text("a"), sound(1.0)]), 1.0)
+    times.note(chunk(sound(1.0)), 1.5)
+    times.note(ResultEvent(stage="talk", data=[Text("a"), sound(2.0), Usage(1, 2)]), 9.0)
+    assert (times.audio_s, times.underruns, times.real_time_factor) == (2.0, 0, 0.75)
+    assert (times.token_gaps_s, times.prompt_tokens, times.completion_tokens) == ([], 1, 2)
+    times.note(ResultEvent(stage="other", data=sound(3.0)), 9.0)
+    assert times.audio_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "modalities", "text", "audio"),
+    [
+        ("chat", ["text"], True, False),
+        ("chat", ["audio"], False, True),
+        ("chat", ["text", "audio"], True, True),
+        ("speech", ["audio"], False, True),
+        ("transcription", ["text"], True, False),
+        ("pipeline", [], True, True),
+        ("pipeline", ["smell"], True, True),
+    ],
+)
+def test_text_and_audio_that_the_client_did_not_ask_for_are_not_counted(
+    kind: Any, modalities: list[str], text: bool, audio: bool
+) -> None:
+    times = AnswerTimes(0.0, OmniRequest(id="r", kind=kind, modalities=modalities, stream=True))
+    times.note(chunk([Text("a"), sound(1.0), Usage(1, 2)]), 1.0)
+    assert (times.first_token_s, times.first_audio_s, times.audio_s) == (
+        1.0 if text else None,
+        1.0 if audio else None,
+        1.0 if audio else 0.0,
+    )
+    assert times.completion_tokens == 2

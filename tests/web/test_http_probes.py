@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,9 +19,9 @@ from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.routing import Route
 from stage_runtime.web.server import Server
 from stage_runtime.web.sound.pool import CodecPool
-from stage_runtime.wire.values import Text
+from stage_runtime.wire.values import Audio, Text
 from tests.web.running import ALL, PATIENCE_S, start
-from tests.web.scripted_manager import ScriptedManager, play
+from tests.web.scripted_manager import ScriptedManager, chunk, play
 
 OK = play(ResultEvent(stage="talk", data=Text("ok")))
 SAMPLES: Samples = {
@@ -88,6 +89,24 @@ async def test_answers_are_counted_by_pattern_and_never_by_what_a_client_wrote()
     assert found[f"{prefix}requests_total,outcome=unsupported_endpoint,route=unknown,status=404"] == 1
     assert found[f"{prefix}sent_bytes_total,route=POST /v1/pipeline"] == len(sent.content)
     assert found[f"{prefix}first_byte_seconds_count,route=POST /v1/pipeline"] == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_audio_is_counted_once_and_only_where_the_client_gets_it(stream: bool) -> None:
+    def sound(frames: int) -> Audio:
+        return Audio(np.zeros(frames, np.float32), 24_000)
+
+    script = play(chunk([Text("a"), sound(2400)]), ResultEvent(stage="talk", data=[Text("a"), sound(2400)]))
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    async with start(script) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+        assert (
+            await client.post("/v1/audio/speech", json={"input": "hi", "response_format": "pcm"})
+        ).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert (await client.post("/v1/pipeline", json={"inputs": 1, "stream": stream})).status_code == 200
+        found = samples((await client.get("/metrics")).text)
+    audio = {name.partition("=")[2]: value for name, value in found.items() if "audio_seconds_total" in name}
+    assert audio == {"POST /v1/audio/speech": 0.1, "POST /v1/pipeline": 0.1}
 
 
 async def test_ready_follows_the_request_manager_and_live_does_not() -> None:

@@ -16,6 +16,20 @@ Shown = Text | Audio | Note | ToolCall
 _OUTPUTS = (Text, Audio, Usage, Finish, Note, ToolCall)
 
 
+class StreamedKinds:
+    """Which kinds of output each stage has streamed: its result has them again as a whole."""
+
+    def __init__(self) -> None:
+        self._streamed: set[tuple[str, type[Any]]] = set()
+
+    def repeats(self, event: AnswerEvent, kind: type[Any]) -> bool:
+        """Whether an output of this kind in ``event`` was streamed before. Call it for each, in order."""
+        if isinstance(event, ChunkEvent):
+            self._streamed.add((event.stage, kind))
+            return False
+        return (event.stage, kind) in self._streamed
+
+
 class Outputs:
     """Takes a request's events in order; adds up what is only known at the end."""
 
@@ -23,7 +37,7 @@ class Outputs:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.reasons: dict[int, str] = {}  #: By choice.
-        self._streamed: set[tuple[str, type[Any]]] = set()
+        self._streamed = StreamedKinds()
         self._known = False  #: Any of the client outputs was seen.
         self._unknown: tuple[str, str] | None = None  #: The first (stage, type) that no OpenAI route can show.
 
@@ -42,7 +56,7 @@ class Outputs:
                     # a request cut short anywhere was cut short
                     if self.reasons.get(value.choice) in (None, "stop"):
                         self.reasons[value.choice] = value.reason
-                case Text() | Audio() if self._is_repeated(event, type(value)):
+                case Text() | Audio() if self._streamed.repeats(event, type(value)):
                     pass
                 case _:
                     yield value
@@ -70,12 +84,6 @@ class Outputs:
             "and omni.Note; other values reach clients by /v1/pipeline",
             stage=stage,
         )
-
-    def _is_repeated(self, event: AnswerEvent, kind: type[Any]) -> bool:
-        if isinstance(event, ChunkEvent):
-            self._streamed.add((event.stage, kind))
-            return False
-        return (event.stage, kind) in self._streamed
 
 
 def _values(event: AnswerEvent) -> list[Any]:
