@@ -118,7 +118,7 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     # where the pipeline accepts them: see `translating.chat.ACCEPTED`
-    n: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None  # OpenAI's bound; answers have so many choices
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

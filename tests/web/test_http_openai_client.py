@@ -123,6 +123,7 @@ async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
         ({"temperature": 3}, "temperature", "temperature: expected `float` <= 2.0"),
         ({"extra_body": {"temprature": 1}}, "temprature", "temprature: unknown parameter; did you mean 'temperature'?"),
         ({"n": 2}, "n", "n: one choice per request"),
+        ({"n": 129}, "n", "n: expected `int` <= 128"),  # each is made by the coordinator, whatever stages give
         ({"store": True}, "store", "store: nothing is stored"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools: tools cannot be called"),
         ({"logprobs": True}, "logprobs", None),
