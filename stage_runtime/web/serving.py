@@ -123,7 +123,10 @@ async def stream(
     encoder: StreamEncoder,
     heartbeat_s: float,
 ) -> None:
-    """Answer with server-sent events. The head goes out with the first of them: until then an error has a status."""
+    """Answer with server-sent events. The head goes out with the first of them, or the first comment.
+
+    Until then an error has a status.
+    """
     async with admitted(manager, exchange, request, timeout_s) as events, EventStream(exchange, heartbeat_s) as out:
         try:
             async with aclosing(encoder.frames(events)) as frames:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from stage_runtime.coordinator.events import ResultEvent
+from stage_runtime.errors import RequestError
 from stage_runtime.web.apikeys import ApiKeys
 from stage_runtime.wire.values import Audio, Text
 from tests.web.running import ALL, PATIENCE_S, Running, start
@@ -246,3 +247,18 @@ async def test_a_quiet_stream_is_kept_alive_by_comments_that_stand_between_event
     blocks = [block for block in rest.removesuffix("\n\n").split("\n\n") if block != ": waiting"]
     assert all(block.startswith("data: ") for block in blocks)
     assert blocks[-1] == "data: [DONE]"
+
+
+async def test_a_stream_that_fails_after_its_first_comment_has_the_status_200_and_an_event_with_the_error() -> None:
+    gate = asyncio.Event()
+    settings = msgspec.structs.replace(ALL, heartbeat_s=0.02)
+    async with start(play(gate, RequestError("unavailable", "gone")), settings) as running:
+        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+            async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+                pieces = answer.aiter_text()
+                assert await asyncio.wait_for(anext(pieces), PATIENCE_S) == ": waiting\n\n"
+                gate.set()
+                rest = "".join([piece async for piece in pieces])
+    assert answer.status_code == 200
+    assert '"code":"unavailable"' in rest
+    assert "[DONE]" not in rest
