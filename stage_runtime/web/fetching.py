@@ -11,7 +11,8 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import httpx
@@ -46,11 +47,12 @@ class Fetcher:
         Raises: RequestError: a URL is not allowed, too slow, or of another type than its part; there are too many, or
                 all together are too large; what ``hold`` raises.
         """
-        wanted = {place.url: place for place in places}
+        named = list(places)
+        wanted = {place.url: place for place in named}
         if len(wanted) > MAX_MEDIA:
             last = list(wanted.values())[MAX_MEDIA]
             raise _refused(last, f"a request may name {MAX_MEDIA} URLs")
-        got = _Sum(self._max_bytes, hold)
+        got = _Sum(self._max_bytes, hold, Counter(place.url for place in named))
         try:
             async with asyncio.TaskGroup() as group:
                 found = [group.create_task(self._bounded(place, got)) for place in wanted.values()]
@@ -130,14 +132,16 @@ class Fetcher:
 
 
 class _Sum:
-    """Bytes of all media of one request."""
+    """Bytes of all media of one request. uses: of each URL: so many copies are sent to the entry stage."""
 
-    def __init__(self, limit_nbytes: int, hold: Callable[[int], None]) -> None:
+    def __init__(self, limit_nbytes: int, hold: Callable[[int], None], uses: Mapping[str, int]) -> None:
         self._left = limit_nbytes
         self._limit = limit_nbytes
         self._hold = hold
+        self._uses = uses
 
     def add(self, nbytes: int, place: MediaUrl) -> None:
+        nbytes *= self._uses[place.url]
         self._left -= nbytes
         if self._left < 0:
             raise _refused(place, f"the request's media are larger than {self._limit} bytes")

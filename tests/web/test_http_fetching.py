@@ -99,7 +99,7 @@ async def test_an_image_of_an_allowed_host_is_fetched_redirects_on_it_too(path: 
     held: list[int] = []
     async with site() as there:
         url = f"http://127.0.0.1:{there.port}/{path}"
-        found = await fetcher(f"127.0.0.1:{there.port}").fetch([place(url), place(url)], held.append)
+        found = await fetcher(f"127.0.0.1:{there.port}").fetch([place(url)], held.append)
     assert found == {url: Media("image", "image/png", PNG)}
     assert sum(held) == len(PNG)
     assert set(there.hosts) == {f"127.0.0.1:{there.port}"}
@@ -129,6 +129,21 @@ async def test_what_is_no_image_in_time_and_size_is_refused(path: str, problem: 
             )
     assert caught.value.message == f"messages[0].content[0].image_url.url: {problem}"
     assert caught.value.param == "messages[0].content[0].image_url.url"
+
+
+async def test_media_count_as_often_as_a_request_names_them_and_are_fetched_once() -> None:
+    """Each use is a copy of its own on the way to a stage."""
+    held: list[int] = []
+    async with site() as there:
+        url = f"http://127.0.0.1:{there.port}/a.png"
+        settings = WebSettings(model="m", media_hosts=(f"127.0.0.1:{there.port}",), max_body_bytes=3 * len(PNG))
+        one = Fetcher(settings)
+        found = await one.fetch([place(url)] * 3, held.append)
+        with pytest.raises(InvalidRequest, match="the request's media are larger than"):
+            await one.fetch([place(url)] * 4, unheld)
+    assert found == {url: Media("image", "image/png", PNG)}
+    assert sum(held) == 3 * len(PNG)
+    assert len(there.hosts) == 2
 
 
 async def test_media_of_one_request_are_bounded_as_a_sum_and_in_number() -> None:
