@@ -193,13 +193,22 @@ def test_what_cannot_be_added_is_refused_alone() -> None:
     running = Running(ScriptedExecutor())
     running.ask("long", prompt=[1] * 120)
     running.ask("unknown token", prompt=[VOCABULARY])
+    running.ask("unknown stop token", stop_token_ids=(VOCABULARY,))
+    running.ask("bias of an unknown token", logit_bias={VOCABULARY: 1.0})
     running.ask("empty", prompt=[])
     running.ask("a", max_tokens=50)
     running.ask("a")
     running.thread.start()
     assert running.ends(1) == {"a": (FinishReason.LENGTH, None)}
-    refused = [running.refused.get(timeout=PATIENCE_S) for _ in range(4)]
-    assert [name for name, _why in refused] == ["long", "unknown token", "empty", "a"]
+    refused = [running.refused.get(timeout=PATIENCE_S) for _ in range(6)]
+    assert [name for name, _why in refused] == [
+        "long",
+        "unknown token",
+        "unknown stop token",
+        "bias of an unknown token",
+        "empty",
+        "a",
+    ]
     assert "120 tokens" in refused[0][1]
     running.loop.request_shutdown()
     running.join()

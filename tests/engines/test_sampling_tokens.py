@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams, from_params
-from stage_runtime.engines.autoregressive.sampler import RowState, sample, uniform
+from stage_runtime.engines.autoregressive.sampler import RowState, report, reports, sample, uniform
 from stage_runtime.errors import InvalidRequest
 
 LOGITS = [2.0, 1.0, 0.0, -1.0]
@@ -43,7 +44,6 @@ def tokens(state: RowState, count: int = 300, logits: list[float] = LOGITS) -> C
         ({"temperature": 0.1}, {0}),
         ({"logit_bias": {0: -100.0}}, {1, 2, 3}),
         ({"temperature": 0.0, "logit_bias": {2: 5.0}}, {2}),
-        ({"temperature": 0.0, "logit_bias": {99: 5.0}}, {0}),  # no such token: nothing to add to
     ],
 )
 def test_only_what_the_parameters_allow_is_chosen(params: dict[str, Any], possible: set[int]) -> None:
@@ -99,6 +99,51 @@ def test_min_tokens_holds_back_what_would_end_the_answer() -> None:
     assert [sample(torch.tensor([logits]), [state], [place])[0].token for place in (0, 1, 2)] == [1, 1, 3]
 
 
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(state: RowState, logits: torch.Tensor) -> int:
+    state.prepare(logits, 0)
+    with Operations() as found:
+        state.prepare(logits, 0)
+    return found.count
+
+
+def test_a_step_costs_no_more_for_many_biases_and_stop_tokens_than_for_one() -> None:
+    few = row(logit_bias={0: 1.0}, min_tokens=1, stop_token_ids=(1,))
+    many = row(logit_bias=dict.fromkeys(range(1000), 1.0), min_tokens=1, stop_token_ids=tuple(range(1000)))
+    assert operations(few, torch.zeros(1000)) == operations(many, torch.zeros(1000))
+
+
+def test_biases_are_added_in_each_step_to_their_tokens_alone() -> None:
+    state = row(logit_bias={2: 5.0, 0: -1.5})
+    for _ in range(2):
+        logits = torch.zeros(4)
+        state.prepare(logits, 0)
+        assert logits.tolist() == [-1.5, 0.0, 5.0, 0.0]
+
+
+def test_log_probabilities_of_many_rows_are_those_of_each_and_cost_no_more_operations_than_those_of_two() -> None:
+    logits = torch.randn(100, 50, generator=torch.Generator().manual_seed(2))
+    tokens = [index % 50 for index in range(100)]
+    expected = [report(logits[index].log_softmax(-1), token, 3) for index, token in enumerate(tokens)]
+    assert reports(logits, tokens, 3) == expected
+    assert reports(logits[:0], [], 3) == []
+    counts = []
+    for rows in (2, 50):
+        with Operations() as found:
+            reports(logits[:rows], tokens[:rows], 3)
+        counts.append(found.count)
+    assert counts[0] == counts[1]
+
+
 def test_a_row_with_nan_fails_alone_and_infinities_of_masked_tokens_do_not() -> None:
     logits = torch.tensor([[1.0, float("nan"), 0.0], [1.0, 2.0, float("-inf")], [float("-inf")] * 3])
     found = sample(logits, [row(temperature=0.0), row(), row(temperature=0.0)], [0, 0, 0])
@@ -128,6 +173,8 @@ def test_logprobs_are_those_before_bias_and_temperature() -> None:
         ({"logprobs": False}, "logprobs", None),
         ({"seed": -1}, "seed", 2**63 - 1),
         ({"logit_bias": {"5": -1}}, "logit_bias", {5: -1.0}),
+        ({"logit_bias": dict.fromkeys(range(1024), 1)}, "logit_bias", dict.fromkeys(range(1024), 1.0)),
+        ({"stop": "x" * 1024}, "stop", ("x" * 1024,)),
         ({"top_k": None, "voice": "joe"}, "top_k", 0),
     ],
 )
@@ -148,6 +195,9 @@ def test_a_client_s_words_become_parameters(params: dict[str, Any], field: str, 
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": [1]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"stop_token_ids": 4}, "stop_token_ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

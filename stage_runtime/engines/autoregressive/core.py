@@ -117,6 +117,7 @@ class EngineCore:
         if type(request.priority) is not int:
             raise ValueError("priority must be a whole number")
         self._check_tokens(params.stop_token_ids)
+        self._check_tokens(params.logit_bias)
         count = len(request.prompt_token_ids)
         if count >= self.scheduler.longest:
             raise ValueError(f"the prompt has {count} tokens; with an answer it may have {self.scheduler.longest}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from stage_runtime.engines.autoregressive.attention import AttentionBackend, BatchMeta
 from stage_runtime.engines.autoregressive.models import PagedModel
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
-from stage_runtime.engines.autoregressive.sampler import RowState, report, sample
+from stage_runtime.engines.autoregressive.sampler import RowState, reports, sample
 from stage_runtime.engines.autoregressive.steps import ModelOutput
 from stage_runtime.errors import describe
 from stage_runtime.rules.autoregressive.scheduling import Row, SchedulerOutput
@@ -205,11 +205,10 @@ class ModelRunner:
         at = 0
         for row in rows:
             state, request = self._rows[row.request.id], row.request
-            for _ in self._asked(row, 0):
-                token = request.tokens[len(state.prompt_logprobs) + 1]
-                wanted = state.params.prompt_logprobs or 0
-                state.prompt_logprobs.append(report(logits[at].log_softmax(-1), token, wanted))
-                at += 1
+            first, count = len(state.prompt_logprobs) + 1, len(self._asked(row, 0))
+            tokens = request.tokens[first : first + count]
+            state.prompt_logprobs += reports(logits[at : at + count], tokens, state.params.prompt_logprobs or 0)
+            at += count
             if state.params.prompt_logprobs is not None and row.samples and not request.generated:
                 output.prompt_logprobs[request.id] = tuple(state.prompt_logprobs)
 

@@ -14,6 +14,8 @@ from stage_runtime.errors import InvalidRequest
 
 MAX_LOGPROBS: Final = 20  # OpenAI's bound of top_logprobs
 MAX_STOPS: Final = 16
+MAX_STOP: Final = 1024  # characters; each token's text is compared with it
+MAX_TOKEN_IDS: Final = 1024  # of a bias, or stop tokens; OpenAI's bound of a bias is a few hundred
 MAX_CHOICES: Final = 16
 MAX_TOKEN: Final = 2**31 - 1  # no vocabulary is larger; the engine knows its own
 MAX_BIAS: Final = 100.0  # OpenAI's bound
@@ -176,6 +178,8 @@ def _integers(value: Any, name: str) -> tuple[int, ...]:
     tokens = tuple(_integer(one, name) for one in value) if isinstance(value, list | tuple) else (-1,)
     if not all(0 <= token <= MAX_TOKEN for token in tokens):
         raise InvalidRequest(f"{name} must be a list of token ids", param=name)
+    if len(tokens) > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"{name} has {len(tokens)} tokens; at most {MAX_TOKEN_IDS}", param=name)
     return tokens
 
 
@@ -185,12 +189,16 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise InvalidRequest("stop must be a string or a list of strings", param="stop")
     if len(stops) > MAX_STOPS:
         raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS}", param="stop")
+    if any(len(one) > MAX_STOP for one in stops):
+        raise InvalidRequest(f"stop: a string has at most {MAX_STOP} characters", param="stop")
     return tuple(one for one in stops if one)
 
 
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
+    if len(value) > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"logit_bias has {len(value)} tokens; at most {MAX_TOKEN_IDS}", param="logit_bias")
     found = {}
     for token, bias in value.items():
         text = str(token)

@@ -16,6 +16,7 @@ from torch import Tensor
 from stage_runtime.engines.autoregressive.parameters import SamplingParams
 from stage_runtime.engines.autoregressive.steps import TokenLogprobs
 
+ROWS_AT_ONCE: Final = 64  # of log probabilities: more need much memory and are not faster
 FIRST_CANDIDATES: Final = 256  # of a nucleus; sorting a whole vocabulary costs more than the rest of sampling
 
 
@@ -27,7 +28,9 @@ class RowState:
         self.seed = seed
         self.mask: Tensor | None = None  #: ``[vocabulary]``: tokens that must not come next, by its grammar.
         self.prompt_logprobs: list[TokenLogprobs] = []  #: Of the prompt's tokens from the second on, as far as known.
-        self.held_back = sorted(end_ids | set(params.stop_token_ids)) if params.min_tokens else []
+        self._ends = sorted(end_ids | set(params.stop_token_ids)) if params.min_tokens else []
+        self._held_back: Tensor | None = None  #: The same, on the device, once it is needed.
+        self._bias: tuple[Tensor, Tensor] | None = None  #: Tokens, and what is added to their logits; as that.
         self._prompt: tuple[int, ...] = ()
         self.begin(prompt)
         self._seen: Tensor | None = None  #: ``[vocabulary]`` bool: in the prompt or generated.
@@ -41,11 +44,15 @@ class RowState:
     def prepare(self, logits: Tensor, generated: int) -> None:
         """Apply bias and penalties to one row ``[vocabulary]``, in place."""
         params = self.params
-        for token, bias in params.logit_bias.items():
-            if token < logits.shape[0]:
-                logits[token] += bias
-        if self.held_back and generated < params.min_tokens:
-            logits[self.held_back] = float("-inf")
+        if params.logit_bias:
+            if self._bias is None:
+                tokens, values = list(params.logit_bias), list(params.logit_bias.values())
+                self._bias = torch.tensor(tokens, device=logits.device), logits.new_tensor(values)
+            logits.index_add_(0, *self._bias)
+        if self._ends and generated < params.min_tokens:
+            if self._held_back is None:
+                self._held_back = torch.tensor(self._ends, device=logits.device)
+            logits.index_fill_(0, self._held_back, float("-inf"))
         if params.penalized:
             seen, counts = self._history(logits)
             if params.repetition_penalty != 1:
@@ -117,6 +124,19 @@ def report(logprobs: Tensor, token: int, count: int) -> TokenLogprobs:
     values, tokens = logprobs.topk(min(count, logprobs.shape[0]))
     top = tuple(zip(map(int, tokens.tolist()), map(float, values.tolist()), strict=True))
     return TokenLogprobs(float(logprobs[token]), top)
+
+
+def reports(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """As `report` of each row. logits: ``[rows, vocabulary]``. tokens: of each row."""
+    found = []
+    for start in range(0, len(tokens), ROWS_AT_ONCE):
+        some = tokens[start : start + ROWS_AT_ONCE]
+        logprobs = logits[start : start + len(some)].log_softmax(-1)
+        values, best = logprobs.topk(min(count, logprobs.shape[1]))
+        own = logprobs.gather(1, torch.tensor(some, device=logits.device)[:, None])[:, 0].tolist()
+        for logprob, row, scores in zip(own, best.tolist(), values.tolist(), strict=True):
+            found.append(TokenLogprobs(logprob, tuple(zip(row, scores, strict=True))))
+    return found
 
 
 def _draw(logits: Tensor, params: SamplingParams, u: float) -> int:
