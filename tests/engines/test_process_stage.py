@@ -133,6 +133,28 @@ def test_an_aborted_request_is_computed_no_further() -> None:
         until(lambda: client.stats[0].running == 0)
 
 
+def test_a_stage_waits_at_a_gate_while_all_its_requests_wait_for_rows_and_not_while_one_is_computed() -> None:
+    def begin(payload: omni.StagePayload) -> omni.Prompt:
+        return omni.Prompt(tokens=[3], params={"max_tokens": 3})
+
+    spec = omni.Autoregressive(model="", prompt=begin, stream=lambda chunk: chunk.data)
+    client = AsyncMPClient(LAUNCH)
+    stage = ProcessEngine(spec, client, tiny_tokenizer(), None, ("a",))
+    with pytest.raises(EngineDeadError), running(stage) as rig:
+        parking = rig.inbox.parking
+        rig.chunk("held", [4])
+        until(lambda: parking.at_gates == 1)
+        assert list(client.reqs_in_flight) == ["held"]
+        rig.chunk("computed", [SLOW], index=0)
+        rig.done("computed")
+        until(lambda: parking.at_gates == 0 and client.stats[0].running == 1)
+        left = parking.left
+        until(lambda: client.stats[0].held == 1)
+        assert (parking.at_gates, parking.left) == (0, left)
+        os.kill(client.pids[0], signal.SIGKILL)
+        rig.thread.join(PATIENCE_S)
+
+
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "no sign of life")])
 def test_a_stage_crashes_when_its_only_engine_is_killed_or_frozen(number: int, reason: str) -> None:
     with pytest.raises(EngineDeadError, match=reason), one() as (rig, client):

@@ -26,6 +26,7 @@ from stage_runtime.errors import EngineDeadError, RequestError, describe
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S: Final = 1.0  # at whether engines compute; as often as they give signs of life
 DRAIN_S: Final = 60.0  # engines finish what is under way, when the stage ends
 
 
@@ -117,7 +118,7 @@ class ProcessEngine:
             await self._client.close(drain_s=DRAIN_S if draining else 0.0)
 
     async def _wait(self) -> None:
-        """Until something arrives. Requests that no engine computes any more wait for gates."""
+        """Until something arrives. Requests that no engine can compute wait for gates, or for rows of other stages."""
         parking = self._inbox.parking
         if not self._answers:
             parking.rest()
@@ -125,11 +126,19 @@ class ProcessEngine:
                 await self._arrived.wait()
             finally:
                 parking.resume()
-        elif not self._client.reqs_in_flight:
-            with parking.at_gate():
-                await self._arrived.wait()
-        else:
-            await self._arrived.wait()
+            return
+        while not self._arrived.is_set():
+            held = self._all_held
+            with parking.at_gate() if held else contextlib.nullcontext():
+                while self._all_held is held and not self._arrived.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await self._arrived.wait()
+
+    @property
+    def _all_held(self) -> bool:
+        """No engine has anything to compute, as far as is known: not older than a sign of life."""
+        return len(self._client.reqs_in_flight) <= sum(one.held for one in self._client.stats.values())
 
     def _wake(self) -> None:
         """Look again. In any thread."""

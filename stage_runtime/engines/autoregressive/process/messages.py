@@ -64,7 +64,9 @@ class StartWave(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
-    """After a step, or now and then: an engine's sign of life. kv_blocks: all there are, and those in use."""
+    """After a step, or now and then: an engine's sign of life. kv_blocks: all there are, and those in use. held:
+    requests that wait for what comes from outside, see `Scheduler.held`.
+    """
 
     waiting: int
     running: int
@@ -78,6 +80,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
+    held: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):

@@ -136,6 +136,7 @@ class EngineCoreProc:
             stats.prompt_tokens,
             stats.hit_tokens,
             stats.generated_tokens,
+            scheduler.held,
         )
 
     def _answer(self, client: int, output: UtilityOutput) -> None:
