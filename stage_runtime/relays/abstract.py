@@ -7,7 +7,7 @@ there, and what a put holds; when that is given back is decided here. `base.Rela
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.ledger import Ledger
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.pins import Pins
+from stage_runtime.relays.placing import Placing
 
 
 class Announcement(Protocol):
@@ -38,12 +39,15 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
 
     name: ClassVar[str]
     MEDIUM: ClassVar[Medium] = "tcp"  #: What `medium` gives, unless it differs between peers.
+    #: What helps when a payload is larger than all that may be put at once.
+    CURE: ClassVar[str] = "raise OMNI_ARENA_MB, and the memory with it, or send it in parts"
 
     def __init__(self, context: RelayContext, metadata: type[Metadata]) -> None:
         """metadata: the Struct that this relay announces a transfer with."""
         self._context = context
         self._loop = context.loop
         self._ledger = Ledger(context.loop)
+        self._placing = Placing(context.arena)
         self._pins = Pins(context.loop, context.on_release, context.thread)
         self._connections: dict[Peer, Connection] = {}
         self._encode = msgspec.msgpack.Encoder().encode
@@ -70,6 +74,14 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     @abstractmethod
     def get(self, metadata: bytes, *, request_id: str, peer: Peer, holder: str = "") -> GetOperation: ...
 
+    def _has_room(self, packs: Sequence[Pack]) -> bool:
+        """Whether there is room for all of ``packs`` now."""
+        return self._placing.has_room(packs)
+
+    def _most_nbytes(self, pieces: int) -> int:
+        """Most bytes that may be put at once, in so many packs, when nothing else is in flight."""
+        return self._context.arena.most_nbytes(pieces)
+
     def _free(self, put: PutOperation) -> None:
         """Free what a put holds: it is not read any more."""
 
@@ -91,6 +103,28 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
 
     def prepare(self, peer: Peer) -> None:
         """Nothing is to be done; a relay that connects later overrides it."""
+
+    def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> list[PutOperation] | None:
+        if not self._has_room(packs):
+            return None
+        puts: list[PutOperation] = []
+        try:
+            for pack in packs:
+                put = self.put(pack, request_id=request_id, peer=peer)
+                if put is None:  # another thread has taken the room meanwhile
+                    return None
+                puts.append(put)
+            return puts
+        finally:
+            if len(puts) < len(packs):
+                for put in puts:
+                    self.released(peer, put.transfer)
+
+    def refusal(self, nbytes: int, pieces: int) -> str | None:
+        most = min(self._most_nbytes(pieces), self._context.settings.transfer_bytes)
+        if nbytes <= most:
+            return None
+        return f"the relay {self.name} carries at most {most} bytes at once: {self.CURE}"
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> PutOperation:
         while (put := self.put(pack, request_id=request_id, peer=peer)) is None:
@@ -123,7 +157,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
         for put in announced:
             self._quarantine(put)
         if unannounced:
-            self._ledger.wake()
+            self._freed()
 
     def forget(self, peer: Peer) -> None:
         connection = self._connections.pop(peer, None)
@@ -131,7 +165,7 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
             self._disconnect(peer, connection)
         for put in self._ledger.held_by(peer):
             self._end(put, TransferError(f"{peer} is gone"))
-        self._ledger.wake()
+        self._freed()
         self._pins.forget(peer)
 
     @property
@@ -189,6 +223,11 @@ class AbstractRelay(ABC, Generic[Connection, Metadata]):
     def _failed(self, peer: Peer, reason: str) -> None:
         """This relay does not reach ``peer``, which may be alive: another one is used from now on. From any thread."""
         self._context.failed(peer, self.name, reason)
+
+    def _freed(self) -> None:
+        """There may be room again, without a Release. From any thread."""
+        self._ledger.wake()
+        self._context.freed()
 
     def _decoded(self, metadata: bytes, peer: Peer) -> Metadata:
         """Raises: TransferError: that is no metadata of this relay's."""

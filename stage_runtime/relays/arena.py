@@ -19,6 +19,7 @@ import secrets
 import struct
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +36,7 @@ PAGE: Final = 4096
 MAGIC: Final = b"omni-arena-1\0\0\0\0"
 TOKEN_NBYTES: Final = 16
 HEADER: Final = struct.Struct("<QQ")  # of a slot: generation (0: free), size; padded to ALIGNMENT
+SLOT_EXTRA_NBYTES: Final = 2 * PAGE  # of a slot beside its data, at most: header, shift, the rest of its last page
 TAIL_NBYTES: Final = 64 << 10  # room behind an author's tensor for the small rest of its payload
 
 
@@ -94,7 +96,7 @@ class Arena:
 
         source: the largest part of what will be copied into it.
         """
-        shift = self._shift(source) if source is not None and len(source) >= buffers.LARGE_NBYTES else 0
+        shift = self._shift(source)
         with self._lock:
             if self._orphans:
                 self._reap()
@@ -111,6 +113,27 @@ class Arena:
             self._touched = max(self._touched, end)
         HEADER.pack_into(self._map, start, slot.generation, size)
         return slot
+
+    def has_room(self, wanted: Iterable[tuple[int, memoryview | None]]) -> bool:
+        """Whether `allocate` has slots for all of these now: bytes and source of each. Nothing is allocated."""
+        sizes = [ALIGNMENT + self._shift(source) + nbytes for nbytes, source in wanted]
+        extents = list[tuple[int, int]]()
+        with self._lock:
+            self._reap()
+            try:
+                for size in sizes:
+                    extent = self._extents.allocate(size)
+                    if extent is None:
+                        return False
+                    extents.append(extent)
+            finally:
+                for start, size in extents:
+                    self._extents.free(start, size)
+        return True
+
+    def most_nbytes(self, slots: int) -> int:
+        """Most bytes of which an empty arena holds so many slots, whatever their sizes and sources."""
+        return self.nbytes - PAGE - slots * SLOT_EXTRA_NBYTES
 
     def write(self, slot: Slot, at: int, part: memoryview) -> None:
         """Copy ``part`` to ``at`` bytes behind the slot's beginning of data. Long copies run without the GIL."""
@@ -277,10 +300,12 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
 
-    def _shift(self, source: memoryview) -> int:
+    def _shift(self, source: memoryview | None) -> int:
         """Where in a page to begin, so that a copy from ``source`` goes half a page beside it: a store that shares the
         low 12 bits of its address with loads soon to come stalls them, and such copies take four times as long.
         """
+        if source is None or len(source) < buffers.LARGE_NBYTES:
+            return 0
         wanted = buffers.address(source) + PAGE // 2 - self._address - ALIGNMENT
         return wanted % PAGE // ALIGNMENT * ALIGNMENT
 

@@ -11,7 +11,7 @@ Release message → the sender's `released` (the slot is FREE). A peer whose inc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NewType, Protocol
 
 from stage_runtime.payloads.pack import Arrived, Pack
@@ -93,6 +93,14 @@ class Relay(Protocol):
         unless the relay's line in `registry` has ``sends_from_gpus``.
 
         like: this relay's operation for the same pack towards another peer, which may share what it holds.
+        """
+
+    def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> Sequence[RelayOperation] | None:
+        """As `put`, of packs that are announced together: all of them or, when there is no room for all, none."""
+
+    def refusal(self, nbytes: int, pieces: int) -> str | None:
+        """Why there is never room for ``nbytes`` in so many packs that are put together; None when there may be.
+        From any thread.
         """
 
     async def put_async(self, pack: Pack, *, request_id: str, peer: Peer) -> RelayOperation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import local
 from typing import Any, Literal, Protocol
 
@@ -59,6 +59,7 @@ class RelayContext(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Peer
     on_release: OnRelease  #: Called in any thread.
     failed: OnRelayFailed  #: Called in any thread, by a relay that does not reach a peer which may be alive.
+    freed: Callable[[], None] = lambda: None  #: Called in any thread: room came back without a Release.
     thread: local  #: ``lets_go``: this thread drops received buffers now, and reports them next (`base.Relay.let_go`).
     ids: Iterator[int]  #: Transfer ids, shared by all relays of the process.
     arena: Arena

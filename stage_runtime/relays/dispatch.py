@@ -12,12 +12,12 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, ParamSpec
 
 import msgspec
 
-from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError
+from stage_runtime.errors import ConfigurationError, RelayFailed, TransferError, ValueRefused
 from stage_runtime.payloads.pack import Extracted, Pack
 from stage_runtime.relays import choosing, devices, pieces, registry
 from stage_runtime.relays.arena import Arena
@@ -29,9 +29,12 @@ from stage_runtime.relays.named import Named, Put
 from stage_runtime.relays.pins import Pin
 from stage_runtime.relays.registry import RELAYS, RelayEntry
 
+Arguments = ParamSpec("Arguments")
+
 log = logging.getLogger(__name__)
 
 FAILED_S: Final = 1.0  # after a relay failed: a peer that has died with it is known to be gone by then
+ROOM_S: Final = 0.1  # how often room is looked for while a put waits for it; nearly all comes with a Release
 TRIM_S: Final = 5.0  # long against the gaps in a stage's load, short enough for other programs of a full machine
 
 
@@ -64,6 +67,7 @@ class Relays:
             on_release=on_release,
             thread=self._thread,
             failed=_weakly(self.fail),
+            freed=_weakly(self._freed),
             ids=itertools.count(1),
             arena=self.arena,
             security=security,
@@ -77,6 +81,8 @@ class Relays:
         self._late_releases = 0
         self._loop = loop
         self._cutting = asyncio.Lock()
+        self._waiting: Callable[[], None] | None = None  #: What `when_room` is to call.
+        self._looking: asyncio.TimerHandle | None = None
         here = _process_facts(incarnation, settings)
         try:
             for name in sorted(settings.asked - table.keys()):
@@ -159,7 +165,7 @@ class Relays:
 
         slot_nbytes: a larger pack goes as several transfers of that size. Put to several peers, one `Extracted` takes
         one slot. Never announce `metadata` twice.
-        Raises: TransferError: no relay reaches ``peer``.
+        Raises: TransferError: no relay reaches ``peer``. ValueRefused: as `check`.
         """
         while True:
             name = self.choose(peer, backend)
@@ -169,16 +175,67 @@ class Relays:
                 if slot_nbytes is not None and pack.host_part().nbytes > slot_nbytes:
                     pack = _pack(extracted, from_device=False)
                     cut = pieces.put(relay, pack, slot_nbytes, request_id=request_id, peer=Peer(peer))
-                    return Named(name, cut) if cut is not None else None
+                    if cut is not None:
+                        return Named(name, cut)
+                    self._refuse(extracted, relay, slot_nbytes)
+                    return None
                 like = extracted.placed.get(name)
                 operation = relay.put(pack, request_id=request_id, peer=Peer(peer), like=like)
             except RelayFailed as error:
                 self.fail(peer, name, str(error))
                 continue
             if operation is None:
+                self._refuse(extracted, relay, slot_nbytes)
                 return None
             extracted.placed[name] = operation
             return Named(name, operation)
+
+    def check(self, extracted: Extracted, *, peer: str, backend: str = "auto", slot_nbytes: int | None = None) -> None:
+        """Before a wait for room: there may be some for ``extracted``, as a copy. From any thread.
+
+        Raises: ValueRefused: its relay never carries as much at once. Names both sizes, and what to do.
+        """
+        with contextlib.suppress(TransferError):  # a put says so
+            self._refuse(extracted, self._relays[self.choose(peer, backend)], slot_nbytes)
+
+    def _refuse(self, extracted: Extracted, relay: Relay, slot_nbytes: int | None) -> None:
+        nbytes = extracted.nbytes
+        refusal = relay.refusal(nbytes, 1 if slot_nbytes is None else max(-(-nbytes // slot_nbytes), 1))
+        if refusal is not None:
+            path = max(extracted.refs, key=lambda ref: ref.nbytes).path if extracted.refs else "payload"
+            raise ValueRefused(path, f"part of a payload of {nbytes} bytes, and {refusal}")
+
+    def when_room(self, again: Callable[[], None]) -> None:
+        """A put found no room: call ``again`` once, on the loop, when some may have come back without a Release. From
+        any thread.
+
+        That is when a relay says so, and after `ROOM_S`: of an author's tensor nobody is told when it dies.
+        """
+        self._waiting = again
+        self._on_loop(self._look_later)
+
+    def _freed(self) -> None:
+        """In any thread."""
+        if self._waiting is not None:
+            self._on_loop(self._look)
+
+    def _look_later(self) -> None:
+        if self._looking is None and self._waiting is not None:
+            self._looking = self._loop.call_later(ROOM_S, self._look)
+
+    def _look(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        again, self._waiting = self._waiting, None
+        if again is not None:
+            again()
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # it is closed: nothing is sent any more
+            pass
 
     async def put_async(
         self,
@@ -295,6 +352,9 @@ class Relays:
         return {**merged, **self.arena.stats(), "late_releases": self._late_releases}
 
     def close(self) -> None:
+        self._waiting = None
+        if self._looking is not None:
+            self._looking.cancel()
         self._trimming.cancel()
         self._close_all()
 
@@ -333,7 +393,7 @@ class Relays:
         self.arena.trim()
 
 
-def _weakly(method: OnRelayFailed) -> OnRelayFailed:
+def _weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Calls a method without keeping its object.
 
     Relays hold the context that holds this: a process that goes on as another incarnation frees the old one's arena at
@@ -341,10 +401,10 @@ def _weakly(method: OnRelayFailed) -> OnRelayFailed:
     """
     weak = weakref.WeakMethod(method)
 
-    def call(peer: Peer, relay: str, reason: str) -> None:
+    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> None:
         alive = weak()
         if alive is not None:
-            alive(peer, relay, reason)
+            alive(*arguments, **options)
 
     return call
 

@@ -19,16 +19,14 @@ class Ledger:
         self._puts: dict[TransferId, PutOperation] = {}
         self._by_request: dict[str, set[TransferId]] = {}
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._nbytes = 0  #: Of all puts in here.
+        self._nbytes = 0  #: Of all puts in here, and what is reserved.
         self._sent = 0  #: Ever added, as `_sent_nbytes`.
         self._sent_nbytes = 0
 
     def add(self, put: PutOperation, *, most: int | None = None) -> bool:
-        """Account for ``put``. False, and nothing changes, when more than ``most`` bytes would be unreleased; one put
-        alone always may be.
-        """
+        """Account for ``put``. False, and nothing changes, when more than ``most`` bytes would be unreleased."""
         with self._lock:
-            if most is not None and self._nbytes and self._nbytes + put.nbytes > most:
+            if most is not None and self._nbytes + put.nbytes > most:
                 return False
             self._nbytes += put.nbytes
             self._sent += 1
@@ -36,6 +34,18 @@ class Ledger:
             self._puts[put.transfer] = put
             self._by_request.setdefault(put.request_id, set()).add(put.transfer)
             return True
+
+    def reserve(self, nbytes: int, *, most: int) -> bool:
+        """Count ``nbytes`` as unreleased until `unreserve`, for puts that follow. False as of `add`."""
+        with self._lock:
+            if self._nbytes + nbytes > most:
+                return False
+            self._nbytes += nbytes
+            return True
+
+    def unreserve(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes -= nbytes
 
     def released(self, peer: Peer, transfer: TransferId) -> PutOperation | None:
         """The put that ``peer`` has let go of, now forgotten here; None when it is no such put."""

@@ -153,20 +153,8 @@ def announced(rest: bytes, limit: int) -> PiecesAnnouncement:
 
 def put(relay: Relay, pack: Pack, most: int, *, request_id: str, peer: Peer) -> PutPieces | None:
     """Put all pieces; from any thread. None: there is no room for all of them now."""
-    puts: list[RelayOperation] = []
-    complete = False
-    try:
-        for piece in cut(pack, most):
-            operation = relay.put(piece, request_id=request_id, peer=peer)
-            if operation is None:
-                return None
-            puts.append(operation)
-        complete = True
-        return PutPieces(puts, pack.nbytes)
-    finally:
-        if not complete:
-            for operation in puts:
-                relay.released(peer, operation.transfer)
+    puts = relay.put_all(list(cut(pack, most)), request_id=request_id, peer=peer)
+    return PutPieces(puts, pack.nbytes) if puts is not None else None
 
 
 def get(

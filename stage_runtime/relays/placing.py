@@ -5,6 +5,7 @@ Used by the relays whose receivers are given, or are to read, what lies in the s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from stage_runtime.payloads.pack import ALIGNMENT, Pack
@@ -33,6 +34,11 @@ class Placing:
             return shared._replace(copied_nbytes=0)
         return self._in_place(pack) or self._copied(pack)
 
+    def has_room(self, packs: Iterable[Pack]) -> bool:
+        """Whether `place` would find room for all of these now."""
+        copied = [pack for pack in packs if self._found(pack) is None]
+        return self._arena.has_room((pack.nbytes, pack.parts[0] if pack.parts else None) for pack in copied)
+
     def _copied(self, pack: Pack) -> Placed | None:
         slot = self._arena.allocate(pack.nbytes, source=pack.parts[0] if pack.parts else None)
         if slot is None:
@@ -45,12 +51,12 @@ class Placing:
 
     def _in_place(self, pack: Pack) -> Placed | None:
         """Of a pack whose largest part is an author's tensor in our arena: its slot, the rest copied behind it."""
-        found = self._arena.find(pack.parts[0]) if pack.parts else None
+        found = self._found(pack)
         if found is None:
             return None
         slot, start = found
         rest = pack.parts[1:]
-        if start % ALIGNMENT or (rest and not self._fits_behind(slot, start, pack)):
+        if rest and not self._arena.claim_tail(slot):
             return None
         copied = 0
         for part, offset in zip(rest, pack.offsets[1:], strict=True):
@@ -61,7 +67,14 @@ class Placing:
         self._arena.sent(slot)
         return Placed(slot, slot.offset + start, copied)
 
-    def _fits_behind(self, slot: Slot, start: int, pack: Pack) -> bool:
-        behind = start + pack.offsets[1] >= slot.nbytes
-        room = slot.start + slot.size - slot.offset
-        return behind and start + pack.nbytes <= room and self._arena.claim_tail(slot)
+    def _found(self, pack: Pack) -> tuple[Slot, int] | None:
+        """The slot of an author's tensor in which the pack can lie, and where in its data it would begin."""
+        found = self._arena.find(pack.parts[0]) if pack.parts else None
+        if found is None:
+            return None
+        slot, start = found
+        if start % ALIGNMENT or pack.offsets[0] or start + pack.nbytes > slot.start + slot.size - slot.offset:
+            return None
+        if len(pack.parts) > 1 and (slot.tail_used or start + pack.offsets[1] < slot.nbytes):
+            return None
+        return found

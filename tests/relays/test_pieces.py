@@ -9,15 +9,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import Pack, flatten
 from stage_runtime.relays import pieces
 from stage_runtime.relays.registry import RELAYS
-from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, pair
+from tests.relays.relay_pairs import MIB, PATIENCE_S, SMALL, Pair, pair
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=6), st.integers(1, 50), st.booleans())
@@ -69,12 +70,76 @@ async def test_a_piece_that_ends_in_the_gap_between_two_parts_arrives(name: str)
             assert all(map(np.array_equal, restored, value))
 
 
-@pytest.mark.parametrize("name", ["shm", "nixl", "mooncake"])  # tcp has no slots
-async def test_a_piece_without_room_leaves_no_other_one_in_use(name: str) -> None:
-    with pair(name) as both:
-        extracted = encoding.extract(np.ones(100 * MIB, np.uint8))  # of an arena of 64
-        assert both.a.put(extracted, request_id="r", peer="b", backend=name, slot_nbytes=8 * MIB) is None
-        assert both.held() == 0
+@pytest.mark.parametrize("name", list(RELAYS))
+async def test_of_pieces_that_find_no_room_together_none_is_copied_or_sent(name: str) -> None:
+    settings = msgspec.structs.replace(SMALL, arena_bytes=10 * MIB, unreleased_bytes=8 * MIB)
+    with pair(name, settings=settings) as both:
+        _, first = both.put(np.ones(3 * MIB, np.uint8))
+        buffer = await both.get(first)
+        before = both.a.stats()
+        extracted = encoding.extract(np.ones(7 * MIB, np.uint8))
+        for _ in range(5):
+            assert both.a.put(extracted, request_id="r", peer="b", backend=name, slot_nbytes=2 * MIB) is None
+        assert both.a.stats() == before
+        assert (both.kept(), len(buffer)) == (0, 3 * MIB)
+        del buffer
+        await both.until(lambda: both.held() == 0)
+        assert len(both.put_again(extracted, slot_nbytes=2 * MIB).transfers) == 4
+
+
+@pytest.mark.parametrize("name", list(RELAYS))
+@pytest.mark.parametrize("slot_nbytes", [None, 2 * MIB, 100_001])
+async def test_what_an_empty_relay_has_no_room_for_is_refused_at_once_and_nothing_smaller_is(
+    name: str, slot_nbytes: int | None
+) -> None:
+    settings = msgspec.structs.replace(SMALL, arena_bytes=18 * MIB, unreleased_bytes=18 * MIB)
+    with pair(name, settings=settings) as both:
+        _, small = both.put(np.ones(2 * MIB, np.uint8), "small")
+        to_b: dict[str, Any] = {"request_id": "r", "peer": "b", "backend": name, "slot_nbytes": slot_nbytes}
+        largest = encoding.extract({"a": np.ones(18 * MIB + 1, np.uint8)})
+        sizes = (
+            rf"data\['a'\]: part of a payload of {18 * MIB + 1} bytes, and the relay {name} carries at most 1\d{{7}} b"
+        )
+        with pytest.raises(ValueRefused, match=sizes):
+            both.a.put(largest, **to_b)
+        with pytest.raises(ValueRefused, match=sizes):
+            both.a.check(largest, peer="b", backend=name, slot_nbytes=slot_nbytes)
+        with pytest.raises(ValueRefused, match=r"at once: (raise OMNI_ARENA_MB|send it in parts)"):
+            await both.a.put_async(largest, **to_b)
+        largest = encoding.extract(np.ones(_most(both, slot_nbytes), np.uint8))
+        assert both.a.put(largest, **to_b) is None, "it waits for the small one"
+        buffer = await both.get(small)
+        del buffer
+        await small.wait_for_completion(PATIENCE_S)
+        await both.until(lambda: both.held() == 0)
+        assert both.a.put(largest, **to_b) is not None
+
+
+def _most(both: Pair, slot_nbytes: int | None) -> int:
+    """Of a payload that ``both.a`` does not refuse, the most bytes."""
+    relay = both.a._relays[both.backend]
+    return next(
+        nbytes
+        for nbytes in range(18 * MIB, 0, -1000)
+        if relay.refusal(nbytes, 1 if slot_nbytes is None else -(-nbytes // slot_nbytes)) is None
+    )
+
+
+async def test_an_author_s_tensor_goes_in_pieces_from_where_it_lies_when_nothing_else_has_room() -> None:
+    with pair("shm", settings=msgspec.structs.replace(SMALL, arena_bytes=8 * MIB)) as both:
+        tensor = both.a.allocate((6 * MIB,), torch.uint8)
+        tensor[:] = torch.arange(6 * MIB).to(torch.uint8)
+        extracted, put = both.put(tensor, slot_nbytes=MIB)
+        assert (len(put.transfers), put.copied_nbytes) == (6, 0)
+        assert torch.equal(encoding.restore(extracted.value_bytes, extracted.refs, await both.get(put)), tensor)
+
+
+async def test_a_piece_that_begins_in_a_gap_is_not_read_from_an_author_s_tensor_beside_it() -> None:
+    with pair("shm") as both:
+        value = [both.a.allocate((MIB - 33,), torch.uint8).fill_(1), both.a.allocate((MIB - 33,), torch.uint8).fill_(2)]
+        extracted, put = both.put(value, slot_nbytes=MIB - 16)
+        restored = encoding.restore(extracted.value_bytes, extracted.refs, await both.get(put))
+        assert all(map(torch.equal, restored, value))
 
 
 @pytest.mark.parametrize("name", ["shm", "nixl", "mooncake", "tcp"])

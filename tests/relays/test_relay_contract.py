@@ -16,7 +16,7 @@ from stage_runtime.errors import TransferError
 from stage_runtime.metrics import planes
 from stage_runtime.payloads import encoding
 from stage_runtime.payloads.pack import ALIGNMENT, Extracted, Pack
-from stage_runtime.relays import registry
+from stage_runtime.relays import dispatch, registry
 from stage_runtime.relays.arena import Arena
 from stage_runtime.relays.base import Peer
 from stage_runtime.relays.context import RelayContext, RelaySettings
@@ -51,7 +51,7 @@ async def test_many_parts_of_all_sizes_arrive_in_one_transfer(both: Pair) -> Non
 
 
 async def test_a_buffer_whose_last_part_ends_before_it_arrives_whole(both: Pair) -> None:
-    """What lies on a GPU is padded to the alignment; copied to the host for this relay, it is a part with a gap behind."""
+    """What lies on a GPU is padded to the alignment: copied to the host, it is a part with a gap behind."""
     value = [torch.ones(25_001, dtype=torch.uint8), torch.arange(7, dtype=torch.uint8)]
     for sent in (value, value[:1]):
         extracted = on_gpu(sent)
@@ -297,6 +297,47 @@ async def test_a_put_without_room_waits_for_a_release(name: str) -> None:
         buffer = await both.get(first)
         del buffer
         assert bytes(await both.get(await asyncio.wait_for(waiting, PATIENCE_S))) == b"\1" * (2 * MIB)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "cleaned up"])
+async def test_room_that_comes_back_without_a_release_is_reported_once_to_who_waits_for_it(
+    both: Pair, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for another peer would wait for a Release that never comes."""
+    monkeypatch.setattr(dispatch, "ROOM_S", 1e6)
+    _, put = both.put(np.ones(9000), "r")
+    found: list[bool] = []
+    both.a.when_room(lambda: found.append(put.done()))
+    await asyncio.sleep(0.01)
+    assert found == []
+    if how == "forgotten":
+        both.a.forget("b")
+    else:
+        both.a.cleanup("r")
+    await both.until(lambda: bool(found))
+    both.a.forget("b")
+    await asyncio.sleep(0.01)
+    assert found == [True]
+
+
+async def test_room_is_looked_for_where_nothing_reports_it() -> None:
+    """An author's tensor dies: nobody is told."""
+    with pair("shm", settings=settings_with(SMALL, arena_bytes=4 * MIB)) as both:
+        tensors = [both.a.allocate((3 * MIB,), torch.uint8)]
+        extracted = encoding.extract(np.ones(2 * MIB, np.uint8))
+        puts = []
+
+        def again() -> None:
+            put = both.a.put(extracted, request_id="r", peer="b", backend="shm")
+            puts.append(put)
+            if put is None:
+                both.a.when_room(again)
+
+        again()
+        await both.until(lambda: len(puts) > 1)
+        assert puts[-1] is None
+        tensors.clear()
+        await both.until(lambda: puts[-1] is not None)
 
 
 async def test_closing_ends_waiters_and_can_be_followed_by_deaths_of_views(both: Pair) -> None:

@@ -33,7 +33,7 @@ from stage_runtime.relays.cuda_ipc.chunks import Chunks, GpuPlace
 from stage_runtime.relays.cuda_ipc.memory import CudaMemory, DeviceMemory, Unshared
 from stage_runtime.relays.cuda_ipc.messages import CudaIpcFacts, CudaIpcMetadata, OnGpu
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.placing import Placed, Placing
+from stage_runtime.relays.placing import Placed
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,6 @@ class CudaIpcRelay(AbstractRelay[CudaIpcRoute, CudaIpcMetadata]):
         self._report = context.on_release
         super().__init__(msgspec.structs.replace(context, on_release=self._let_go_of), CudaIpcMetadata)
         self._arena: Arena = context.arena
-        self._placing = Placing(context.arena)
         self._chunks = Chunks(self._memory, context.settings.gpu_bytes)
         self._devices = {self._memory.uuid(gpu): f"cuda:{gpu}" for gpu in context.settings.gpus}
         self._uuids = {device: uuid for uuid, device in self._devices.items()}

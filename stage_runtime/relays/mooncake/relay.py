@@ -23,7 +23,6 @@ from stage_runtime.relays.mooncake.engine import TransferEngine, has_rdma
 from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata, address_of
 from stage_runtime.relays.mooncake.reading import MooncakeGet, MooncakeReader, MooncakeRoute
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.placing import Placing
 
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
 HEADER_NBYTES: Final = 64  # at the start of a slot, before its data
@@ -42,7 +41,6 @@ class MooncakeRelay(AbstractRelay[MooncakeRoute, MooncakeMetadata]):
         settings = context.settings
         self._engine = TransferEngine(_host(settings), settings.mooncake_protocol)
         self._arena = context.arena
-        self._placing = Placing(context.arena)
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()

@@ -28,7 +28,6 @@ from stage_runtime.relays.nccl.messages import NcclFacts, NcclMetadata
 from stage_runtime.relays.nccl.receiving import NcclGet, NcclReceiver, NcclRoute
 from stage_runtime.relays.nccl.sending import NcclPut, NcclSender
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.placing import Placing
 
 TRIM_S: Final = 5.0  # as `dispatch.TRIM_S`, of the memory that this relay receives into
 BACKLOG: Final = 128
@@ -60,7 +59,6 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
             gpu=gpu,
         )
         self._arena = context.arena
-        self._placing = Placing(context.arena)
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()
@@ -151,7 +149,7 @@ class NcclRelay(AbstractRelay[NcclRoute, NcclMetadata]):
     def _unused(self, outgoing: NcclPut) -> None:
         """Nothing reads that slot any more. In any thread."""
         self._arena.released(outgoing.placed[0])
-        self._ledger.wake()
+        self._freed()
 
     # --- its own ------------------------------------------------------------------------------------------------
 

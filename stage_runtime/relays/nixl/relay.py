@@ -41,7 +41,6 @@ from stage_runtime.relays.nixl.receiving import NixlGet, NixlReceiver
 from stage_runtime.relays.nixl.sending import NixlPut, NixlSender
 from stage_runtime.relays.nixl.worker import NixlRoute, Worker
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
-from stage_runtime.relays.placing import Placing
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
         environment.prepare(settings.bind, settings.advertise_host)
         self._agent = Agent(context.incarnation)
         self._arena = context.arena
-        self._placing = Placing(context.arena)
         self._received = Arena(settings.arena_bytes, prefault_nbytes=settings.prefault_bytes)
         # A mapping of its own: `Arena.settle` gives an author's tensor other pages in the arena's.
         self._mapping = context.arena.map_again()
@@ -172,7 +170,7 @@ class NixlRelay(AbstractRelay[NixlRoute, NixlMetadata]):
     def _unused(self, outgoing: NixlPut) -> None:
         """Nothing reads that slot any more. In any thread."""
         self._arena.released(outgoing.placed[0])
-        self._ledger.wake()
+        self._freed()
 
     # --- the worker's thread ------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from stage_runtime.relays.base import Peer, RelayOperation, TransferId
 from stage_runtime.relays.context import RelayContext
 from stage_runtime.relays.operations import GetOperation, PutOperation, TransferCompletion
 from stage_runtime.relays.peer_arenas import ArenaFacts
-from stage_runtime.relays.placing import Placing
 
 
 class ShmMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +43,6 @@ class ShmRelay(AbstractRelay[mmap.mmap, ShmMetadata]):
     def __init__(self, context: RelayContext) -> None:
         super().__init__(context, ShmMetadata)
         self._arena: Arena = context.arena
-        self._placing = Placing(context.arena)
         self._counts = dict.fromkeys(("received_transfers", "received_bytes"), 0)
 
     def facts(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -63,6 +63,7 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
     """PUSH sockets to every peer, one PULL socket for all that comes."""
 
     name = "tcp"
+    CURE = "send it in parts"
 
     def __init__(self, context: RelayContext) -> None:
         """Raises: ConfigurationError: the address cannot be bound."""
@@ -116,6 +117,9 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
             raise
         return socket
 
+    def _most_nbytes(self, pieces: int) -> int:
+        return self._settings.unreleased_bytes
+
     def _disconnect(self, peer: Peer, connection: TcpRoute) -> None:
         connection.close()
         self._arrivals.forget(peer)
@@ -139,6 +143,32 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
         """As `base.Relay.put`. ``like`` saves nothing here: every receiver is sent the bytes, from memory of their own:
         libzmq sends them later.
         """
+        return self._put(pack, request_id=request_id, peer=peer, most=self._settings.unreleased_bytes)
+
+    def put_all(self, packs: Sequence[Pack], *, request_id: str, peer: Peer) -> list[PutOperation] | None:
+        """As `base.Relay.put_all`. The room for all is reserved before the first is sent: what was sent cannot be taken
+        back, and its receiver would keep it as unclaimed.
+        """
+        reserved = sum(pack.nbytes for pack in packs)
+        if not self._ledger.reserve(reserved, most=self._settings.unreleased_bytes):
+            return None
+        puts: list[PutOperation] = []
+        try:
+            for pack in packs:
+                put = self._put(pack, request_id=request_id, peer=peer, most=None)
+                assert put is not None
+                puts.append(put)
+                self._ledger.unreserve(pack.nbytes)
+                reserved -= pack.nbytes
+            return puts
+        finally:
+            self._ledger.unreserve(reserved)
+            if len(puts) < len(packs):
+                for put in puts:
+                    self.released(peer, put.transfer)
+
+    def _put(self, pack: Pack, *, request_id: str, peer: Peer, most: int | None) -> PutOperation | None:
+        """most: as of `_accounted`."""
         route = self._connections.get(peer)
         if route is None:
             raise TransferError(f"the tcp relay is not open towards {peer}")
@@ -146,7 +176,6 @@ class TcpRelay(AbstractRelay[TcpRoute, TcpMetadata]):
             if not route.closed:
                 route.socket()  # before it is accounted for: it may fail
         metadata = TcpMetadata(next(self._context.ids), pack.nbytes)
-        most = self._settings.unreleased_bytes
         copied = sum(len(part) for index, part in enumerate(pack.parts) if index not in pack.private)
         put = self._accounted(metadata, pack, None, request_id=request_id, peer=peer, most=most, copied=copied)
         if put is not None:
