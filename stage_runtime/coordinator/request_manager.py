@@ -366,7 +366,7 @@ class RequestManager:
             self._publish(abort)
         self._bindings.release(handle)
         handle.sending.aborted = True
-        self.send_queues.drop_cancelled()
+        self.send_queues.abort(self._membership.incarnation, handle.id, handle.tracked.attempt)
         self._relays.cleanup(attempt_key(self._membership.incarnation, handle.id, handle.tracked.attempt))
 
     def _forget(self, handle: RequestHandle) -> None:

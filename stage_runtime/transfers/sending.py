@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Final, Protocol, TypeAlias
 
@@ -124,8 +124,8 @@ class SendQueues:
         """Send it now, or as soon as a credit and a slot are free. False or TransferError: nothing reaches the peer.
 
         Messages of one edge may overtake each other (inline ones the waiting): receivers order chunks by number.
-        Raises: ValueRefused: its message is over the limit. Known before it waits: later there is no caller to raise
-        to.
+        Raises: ValueRefused: its message is over the limit, or it is larger than what its relay carries at once. Known
+        before it waits: later there is no caller to raise to.
         """
         extracted = pending.extracted
         refs = extracted.refs
@@ -137,6 +137,7 @@ class SendQueues:
                 return False
             if not queue.waiting and self._start(queue, pending):
                 return True
+        self._relays.check(extracted, peer=edge[2], backend=pending.backend, slot_nbytes=slot_nbytes)
         most = METADATA_LIMIT + PIECE_LIMIT * (extracted.nbytes // slot_nbytes)
         codec.check(pending.make(Body(extracted.value_bytes, refs, transfer=bytes(most), copy_now=True)))
         extracted.hold()  # without the lock, which the I/O thread takes, too
@@ -171,13 +172,7 @@ class SendQueues:
             with queue.lock:
                 queue.window.give(found.reservation, found.nbytes)
             freed[queue.edge] = queue
-        with self._lock:
-            starved, self._starved = self._starved, set()
-        for edge in starved:
-            if edge in self._queues:
-                freed.setdefault(edge, self._queues[edge])
-        for queue in freed.values():
-            self._advance(queue)
+        self._go_on(freed)
 
     def cut(self, peer: str) -> None:
         """The connection to the peer broke: nothing waits for it. What it may still look at stays as it is."""
@@ -199,15 +194,11 @@ class SendQueues:
                 del self._out[key]
         self._relays.forget(peer)
 
-    def drop_cancelled(self) -> None:
-        """Throw away what waits for requests that are over."""
-        for queue in list(self._queues.values()):
-            if queue.waiting:
-                with queue.lock:
-                    queue.waiting = deque(pending for pending in queue.waiting if not pending.work.aborted)
-
     def abort(self, owner: str, request_id: str, attempt: int) -> None:
-        """Throw away what waits for this attempt or an earlier one, of stages that are through with it, too."""
+        """Throw away what waits for this attempt or an earlier one, of stages that are through with it, too.
+
+        What waited behind it goes on. On the I/O thread, as `released`.
+        """
 
         def over(work: SendOwner) -> bool:
             return (work.owner, work.request_id) == (owner, request_id) and work.attempt <= attempt
@@ -219,7 +210,11 @@ class SendQueues:
         for queue in list(self._queues.values()):
             if queue.waiting:
                 with queue.lock:
-                    queue.waiting = deque(one for one in queue.waiting if not one.work.aborted and not over(one.work))
+                    left = deque(one for one in queue.waiting if not one.work.aborted and not over(one.work))
+                    is_shorter = len(left) < len(queue.waiting)
+                    queue.waiting = left
+                if is_shorter:
+                    self._advance(queue)
 
     def waiting_of(self, owner: str) -> set[tuple[str, int]]:
         """The requests, by id and attempt, of that coordinator's for which something waits here."""
@@ -255,6 +250,21 @@ class SendQueues:
             with self._lock:
                 queue = self._queues.setdefault(edge, SendQueue(edge, credits, self._shared_nbytes, slot_nbytes))
         return queue
+
+    def _go_on(self, freed: Mapping[PeerEdge, SendQueue]) -> None:
+        """Room came back: advance those send queues, and those that found none. On the I/O thread."""
+        with self._lock:
+            starved, self._starved = self._starved, set()
+            queues = dict(freed)
+            for edge in starved:
+                if edge in self._queues:
+                    queues.setdefault(edge, self._queues[edge])
+        for queue in queues.values():
+            self._advance(queue)
+
+    def _look_for_room(self) -> None:
+        """`Relays.when_room` calls it."""
+        self._go_on({})
 
     def _advance(self, queue: SendQueue) -> None:
         """Send what may go now. Whatever a pending send meets, it does not stay at the head of its queue."""
@@ -332,7 +342,7 @@ class SendQueues:
         return True
 
     def _put(self, queue: SendQueue, pending: PendingSend) -> Put | None:
-        """Take a slot. None: there is none now, and the next release advances this queue."""
+        """Take a slot. None: there is none now, and this queue is advanced when there may be one."""
         request_id = attempt_key(pending.work.owner, pending.work.request_id, pending.work.attempt)
         peer, backend = queue.edge[2], pending.backend
         most = queue.slot_nbytes
@@ -342,6 +352,7 @@ class SendQueues:
         if operation is None:
             with self._lock:
                 self._starved.add(queue.edge)
+            self._relays.when_room(self._look_for_room)
             # Again: the last slot may have been released before this queue was known to wait, and none after it.
             operation = self._relays.put(
                 pending.extracted, request_id=request_id, peer=peer, backend=backend, slot_nbytes=most

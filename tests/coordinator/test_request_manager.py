@@ -482,6 +482,19 @@ async def test_a_body_that_cannot_be_sent_leaves_nothing_behind() -> None:
         assert all(one.bound == 0 for one in made.membership.state.instances.values())
 
 
+async def test_the_body_of_an_aborted_request_is_counted_as_quarantined_until_it_is_released() -> None:
+    async with coordinator_harness() as made:
+        made.manager.admit(asked(inputs=LARGE))
+        ((edge, numbers),) = made.manager.send_queues.edges().items()
+        assert (numbers.in_flight, numbers.quarantined) == (1, 0)
+        made.manager.abort("r1", "no longer wanted")
+        numbers = made.manager.send_queues.edges()[edge]
+        assert (numbers.in_flight, numbers.quarantined) == (1, 1)
+        made.coordinator.received("f1", Release(tuple(put.transfer for put in made.relays.held.values())))
+        numbers = made.manager.send_queues.edges()[edge]
+        assert (numbers.in_flight, numbers.quarantined) == (0, 0)
+
+
 async def test_a_large_body_goes_by_relay_and_is_freed_by_its_receiver() -> None:
     async with coordinator_harness() as made:
         made.manager.admit(asked(inputs=b"x" * 100_000))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stage_runtime.errors import TransferError
@@ -63,6 +63,10 @@ class MemoryRelays:
         put = MemoryPut(peer, next(self._ids), bytes(pack.flatten(extracted.pack)))
         self.held[peer, put.transfer] = put
         return put
+
+    def check(self, extracted: pack.Extracted, *, peer: str, backend: str, slot_nbytes: int) -> None: ...
+
+    def when_room(self, again: Callable[[], None]) -> None: ...
 
     def get(self, metadata: bytes, *, request_id: str, peer: str, holder: str = "") -> Any:
         raise TransferError("the slot is gone")

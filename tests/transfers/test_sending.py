@@ -48,6 +48,8 @@ class Relays:
 
     def __init__(self, slots: int) -> None:
         self.free = slots
+        self.most = 1 << 40
+        self.again: Callable[[], None] = lambda: None
         self.before: Callable[[str], None] = lambda request_id: None
         self.refused: Callable[[], None] = lambda: None
         self._ids = itertools.count(1)
@@ -61,6 +63,13 @@ class Relays:
             return None
         self.free -= 1
         return Put(next(self._ids))
+
+    def check(self, extracted: pack.Extracted, *, peer: str, backend: str, slot_nbytes: int) -> None:
+        if extracted.nbytes > self.most:
+            raise ValueRefused("inputs", f"{extracted.nbytes} bytes of at most {self.most}")
+
+    def when_room(self, again: Callable[[], None]) -> None:
+        self.again = again
 
     def released(self, peer: str, transfer: int) -> None:
         self.free += 1
@@ -207,6 +216,71 @@ def test_a_slot_that_is_released_while_a_lane_asks_for_one_is_not_missed() -> No
     made.relays.refused = release_in_between
     made.ship("second")
     assert made.said == ["first", "second"]
+
+
+@pytest.mark.parametrize("waits_for", ["a credit", "a slot", "its turn"])
+def test_what_is_larger_than_a_relay_ever_carries_fails_at_once_whatever_it_would_wait_for(waits_for: str) -> None:
+    made = Made(slots=1 if waits_for == "a slot" else 100)
+    made.ship("first", source="another" if waits_for == "a slot" else "coordinator")
+    if waits_for == "its turn":
+        made.ship("second")
+    waiting = made.send_queues.queued
+    made.relays.most = len(LARGE)
+    with pytest.raises(ValueRefused, match="240000 bytes of at most 120000"):
+        made.ship("large", np.zeros(2 * len(LARGE), np.uint8))
+    assert made.send_queues.queued == waiting
+    made.ship("next")
+    for transfer in (1, 2, 3):
+        made.send_queues.released("peer", (transfer,))
+    assert made.said == ["first", *(["second"] if waiting else []), "next"]
+
+
+def test_what_is_found_too_large_while_it_waits_makes_room_for_the_next() -> None:
+    """Its relay has failed, and the next one carries less."""
+    made = Made()
+    for request_id in ("first", "large", "next"):
+        made.ship(request_id)
+    refused = ValueRefused("inputs", "too large")
+
+    def put(request_id: str) -> None:
+        if request_id == "large":
+            raise refused
+
+    made.relays.before = put
+    made.send_queues.released("peer", (1,))
+    assert (made.said, made.lost) == (["first", "next"], {"large": refused})
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_behind_a_head_that_is_aborted_the_next_one_goes(attempts: int) -> None:
+    """Its slot was too large for what is free, the next one's is not: no release need come."""
+    made = Made()
+    made.ship("first", source="another")
+    sizes = {"large": 2 * len(LARGE), "next": len(LARGE)}
+
+    def room(request_id: str) -> None:
+        made.relays.free = 0 if request_id == "large" else 1
+
+    made.relays.before = room
+    made.ship("large", np.zeros(sizes["large"], np.uint8), attempt=attempts)
+    made.ship("next")
+    assert (made.said, made.send_queues.queued) == (["first"], 2)
+    made.send_queues.abort("cc", "large", attempts)
+    assert (made.said, made.send_queues.queued) == (["first", "next"], 0)
+
+
+def test_room_that_comes_back_without_a_release_is_used() -> None:
+    """A relay frees a slot when nothing moves any more, an author's tensor dies: no message announces that."""
+    made = Made(slots=1)
+    made.ship("first", source="another")
+    for request_id in ("second", "third"):
+        made.ship(request_id)
+    for free in (0, 1, 0):
+        made.relays.free += free
+        again, made.relays.again = made.relays.again, lambda: None
+        again()
+    assert (made.said, made.send_queues.queued) == (["first", "second"], 1)
+    assert made.relays.again != made.send_queues.released, "it waits for a credit: nothing is looked for"
 
 
 def test_the_path_of_a_part_is_as_long_as_people_read_whatever_its_key() -> None:
