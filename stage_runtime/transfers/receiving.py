@@ -144,6 +144,11 @@ class Fetching:
                 self._relays.report(body.transfer, peer=peer, error=error)
             failed(error)
             return
+        except Exception as error:  # as below: there may be no memory to put its pieces together
+            log.exception("what came for request %s could not be fetched", request_id)
+            self._relays.cleanup(request_id)
+            failed(error)
+            return
         try:
             self._landed(body, buffer, operation.take_device(), then)
         except Exception as error:  # this task is not awaited: unreported, the request would wait for its deadline

@@ -18,6 +18,7 @@ class Operation:
     def __init__(self, *, later: bool, error: Exception | None) -> None:
         self._later = later
         self._error = error
+        self.cleaned: list[str] = []
 
     def done(self) -> bool:
         return not self._later
@@ -47,7 +48,8 @@ class Relays:
 
     def decline(self, metadata: bytes, *, peer: str) -> None: ...
 
-    def cleanup(self, request_id: str) -> None: ...
+    def cleanup(self, request_id: str) -> None:
+        self._operation.cleaned.append(request_id)
 
 
 async def fetched(operation: Operation, then: Any) -> list[Exception]:
@@ -69,6 +71,17 @@ def raises(got: Fetched) -> None:
 async def test_a_transfer_that_fails_is_told_the_request(later: bool) -> None:
     error = TransferError("gone")
     assert await fetched(Operation(later=later, error=error), lambda got: None) == [error]
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError(), KeyError("x")], ids=repr)
+async def test_a_payload_that_comes_late_and_finds_no_memory_is_told_the_request(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one that is here at once, the loop over messages tells the request."""
+    operation = Operation(later=True, error=error)
+    assert await fetched(operation, lambda got: None) == [error]
+    assert operation.cleaned == ["r#1"]
+    assert "what came for request r#1 could not be fetched" in caplog.text
 
 
 async def test_a_payload_that_came_late_and_could_not_be_dealt_with_is_told_the_request(
