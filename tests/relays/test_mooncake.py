@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,8 +14,15 @@ import numpy as np
 import pytest
 
 from stage_runtime.errors import ConfigurationError, TransferError
+from stage_runtime.relays.arena import Arena
+from stage_runtime.relays.base import Peer, TransferId
 from stage_runtime.relays.context import RelaySettings
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.relays.mooncake import reading
+from stage_runtime.relays.mooncake.engine import ReadId, ReadState
+from stage_runtime.relays.mooncake.messages import MooncakeFacts, MooncakeMemory, MooncakeMetadata
+from stage_runtime.relays.operations import GetOperation, TransferCompletion
+from stage_runtime.relays.pins import Pins
 from tests.relays.near_end import (
     END_S,
     LARGE,
@@ -78,6 +86,48 @@ async def test_the_memory_of_a_frozen_sender_comes_back_when_it_is_killed(near: 
     far.process.kill()
     far.process.wait(PATIENCE_S)
     await until(lambda: near.stat("receive_bytes_in_use") == 0)
+
+
+async def test_of_peers_that_answer_nothing_each_is_looked_for_once_at_a_time() -> None:
+    """A look takes a second then, and one is asked for each second and peer: they would pile up."""
+    loop = asyncio.get_running_loop()
+    asked, answer = list[str](), threading.Semaphore(0)
+
+    def listens(session: str) -> bool:
+        asked.append(session)
+        answer.acquire()
+        return True
+
+    pins = Pins(loop, lambda peer, transfer: None, threading.local())
+    memory = Arena(MIB)
+    engine: Any = Moving()
+    reader = reading.MooncakeReader(loop, engine, memory, pins, lambda peer, transfer: None, listens=listens)
+    for number in range(3):
+        facts = MooncakeFacts(f"host:{1 + number}", MooncakeMemory(0, 0), "tcp")
+        route = reading.MooncakeRoute(Peer(f"p{number}"), facts)
+        operation = GetOperation(TransferCompletion(loop), TransferId(number), route.peer, b"")
+        get = reading.MooncakeGet(operation, MooncakeMetadata(number, 0, 0, 1, 1), "r", "")
+        get.late = ReadId(number)
+        reader._gets.quarantined[get.key] = (route, get)
+    try:
+        for turn in (3, 6):
+            for _ in range(20):
+                reader._ask()
+            answer.release(3)
+            await until(lambda turn=turn: len(asked) == turn and not reader._looked_for)  # type: ignore[misc]
+            assert sorted(asked) == sorted(["host:1", "host:2", "host:3"] * (turn // 3))
+        assert len(reader._gets.quarantined) == 3
+    finally:
+        answer.release(99)
+        reader.close()
+        memory.close()
+
+
+class Moving:
+    """`engine.TransferEngine` whose reads are never over."""
+
+    def state(self, read: ReadId) -> ReadState:
+        return ReadState.MOVES
 
 
 async def test_a_sender_that_is_killed_on_the_way_fails_the_get_and_gives_the_memory_back(near: Near) -> None:

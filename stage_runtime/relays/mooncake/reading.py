@@ -75,9 +75,18 @@ class MooncakeReader:
     """Gets by peer and transfer: each waits for memory, is read, or is quarantined."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, engine: TransferEngine, memory: Arena, pins: Pins, on_release: OnRelease
+        self,
+        loop: asyncio.AbstractEventLoop,
+        engine: TransferEngine,
+        memory: Arena,
+        pins: Pins,
+        on_release: OnRelease,
+        *,
+        listens: Callable[[str], bool] | None = None,
     ) -> None:
+        """listens: whether some process listens at that session's address; called in a thread, takes a second at most."""
         self._loop = loop
+        self._listens = listens or _listens
         self._engine = engine
         self._memory = memory
         self._on_release = on_release
@@ -86,6 +95,7 @@ class MooncakeReader:
         self._turns: Turns[MooncakeRoute, MooncakeGet] = Turns(moving=THREADS, most=MOST_THREADS)
         self._beginning: asyncio.TimerHandle | None = None  #: Looks for stalled peers while gets wait for a thread.
         self._asking: asyncio.TimerHandle | None = None
+        self._looked_for: set[MooncakeRoute] = set()  #: By `_lookers`, now or when those before were: one look each.
         self._gets: Gets[MooncakeRoute, MooncakeGet] = Gets(
             loop, memory, pins, on_release, room_nbytes=3 * arena.PAGE, begin=self._begun
         )
@@ -229,7 +239,8 @@ class MooncakeReader:
             if state is not ReadState.MOVES:
                 incoming.late = None
                 self._loop.call_later(SETTLE_S, self._gets.quarantined.pop, key, None)
-        for route in {route for route, _ in self._gets.quarantined.values()}:
+        for route in {route for route, _ in self._gets.quarantined.values()} - self._looked_for:
+            self._looked_for.add(route)
             self._lookers.submit(self._look_for, route)
         if self._gets.quarantined:
             self._ask_later()
@@ -240,12 +251,19 @@ class MooncakeReader:
 
     def _look_for(self, route: MooncakeRoute) -> None:
         """In a thread of the pool."""
-        if _listens(route.facts.session):
-            return
+        is_there = True
         try:
-            self._loop.call_soon_threadsafe(self._loop.call_later, SETTLE_S, self._settle, route)
-        except RuntimeError:  # the loop is closed
-            pass
+            is_there = self._listens(route.facts.session)
+        finally:
+            try:
+                self._loop.call_soon_threadsafe(self._found, route, is_there)
+            except RuntimeError:  # the loop is closed
+                pass
+
+    def _found(self, route: MooncakeRoute, is_there: bool) -> None:
+        self._looked_for.discard(route)
+        if not is_there:
+            self._loop.call_later(SETTLE_S, self._settle, route)
 
     def _settle(self, route: MooncakeRoute) -> None:
         for key in [key for key, (other, _) in self._gets.quarantined.items() if other is route]:
@@ -253,7 +271,11 @@ class MooncakeReader:
 
 
 def _listens(session: str) -> bool:
-    """Whether some process listens there, frozen or not; True when that cannot be known."""
+    """Whether some process listens there, frozen or not; True when that cannot be known.
+
+    What does not answer may be frozen, with a full backlog, or cut off for a while: however long that takes, its bytes
+    come when it goes on. So the memory of a peer whose machine is gone stays in quarantine.
+    """
     try:
         socket.create_connection(address_of(session), timeout=1.0).close()
     except OSError as error:
