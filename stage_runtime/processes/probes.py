@@ -13,6 +13,8 @@ from types import TracebackType
 
 import msgspec
 
+from stage_runtime.errors import ConfigurationError
+
 MAX_HEAD = 8 << 10  # kubelets and scrapers send a few hundred bytes
 MAX_CONNECTIONS = 64  # a kubelet and a few scrapers have one each; others could use up the pod's descriptors
 TIMEOUT_S = 5.0  # for one request and its answer
@@ -37,7 +39,13 @@ class ProbeServer:
         self._open = 0  #: Connections that are being answered.
 
     async def __aenter__(self) -> ProbeServer:
-        self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_HEAD)
+        """Listen. Raises: ConfigurationError: the address cannot be bound; names it."""
+        try:
+            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_HEAD)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
+            ) from error
         return self
 
     async def __aexit__(

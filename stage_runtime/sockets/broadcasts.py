@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
-from stage_runtime.sockets.opening import Sockets
+from stage_runtime.sockets.opening import Sockets, closed_on_failure
 from stage_runtime.sockets.reading import Reading
 from stage_runtime.wire import codec
 from stage_runtime.wire.frames import FRAME_LIMIT, PROTOCOL, Envelope, Frame
@@ -40,8 +40,10 @@ class Broadcasts:
 
     def bind(self, endpoint: str) -> str:
         """Publish there. Returns the endpoint as bound."""
-        self._publisher = self._sockets.make(zmq.PUB)
-        return self._sockets.bind(self._publisher, endpoint)
+        publisher = self._sockets.make(zmq.PUB)
+        bound = self._sockets.bind(publisher, endpoint)
+        self._publisher = publisher
+        return bound
 
     def publish(self, message: Message) -> None:
         if self._publisher is not None:
@@ -55,9 +57,10 @@ class Broadcasts:
         if endpoint in self._subscriptions:
             return
         subscription = self._sockets.make(zmq.SUB)
-        subscription.maxmsgsize = FRAME_LIMIT
-        subscription.subscribe(b"")
-        self._sockets.connect(subscription, endpoint)
+        with closed_on_failure(subscription):
+            subscription.maxmsgsize = FRAME_LIMIT
+            subscription.subscribe(b"")
+            self._sockets.connect(subscription, endpoint)
         self._subscriptions[endpoint] = subscription
         self._sockets.read(subscription, lambda: self._reading.drain(subscription, self._take))
 

@@ -21,7 +21,7 @@ import zmq
 
 from stage_runtime.rules import beats
 from stage_runtime.sockets.addresses import is_local
-from stage_runtime.sockets.opening import SocketEvent, Sockets
+from stage_runtime.sockets.opening import SocketEvent, Sockets, closed_on_failure
 
 #: A connection without a link is closed after this; a link to the same endpoint that comes sooner takes it over. So
 #: late events of a closed connection are not mistaken for those of the next one.
@@ -152,7 +152,8 @@ class _Dialer:
         self._local = local
         #: libzmq's own: pyzmq's, around it, is for features that are not used here.
         self._send: Callable[[bytes, int], object] = super(zmq.Socket, self._socket).send
-        self._monitor = sockets.monitor(self._socket, WATCHED)
+        with closed_on_failure(self._socket):
+            self._monitor = sockets.monitor(self._socket, WATCHED)
         sockets.read(self._monitor, self.watch)
 
     @property

@@ -16,6 +16,7 @@ import zmq
 
 from stage_runtime.errors import PeerError
 from stage_runtime.sockets.addresses import check
+from stage_runtime.sockets.opening import closed_on_failure
 
 SocketKind: TypeAlias = Literal["ROUTER", "DEALER", "PUSH", "PULL", "XPUB", "XSUB"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -83,14 +84,16 @@ class Context:
 
     def bind(self, kind: SocketKind, endpoint: str) -> FrameSocket:
         socket = self._make(kind)
-        socket.bind(check(endpoint))
+        with closed_on_failure(socket):
+            socket.bind(check(endpoint))
         return FrameSocket(socket)
 
     def connect(self, kind: SocketKind, endpoint: str, *, identity: bytes | None = None) -> FrameSocket:
         socket = self._make(kind)
-        if identity is not None:
-            socket.identity = identity
-        socket.connect(check(endpoint))
+        with closed_on_failure(socket):
+            if identity is not None:
+                socket.identity = identity
+            socket.connect(check(endpoint))
         return FrameSocket(socket)
 
     def _make(self, kind: SocketKind) -> zmq.Socket[bytes]:

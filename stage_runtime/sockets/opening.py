@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import zmq
 
+from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules import beats
 from stage_runtime.sockets import timers
 from stage_runtime.sockets.addresses import Security, check, is_local
@@ -140,12 +142,20 @@ class Sockets:
         return heartbeats(self._dead_after_s, factor)
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Returns the endpoint as bound. Failed handshakes at it are reported with their reason."""
-        if self._security is not None and not is_local(check(endpoint)):
-            # Without a guard: for each connection that was let in by it, libzmq keeps a pipe to it, 11 KiB.
-            self._security.server(socket, guarded=False)
-        monitor = self.monitor(socket, sum(HANDSHAKE_FAILURES) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        socket.bind(check(endpoint))
+        """Returns the endpoint as bound. Failed handshakes at it are reported with their reason.
+
+        Raises: ConfigurationError: nobody can listen there, and says why. The socket is closed then.
+        """
+        with closed_on_failure(socket):
+            if self._security is not None and not is_local(check(endpoint)):
+                # Without a guard: for each connection that was let in by it, libzmq keeps a pipe to it, 11 KiB.
+                self._security.server(socket, guarded=False)
+            monitor = self.monitor(socket, sum(HANDSHAKE_FAILURES) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+            with closed_on_failure(monitor):
+                try:
+                    socket.bind(check(endpoint))
+                except zmq.ZMQError as error:
+                    raise ConfigurationError(f"cannot listen at {endpoint}: {os.strerror(error.errno)}") from error
         bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self._accept_monitors.append(monitor)
         accepted: dict[int, float] = {}
@@ -210,6 +220,16 @@ class Sockets:
                 if now - accepted.pop(event.value, -math.inf) < SHORT_S and not explained:
                     self._short_connection()
                 explained = False
+
+
+@contextlib.contextmanager
+def closed_on_failure(socket: zmq.Socket[bytes]) -> Iterator[None]:
+    """Close ``socket`` if the block raises: `Sockets.close` would wait for it for ever."""
+    try:
+        yield
+    except BaseException:
+        socket.close(linger=0)
+        raise
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:

@@ -500,6 +500,18 @@ async def test_a_backlog_beyond_the_sockets_buffers_is_delivered_when_the_peer_c
             assert await a.channels.settled(PATIENCE_S)
 
 
+@pytest.mark.parametrize("way", ["bind", "bind_publisher"])
+async def test_an_endpoint_that_cannot_be_bound_is_named_with_the_reason_and_the_process_can_end(way: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        end = End("aa", "tcp://127.0.0.1:*")
+        async with ends(end):
+            with pytest.raises(ConfigurationError, match=f"cannot listen at {endpoint}: Address already in use"):
+                getattr(end.channels, way)(endpoint)
+            with pytest.raises(ConfigurationError, match="cannot listen at ipc:///nowhere/at/all: No such file"):
+                getattr(end.channels, way)("ipc:///nowhere/at/all")
+
+
 async def test_closing_twice_and_saying_afterwards_do_no_harm(short_path: Path) -> None:
     a, b = End("aa", place("ipc", short_path, "a")), End("bb", place("ipc", short_path, "b"))
     introduce(a, b)
