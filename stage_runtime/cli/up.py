@@ -6,16 +6,16 @@ Here: the order of things and signals. Not here: running processes (`processes.l
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from stage_runtime.cli import curl, options, screens
-from stage_runtime.processes import admin
+from stage_runtime.processes import admin, signals
 from stage_runtime.processes.local import STARTUP_S, LocalOptions, LocalPipeline
 from stage_runtime.processes.startup_failures import StartupFailed
 
@@ -90,38 +90,37 @@ async def _up(file: str, overrides: tuple[str, ...], local_options: LocalOptions
         screen.note(notice)
     start = asyncio.create_task(pipeline.start())
     ending = asyncio.Event()
-    screen.on_broken = lambda: _end(pipeline, screen, start, ending)
-    _on_signals(screen.on_broken)
+    screen.on_broken = functools.partial(_end, pipeline, screen, start, ending)
+    signals.handle(lambda _: _end(pipeline, screen, start, ending), signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         await start
+        answered = curl.line(
+            pipeline.plan.coordinator, pipeline.url, folder=pipeline.folder, key_file=pipeline.key_file
+        )
+        screen.up(pipeline.url, answered)
+        async with admin.AdminServer(pipeline):
+            await ending.wait()
+            await pipeline.stop()
     except StartupFailed as failure:
         screen.failed(failure)
         return options.EXIT_FAULT
     except asyncio.CancelledError:
         screen.over()
         return options.EXIT_INTERRUPTED
-    answered = curl.line(pipeline.plan.coordinator, pipeline.url, folder=pipeline.folder, key_file=pipeline.key_file)
-    screen.up(pipeline.url, answered)
-    async with admin.AdminServer(pipeline):
-        await ending.wait()
-        await pipeline.stop()
+    finally:
+        await pipeline.abandon()
     screen.over()
     return 0
 
 
 def _end(pipeline: LocalPipeline, screen: screens.Screen, start: asyncio.Task[None], ending: asyncio.Event) -> None:
-    """The first ^C drains, or gives up starting; the second cuts short."""
+    """The first ^C drains, or gives up starting; the second cuts the drain short."""
     if not start.done():
-        start.cancel()
+        if not start.cancelling():  # its processes are killed then; what is left is to tidy up
+            start.cancel()
         return
     if ending.is_set():
         pipeline.ask_to_stop()
         return
     screen.draining()
     ending.set()
-
-
-def _on_signals(act: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, act)

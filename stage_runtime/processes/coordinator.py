@@ -20,7 +20,7 @@ from stage_runtime.coordinator.profiling import ProfileLimits
 from stage_runtime.coordinator.tracing import Tracing
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.processes import collecting, logs, loops, process_context, statuspipe, traces
+from stage_runtime.processes import collecting, logs, loops, process_context, signals, statuspipe, traces
 from stage_runtime.processes.tasks import Tasks
 from stage_runtime.relays import pages
 from stage_runtime.relays.dispatch import Relays
@@ -57,8 +57,7 @@ def run(settings: CoordinatorSettings) -> int:
 async def _serve(settings: CoordinatorSettings) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    signals.handle(lambda _: stop.set(), signal.SIGTERM, signal.SIGINT)
     crashed: asyncio.Future[BaseException] = loop.create_future()
 
     def ended(name: str, error: BaseException) -> None:

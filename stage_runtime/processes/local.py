@@ -204,14 +204,28 @@ class LocalPipeline:
             await self.abandon()
 
     async def abandon(self) -> None:
-        """End everything now."""
-        await self._supervisor.close()
-        if self._living is not None and self._reaper is not None:
-            os.close(self._living)
-            self._living = None
-            await asyncio.to_thread(self._reaper.wait)  # it ends what our processes have left behind
-        if self._dir is not None:
-            self._dir.remove()
+        """End everything now. A caller that is cancelled meanwhile is so when nothing is left."""
+        ending = asyncio.create_task(self._abandon())
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.wait({ending})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        ending.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _abandon(self) -> None:
+        try:
+            await self._supervisor.close()
+            if self._living is not None and self._reaper is not None:
+                os.close(self._living)
+                self._living = None
+                await asyncio.to_thread(self._reaper.wait)  # it ends what our processes have left behind
+        finally:
+            if self._dir is not None:
+                self._dir.remove()
 
     async def scale(self, group: str, replicas: int) -> None:
         """Let ``group`` have so many instances: new ones are ready, or old ones drained, when this returns.

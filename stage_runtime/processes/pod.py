@@ -21,7 +21,7 @@ from omnipipeline_spec import crashes
 from omnipipeline_spec.types.plan import GroupPlan
 from stage_runtime.metrics import catalog, exposition, planes
 from stage_runtime.metrics.samples import Samples
-from stage_runtime.processes import activity, codefiles, launching, parent_death, rundir, termination
+from stage_runtime.processes import activity, codefiles, launching, parent_death, rundir, signals, termination
 from stage_runtime.processes.instances import ProcessView, RestartPolicy
 from stage_runtime.processes.launching import Addresses, StageLaunch
 from stage_runtime.processes.probes import ProbeServer, Reply, Routes
@@ -51,8 +51,7 @@ class Pod:
     async def run(self) -> int:
         """See `run`."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        signals.handle(self._stop, signal.SIGTERM, signal.SIGINT)
         parent_death.adopt_orphans()  # as PID 1 we do anyway
         loop.add_signal_handler(signal.SIGCHLD, self._reap_adopted)
         folder = rundir.RunDir(None)
@@ -106,7 +105,7 @@ class Pod:
         termination.write(self._settings.termination_log, cause, failure.details)
         return crashes.EXIT_HUNG if failure.hung else EXIT_FAILED
 
-    def _stop(self) -> None:
+    def _stop(self, _: str) -> None:
         self._stopping = True
         self._supervisor.ask_all_to_stop()
 

@@ -16,7 +16,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines import gpumemory, loading
 from stage_runtime.engines.base import Engine
 from stage_runtime.errors import ConfigurationError, describe, format_traceback
-from stage_runtime.processes import process_context, statuspipe
+from stage_runtime.processes import process_context, signals, statuspipe
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.settings import StageSettings
@@ -83,8 +83,7 @@ class RankProcess:
         )
         stack.callback(self._relays.close)
         self._endpoint = process_context.advertised(settings.advertise, channels.bind(settings.listen))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+        signals.handle(self._stop, signal.SIGTERM, signal.SIGINT)
         return channels
 
     async def _settle(self, channels: Channels) -> None:

@@ -49,9 +49,10 @@ class RunDir:
         parent = _parent(base)
         try:
             _make_private(parent)
-            self.path, self._lock = _claimed(parent)
+            self.path, lock = _claimed(parent)
         except OSError as error:
             raise ConfigurationError(f"{_field(base)}: {parent}: {error.strerror}") from error
+        self._lock: int | None = lock  #: None: it is removed.
 
     def write(self, name: str, content: bytes) -> Path:
         """Write a file in one step, for readers that look at it any time."""
@@ -72,8 +73,9 @@ class RunDir:
     def remove(self) -> None:
         """Delete it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
 
 def check_budget(base: str | None, sockets: dict[str, str]) -> None:

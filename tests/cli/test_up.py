@@ -73,10 +73,13 @@ def eventually(holds: Callable[[], object], within_s: float = PATIENCE_S) -> Non
 
 
 @contextmanager
-def up(base: Path, *more: str, file: Path = HELLO, environ: dict[str, str] | None = None) -> Iterator[Run]:
+def up(
+    base: Path, *more: str, file: Path = HELLO, environ: dict[str, str] | None = None, by: tuple[str, ...] = ()
+) -> Iterator[Run]:
+    """by: the program that starts it, if another one does."""
     output = base / "output.txt"
     with output.open("wb") as sink:
-        arguments = [*OMNI, "up", "-f", str(file), "--port", "0", "--set", f"endpoints.basePath={base}", *more]
+        arguments = [*by, *OMNI, "up", "-f", str(file), "--port", "0", "--set", f"endpoints.basePath={base}", *more]
         with subprocess.Popen(arguments, stdout=sink, stderr=sink, env=environ) as program:
             try:
                 yield Run(program, output)
@@ -136,6 +139,25 @@ def test_a_second_interrupt_does_not_wait_for_requests(base: Path) -> None:
     assert runs(base) == []
 
 
+def test_signals_that_whoever_started_it_ignores_end_neither_it_nor_its_processes(base: Path) -> None:
+    with up(base, by=("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh")) as run:
+        url = run.wait_for(r"answers at (http://\S+)")[1]
+        for process in (psutil.Process(run.program.pid), *run.children()):
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGINT)
+            assert {signal.SIGHUP, signal.SIGINT} <= ignored(process.pid), process.cmdline()
+        answer = httpx.post(f"{url}/v1/pipeline", json={"inputs": "still here"}, timeout=PATIENCE_S)
+        assert answer.status_code == 200
+        run.program.send_signal(signal.SIGTERM)
+        assert run.program.wait(PATIENCE_S) == 0
+    assert runs(base) == []
+
+
+def ignored(pid: int) -> set[int]:
+    (mask,) = re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return {number for number in range(1, 65) if int(mask, 16) >> (number - 1) & 1}
+
+
 def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
     starting = base / "starting.yaml"
     starting.write_text(SLOW.replace("return lambda payload: time", "time"))
@@ -145,6 +167,25 @@ def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
         run.program.send_signal(signal.SIGINT)
         assert run.program.wait(PATIENCE_S) == 130
     assert gone(children)
+    assert runs(base) == []
+
+
+def test_a_second_interrupt_while_it_tidies_up_after_the_first_one_leaves_nothing(base: Path) -> None:
+    starting = base / "starting.yaml"
+    starting.write_text(SLOW.replace("return lambda payload: time", "time"))
+    with up(base, file=starting) as run:
+        eventually(lambda: len(run.children()) == 2)
+        children = run.children()
+        (reaper,) = (one for one in psutil.Process(run.program.pid).children() if one not in children)
+        reaper.suspend()  # it is the last one to end
+        run.program.send_signal(signal.SIGINT)
+        eventually(lambda: gone(children))
+        for _ in range(2):
+            run.program.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                run.program.wait(1)
+        reaper.resume()
+        assert run.program.wait(PATIENCE_S) == 130
     assert runs(base) == []
 
 
@@ -209,7 +250,7 @@ def test_orders_reach_a_running_pipeline(base: Path) -> None:
 
 def test_a_terminal_gets_a_table_and_its_cursor_back(base: Path) -> None:
     leader, follower = pty.openpty()
-    arguments = [*OMNI, "up", "-f", str(HELLO), "--port", "0", "--set", f"endpoints.basePath={base}"]
+    arguments = [*by, *OMNI, "up", "-f", str(HELLO), "--port", "0", "--set", f"endpoints.basePath={base}"]
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     program = subprocess.Popen(arguments, stdout=follower, stderr=follower, stdin=follower, env=env, process_group=0)
     os.close(follower)

@@ -269,6 +269,23 @@ async def test_a_factory_that_starts_a_thread_and_raises_fails_the_start_with_it
     assert os.listdir(base) == []
 
 
+async def test_whoever_is_cancelled_while_a_run_is_given_up_is_so_when_its_folder_is_gone(base: Path) -> None:
+    up = pipeline(base, overrides=RAISING)
+    starting = asyncio.create_task(up.start())
+    await eventually(lambda: bool(up.pids()))
+    (reaper,) = (one for one in psutil.Process().children() if any("reaper.py" in word for word in one.cmdline()))
+    reaper.suspend()  # it is the last one to end
+    await eventually(lambda: not up.pids())
+    for _ in range(3):
+        starting.cancel()
+        await asyncio.sleep(0.1)
+        assert not starting.done(), "the run has a folder"
+    reaper.resume()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert os.listdir(base) == []
+
+
 def lingering(base: Path, factory: str, said: list[tuple[str, str]]) -> LocalPipeline:
     spec = PipelineConfig(
         name="lingering",
