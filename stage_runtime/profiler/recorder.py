@@ -24,19 +24,17 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from stage_runtime.errors import ConfigurationError
-from stage_runtime.profiler import events
+from stage_runtime.profiler import events, summaries
 from stage_runtime.profiler.templates import Template, TemplateNote
 from stage_runtime.profiler.writing import MAX_BYTES, MAX_QUEUED, EventLine, Writer
 
 log = logging.getLogger(__name__)
 
-MAX_TEXT: Final = 2_000  # characters of one string in the metadata
-MAX_ITEMS: Final = 100  # of one list or mapping in the metadata
 STOP_S: Final = 60.0  # that a stop waits for the writer, which makes a million lines in four seconds
 
-_SCALARS: Final = frozenset((int, float, bool, type(None)))
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 _now = time.time_ns
+_summarised = summaries.summarised
 
 
 class Traces(Protocol):
@@ -234,43 +232,3 @@ def _traced(
     except Exception as error:  # an author's request id that is none
         log.debug("a span is not traced", exc_info=error)
         return None
-
-
-def _summarised(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``metadata`` as JSON takes it; on the caller's thread, so that no tensor is held by the queue."""
-    for value in metadata.values():
-        kind = type(value)
-        if kind not in _SCALARS and not (kind is str and len(value) <= MAX_TEXT):
-            return {str(key): _summary(value) for key, value in list(metadata.items())[:MAX_ITEMS]}
-    return metadata
-
-
-def _summary(value: Any, depth: int = 0) -> Any:
-    """A value that JSON takes, small, without reading a tensor's contents; scalars stay scalars."""
-    try:
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        if isinstance(value, str):
-            return value[:MAX_TEXT]
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
-            shape = [int(size) for size in value.shape]
-            if not shape and str(getattr(value, "device", "cpu")) == "cpu":
-                return value.item()
-            device = str(getattr(value, "device", "cpu"))
-            kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__qualname__}"
-            return {
-                "__tensor_summary__": True,
-                "type": kind,
-                "shape": shape,
-                "dtype": str(value.dtype),
-                "device": device,
-            }
-        if depth < 3 and isinstance(value, Mapping):
-            return {str(key): _summary(item, depth + 1) for key, item in list(value.items())[:MAX_ITEMS]}
-        if depth < 3 and isinstance(value, list | tuple | set | frozenset):
-            return [_summary(item, depth + 1) for item in list(value)[:MAX_ITEMS]]
-        if isinstance(value, bytes | bytearray | memoryview):
-            return f"<{len(value)} bytes>"
-        return repr(value)[:MAX_TEXT]
-    except Exception as error:  # an author's object that cannot even be described
-        return f"<{type(value).__name__}: {type(error).__name__}>"

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from omnipipeline_spec.types.pods import COORDINATOR
-from stage_runtime.profiler import events, templates
+from stage_runtime.profiler import events, summaries, templates
 from stage_runtime.profiler.templates import TemplateNote
 
 log = logging.getLogger(__name__)
@@ -169,17 +169,35 @@ class Writer:
         """Add them to ``made``: in one call, or one by one where one may be no JSON, too long or beyond the bound."""
         try:
             encoded = _encoder.encode_lines(lines)
-        except Exception as error:  # an author's metadata
-            if len(lines) == 1:
-                self._log(error)
+        except Exception:  # an author's metadata
             encoded = b""
-        if 0 < len(encoded) <= MAX_LINE and self._expected + len(made) + len(encoded) <= self._max_bytes:
+        if 0 < len(encoded) <= MAX_LINE and self._room(made, encoded):
             made += encoded
-        elif len(lines) == 1:
-            self._dropped += 1
-        else:
-            for line in lines:
-                self._encode([line], made)
+            return
+        for line in lines:
+            encoded = self._alone(line)
+            if encoded and self._room(made, encoded):
+                made += encoded
+            else:
+                self._dropped += 1
+
+    def _alone(self, line: EventLine) -> bytes:
+        """As it is; or with its metadata made plain; or with little of them. Nothing: its names are no text."""
+        problem = ""
+        for make in (_as_it_is, summaries.plain, summaries.brief):
+            try:
+                encoded = _encoder.encode_lines([msgspec.structs.replace(line, metadata=make(line.metadata))])
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if len(encoded) <= MAX_LINE:
+                return encoded
+            problem = f"an event has {len(encoded)} bytes"
+        self._log(problem)
+        return b""
+
+    def _room(self, made: bytearray, more: bytes) -> bool:
+        return self._expected + len(made) + len(more) <= self._max_bytes
 
     def _write_notes(self) -> None:
         notes = [self.notes.popleft() for _ in range(len(self.notes))]
@@ -208,7 +226,7 @@ class Writer:
             except UnicodeEncodeError:
                 self._dropped += len(templates.of(note[0]))
 
-    def _log(self, error: Exception) -> None:
+    def _log(self, error: Exception | str) -> None:
         if not self._failed:
             self._failed = True
             log.error("events are lost (logged once per process): %s: %s", self.path, error)
@@ -255,6 +273,10 @@ class Writer:
                     file.write(lines)
                 if index % SLICE == SLICE - 1:
                     time.sleep(PAUSE_S)
+
+
+def _as_it_is(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    return metadata
 
 
 def notes_of(path: Path) -> Path:

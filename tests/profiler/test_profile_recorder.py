@@ -184,8 +184,8 @@ def test_a_line_that_a_full_disk_cuts_spoils_no_later_line(tmp_path: Path) -> No
 def test_one_event_that_is_no_json_costs_no_other(mine: Recorder, tmp_path: Path) -> None:
     path = mine.start("demo", tmp_path, "a")
     for number in range(200):
-        mine.record("x", str(number), "a", {"odd": object()} if number == 100 else {"ids": "n" * 100})
-    mine.emit("y", "long", "a", {str(each): "n" * 2000 for each in range(20)})
+        mine.record("x", "\ud800" if number == 100 else str(number), "a", {"ids": "n" * 100})
+    mine.emit("y", "long" * 5000, "a")
     mine.stop()
     assert [each["request_id"] for each in of_requests(path)] == [str(each) for each in range(200) if each != 100]
     assert lines(path)[-1]["metadata"]["dropped"] == 2
