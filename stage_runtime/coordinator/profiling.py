@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -107,8 +108,9 @@ class PipelineProfiling:
         self._measuring: asyncio.Task[Any] | None = None
         self._measured_at = loop.time()
         self._runs: dict[str, Run] = {}
-        self._order: tuple[str, ProfileOrder] | None = None  #: (run id, what was ordered) of the run that is recorded.
-        self._changing = asyncio.Lock()
+        self._order: ProfileOrder | None = None  #: Of the run that is recorded or is being started.
+        self._ends_at: float | None = None  #: By the loop's time. When the time of that run is over.
+        self._changing = asyncio.Lock()  #: Held while a run is started or stopped.
 
     # --- what a client asks for ---------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class PipelineProfiling:
         if not self._limits.enabled:
             raise RequestError("unsupported_endpoint", "profiling is switched off: profiling.enabled is false")
         async with self._changing:
+            self._forget_ended()
             run_id = paths.check_run_id(run_id) if run_id is not None else self._fresh_id()
             if self._session.recording is not None:
                 raise RequestError("duplicate_request", f"run {self._session.recording!r} is recorded: stop it first")
@@ -143,18 +146,19 @@ class PipelineProfiling:
                 config=config,
                 max_seconds=_seconds(max_seconds, self._limits.max_seconds if torch else 0),
             )
-            self._order = run_id, order
+            self._order, self._ends_at = order, None
             # The coordinator starts last and stops first: a request that it has recorded is recorded in every stage.
             answers = self._loop.create_task(self._questions.ask_all(lambda call: _start_message(call, order)))
             await asyncio.wait([answers], timeout=TOGETHER_S)
             # The coordinator's own process has no kernels: it records events, and takes no trace.
             own = await self._here(lambda: self._session.start(msgspec.structs.replace(order, torch_template=None)))
+            self._ends_at = self._loop.time() + order.max_seconds if order.max_seconds else None
             states = [self._own(own), *await answers]
             if states[0].state == STARTED:
                 self._remember(Run(run_id=run_id, event_dir=folder, started_at=time.time(), torch=torch))
                 await self._questions.measure_clocks()
             else:
-                self._order = None
+                self._order = self._ends_at = None
                 stopped = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
                 # of those that could not start either, why they could not
                 states[1:] = [each for each in states[1:] if each.state == FAILED] or stopped
@@ -173,13 +177,14 @@ class PipelineProfiling:
         Raises: RequestError: not_found: no run of this id is known, and no stage has stopped one.
         """
         async with self._changing:
+            self._forget_ended()
             known = run_id if run_id is not None else self._session.recording
             run = self._runs.get(known) if known is not None else None
             if run_id is not None and run is None:
                 paths.check_run_id(run_id)
             await self._questions.measure_clocks()
             own = self._own(await self._here(lambda: self._session.stop(run_id)))
-            self._order = None
+            self._forget_ended()
             states = await self._questions.ask_all(lambda call: ProfilerStop(call, run_id))
             if run is not None:
                 run.recording = False
@@ -194,6 +199,7 @@ class PipelineProfiling:
 
     def runs(self) -> list[Run]:
         """Newest first."""
+        self._look_for_its_end()
         return list(reversed(self._runs.values()))
 
     async def files(self, run_id: str) -> list[RunFile]:
@@ -246,7 +252,11 @@ class PipelineProfiling:
 
     def joined(self, instance: str) -> None:
         """A process that comes while a run is recorded takes part in it. Its answer has the offset of its clock."""
-        order = self._order[1] if self._order is not None else None
+        self._look_for_its_end()
+        order = self._order
+        if order is not None and self._ends_at is not None:
+            left = math.ceil(self._ends_at - self._loop.time())
+            order = msgspec.structs.replace(order, max_seconds=left) if left > 0 else None
         make = clock_question if order is None else lambda call: _start_message(call, order)
         member = self._members().get(instance)
         self._loop.create_task(self._questions.replies(processes({} if member is None else {instance: member}), make))
@@ -261,6 +271,7 @@ class PipelineProfiling:
             )
         if self._given is not None and self._given.recording is not None:
             self._given.thread.submit(self._given.expire)
+        self._look_for_its_end()
 
     def limit(self, limits: ProfileLimits) -> None:
         """The pipeline's resource has changed."""
@@ -290,6 +301,19 @@ class PipelineProfiling:
     async def _here(self, work: Callable[[], Made]) -> Made:
         return await self._loop.run_in_executor(self._session.thread, work)
 
+    def _look_for_its_end(self) -> None:
+        """The recorded run may have ended by its time limit, which nobody is told."""
+        if not self._changing.locked():
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Processes that join do not take part in a run that is not recorded here."""
+        if self._order is None or self._session.recording == self._order.run_id:
+            return
+        if (run := self._runs.get(self._order.run_id)) is not None:
+            run.recording = False
+        self._order = self._ends_at = None
+
     def _fresh_id(self) -> str:
         """Of the time, and different from all that are known."""
         name = time.strftime("run-%Y%m%d-%H%M%S")
@@ -297,6 +321,7 @@ class PipelineProfiling:
         return next(each for each in names if each not in self._runs)
 
     def _remember(self, run: Run) -> None:
+        self._runs.pop(run.run_id, None)  # of one that is recorded again, the last time counts
         self._runs[run.run_id] = run
         if len(self._runs) > RUNS_KEPT:
             del self._runs[next(iter(self._runs))]

@@ -295,4 +295,6 @@ async def test_a_run_that_nobody_stops_ends_by_itself(base: Path) -> None:
             return {each["complete"] for each in stopped.json()["processes"]} == {True}
 
         await eventually(over)
+        [run] = (await http.get("/profiles")).json()["runs"]
+        assert (run["run_id"], run["recording"]) == ("short", False)
         assert (await post(http, "/start_request_profile", {"run_id": "next"})).json()["complete"]
