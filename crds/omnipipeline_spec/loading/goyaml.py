@@ -21,11 +21,11 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from omnipipeline_spec.types.canonical import INT_BOUND, join
+from omnipipeline_spec.types.canonical import INT_BOUND, MAX_LEVELS, join
 from omnipipeline_spec.types.errors import UnreadableSpec
 
-MAX_NODES: Final = 200_000  # aliases can make a small text a huge value
-MAX_LEVELS: Final = 128  # each costs PyYAML and `_Reading` five calls on the stack
+MAX_NODES: Final = 200_000  # values and merged maps; aliases and merges can make a small text a huge value
+MAX_PATHS: Final = 64 << 20  # characters of the paths of all values: one key of 1 MB may be a part of very many
 MAX_DIGITS: Final = 66  # of an integer of 64 bits: in binary, with its prefix
 
 _WORDS: Final[Mapping[str, bool | None]] = {
@@ -53,17 +53,31 @@ def documents(text: str, source: str) -> tuple[Document, ...]:
 
     Raises: UnreadableSpec: not YAML, or YAML that kubectl would read differently. Names ``source`` and line.
     """
+    read = [_Reading(source).document(node) for node in _nodes(text, source)]
+    return tuple(document for document in read if document.value is not None)
+
+
+def _nodes(text: str, source: str) -> list[yaml.Node]:
+    """What PyYAML makes of each document."""
     try:
-        nodes = list(yaml.compose_all(text, Loader=_Composer))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise UnreadableSpec(f"{source}, line {line}: {error.problem or error.context}") from error
+        composer = _Composer(text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         message = f"the character U+{error.character:04X} is not allowed in YAML"
         raise UnreadableSpec(f"{source}, line {line}: {message}") from error
-    read = [_Reading(source).document(node) for node in nodes if node is not None]
-    return tuple(document for document in read if document.value is not None)
+    nodes: list[yaml.Node] = []
+    try:
+        while composer.check_node():
+            node = composer.get_node()
+            if node is not None:
+                nodes.append(node)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise UnreadableSpec(f"{source}, line {line}: {error.problem or error.context}") from error
+    except (ValueError, OverflowError) as error:  # PyYAML converts escapes and versions without a check
+        message = "an escape is beyond U+10FFFF, or the version of YAML is none"
+        raise UnreadableSpec(f"{source}, line {composer.line + 1}: {message}") from error
+    return nodes
 
 
 def scalar(text: str) -> bool | int | float | str | None:
@@ -124,6 +138,7 @@ class _Reading:
         self.source = source
         self.lines: dict[str, int] = {}
         self.count = 0
+        self.path_chars = 0
 
     def document(self, node: yaml.Node) -> Document:
         return Document(value=self.value(node, "", ()), lines=self.lines)
@@ -132,11 +147,11 @@ class _Reading:
         return UnreadableSpec(f"{self.source}, line {node.start_mark.line + 1}: {message}")
 
     def value(self, node: yaml.Node, path: str, inside: tuple[int, ...]) -> Any:
-        self.count += 1
-        if self.count > MAX_NODES:
-            raise self.fail(node, f"aliases expand the document beyond {MAX_NODES} values")
+        self.counted(node, path)
         if id(node) in inside:
             raise self.fail(node, "an alias contains itself")
+        if len(inside) >= MAX_LEVELS:  # aliases nest what is not nested in the text
+            raise self.fail(node, f"values are nested deeper than {MAX_LEVELS} levels")
         self.lines.setdefault(path, node.start_mark.line + 1)
         match node:
             case yaml.ScalarNode():
@@ -150,6 +165,15 @@ class _Reading:
                 self.tagged(node, "map")
                 return self.mapping(node, path, (*inside, id(node)))
         raise self.fail(node, f"{node.tag} is not supported in a spec")
+
+    def counted(self, node: yaml.Node, path: str) -> None:
+        """Before one more value, or one more map that is merged, is read."""
+        self.count += 1
+        self.path_chars += len(path)
+        if self.count > MAX_NODES:
+            raise self.fail(node, f"aliases expand the document beyond {MAX_NODES} values")
+        if self.path_chars > MAX_PATHS:
+            raise self.fail(node, f"the paths of all values have more than {MAX_PATHS} characters; use shorter keys")
 
     def tagged(self, node: yaml.Node, kind: str) -> None:
         if node.tag != f"{_TAG}{kind}":
@@ -172,13 +196,15 @@ class _Reading:
         for key_node, value_node in node.value:
             if isinstance(key_node, yaml.ScalarNode) and key_node.tag == "?" and key_node.value == "<<":
                 for mapping in self.merges(value_node, path, inside):
-                    merged = mapping | merged
+                    for key, value in mapping.items():  # not `mapping | merged`, which copies all that is merged
+                        merged.setdefault(key, value)
                 continue
             key = self.key(key_node)
+            place = join(path, key)
             if key in found:
-                raise self.fail(key_node, f"{join(path, key)} is written twice")
-            self.lines[join(path, key)] = key_node.start_mark.line + 1
-            found[key] = self.value(value_node, join(path, key), inside)
+                raise self.fail(key_node, f"{place} is written twice")
+            self.lines[place] = key_node.start_mark.line + 1
+            found[key] = self.value(value_node, place, inside)
         return merged | found
 
     def merges(self, node: yaml.Node, path: str, inside: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -187,6 +213,9 @@ class _Reading:
         for source in sources:
             if not isinstance(source, yaml.MappingNode) or id(source) in inside:
                 raise self.fail(source, "<< takes a map, or a list of maps")
+            self.counted(source, path)
+            if len(inside) >= MAX_LEVELS:
+                raise self.fail(source, f"values are nested deeper than {MAX_LEVELS} levels")
             yield self.mapping(source, path, (*inside, id(source)))
 
     def key(self, node: yaml.Node) -> str:

@@ -17,6 +17,7 @@ import msgspec
 from omnipipeline_spec.types.values import to_document
 
 INT_BOUND = 1 << 63  # the API server stores integers in 64 bits
+MAX_LEVELS = 128  # of nested lists and maps; each costs a reader of YAML five calls on the stack
 POINTLESS_BOUND = 1e21  # below it Go prints an integral float without an exponent; JSON reads an integer
 
 
