@@ -126,7 +126,7 @@ class RequestSession:
         self._outbox = outbox
         self._request: OmniRequest | None = None
         self._payload: StagePayload | None = None
-        self._wants_payload = False
+        self._wants_payload = 0  #: Calls of `payload` that wait.
         self._no_payload = False  #: None will come.
         self._open = set(sources)  #: Sources that may still send.
         self._chunks: deque[Chunk] = deque()  #: In order of arrival.
@@ -143,14 +143,16 @@ class RequestSession:
 
     async def payload(self) -> StagePayload:
         # Chunks may fill their window while we wait for the payload that their sender sends last: let them come.
-        self._wants_payload = True
-        for chunk in self._chunks:
-            self._consume(chunk)
-        while self._payload is None:
-            if self._no_payload:
-                raise running.no_payload()
-            await self._change()
-        self._wants_payload = False
+        self._wants_payload += 1
+        try:
+            for chunk in self._chunks:
+                self._consume(chunk)
+            while self._payload is None:
+                if self._no_payload:
+                    raise running.no_payload()
+                await self._change()
+        finally:  # a caller that gives up, and reads on, is a consumer that may lag
+            self._wants_payload -= 1
         return self._payload
 
     async def chunks(self, source: str | None = None) -> AsyncIterator[Chunk]:

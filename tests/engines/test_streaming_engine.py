@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import stage_runtime as omni
+from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine
 from stage_runtime.engines.loading import as_engine
+from stage_runtime.errors import RequestError
 from tests.engines.engine_kit import Rig, running
 
 
@@ -101,6 +103,41 @@ def test_a_function_that_waits_for_the_payload_first_does_not_hold_up_its_produc
         assert rig.outbox.several(300) == [("r1", "chunk", 1000 + index) for index in range(300)]
         assert rig.outbox.next() == ("r1", "done")
         assert len(rig.outbox.taken) == 300  # and each is told once
+
+
+async def gives_up(session: omni.Session) -> None:
+    waiting = asyncio.create_task(session.payload())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
+async def is_refused(session: omni.Session) -> None:
+    with pytest.raises(RequestError, match="no payload comes"):
+        await session.payload()
+
+
+@pytest.mark.parametrize("asks", [gives_up, is_refused])
+def test_a_function_that_has_given_up_on_its_payload_takes_chunks_only_when_it_reads_them(asks: Any) -> None:
+    async def fn(session: omni.Session) -> AsyncIterator[Any]:
+        await asks(session)
+        yield omni.Chunk("goes on")
+        async for _ in session.chunks("b"):
+            break
+        yield omni.Chunk([source for _, source in rig.outbox.taken])
+        yield omni.Chunk([chunk.data async for chunk in session.chunks("a")])
+
+    with running(streaming(fn, sources=("a", "b"))) as rig:
+        rig.chunk("r1", 0)
+        rig.inbox.put(events.NoPayload("r1", rig.work("r1")))
+        assert rig.outbox.next() == ("r1", "chunk", "goes on")
+        before = len(rig.outbox.taken)
+        for index in range(1, 4):
+            rig.chunk("r1", index, index=index)
+        rig.chunk("r1", 0, "b")
+        rig.done("r1")
+        assert rig.outbox.next() == ("r1", "chunk", ["a"] * before + ["b"])
+        assert rig.outbox.next() == ("r1", "chunk", [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("first", ["nothing", "payload", "chunk"])
