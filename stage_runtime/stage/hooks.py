@@ -9,6 +9,7 @@ from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import HookError, RequestError, describe
 from stage_runtime.rules import routing
+from stage_runtime.rules.failures import failure_of
 from stage_runtime.wire.values import OmniRequest, Routed, StagePayload
 
 LAZY: Final = (Awaitable, Generator, AsyncGenerator)  # what a hook gives that has not computed anything yet
@@ -79,8 +80,11 @@ class Hooks:
     def _call(self, hook: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             returned = function(*arguments)
-        except RequestError:
-            raise
+        except RequestError as error:  # a new one: the author may raise the same object elsewhere
+            failure = failure_of(error, self._plan.name, hook)
+            raise RequestError(
+                failure.code, failure.message, stage=failure.stage, hook=failure.hook, param=failure.param
+            ) from error
         except BaseException as error:
             raise HookError(self._plan.name, hook, describe(error)) from error
         if isinstance(returned, LAZY):

@@ -141,3 +141,36 @@ def async_project(payload: omni.StagePayload) -> Any:
 def async_merge(inputs: dict[str, omni.StagePayload]) -> Any:
     bad = next(iter(inputs.values())).request.id.startswith("bad")
     return _later() if bad else merge_all(inputs)
+
+
+REFUSED = omni.InvalidRequest("no speech", param="audio")  # one for all hooks, as an author may keep one
+
+
+def refused_if_told(request_id: str) -> None:
+    if request_id.startswith("bad"):
+        raise REFUSED
+
+
+def refusing_route_fn(request_id: str, output: Any) -> str:
+    refused_if_told(request_id)
+    return "b"
+
+
+def refusing_project_payload(payload: omni.StagePayload) -> Any:
+    refused_if_told(payload.request.id)
+    return payload
+
+
+def refusing_stream_done_to_fn(request_id: str, output: Any) -> list[str]:
+    refused_if_told(request_id)
+    return ["b"]
+
+
+def refusing_wait_for_fn(request_id: str, source: str, payload: omni.StagePayload) -> list[str]:
+    refused_if_told(request_id)
+    return ["a", "b"]
+
+
+def refusing_merge_fn(inputs: dict[str, omni.StagePayload]) -> Any:
+    refused_if_told(next(iter(inputs.values())).request.id)
+    return merge_all(inputs)

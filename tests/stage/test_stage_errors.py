@@ -100,6 +100,35 @@ async def test_a_fan_in_hook_that_raises_fails_its_request_with_its_name(
         assert made.failed()["bad"] == Failure("stage_failed", message, "join", hook)
 
 
+@pytest.mark.parametrize("hook", ["route_fn", "project_payload[b]", "stream_done_to_fn"])
+async def test_a_hook_that_refuses_the_request_is_named_in_the_refusal(hook: str) -> None:
+    field = hook.partition("[")[0]
+    function = f"stage_functions:refusing_{field}"
+    fields: dict[str, Any] = {field: {"b": function} if field == "project_payload" else function}
+    if field == "stream_done_to_fn":
+        fields["stream_to"] = ("b",)
+    async with world() as made:
+        two_stages(made, streams if "stream_to" in fields else echo, **fields)
+        made.submit("bad", "a", "x")
+        made.submit("good", "a", "y")
+        await made.until(lambda: "bad" in made.failed() and "good" in made.results())
+        assert made.failed()["bad"] == Failure("invalid_request", "no speech", "a", hook, "audio")
+
+
+@pytest.mark.parametrize("hook", ["wait_for_fn", "merge_fn"])
+async def test_a_fan_in_hook_that_refuses_the_request_is_named_in_the_refusal(hook: str) -> None:
+    fields = {"merge_fn": "stage_functions:merge_all"} | {hook: f"stage_functions:refusing_{hook}"}
+    async with world() as made:
+        for name in ("a", "b"):
+            made.process(f"p{name}", [plan(name, next=("join",))], {name: lambda payload: {"id": payload.request.id}})
+        join = plan("join", wait_for=("a", "b"), inputs_from=("a", "b"), terminal=True, **fields)
+        made.process("pj", [join], {"join": echo})
+        for name in ("a", "b"):
+            made.submit("bad", name)
+        await made.until(lambda: "bad" in made.failed())
+        assert made.failed()["bad"] == Failure("invalid_request", "no speech", "join", hook, "audio")
+
+
 def raises(error: BaseException) -> Any:
     def run(payload: omni.StagePayload) -> Any:
         if payload.request.id == "bad":
