@@ -95,6 +95,7 @@ class NamedInbox:
     def __init__(self, inbox: Inbox, outbox: Outbox) -> None:
         self._inbox = inbox
         self._outbox = outbox
+        self.abort = inbox.abort
         self.ids = RequestIds()
 
     def get(self, timeout: float | None = None) -> events.Incoming | None:
@@ -136,11 +137,12 @@ class NamedOutbox:
 
     ``put`` of an `Emit` may give a gate, a ``concurrent.futures.Future``: that request's consumer lags a whole window
     behind, and the engine does well to compute nothing more for it until the gate is done. What cannot be sent fails
-    its request, never the engine's loop.
+    its request, never the engine's loop, which gets an `Abort` of it.
     """
 
     def __init__(self, inbox: NamedInbox, outbox: Outbox) -> None:
         self._ids = inbox.ids
+        self._abort = inbox.abort
         self._outbox = outbox
 
     def put(self, output: events.Outgoing) -> Gate | None:
@@ -151,8 +153,7 @@ class NamedOutbox:
             error = TypeError(f"outbox.put takes Emit, Done or Failed, not {type(output).__name__}")
             if work is None:
                 raise error
-            self._ids.end(str(name))
-            self._outbox.fail(work, error)
+            self._fail(work, error)
             return None
         if work is None:
             return None
@@ -170,11 +171,17 @@ class NamedOutbox:
         return None
 
     def _emit(self, work: Work, output: events.Emit) -> Gate | None:
+        if work.over:
+            return None
         try:
             gate = self._outbox.emit(work, output.chunk)
             self._outbox.settle()
             return gate
         except BaseException as error:
-            self._ids.end(output.request_id)
-            self._outbox.fail(work, error)
+            self._fail(work, error)
             return None
+
+    def _fail(self, work: Work, error: BaseException) -> None:
+        """The request fails, and the engine, which does not know it, gets an `Abort`."""
+        self._outbox.fail(work, error)
+        self._abort(work)

@@ -11,7 +11,7 @@ import pytest
 import stage_runtime as omni
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
-from stage_runtime.errors import HookError
+from stage_runtime.errors import HookError, ValueRefused
 from tests.engines.engine_kit import PATIENCE_S, Rig, gate, running
 
 
@@ -85,9 +85,14 @@ def test_what_names_no_request_reaches_none(said: Any) -> None:
 
 
 def test_an_event_that_is_no_answer_fails_its_request_and_not_the_loop() -> None:
+    told: list[str] = []
+
     def step(event: Any, outbox: Any) -> None:
-        outbox.put(event)
-        outbox.put(events.Done(event.request_id, "late"))
+        if isinstance(event, events.Abort):
+            told.append(event.request_id)
+        else:
+            outbox.put(event)
+            outbox.put(events.Done(event.request_id, "late"))
 
     with running(as_engine(Loop(step))) as rig:
         for request_id in ("r1", "r2"):
@@ -95,6 +100,7 @@ def test_an_event_that_is_no_answer_fails_its_request_and_not_the_loop() -> None
             said = (request_id, "failed", "TypeError: outbox.put takes Emit, Done or Failed, not Start")
             assert rig.outbox.next() == said
     assert rig.outbox.said.empty()
+    assert told == ["r1", "r2"]
 
 
 def test_a_chunk_that_cannot_be_sent_fails_its_request_and_not_the_loop() -> None:
@@ -105,6 +111,29 @@ def test_a_chunk_that_cannot_be_sent_fails_its_request_and_not_the_loop() -> Non
         rig.outbox.refuses = None
         rig.start("r2", "x")
         assert rig.outbox.several(2) == [("r2", "chunk", "working"), ("r2", "done", "x")]
+
+
+def test_a_loop_hears_of_the_abort_of_a_request_whose_chunk_cannot_be_sent() -> None:
+    """It keeps the state of its requests until it has ended them or is told."""
+    states: dict[str, Any] = {}
+
+    def step(event: Any, outbox: Any) -> None:
+        match event:
+            case events.Start():
+                states[event.request_id] = event.payload.data
+                outbox.put(events.Emit(event.request_id, omni.Chunk(object())))
+                outbox.put(events.Emit(event.request_id, omni.Chunk("late")))
+            case events.Abort():
+                del states[event.request_id]
+
+    with running(as_engine(Loop(step))) as rig:
+        rig.outbox.refuses = ValueRefused("chunk.data", "object of type object")
+        for _ in range(2):  # a client that uses its id again
+            rig.start("r1")
+            assert rig.outbox.next()[:2] == ("r1", "failed")
+            del rig.works["r1"]
+    assert states == {}
+    assert rig.outbox.said.empty()
 
 
 def test_a_loop_is_told_when_a_consumer_lags() -> None:
