@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -21,23 +21,34 @@ def isolate(value: Any, *, where: str = "payload.data", as_fields: bool = False)
     return Isolation().run(value, where, as_fields=as_fields)
 
 
+#: What an item of a list is counted as: a float in MessagePack. The items of small lists do not matter.
+ITEM_NBYTES: Final = 9
+
+
 class Isolation(checking.Walk):
     """Gives fresh containers around leaves that share their memory."""
 
     rebuild = True
-    plain = frozenset([type(None), bool, float, bytes])
-    walkers = {
-        dict: checking.Walk.walk_dict,
-        list: checking.Walk.walk_list,
-        int: checking.check_int,
-        str: checking.check_str,
-    }
+    plain = frozenset([type(None), bool, float])
 
-    __slots__ = ("seen",)
+    __slots__ = ("nbytes", "seen")
 
     def __init__(self) -> None:
         super().__init__()
+        self.nbytes = 0  #: About as many bytes as would travel to another process; tensors and arrays exactly.
         self.seen: dict[int, Any] = {}  #: An object that is there twice arrives as one, as from another process.
+
+    def walk_list(self, value: list[Any]) -> list[Any]:
+        self.nbytes += ITEM_NBYTES * len(value)
+        return checking.Walk.walk_list(self, value)
+
+    def walk_str(self, value: str) -> str:
+        self.nbytes += len(value)
+        return checking.check_str(self, value)
+
+    def walk_bytes(self, value: bytes) -> bytes:
+        self.nbytes += len(value)
+        return value
 
     def walk_struct(self, value: msgspec.Struct) -> Any:
         return type(value)(**self.struct_fields(value))
@@ -52,7 +63,17 @@ class Isolation(checking.Walk):
 
     def _fresh(self, value: Any, fresh: Any) -> Any:
         self.seen[id(value)] = fresh
+        self.nbytes += fresh.nbytes
         return fresh
 
     def raw(self, value: values.RawTensor) -> Any:
+        self.nbytes += memoryview(value.data).nbytes
         return value
+
+    walkers = {
+        dict: checking.Walk.walk_dict,
+        list: walk_list,
+        int: checking.check_int,
+        str: walk_str,
+        bytes: walk_bytes,
+    }

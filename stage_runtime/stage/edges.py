@@ -44,19 +44,20 @@ class LocalEdge:
         timings = work.timing(self._stage)
         fields: dict[str, Any] = {
             "request": encoding.reissued(payload.request),
-            "data": self._shared(work, payload.data, "payload.data"),
+            "data": self._process.shared(self._stage, self._neighbour, work, payload.data, "payload.data"),
         }
         self._input.payload(work.header(), self._stage, Passed(fields), timings)
 
     def chunk(self, work: RequestWork, chunk: Chunk) -> None:
         target = self._neighbour
-        fields: dict[str, Any] = {
-            "data": self._shared(work, chunk.data, "chunk.data"),
-            "metadata": self._shared(work, chunk.metadata, "chunk.metadata"),
-        }
+        data, nbytes = self._process.measured(self._stage, target, work, chunk.data, "chunk.data")
+        metadata, more = self._process.measured(self._stage, target, work, chunk.metadata, "chunk.metadata")
+        fields: dict[str, Any] = {"data": data, "metadata": metadata}
         if work.request is not None and work.sent(target) == 0:
             fields["request"] = encoding.reissued(work.request)
-        self._input.chunk(work.header(), self._stage, work.number(target), chunk.modality, Passed(fields))
+        weight = streams.weight(nbytes + more)
+        index = work.number(target, weight)
+        self._input.chunk(work.header(), self._stage, index, chunk.modality, Passed(fields), weight)
 
     def end(self, work: RequestWork) -> None:
         """The stream is complete. Of an empty one it is the first message to the target, and brings the request."""
@@ -89,9 +90,6 @@ class LocalEdge:
     def stalled(self, stalled: bool) -> None:
         """All workers of the stage wait for the neighbour, or no longer."""
         self._input.source_stalled(self._stage, self._process.incarnation, stalled)
-
-    def _shared(self, work: RequestWork, value: Any, where: str) -> Any:
-        return self._process.shared(self._stage, self._neighbour, work, value, where)
 
 
 class _SendingEdge:

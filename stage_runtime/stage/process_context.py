@@ -56,6 +56,14 @@ class ProcessContext:
             return isolated
         return self.mutation_check.passed(source, target, work.key, isolated, where)
 
+    def measured(self, source: str, target: str, work: RequestWork, value: Any, where: str) -> tuple[Any, int]:
+        """As `shared`, with about the number of bytes that would travel to another process."""
+        isolation = isolating.Isolation()
+        isolated = isolation.run(value, where)
+        if self.mutation_check is not None:
+            isolated = self.mutation_check.passed(source, target, work.key, isolated, where)
+        return isolated, isolation.nbytes
+
     def began(self, stage: str) -> None:
         """For the mutation check, as `gave` and `ended`."""
         if self.mutation_check is not None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from stage_runtime.errors import ProtocolError, ValueRefused
 from stage_runtime.payloads import checking, encoding, fingerprints, isolating, pack
+from stage_runtime.rules import streams
 from stage_runtime.wire import tensorrefs, values
 from stage_runtime.wire.tensorrefs import TensorRef
 from stage_runtime.wire.values import RawTensor, message
@@ -461,6 +462,32 @@ def test_64_levels_travel() -> None:
     assert travel(deep) == deep
     with pytest.raises(ValueRefused):
         encoding.extract([deep])
+
+
+ONE_LARGE_ARRAY = np.zeros(300_000)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"text": "short", "number": 1},
+        np.zeros(200_000),
+        np.zeros((400, 1000))[:, ::2],
+        {"deep": [{"tensor": torch.zeros(100_000)}]},
+        {"twice": [ONE_LARGE_ARRAY, ONE_LARGE_ARRAY]},
+        b"x" * 200_000,
+        ["x" * 200_000],
+        [0.5] * 50_000,
+        [[0.5] * 500] * 100,
+        values.Audio(np.zeros(100_000, np.float32), 16_000),
+        RawTensor("float32", (50_000,), memoryview(bytes(200_000)).cast("f")),
+    ],
+)
+def test_an_isolated_value_weighs_in_a_window_what_one_that_travels_weighs(value: Any) -> None:
+    isolation = isolating.Isolation()
+    isolation.run(value, "chunk.data")
+    assert streams.weight(isolation.nbytes) == streams.weight(encoding.extract(value).nbytes)
 
 
 def test_isolated_containers_are_fresh_and_tensors_shared() -> None:

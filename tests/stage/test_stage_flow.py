@@ -198,7 +198,19 @@ async def test_a_producer_is_held_back_by_a_consumer_that_lags(apart: bool) -> N
         await made.until(lambda: made.results() == {"r1": list(range(1000))})
 
 
-async def test_a_window_holds_fewer_large_chunks_and_opens_as_they_are_taken() -> None:
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(
+    "large",
+    [
+        lambda index: np.full(64 << 10, index % 251, np.uint8),
+        lambda index: {"beside": 1, "samples": torch.full((64 << 10,), index % 251, dtype=torch.uint8)},
+        lambda index: bytes([index % 251]) * (64 << 10),
+    ],
+    ids=["array", "tensor", "bytes"],
+)
+async def test_a_window_holds_fewer_large_chunks_and_opens_as_they_are_taken(
+    large: Callable[[int], Any], apart: bool
+) -> None:
     """64 KiB take two units each: 128 of them fill the window, and every one that is taken gives two back."""
     sent = 0
     go = asyncio.Event()
@@ -207,21 +219,24 @@ async def test_a_window_holds_fewer_large_chunks_and_opens_as_they_are_taken() -
     def produce(payload: omni.StagePayload) -> Iterator[Any]:
         nonlocal sent
         for index in range(500):
-            yield omni.Chunk(np.full(64 << 10, index % 251, np.uint8))
+            yield omni.Chunk(large(index))
             sent = index + 1
         yield omni.Result(None)
+
+    def first(data: Any) -> int:
+        return int(data["samples"][0] if isinstance(data, dict) else data[0])
 
     async def consume(session: omni.Session) -> AsyncIterator[Any]:
         consumer_loop.append(asyncio.get_running_loop())
         await go.wait()
-        yield omni.Result([int(chunk.data[0]) async for chunk in session.chunks()])
+        yield omni.Result([first(chunk.data) async for chunk in session.chunks()])
 
     plans = [
         plan("a", next=("b",), stream_to=("b",), relay=RelayPlan(credits=1000)),
         plan("b", terminal=True, inputs_from=("a",), stream_from=("a",)),
     ]
     async with world() as made:
-        place(made, plans, {"a": produce, "b": omni.Streaming(consume)}, apart=True)
+        place(made, plans, {"a": produce, "b": omni.Streaming(consume)}, apart=apart)
         made.submit("r1", "a")
         await made.until(lambda: sent >= STREAM_WINDOW // 2 - 1 and bool(consumer_loop))
         await made.settle()
