@@ -226,6 +226,7 @@ class _Context:
     device = "cpu"
     model_path: str | None = None
     model_revision: str | None = None
+    rendezvous: str | None = None
     tp_rank = 0
     tp_size = 1
     logger = logging.getLogger("stage.test")
