@@ -133,8 +133,8 @@ def test_every_mount_has_its_volume() -> None:
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-CLAIM = {"type": "PersistentVolumeClaim", "size": "10Gi"}
-FETCHED = {"modelPath": "some/model", "modelCache": {**CLAIM, "prefetch": {"enabled": True}}}
+CLAIM: dict[str, Any] = {"type": "PersistentVolumeClaim", "size": "10Gi"}
+FETCHED: dict[str, Any] = {"modelPath": "some/model", "modelCache": {**CLAIM, "prefetch": {"enabled": True}}}
 
 
 def job_of(made: children.Children) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def event(reason: str, age_s: float) -> dict[str, Any]:
     return {"reason": reason, "message": f"{reason}\n  because", "lastTimestamp": rfc3339(NOW - age_s)}
 
 
-NEEDS = {"envFrom": [{"secretRef": {"name": "hub"}}], "code": {"configMapRef": {"name": "code"}}}
+NEEDS: dict[str, Any] = {"envFrom": [{"secretRef": {"name": "hub"}}], "code": {"configMapRef": {"name": "code"}}}
 
 
 async def test_units_with_missing_references_are_held_and_each_reference_is_checked_once() -> None:
