@@ -250,7 +250,7 @@ def test_orders_reach_a_running_pipeline(base: Path) -> None:
 
 def test_a_terminal_gets_a_table_and_its_cursor_back(base: Path) -> None:
     leader, follower = pty.openpty()
-    arguments = [*by, *OMNI, "up", "-f", str(HELLO), "--port", "0", "--set", f"endpoints.basePath={base}"]
+    arguments = [*OMNI, "up", "-f", str(HELLO), "--port", "0", "--set", f"endpoints.basePath={base}"]
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     program = subprocess.Popen(arguments, stdout=follower, stderr=follower, stdin=follower, env=env, process_group=0)
     os.close(follower)
