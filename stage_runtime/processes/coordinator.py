@@ -30,6 +30,7 @@ from stage_runtime.sockets.channels import Channels
 from stage_runtime.web import app as web
 from stage_runtime.web import routes
 from stage_runtime.web.apikeys import ApiKeys
+from stage_runtime.web.connections import ConnectionLimits
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.server import Server
 from stage_runtime.web.settings import WebSettings
@@ -77,7 +78,8 @@ async def _serve(settings: CoordinatorSettings) -> int:
         on_own_port = bool(settings.admin_port)
         app = web.make_app(manager, shown, codecs=codecs, metrics=metrics, admin=[] if on_own_port else admin)
         drain_s = drain_seconds(settings.plan.drain_timeout_s)
-        server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=drain_s)
+        limits = ConnectionLimits(unread_nbytes=shown.max_held_bytes)
+        server = Server(app, host=settings.http_host, port=settings.http_port, drain_s=drain_s, limits=limits)
         await server.__aenter__()
         serving, tasks = Tasks(ended), stack.enter_context(Tasks(ended))
         serving.start("HTTP server", server.ended())

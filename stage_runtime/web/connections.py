@@ -57,6 +57,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     discard_s: float = 5.0  #: For the rest of a body whose request is answered; clients see the answer meanwhile.
     write_s: float = 60.0  #: In which a client that has bytes to read must take ``write_nbytes``.
     write_nbytes: int = 16 << 10
+    unread_nbytes: int = 512 << 20  #: Of answers that clients have not taken, all together.
+    unread_s: float = 5.0  #: A client that is given more than fits has so long before it may be cut off for that.
     pipelined: int = 16  #: Requests that wait behind the one that is answered; about 6 KiB each.
     connections: int = 0  #: At once; 0: half of the descriptors that the process may have, at most `MOST`.
     sweep_s: float = 1.0
@@ -110,6 +112,7 @@ class HttpConnection(HttpToolsProtocol):
         self._gone: Callable[[], object] | None = None  #: See `watch`.
         self._outstanding: int | None = None  #: Bytes that the client has not taken, when that was last looked at.
         self._stalled_since = 0.0
+        self.unread_since: float | None = None  #: It has been given more than it takes at once; None: it has not.
         if len(self.connections) > self.most:
             self._refuse(RequestError("rate_limited", f"{self.most} connections are open", retry_after_s=1.0), 429)
             transport.close()
@@ -287,6 +290,19 @@ class HttpConnection(HttpToolsProtocol):
 
     # --- what takes too long ------------------------------------------------------------------------------------
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread_since = self.loop.time()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unread_since = None
+
+    def cut_off(self, why: str) -> None:
+        """End it without what it has not taken."""
+        _log.info("a client %s and is cut off", why)
+        self.transport.abort()
+
     def sweep(self, now: float) -> None:
         """End the connection if its time is over."""
         waited = now - self._since
@@ -317,8 +333,7 @@ class HttpConnection(HttpToolsProtocol):
         elif self._outstanding is None or self._outstanding - outstanding >= self.limits.write_nbytes:
             self._outstanding, self._stalled_since = outstanding, now
         elif now - self._stalled_since > self.limits.write_s:
-            _log.info("a client did not read for %g s and is cut off", self.limits.write_s)
-            self.transport.abort()
+            self.cut_off(f"did not read for {self.limits.write_s:g} s")
 
     def _untaken(self) -> int:
         """Bytes written that the client's kernel has not acknowledged."""
@@ -368,3 +383,17 @@ class IdleConnections:
         now = self._loop.time()
         for connection in list(self._connections):
             connection.sweep(now)
+        self._bound_unread(now)
+
+    def _bound_unread(self, now: float) -> None:
+        """Answers of requests that are over are in no other count. The longest unread go first; one may be any size."""
+        unread = [one for one in self._connections if one.unread_since is not None]
+        over = sum(one.transport.get_write_buffer_size() for one in unread) - self._limits.unread_nbytes
+        if over <= 0:
+            return
+        unread.sort(key=lambda one: one.unread_since)
+        for one in unread[:-1]:
+            if over <= 0 or now - one.unread_since <= self._limits.unread_s:
+                return
+            over -= one.transport.get_write_buffer_size()
+            one.cut_off("reads slowly while unread answers take too much memory")

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -312,6 +313,33 @@ async def test_a_client_that_never_reads_is_cut_off_and_one_that_reads_slowly_is
                 got = len(await loop.sock_recv(slowly, 65_536))
                 assert got
                 taken += got
+
+
+@pytest.mark.parametrize("headers", [[], [b"connection: close"]])
+async def test_unread_answers_are_bounded_together_and_the_last_of_them_is_never_cut_off(headers: list[bytes]) -> None:
+    """Their requests are over, so neither ``maxInFlight`` nor the bytes of bodies count them."""
+    size, count = 8 << 20, 8
+    limits = ConnectionLimits(sweep_s=0.02, unread_nbytes=1 << 20, unread_s=0.1)
+    async with start(play(ResultEvent(stage="talk", data="x" * size)), limits=limits) as running:
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as stack:
+            for number in range(1, count + 1):
+                last = stack.enter_context(narrow(running))
+                last.setblocking(False)
+                await loop.sock_connect(last, ("127.0.0.1", running.server.port))
+                await loop.sock_sendall(last, post(1, *headers))
+                await until(partial(completed, running, number))
+            await until(lambda: running.server.open_connections == 1)
+            taken = 0
+            async with asyncio.timeout(PATIENCE_S):
+                while taken < size:
+                    taken += len(await loop.sock_recv(last, 65_536))
+                    await asyncio.sleep(0.001)
+        await serves(running)
+
+
+def completed(running: Running, count: int) -> bool:
+    return [handle.outcome for handle in running.manager.handles] == ["completed"] * count
 
 
 def narrow(running: Running) -> socket.socket:
