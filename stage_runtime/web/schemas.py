@@ -165,7 +165,7 @@ class TranscriptionFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tr
     temperature: Share | None = None
     stream: bool | None = None
     timestamp_granularities: list[Literal["word", "segment"]] | None = None
-    chunking_strategy: Any = None
+    chunking_strategy: Literal["auto"] | None = None  # stages split audio as they do
     include: list[str] | None = None
     seed: int | None = None
     user: str | None = None

@@ -522,6 +522,7 @@ async def test_a_transcription_streams_deltas_and_ends_with_the_whole() -> None:
         ({"response_format": "srt"}, "response_format"),
         ({"temperature": 7}, "temperature"),
         ({"include": ["logprobs"]}, "include"),
+        ({"extra_body": {"chunking_strategy": "server_vad"}}, "chunking_strategy"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities"),
         ({"extra_body": {"langage": "en"}}, "langage"),
         ({"file": ("q.wav", b"", "audio/wav")}, "file"),
