@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_runtime.engines.autoregressive import parameters, tools
+from stage_runtime.engines.autoregressive import parameters, prompting, tools
+from stage_runtime.engines.autoregressive.answers import LONG
 from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
 from stage_runtime.engines.autoregressive.tools import Call, CallParser
 from stage_runtime.errors import InvalidRequest
+from stage_runtime.wire.values import OmniRequest, StagePayload
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
@@ -104,3 +107,35 @@ def test_earlier_calls_are_given_to_templates_as_objects() -> None:
     for broken in ({}, {"function": 3}, {"function": {"name": "f", "arguments": "{"}}):
         with pytest.raises(InvalidRequest, match=r"messages\[2\]"):
             tools.spoken(broken, 2)
+
+
+def chat_with(calls: Any, content: str = "") -> StagePayload:
+    said = {"role": "assistant", "content": [{"type": "text", "text": content}], "tool_calls": calls}
+    return StagePayload(request=OmniRequest(id="r", kind="chat", inputs={"messages": [said]}), data=None)
+
+
+def test_arguments_of_earlier_calls_have_together_as_many_values_as_a_body() -> None:
+    def calls(count: int, values: int) -> list[Any]:
+        return [{"function": {"name": "f", "arguments": f"[{','.join(['[]'] * values)}]"}}] * count
+
+    prompt = prompting.default_prompt(chat_with(calls(8, 2000)))
+    assert prompt.messages is not None and len(prompt.messages[0]["tool_calls"]) == 8
+    for too_many in (calls(1, 140_000), calls(70, 2000)):
+        with pytest.raises(InvalidRequest, match="the arguments of earlier calls have more than 131072 values"):
+            prompting.default_prompt(chat_with(too_many))
+
+
+@pytest.mark.parametrize("calls", [3, "f", [3], [{"function": 3}], [{"function": {"name": "f", "arguments": 3}}]])
+def test_earlier_calls_that_are_none_are_the_clients_fault(calls: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        prompting.default_prompt(chat_with(calls))
+
+
+def test_a_prompt_is_as_long_as_its_calls_and_tools_too() -> None:
+    """So one that is long is encoded apart, and no step of others waits for it."""
+    call = {"function": {"name": "f", "arguments": msgspec.json.encode({"text": "x" * 9000}).decode()}}
+    assert prompting.size(prompting.default_prompt(chat_with([call]))) > LONG
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 9000}}
+    request = OmniRequest(id="r", kind="chat", inputs=chat_with([]).request.inputs, params={"tools": [tool]})
+    assert prompting.size(prompting.default_prompt(StagePayload(request=request, data=None))) > LONG
+    assert prompting.size(prompting.default_prompt(chat_with([], "x" * 5000))) < LONG

@@ -27,6 +27,7 @@ def default_prompt(payload: StagePayload) -> Prompt:
     if isinstance(data, str):
         return Prompt(text=data, params=request.params)
     if messages:
+        tools.check_arguments(messages)
         spoken = [_spoken(index, item) for index, item in enumerate(messages)]
         template = dict(_template(request.params))
         if offered := tools.offered(request.params):
@@ -54,8 +55,10 @@ def _spoken(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     spoken = {"role": message["role"], "content": "".join(str(part["text"]) for part in parts)}
     # Of earlier calls and their results; templates differ in which of them they read.
     spoken |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
-    if message.get("tool_calls"):
-        spoken["tool_calls"] = [tools.spoken(call, index) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list | tuple):
+            raise InvalidRequest(f"messages[{index}].tool_calls: no calls of functions", param="messages")
+        spoken["tool_calls"] = [tools.spoken(call, index) for call in calls]
     return spoken
 
 
@@ -95,7 +98,8 @@ def size(prompt: Prompt) -> int:
     """About how many characters are to be encoded."""
     if prompt.tokens is not None or prompt.parts is not None:
         return 0 if prompt.tokens is None else len(prompt.tokens)
-    return len(prompt.text or "") + sum(len(str(one.get("content", ""))) for one in prompt.messages or ())
+    said = sum(len(str(value)) for one in prompt.messages or () for value in one.values())
+    return len(prompt.text or "") + said + len(str(prompt.template))
 
 
 def encode(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> tuple[list[int], Any]:

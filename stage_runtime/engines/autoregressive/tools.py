@@ -7,7 +7,7 @@ for. A list of calls inside one pair of tags is read, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from stage_runtime.errors import InvalidRequest
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
 MOST: Final = 128  # OpenAI's bound
+MOST_VALUES: Final = 1 << 17  # as of a body, in which arguments are text: millions of lists take seconds of a step
 
 INSTRUCTIONS: Final = """You may call functions. Their signatures, as JSON inside <tools> tags:
 <tools>
@@ -101,6 +102,24 @@ def grammar(functions: Sequence[Mapping[str, Any]]) -> str:
         rules.append(f"call_{index}: %json {json.dumps(schema)}")
     calls = " | ".join(f"call_{index}" for index in range(len(rules)))
     return "\n".join([f'start: "{BEGIN}\\n" call "\\n{END}"', f"call: {calls}", *rules])
+
+
+def check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Before they are read. Raises: InvalidRequest: the arguments of earlier calls have too many values."""
+    texts = [text for message in messages for text in _arguments(message.get("tool_calls"))]
+    if sum(1 + text.count(",") + text.count("[") + text.count("{") for text in texts) > MOST_VALUES:
+        raise InvalidRequest(
+            f"messages: the arguments of earlier calls have more than {MOST_VALUES} values", param="messages"
+        )
+
+
+def _arguments(calls: Any) -> Iterator[str]:
+    """What `spoken` will read. Not what is no call: it refuses that."""
+    for call in calls if isinstance(calls, list | tuple) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        text = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(text, str):
+            yield text
 
 
 def spoken(call: Any, index: int) -> dict[str, Any]:
