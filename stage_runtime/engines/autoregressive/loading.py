@@ -16,7 +16,7 @@ from stage_runtime.engines.autoregressive.embeddings import ModelEmbeddings
 from stage_runtime.engines.autoregressive.executors import InlineExecutor
 from stage_runtime.engines.autoregressive.grammars import Grammars
 from stage_runtime.engines.autoregressive.model_runner import ModelRunner
-from stage_runtime.engines.autoregressive.models import PagedModel, load_model
+from stage_runtime.engines.autoregressive.models import PagedModel, load_model, settle_long_rope
 from stage_runtime.engines.autoregressive.models import load_tokenizer as load_tokenizer
 from stage_runtime.engines.autoregressive.parallel import sharding
 from stage_runtime.engines.autoregressive.parallel.ranks import Leading, Ranks
@@ -107,6 +107,7 @@ def assemble(
         runner = ModelRunner(paged, backend, num_blocks=num_blocks, block_size=spec.block_size)
     scheduler = Scheduler(limits, pool)
     log.info("KV cache: %d blocks of %d tokens; a request has at most %d", num_blocks - 1, spec.block_size, length)
+    settle_long_rope(model, scheduler.longest)
     grammars = Grammars(tokenizer, paged.vocab_size, paged.end_ids)
     core = EngineCore(
         scheduler,

@@ -260,6 +260,33 @@ def _within(backend: AttentionBackend, plan: Any) -> Iterator[None]:
         _pass.backend, _pass.plan = None, None
 
 
+def settle_long_rope(model: Any, longest: int) -> None:
+    """Use one set of factors of LongRoPE for all requests: that for texts of ``longest`` tokens, as vLLM does.
+
+    transformers chooses the set in each pass by the largest position in it: a request's tokens would depend on the others
+    of its steps, and its cached keys on its length.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                _settle(module, layer_type, longest)
+
+
+def _settle(module: Any, layer_type: str | None, longest: int) -> None:
+    """Its forward pass then chooses between equal sets."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    made: Any = ROPE_INIT_FUNCTIONS["longrope"]
+    options: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    device = getattr(module, f"{prefix}inv_freq").device
+    factors, _scaling = made(module.config, device, seq_len=longest, **options)
+    for name in ("inv_freq", "original_inv_freq", "long_inv_freq"):
+        setattr(module, prefix + name, factors.clone())
+    log.info("rotary embedding: the factors for texts of %d tokens serve all requests", longest)
+
+
 def positions_of(text_config: Any) -> int:
     """How long a request can be."""
     return int(getattr(text_config, "max_position_embeddings", 1 << 20) or 1 << 20)
