@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -255,6 +256,56 @@ def test_the_grammar_s_mask_is_made_while_the_model_computes() -> None:
     core.shutdown()
     assert answers.tokens == {"a": [77]}
     assert model.overlapped == [True]
+
+
+class Following(ScriptedExecutor):
+    """Chooses the first token that a request's mask allows."""
+
+    def execute_model(self, step: SchedulerOutput, hold: bool = False) -> Future[ModelOutput]:
+        self.step = step
+        return super().execute_model(step)
+
+    def sample_tokens(self, masks: Mapping[str, Any]) -> Future[ModelOutput]:
+        future = super().execute_model(self.step)
+        future.result().sampled.update({name: int(mask.nonzero()[0][0]) for name, mask in masks.items()})
+        return future
+
+
+class Breaking:
+    """A grammar of one token, in which a call raises: as those that outgrow a parser's limits."""
+
+    ended = False
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+
+    def mask(self) -> Any:
+        if self.call == "mask":
+            raise ValueError("too many states")
+        allowed = np.zeros(VOCABULARY, dtype=np.bool_)
+        allowed[77] = True
+        return allowed
+
+    def take(self, token: int) -> bool:
+        if self.call == "take":
+            raise ValueError("too many states")
+        return token == 77
+
+
+@pytest.mark.parametrize("call", ["mask", "take"])
+def test_a_grammar_that_raises_ends_its_request_alone(call: str) -> None:
+    scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
+    core = EngineCore(
+        scheduler, Following(), vocab_size=VOCABULARY, grammars=lambda grammar: Breaking(grammar.text)
+    )
+    answers = Answers(core)
+    for name, grammar in (("bad", Grammar("lark", call)), ("good", Grammar("lark", "sound")), ("free", None)):
+        answers.ask(name, [1], SamplingParams(max_tokens=2, grammar=grammar))
+    answers.run()
+    assert answers.finish.pop("bad")[0] is FinishReason.ERROR
+    assert answers.finish == dict.fromkeys(("good", "free"), (FinishReason.LENGTH, None))
+    assert answers.tokens == {"bad": [], "good": [77, 77], "free": [2, 3]}
+    assert scheduler.pool.free == scheduler.pool.capacity
 
 
 def test_a_failed_step_fails_its_rows_and_the_next_one_is_computed() -> None:

@@ -103,6 +103,7 @@ class EngineCore:
         self._end_ids = end_ids
         self._ends = end_ids | ends  #: Tokens that are no text.
         self._vocab_size = vocab_size
+        self._unmasked: dict[str, str] = {}  #: Requests of steps under way whose grammars have failed, and why.
         self._batch_queue: deque[tuple[Future[ModelOutput], SchedulerOutput]] = deque()
         self.step_fn: Callable[[], tuple[list[EngineCoreOutput], bool]] = (
             self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
@@ -240,8 +241,14 @@ class EngineCore:
         return self.executor.sample_tokens(self.get_grammar_bitmask(structured))  # computed while the model is
 
     def get_grammar_bitmask(self, requests: Iterable[Request]) -> dict[str, npt.NDArray[np.bool_]]:
-        """Which tokens each request may get next, by its grammar."""
-        return {request.id: request.matcher.mask() for request in requests if request.matcher is not None}
+        """Which tokens each request may get next, by its grammar. One whose grammar fails ends with this step."""
+        masks = {}
+        for request in requests:
+            try:
+                masks[request.id] = request.matcher.mask()
+            except Exception as error:
+                self._unmasked[request.id] = f"its grammar cannot be followed: {describe(error)}"
+        return masks
 
     def drain_aborts(self) -> None:
         """End what was aborted meanwhile."""
@@ -260,10 +267,18 @@ class EngineCore:
         except Exception as error:  # the executor's own: its rows fail, the engine goes on
             log.exception("a step failed")
             output = ModelOutput({}, {row.request.id: describe(error) for row in scheduled.rows}, {})
+        self._note_unmasked(scheduled, output)
         self.drain_aborts()
         ended = self._advance(scheduled, output)
         updates = self.scheduler.update_from_output(scheduled, output.sampled, output.failed, ended)
         return [_output(update, output) for update in updates]
+
+    def _note_unmasked(self, scheduled: SchedulerOutput, output: ModelOutput) -> None:
+        """What was chosen without a mask that should have been is no token of an answer."""
+        for row in scheduled.rows:
+            reason = self._unmasked.pop(row.request.id, None)
+            if reason is not None:
+                output.failed.setdefault(row.request.id, reason)
 
     def _advance(self, scheduled: SchedulerOutput, output: ModelOutput) -> dict[str, Reason]:
         """Take the new tokens into their requests' grammars. Returns: the requests whose grammars end, and by what."""
@@ -272,10 +287,13 @@ class EngineCore:
             request, token = row.request, output.sampled.get(row.request.id)
             if request.matcher is None or token is None or request.id in output.failed:
                 continue
-            if not request.matcher.take(token):
-                output.failed[request.id] = f"token {token} is not allowed by the request's grammar"
-            elif request.matcher.ended:
-                ended[request.id] = None if token in self._ends else GRAMMAR_END
+            try:
+                if not request.matcher.take(token):
+                    output.failed[request.id] = f"token {token} is not allowed by the request's grammar"
+                elif request.matcher.ended:
+                    ended[request.id] = None if token in self._ends else GRAMMAR_END
+            except Exception as error:
+                output.failed[request.id] = f"its grammar cannot be followed: {describe(error)}"
         return ended
 
     def shutdown(self) -> None:
