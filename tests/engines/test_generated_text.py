@@ -44,6 +44,37 @@ def test_what_is_left_of_a_character_is_given_out_at_the_end() -> None:
     assert detokenizer.flush() == "a\ufffd"
 
 
+@pytest.mark.parametrize("silent", [b"\0", b"\xe2"])
+def test_a_token_costs_the_decoding_of_a_few_however_many_before_it_gave_no_text(silent: bytes) -> None:
+    """Special tokens after the end, where it is ignored, and bytes that make no character."""
+    longest = 0
+
+    def counted(tokens: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode([token for token in tokens if token])
+
+    detokenizer = Detokenizer(counted)
+    text = detokenizer.feed(b"before ")
+    for _ in range(1000):
+        text += detokenizer.feed(silent)
+    assert longest < 100
+    text += detokenizer.feed(b" after") + detokenizer.flush()
+    assert text.replace("\ufffd", "") == "before  after"
+    assert text.count("\ufffd") == (1000 if silent == b"\xe2" else 0)
+
+
+def test_a_space_after_many_tokens_without_text_is_kept() -> None:
+    """Tokenizers of words leave out the space before the first one that they are given."""
+    words = {0: "", 1: " a", 2: " b"}
+
+    def spoken(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens)[1:]
+
+    detokenizer = Detokenizer(spoken)
+    assert [detokenizer.feed([token]) for token in (1, *[0] * 200, 2)] == ["a", *[""] * 200, " b"]
+
+
 @given(text=st.text("abc", max_size=30), stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(text: str, stops: list[str]) -> None:
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]

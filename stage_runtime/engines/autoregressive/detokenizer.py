@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+MOST_SILENT: Final = 32  # feeds in turn that give no text: a character has far fewer bytes
 _BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -16,6 +17,7 @@ class Detokenizer:
         self._tokens: list[int] = []
         self._prefix = 0  #: Where decoding begins: before text that was given out, for tokenizers look at neighbours.
         self._read = 0  #: Tokens whose text was given out.
+        self._silent = 0  #: Feeds since then.
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that ``tokens`` complete."""
@@ -30,7 +32,14 @@ class Detokenizer:
         known = self._decode(self._tokens[self._prefix : self._read])
         text = self._decode(self._tokens[self._prefix :])
         if not final and (text.endswith(_BROKEN) or len(text) <= len(known)):
-            return ""
+            self._silent += 1
+            if self._silent < MOST_SILENT:
+                return ""
+            if len(text) <= len(known):  # such as special tokens; those before stay as what the next ones follow
+                del self._tokens[self._read :]
+                self._silent = 0
+                return ""
+        self._silent = 0
         self._prefix, self._read = self._read, len(self._tokens)
         return text[len(known) :]
 
