@@ -16,8 +16,17 @@ from stage_runtime.engines.autoregressive.core import EngineCore
 from stage_runtime.engines.autoregressive.stage import AutoregressiveEngine
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.metrics import catalog
+from stage_runtime.rules.autoregressive.blocks import BlockPool
+from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits
 from tests.engines.engine_kit import Rig, gate, running
-from tests.engines.generation_kit import ScriptedExecutor, alone, scripted_core, tiny_model, tiny_tokenizer
+from tests.engines.generation_kit import (
+    VOCABULARY,
+    ScriptedExecutor,
+    alone,
+    scripted_core,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -272,6 +281,31 @@ def test_a_long_text_is_encoded_while_other_requests_are_computed_and_refused_if
         )
         assert rig.outbox.next() == ("fits", "done", "bcd")
     assert core.scheduler.pool.free == core.scheduler.pool.capacity
+
+
+def test_a_long_grammar_is_compiled_while_other_requests_are_computed() -> None:
+    def formed(payload: omni.StagePayload) -> omni.Prompt:
+        schema = {"type": "json_schema", "json_schema": {"schema": {"title": "x" * payload.data}}}
+        form = {"response_format": schema} if payload.data else {}
+        return omni.Prompt(tokens=[7], params={"max_tokens": 3, "temperature": 0, **form})
+
+    def compile(grammar: Any) -> Any:
+        assert released.wait(100)
+        raise ValueError("no grammar")
+
+    released = threading.Event()
+    scheduler = Scheduler(SchedulerLimits(), BlockPool(64))
+    core = EngineCore(scheduler, ScriptedExecutor(), vocab_size=VOCABULARY, grammars=compile)
+    spec = omni.Autoregressive(model="", prompt=formed, deliver=collect, params={"temperature": 0})
+    with running(AutoregressiveEngine(spec, core, tiny_tokenizer(), None)) as rig:
+        rig.start("long", 5000)
+        rig.start("free", 0)
+        said = [rig.outbox.next()]
+        while said[-1][1] == "chunk":
+            said.append(rig.outbox.next())
+        assert {one[0] for one in said} == {"free"}
+        released.set()
+        assert rig.outbox.next() == ("long", "failed", "InvalidRequest: no grammar")
 
 
 def test_an_aborted_request_is_computed_no_further_and_its_id_may_come_again() -> None:

@@ -30,6 +30,8 @@ from stage_runtime.wire.values import StagePayload
 
 LONG: Final = 8_000  # characters of a prompt that is encoded apart: more would take milliseconds of a step
 
+LONG_GRAMMAR: Final = 2_000  # as `LONG`: characters that are compiled, for each of ``n`` answers
+
 #: A request for the engine, and what its check has made of it.
 Entered: TypeAlias = tuple[EngineCoreRequest, Request | None]
 
@@ -43,6 +45,11 @@ class _Coming(NamedTuple):
     prompt: Prompt
     params: parameters.SamplingParams
     open: bool = False
+
+
+def _is_long(prompt: Prompt, params: parameters.SamplingParams) -> bool:
+    grammar = "" if params.grammar is None else params.grammar.text
+    return prompting.size(prompt) > LONG or len(grammar) * params.n > LONG_GRAMMAR
 
 
 class _Answer:
@@ -112,9 +119,9 @@ class GenerationAnswers:
     # --- what comes in --------------------------------------------------------------------------------------------
 
     def start(self, work: Work, payload: StagePayload, *, open: bool = False) -> list[Entered]:
-        """Prompt to tokens. Empty: it has failed, alone, whatever was wrong; or its prompt is long, see `encoded`.
+        """Prompt to tokens. Empty: it has failed, alone, whatever was wrong; or it is long, see `encoded`.
 
-        open: more of the prompt will come, so that it is encoded now, however long it is.
+        open: more of the prompt will come, so that it is encoded now, however long.
         """
         name = self._ids.of(work)
         try:
@@ -122,7 +129,7 @@ class GenerationAnswers:
             prompt = self._prompt(payload)
             params = self._params(prompt)
             coming = _Coming(name, work, payload.detach(), prompt, params, open)
-            if prompting.size(prompt) > LONG and not open:
+            if _is_long(prompt, params) and not open:
                 self._encoding[name] = work
                 self._names[work] = (name,)
                 self._encoder.submit(self._encode_apart, coming)
@@ -137,7 +144,7 @@ class GenerationAnswers:
         return msgspec.structs.replace(params, hidden_rows=True) if self._hidden_rows else params
 
     def encoded(self) -> list[Entered]:
-        """The requests with long prompts that have become tokens."""
+        """The long requests that have become tokens."""
         entered: list[Entered] = []
         while True:
             try:
