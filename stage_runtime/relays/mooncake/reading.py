@@ -84,7 +84,7 @@ class MooncakeReader:
         *,
         listens: Callable[[str], bool] | None = None,
     ) -> None:
-        """listens: whether some process listens at that session's address; called in a thread, takes a second at most."""
+        """listens: whether some process listens at a session's address; called in a thread, for a second at most."""
         self._loop = loop
         self._listens = listens or _listens
         self._engine = engine
