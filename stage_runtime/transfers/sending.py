@@ -255,12 +255,12 @@ class SendQueues:
         """Room came back: advance those send queues, and those that found none. On the I/O thread."""
         with self._lock:
             starved, self._starved = self._starved, set()
-            queues = dict(freed)
-            for edge in starved:
-                if edge in self._queues:
-                    queues.setdefault(edge, self._queues[edge])
-        for queue in queues.values():
+            found = [self._queues[edge] for edge in starved if edge in self._queues]
+        for queue in freed.values():
             self._advance(queue)
+        for queue in found:  # of the same edge, perhaps: what was freed may be of a queue before `cut`
+            if freed.get(queue.edge) is not queue:
+                self._advance(queue)
 
     def _look_for_room(self) -> None:
         """`Relays.when_room` calls it."""
@@ -321,8 +321,6 @@ class SendQueues:
             )
             for key in keys:
                 self._out[key] = outstanding
-            retried = work.attempt > 1
-            self._accounts.sent(queue.edge, operation.backend, nbytes, operation.copied_nbytes, retried=retried)
         refs = extracted.refs
         last = reservation is Reservation.LAST_CREDIT
         body = Body(extracted.value_bytes, refs, transfer=operation.metadata, copy_now=last)
@@ -339,6 +337,9 @@ class SendQueues:
                 self._relays.discard(operation)
         if not sent:
             raise TransferError(f"no connection to {peer}")
+        with self._lock:
+            retried = work.attempt > 1
+            self._accounts.sent(queue.edge, operation.backend, nbytes, operation.copied_nbytes, retried=retried)
         return True
 
     def _put(self, queue: SendQueue, pending: PendingSend) -> Put | None:

@@ -6,6 +6,7 @@ How send queues behave in a pipeline is tested in tests/stage and tests/coordina
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -267,6 +268,31 @@ def test_behind_a_head_that_is_aborted_the_next_one_goes(attempts: int) -> None:
     assert (made.said, made.send_queues.queued) == (["first"], 2)
     made.send_queues.abort("cc", "large", attempts)
     assert (made.said, made.send_queues.queued) == (["first", "next"], 0)
+
+
+def test_a_release_of_what_was_sent_before_a_connection_broke_makes_room_for_what_is_sent_since() -> None:
+    made = Made(slots=1)
+    made.ship("before")
+    made.send_queues.cut("peer")
+    made.ship("since")
+    assert made.said == ["before"]
+    made.send_queues.released("peer", (1,))
+    assert (made.said, made.send_queues.queued) == (["before", "since"], 0)
+
+
+def test_what_its_link_does_not_take_is_not_counted_as_sent() -> None:
+    made = Made()
+
+    def no_link(request_id: str) -> None:
+        if request_id == "bad":
+            raise ConnectionError
+
+    made.refuses = no_link
+    for request_id in ("good", "bad"):
+        with contextlib.suppress(ConnectionError):
+            made.ship(request_id, credits=9)
+    numbers = made.send_queues.edges()["coordinator", "entry", "memory"]
+    assert (numbers.nbytes, numbers.in_flight) == (len(LARGE), 1)
 
 
 def test_room_that_comes_back_without_a_release_is_used() -> None:
