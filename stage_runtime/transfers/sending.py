@@ -116,7 +116,8 @@ class SendQueues:
         self._shared_nbytes = shared_nbytes
         self._queues: dict[PeerEdge, SendQueue] = {}
         self._out: dict[tuple[str, int], Outstanding] = {}  #: By (peer, transfer).
-        self._starved: set[PeerEdge] = set()  #: Send queues that found no slot, whatever their credits.
+        #: Send queues that found no slot, whatever their credits; the one that has waited longest first.
+        self._starved: dict[PeerEdge, None] = {}
         self._accounts = Accounts()
         self._lock = Lock()
 
@@ -179,7 +180,8 @@ class SendQueues:
         with self._lock:
             gone = [edge for edge in self._queues if edge[2] == peer]
             queues = [self._queues.pop(edge) for edge in gone]
-            self._starved.difference_update(gone)
+            for edge in gone:
+                self._starved.pop(edge, None)
             self._accounts.forget(gone)
         for queue in queues:
             with queue.lock:
@@ -252,23 +254,31 @@ class SendQueues:
         return queue
 
     def _go_on(self, freed: Mapping[PeerEdge, SendQueue]) -> None:
-        """Room came back: advance those send queues, and those that found none. On the I/O thread."""
-        with self._lock:
-            starved, self._starved = self._starved, set()
-            found = [self._queues[edge] for edge in starved if edge in self._queues]
-        for queue in freed.values():
+        """Room came back: advance those that found none, then those send queues. On the I/O thread."""
+        if self._starved:
+            with self._lock:
+                starved, self._starved = self._starved, {}
+                found = [self._queues[edge] for edge in starved if edge in self._queues]
+            served = [queue.edge for queue in found if self._advance(queue)]
+            with self._lock:
+                for edge in served:
+                    if edge in self._starved:  # again: it is the last one now
+                        del self._starved[edge]
+                        self._starved[edge] = None
+        for queue in freed.values():  # also one whose edge has another queue since `cut`
             self._advance(queue)
-        for queue in found:  # of the same edge, perhaps: what was freed may be of a queue before `cut`
-            if freed.get(queue.edge) is not queue:
-                self._advance(queue)
 
     def _look_for_room(self) -> None:
         """`Relays.when_room` calls it."""
         self._go_on({})
 
-    def _advance(self, queue: SendQueue) -> None:
-        """Send what may go now. Whatever a pending send meets, it does not stay at the head of its queue."""
+    def _advance(self, queue: SendQueue) -> bool:
+        """Send what may go now. Whatever a pending send meets, it does not stay at the head of its queue.
+
+        Returns: whether anything left the queue.
+        """
         lost: list[tuple[PendingSend, BaseException]] = []
+        any_left = False
         with queue.lock:
             while queue.waiting:
                 pending = queue.waiting[0]
@@ -286,8 +296,13 @@ class SendQueues:
                 except BaseException as error:
                     lost.append((pending, error))
                 queue.waiting.popleft()
+                any_left = True
         for pending, why in lost:  # without the lock: to fail a request drops what else waits for it
-            pending.lost(why)
+            try:
+                pending.lost(why)
+            except Exception:  # it must not end what others wait for
+                log.exception("request %s could not be failed", pending.work.request_id)
+        return any_left
 
     def _start(self, queue: SendQueue, pending: PendingSend) -> bool:
         """Move one payload. The queue's lock is held. False: no credit or no slot now.
@@ -352,7 +367,7 @@ class SendQueues:
         )
         if operation is None:
             with self._lock:
-                self._starved.add(queue.edge)
+                self._starved[queue.edge] = None
             self._relays.when_room(self._look_for_room)
             # Again: the last slot may have been released before this queue was known to wait, and none after it.
             operation = self._relays.put(

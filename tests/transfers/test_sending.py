@@ -280,6 +280,35 @@ def test_a_release_of_what_was_sent_before_a_connection_broke_makes_room_for_wha
     assert (made.said, made.send_queues.queued) == (["before", "since"], 0)
 
 
+def test_edges_that_wait_for_a_slot_take_turns() -> None:
+    """Each release is of the edge that had the last slot: it would have the next one, too, while it has more."""
+    made = Made(slots=1)
+    for request_id in ("a0", "a1", "a2", "a3", "b0", "b1", "c0"):
+        made.ship(request_id, credits=9, source=request_id[0])
+    for transfer in range(1, 7):
+        made.send_queues.released("peer", (transfer,))
+    assert made.said == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+
+def test_an_edge_goes_on_when_another_one_s_request_cannot_be_failed() -> None:
+    made = Made(slots=1)
+    for request_id in ("first", "bad", "next", "other"):
+        made.ship(request_id, credits=9, source="another" if request_id == "other" else "coordinator")
+
+    def fault(request_id: str) -> None:
+        if request_id == "bad":
+            raise MemoryError
+
+    class Unfailing(dict[str, BaseException]):
+        def __setitem__(self, request_id: str, error: BaseException) -> None:
+            raise KeyError(request_id)
+
+    made.relays.before, made.lost = fault, Unfailing()
+    for transfer in (1, 2):
+        made.send_queues.released("peer", (transfer,))
+    assert made.said == ["first", "next", "other"]
+
+
 def test_what_its_link_does_not_take_is_not_counted_as_sent() -> None:
     made = Made()
 
@@ -306,7 +335,7 @@ def test_room_that_comes_back_without_a_release_is_used() -> None:
         again, made.relays.again = made.relays.again, lambda: None
         again()
     assert (made.said, made.send_queues.queued) == (["first", "second"], 1)
-    assert made.send_queues._starved == set(), "the third waits for a credit: no room is looked for"
+    assert made.send_queues._starved == {}, "the third waits for a credit: no room is looked for"
 
 
 def test_the_path_of_a_part_is_as_long_as_people_read_whatever_its_key() -> None:
