@@ -118,7 +118,7 @@ class Channels:
         #: The peer, if any, that passes the first frames of a new link on: a coordinator that knows both ends.
         self.detour: Callable[[], str | None] = lambda: None
         self._in_detour = False
-        self._dismissing = 0  #: Connections that were opened for one message.
+        self._dismissals: set[Link] = set()  #: Links that were made for one message, until `_dismissed`.
         self._closed = False
         self._idle_after_s = idle_after_s
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -155,6 +155,9 @@ class Channels:
         """
         known = self._links.get(peer) if peer else self._unnamed.get(endpoint)
         if known is not None:
+            if known in self._dismissals:
+                limits.check()
+                self._dismissals.discard(known)
             return known
         incoming = Incoming(next(self._sessions), self._given_up.get(peer))
         link = Link(self.incarnation, peer, endpoint, incoming, stalled=self._stalled, watch=self._resending.watch)
@@ -200,13 +203,16 @@ class Channels:
             link.send_unordered(message)
 
     def dismiss(self, peer: str, endpoint: str, message: Message) -> None:
-        """Send one message to a process that gets no link; a connection opened for it is closed after `DISMISS_S`."""
+        """Send one message to a process that gets no link.
+
+        One that is made for it is closed after `DISMISS_S`, unless `connect` asks for it meanwhile.
+        """
         link = self._links.get(peer)
         if link is None:
-            if self._dismissing >= DISMISSING_MOST:
+            if len(self._dismissals) >= DISMISSING_MOST:
                 return  # it asks again
-            self._dismissing += 1
             link = self.connect(peer, endpoint, asleep=True)  # may use what is kept free at a limit
+            self._dismissals.add(link)
             # By time, not by its ack: a new process at that endpoint would never acknowledge a frame for the old
             # incarnation.
             self._loop.call_later(DISMISS_S, self._dismissed, link)
@@ -253,9 +259,10 @@ class Channels:
                 del self._given_up[next(iter(self._given_up))]
 
     def _dismissed(self, link: Link) -> None:
-        self._dismissing -= 1
-        if self._links.get(link.peer) is link:
-            self.drop(link.peer)
+        if link in self._dismissals:
+            self._dismissals.discard(link)
+            if self._links.get(link.peer) is link:
+                self.drop(link.peer)
 
     def drop_unnamed(self, endpoint: str) -> None:
         link = self._unnamed.pop(endpoint, None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import shutil
 import signal
 import socket
@@ -17,7 +19,7 @@ import msgspec
 import pytest
 import zmq
 
-from stage_runtime.errors import ConfigurationError, ValueRefused
+from stage_runtime.errors import ConfigurationError, LimitReached, ValueRefused
 from stage_runtime.sockets import broadcasts, channels, connecting, opening
 from stage_runtime.sockets.addresses import Security, check, resolve
 from stage_runtime.wire import codec
@@ -510,6 +512,30 @@ async def test_an_endpoint_that_cannot_be_bound_is_named_with_the_reason_and_the
                 getattr(end.channels, way)(endpoint)
             with pytest.raises(ConfigurationError, match="cannot listen at ipc:///nowhere/at/all: No such file"):
                 getattr(end.channels, way)("ipc:///nowhere/at/all")
+
+
+async def test_a_link_for_a_refusal_that_is_used_for_good_is_checked_for_limits_and_stays(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "DISMISS_S", 0.2)
+    a, b, c = (End(name, place("ipc", short_path, name)) for name in ("aa", "bb", "cc"))
+    async with ends(a, b, c):
+        for end in (b, c):
+            end.channels.connect("aa", a.endpoint)
+            a.channels.dismiss(end.name, end.endpoint, Rejected(end.name, "no room"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+        try:
+            with pytest.raises(LimitReached):
+                a.channels.connect("bb", b.endpoint)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        link = a.channels.connect("bb", b.endpoint)
+        await a.listener.until(lambda: a.channels.link("cc") is None)  # that link was for the refusal alone
+        await asyncio.sleep(0.1)
+        assert a.channels.link("bb") is link
+        a.send("bb", "welcome")
+        await b.listener.until(lambda: b.listener.received_words == ["welcome"])
 
 
 async def test_closing_twice_and_saying_afterwards_do_no_harm(short_path: Path) -> None:
