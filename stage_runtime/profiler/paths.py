@@ -64,8 +64,16 @@ def relative(root: Path, path: str) -> str:
     return path
 
 
-def trace_path(root: Path, template: str, facts: Mapping[str, object]) -> Path:
-    """The trace file of one process. facts: a value for each of `PLACEHOLDERS`."""
+def trace_path(root: Path, template: str, facts: Mapping[str, object], own_folder: str | None = None) -> Path:
+    """The trace file of one process.
+
+    facts: a value for each of `PLACEHOLDERS`. own_folder: which tells this process from others of the same storage; the
+        file is in it unless the template itself tells them apart.
+    """
+    names = {name for _, name, _, _ in string.Formatter().parse(template)}
+    if own_folder is not None and not names & {"host", "incarnation"}:
+        folder, slash, name = template.rpartition("/")
+        template = f"{folder}{slash}{own_folder}/{name}"
     safe = {name: re.sub(r"[^A-Za-z0-9._-]", "_", str(facts[name])) or "_" for name in PLACEHOLDERS}
     return _below(root, template.format(**safe), "trace_path_template")
 

@@ -82,8 +82,7 @@ class ProfileSession:
             paths.check_run_id(order.run_id)
             folder = paths.event_dir(self.root, order.run_id, order.event_dir)
             trace = self._new_trace(order)
-            if self._own_folder:
-                folder /= f"{socket.gethostname()}-{self._incarnation()}"
+            folder /= self._own or ""
             facts = {"incarnation": self._incarnation(), "stages": list(self.stages), "rank": self._rank}
             file = self._recorder.start(order.run_id, folder, self.stages[0], facts=facts)
         except ConfigurationError as error:
@@ -167,8 +166,14 @@ class ProfileSession:
             "host": socket.gethostname(),
             "incarnation": self._incarnation(),
         }
-        path = paths.trace_path(self.root, paths.check_template(self.root, order.torch_template), facts)
+        template = paths.check_template(self.root, order.torch_template)
+        path = paths.trace_path(self.root, template, facts, self._own)
         return TorchTrace(path, torch_trace.switches(order.config))
+
+    @property
+    def _own(self) -> str | None:
+        """The folder of this process's files in those of a run."""
+        return f"{socket.gethostname()}-{self._incarnation()}" if self._own_folder else None
 
     def _paths(self, run_id: str) -> list[Path]:
         return [path for known in self._files.get(run_id, ()) for path in (known, notes_of(known))]

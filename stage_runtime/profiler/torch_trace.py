@@ -6,12 +6,15 @@ threads of the process are recorded, for the whole time between start and stop.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from stage_runtime.errors import ConfigurationError
+from stage_runtime.profiler.paths import TRACE_SUFFIX
 
 #: Switch -> what it records. All are off by default: with them a trace is many times larger.
 SWITCHES: Final = {
@@ -60,17 +63,33 @@ class TorchTrace:
             raise ConfigurationError(f"no torch trace: {type(error).__name__}: {error}") from error
 
     def stop(self) -> None:
-        """Stop and write the file, under its name once it is whole. Raises: ConfigurationError."""
+        """Stop and write the file, under a name that is free once it is whole. Raises: ConfigurationError."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
-        partial = self.path.with_name(f".{self.path.name.removesuffix('.gz')}.partial.gz")
+        partial = self.path.with_name(f".{secrets.token_hex(8)}.partial.gz")
         try:
             profile.stop()
             profile.export_chrome_trace(str(partial))
+            self.path = _taken(self.path)
             partial.replace(self.path)
         except Exception as error:
             raise ConfigurationError(f"{self.path}: {type(error).__name__}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> Path:
+    """Make an empty file of this name or, where there is one, of the next number. Raises: OSError."""
+    found, number = path, 1
+    while True:
+        try:
+            found.touch(exist_ok=False)
+            return found
+        except FileExistsError:  # of an earlier run, or of a process that cannot be told apart by the template
+            number += 1
+            found = path.with_name(f"{path.name.removesuffix(TRACE_SUFFIX)}_{number}{TRACE_SUFFIX}")
 
 
 def _all_threads() -> Any:
