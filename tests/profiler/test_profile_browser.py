@@ -16,7 +16,7 @@ import pytest
 
 from stage_runtime.profiler import reading
 from stage_runtime.profiler.formats import html
-from tests.profiler.event_files import chain, write
+from tests.profiler.event_files import chain, line, write
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -70,6 +70,30 @@ def test_the_page_draws_requests_waterfall_and_tables(chromium: str, page: Path)
     assert "thinker ⇒ talker (payload)" in waterfall[0]
     assert "Waterfall of request-&lt;b&gt;" in drawn
     assert drawn.count("<tr>") > 10
+
+
+def test_the_page_of_a_request_with_very_many_events_is_drawn_to_its_end(chromium: str, tmp_path: Path) -> None:
+    """More than a call of a function takes arguments: about 120,000."""
+    events = chain("many", ["thinker", "talker"], 40_000)
+    runs = [
+        line("many", "thinker", name, number, attempt=number)
+        for number in range(15_000)
+        for name in ("stage_run_start", "stage_run_end")
+    ]
+    names = [
+        line("many", f"stage {number}", f"step{number}_{half}", number)
+        for number in range(3000)
+        for half in ("start", "end")
+    ]
+    write(tmp_path / "run" / "events.jsonl", *(event for _, event in events), *runs, *names)
+    page = tmp_path / "page.html"
+    page.write_text(html.page(reading.read(tmp_path / "run")))
+    drawn = _chromium(chromium, page, "--dump-dom")
+    assert 'data-ready="yes"' in drawn
+    assert drawn.count("<rect") < 1000
+    assert drawn.count("<i style=") < 1000
+    assert drawn.count("<tr>") < 1100
+    assert "more are not drawn" in drawn and "more rows are not drawn" in drawn
 
 
 def test_its_picture_is_not_blank(chromium: str, page: Path) -> None:

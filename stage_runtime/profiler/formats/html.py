@@ -5,16 +5,21 @@ Here: what the page shows, as JSON. How it is drawn: ``page.html`` beside this f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from importlib import resources
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
 from stage_runtime.profiler import reading, views
 from stage_runtime.profiler.reading import Events, Moment
+from stage_runtime.profiler.views import Hop, Interval
 
 MAX_REQUESTS: Final = 1_000  # drawn; of more, the slowest. The tables are always of all
+MAX_ROWS: Final = 400  # of one request: intervals and hops, from its first on. The tables are of all
+MAX_STAGES: Final = 200  # with a colour of their own; an event may name any stage
 BINS: Final = 200  # of the run's time, for the utilisation of stages
 _MARK: Final = "/*DATA*/null"
 
@@ -36,36 +41,53 @@ def _data(found: Events) -> dict[str, Any]:
         **{key: report[key] for key in report if key not in ("timeline", "processes")},
         "processes": report["processes"],
         "requests": requests,
+        "stages": _stages(found.requests[each["id"]] for each in requests),
         "utilisation": _utilisation(found),
         "durations": sorted(each["duration_ms"] for each in report["timeline"]),
     }
 
 
+def _stages(requests: Iterable[Sequence[Moment]]) -> list[str]:
+    """In the order of their first events, which chooses their colours."""
+    named = dict.fromkeys(each.stage for moments in requests for each in moments if each.stage)
+    return list(islice(named, MAX_STAGES))
+
+
 def _request(request_id: str, moments: Sequence[Moment]) -> dict[str, Any]:
-    """Times are milliseconds since the admission."""
+    """Times are milliseconds since the admission. Bounded: the browser is given no more than it draws."""
     pairs, start = views.paired(moments), views.anchor_ns(moments)
     end = views.end_ns(moments)
+
+    def since(time_ns: int) -> float:
+        return (time_ns - start) / 1e6
+
+    busy = (each for each in pairs.intervals if _is_stay(each))
     return {
         "id": request_id,
         "start": start / 1e6,
-        "duration": (end - start) / 1e6,
+        "duration": since(end),
+        "first": min(since(moments[0].time_ns), 0.0),
+        "busy": [[each.stage, since(each.start_ns), since(each.end_ns)] for each in islice(busy, MAX_ROWS)],
         "intervals": [
-            [each.stage, each.opened, each.closed, (each.start_ns - start) / 1e6, (each.end_ns - start) / 1e6]
-            for each in pairs.intervals
+            [each.stage, each.opened, each.closed, since(each.start_ns), since(each.end_ns)]
+            for each in heapq.nsmallest(MAX_ROWS, pairs.intervals, key=_place)
         ],
         "hops": [
-            [
-                each.source,
-                each.destination,
-                each.kind,
-                each.chunk_id,
-                (each.start_ns - start) / 1e6,
-                (each.end_ns - start) / 1e6,
-            ]
-            for each in pairs.hops
+            [each.source, each.destination, each.kind, each.chunk_id, since(each.start_ns), since(each.end_ns)]
+            for each in heapq.nsmallest(MAX_ROWS, pairs.hops, key=_place)
         ],
-        "events": [[each.stage, each.name, (each.time_ns - start) / 1e6] for each in moments],
+        "rows": len(pairs.intervals) + len(pairs.hops),
     }
+
+
+def _is_stay(each: Interval) -> bool:
+    """What the list of requests shows: when a stage had it."""
+    return each.opened == "stage_run_start" or (each.opened, each.closed) == ("stage_dispatch", "stage_complete")
+
+
+def _place(row: Interval | Hop) -> tuple[int, int]:
+    """In the waterfall: from first to last, of those that start together the longest first."""
+    return row.start_ns, -row.end_ns
 
 
 def _utilisation(found: Events) -> dict[str, Any]:
