@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -218,7 +218,8 @@ def span(name: str, request_id: str, stage: str | None = None, **metadata: Any) 
         raise
     finally:
         if end is not None:
-            end(failed)
+            with suppress(Exception):
+                end(failed)
         recorder.emit(f"{name}_end", request_id, stage, own)
 
 

@@ -17,6 +17,7 @@ from stage_runtime.telemetry.exporting import Exporter
 from stage_runtime.telemetry.spans import Span, Value
 
 KEPT: Final = 4096  # requests at a stage, the latest ones: a span of an older one is not sent
+MAX_TEXT: Final = 2_000  # characters of a list or mapping
 
 _inside: contextvars.ContextVar[tuple[str, str] | None] = contextvars.ContextVar("omni_author_span", default=None)
 
@@ -31,6 +32,7 @@ class AuthorSpans:
     def working(self, request_id: str, stage: str, traceparent: str | None) -> None:
         """The stage's function begins with a request."""
         found = traceparents.sampled_parent(traceparent)
+        self._works.pop((stage, request_id), None)  # an earlier request's of the same id
         if found is not None:
             trace_id, request_span = found
             self._works[stage, request_id] = trace_id, traceparents.stage_span_id(request_span, stage)
@@ -70,6 +72,6 @@ class AuthorSpans:
 def _attributes(metadata: Mapping[str, Any]) -> dict[str, Value]:
     """As they are recorded: small, and no tensor."""
     return {
-        str(key): value if isinstance(value, str | bool | int | float) else str(value)
+        str(key): value if isinstance(value, str | bool | int | float) else str(value)[:MAX_TEXT]
         for key, value in metadata.items()
     }

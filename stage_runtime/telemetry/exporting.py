@@ -43,6 +43,7 @@ class Exporter:
         self._wake = threading.Event()
         self._closing = False
         self._failing = False
+        self._losing = False  #: Spans that cannot be made or encoded were logged; later ones are counted only.
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -72,16 +73,18 @@ class Exporter:
     def _send_batch(self) -> bool:
         """False: the collector is away, and the batch stays queued."""
         batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
-        made: list[Span] = []
-        broken = 0
+        made: list[Sequence[Span]] = []
+        lost: list[Exception] = []
         for make in batch:
             try:
-                made += make()
+                made.append(make())
             except Exception as error:  # a bug of ours costs this request's spans alone
-                broken += 1
-                log.debug("the spans of a request cannot be made", exc_info=error)
+                lost.append(error)
         try:
-            self._post(spans.encode(self._resource, made))
+            encoded = spans.encode(self._resource, made)
+            lost += encoded.problems.values()
+            if len(lost) < len(batch):
+                self._post(encoded.request)
         except _AwayError as error:
             if not self._failing:
                 self._failing = True
@@ -93,8 +96,11 @@ class Exporter:
                 self._failing = True
                 log.warning("traces are dropped: %s: %s (logged once)", self._settings.endpoint, error)
         else:
-            self.sent += len(batch) - broken
-            self.dropped += broken
+            self.sent += len(batch) - len(lost)
+            self.dropped += len(lost)
+            if lost and not self._losing:
+                self._losing = True
+                log.warning("the spans of a request are dropped: %r (logged once)", lost[0])
             if self._failing:
                 self._failing = False
                 log.info("traces reach %s again; %d were dropped", self._settings.endpoint, self.dropped)

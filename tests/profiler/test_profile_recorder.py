@@ -7,7 +7,7 @@ import io
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -260,6 +260,29 @@ def test_a_span_closes_when_its_block_raises(active: Path) -> None:
     opened, closed = of_requests(active)
     assert (opened["event_name"], closed["event_name"]) == ("encoder_start", "encoder_end")
     assert closed["metadata"] == {**opened["metadata"], "error": "KeyError"}
+
+
+class Failing:
+    """Traces that cannot end a span."""
+
+    def working(self, request_id: str, stage: str, traceparent: str | None) -> None: ...
+
+    def begin(self, *_: Any) -> Callable[[BaseException | None], None]:
+        def end(error: BaseException | None) -> None:
+            raise RuntimeError("no end")
+
+        return end
+
+
+def test_a_span_that_cannot_be_traced_ends_no_caller(active: Path) -> None:
+    recorder.traces = Failing()
+    try:
+        with profiler.span("encoder", "r", "a"):
+            pass
+    finally:
+        recorder.traces = None
+    recorder.stop()
+    assert [each["event_name"] for each in of_requests(active)] == ["encoder_start", "encoder_end"]
 
 
 def test_more_than_the_queue_holds_is_dropped_and_counted(mine: Recorder, tmp_path: Path) -> None:
