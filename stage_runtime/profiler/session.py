@@ -55,6 +55,7 @@ class ProfileSession:
         rank: int = 0,
         own_folder: bool = False,
         recorder: Recorder = recorder,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """own_folder: this process's files are in a folder of their own: pods of one storage have equal process ids."""
         self.root = root
@@ -64,6 +65,7 @@ class ProfileSession:
         self._rank = rank
         self._own_folder = own_folder
         self._recorder = recorder
+        self._monotonic = monotonic
         self._trace: TorchTrace | None = None
         self._traced_run = ""
         self._files: dict[str, list[Path]] = {}  #: run id -> files of this process
@@ -88,7 +90,7 @@ class ProfileSession:
         except ConfigurationError as error:
             return self._each(f"failed: {error}")
         self._remember(order.run_id, file)
-        self._ends_at = time.monotonic() + order.max_seconds if order.max_seconds else None
+        self._ends_at = self._monotonic() + order.max_seconds if order.max_seconds else None
         if trace is not None:
             try:
                 trace.start()
@@ -113,12 +115,18 @@ class ProfileSession:
             self._remember(self._traced_run, trace.path)
         return self._each(STOPPED)
 
-    def expire(self) -> None:
-        """Stop a run that was not stopped in time; called with each beat, in a coordinator once a second."""
-        if self._ends_at is not None and time.monotonic() >= self._ends_at:
-            log.warning("profile %s has reached its time limit and is stopped", self._recorder.run_id)
-            for problem in {each for each in self.stop(why="its time is over").values() if each != STOPPED}:
-                log.error("profile: %s", problem)
+    def expire(self) -> str | None:
+        """Stop a run that was not stopped in time; called with each beat, in a coordinator once a second.
+
+        Returns: the run that has ended by this.
+        """
+        run_id = self._recorder.run_id
+        if run_id is None or self._ends_at is None or self._monotonic() < self._ends_at:
+            return None
+        log.warning("profile %s has reached its time limit and is stopped", run_id)
+        for problem in {each for each in self.stop(why="its time is over").values() if each != STOPPED}:
+            log.error("profile: %s", problem)
+        return run_id
 
     def files(self, run_id: str) -> tuple[tuple[str, int], ...]:
         """(path, bytes) of this process's files of a run. While it is recorded, notes have a file of their own."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stage_runtime.errors import ConfigurationError, describe
-from stage_runtime.profiler.session import STARTED, STOPPED, ProfileOrder, ProfileSession
+from stage_runtime.profiler.session import NOT_RECORDING, STARTED, ProfileOrder, ProfileSession
 from stage_runtime.wire.messages import Message, ProfilerRead, ProfilerReply, ProfilerStart, ProfilerStop
 
 
@@ -36,7 +36,13 @@ class ProcessProfiling:
     def beat(self) -> None:
         """Called with every beat of the process."""
         if self._session.recording is not None:
-            self._session.thread.submit(self._session.expire)
+            self._session.thread.submit(self._expire)
+
+    def _expire(self) -> None:
+        """On the session's thread. The engines learn of a run's end whatever ends it."""
+        run_id = self._session.expire()
+        if run_id is not None:
+            self._loop.call_soon_threadsafe(self._notify, ProfilerStop("", run_id))
 
     def _do(self, sender: str, call_id: str, work: Callable[[], dict[str, Any]]) -> None:
         """Carry it out on the session's thread and answer, whatever becomes of it."""
@@ -73,7 +79,7 @@ class ProcessProfiling:
 
     def _stop(self, message: ProfilerStop) -> dict[str, Any]:
         stages = self._session.stop(message.run_id)
-        if STOPPED in stages.values():
+        if NOT_RECORDING not in stages.values():  # a trace that cannot be written is no run that goes on
             self._loop.call_soon_threadsafe(self._notify, message)
         return {"stages": stages}
 
