@@ -30,6 +30,9 @@ class LoopEngine:
     takes_chunks = False
     takes_admin = False
     outbox: Outbox
+    #: A rank of a TP stage. What one rank begins all begin, in the order of the events, and all end; else a collective
+    #: would wait for ever. So nothing is cancelled, and what an aborted request gives is discarded.
+    lockstep = False
     cancel_s = CANCEL_S  #: A coroutine that still runs so long after its cancellation is named in the log.
 
     def __init__(self, concurrency: int) -> None:
@@ -39,6 +42,7 @@ class LoopEngine:
         #: Begun when there is a place. Entries of aborted requests are taken out in other threads.
         self._waiting: OrderedDict[Work, Callable[[], Coroutine[Any, Any, None]]] = OrderedDict()
         self._cancelled: dict[Work, float] = {}  #: Running, and when they were cancelled; until they are named.
+        self._aborted: set[Work] = set()  #: In lockstep: at this engine, and not cancelled.
         self._arrived: asyncio.Event
         self._watch: LoopWatch
 
@@ -46,14 +50,14 @@ class LoopEngine:
         self.outbox = outbox
         self._watch = LoopWatch(threading.current_thread().name, busy=lambda: bool(self._running))
         with self._watch.watching(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            self._run_on(runner.get_loop(), inbox)
+            self._run_on(runner.get_loop(), inbox, stop)
 
     def on_event(self, event: events.Incoming) -> None:
         """One event of the inbox, on the loop; `Abort` has been dealt with. Must not raise."""
         raise NotImplementedError
 
     def on_abort(self, work: Work) -> None:
-        """A request was aborted; its task is being cancelled."""
+        """A request was aborted. Its task is being cancelled; in lockstep, it goes on."""
 
     def on_forget(self, work: Work) -> None:
         """An aborted request has not begun: let go of what has come for it. In any thread; `on_abort` follows."""
@@ -72,14 +76,14 @@ class LoopEngine:
         with gate.waited():
             await asyncio.wrap_future(gate)
 
-    def _run_on(self, loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
+    def _run_on(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, stop: Event) -> None:
         """Run the loop until the inbox is closed and empty, whatever authors' code does to it.
 
         A request's task has an error boundary; tasks that it starts (`asyncio.gather`) and callbacks have none.
         asyncio lets their SystemExit out of the loop; ``stop()`` ends it, and so does a cancelled main task. Each time
         it goes on.
         """
-        main = loop.create_task(self._main(inbox))
+        main = loop.create_task(self._main(inbox, stop))
         while True:
             try:
                 return loop.run_until_complete(main)
@@ -88,9 +92,9 @@ class LoopEngine:
                     raise
                 log.error("a task or callback of a request would have ended the event loop: %s", describe(error))
             if main.cancelled():
-                main = loop.create_task(self._main(inbox))
+                main = loop.create_task(self._main(inbox, stop))
 
-    async def _main(self, inbox: Inbox) -> None:
+    async def _main(self, inbox: Inbox, stop: Event) -> None:
         loop = asyncio.get_running_loop()
         self._arrived = arrived = asyncio.Event()
         signalled = False
@@ -114,13 +118,20 @@ class LoopEngine:
             while not (inbox.closed and not self._running and not self._waiting):
                 await arrived.wait()
                 arrived.clear()
-                while (event := inbox.get_nowait()) is not None:
+                while self._takes_next(stop) and (event := inbox.get_nowait()) is not None:
                     if isinstance(event, events.Abort):
                         self._abort(event.work)
                     else:
                         self.on_event(event)
+                if self._aborted and stop.is_set():  # the other ranks end, too
+                    for work in list(self._aborted):
+                        self._cancel(work)
         finally:
             ticking.cancel()
+
+    def _takes_next(self, stop: Event) -> bool:
+        """In lockstep, what need not be here yet stays in the inbox, where the abort of a request still drops it."""
+        return not self.lockstep or self.takes_chunks or not self._running or stop.is_set()
 
     async def _tick(self) -> None:
         while True:
@@ -163,6 +174,7 @@ class LoopEngine:
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
         self._running.pop(work, None)
         self._cancelled.pop(work, None)
+        self._aborted.discard(work)
         if task.cancelled() and not work.cancelled:  # by another request's code, before its first step
             self.outbox.fail(work, asyncio.CancelledError())
         self._arrived.set()  # it may have been the last that a closed inbox waited for
@@ -181,8 +193,16 @@ class LoopEngine:
             self.on_forget(work)
 
     def _abort(self, work: Work) -> None:
-        self._waiting.pop(work, None)
+        if self.lockstep:
+            if work in self._running or work in self._waiting:
+                self._aborted.add(work)
+        else:
+            self._cancel(work)
         self.on_abort(work)
+
+    def _cancel(self, work: Work) -> None:
+        self._aborted.discard(work)
+        self._waiting.pop(work, None)
         task = self._running.get(work)
         if task is not None:
             task.cancel()

@@ -38,6 +38,8 @@ class StreamingEngine(LoopEngine):
         if isinstance(event, events.Admin | events.Abort) or event.work.cancelled:
             return
         session = self._session(event)
+        if not session.takes:
+            return
         match event:
             case events.Start():
                 session.give_payload(event.payload)
@@ -52,7 +54,10 @@ class StreamingEngine(LoopEngine):
         self._let_go_on()
 
     def on_abort(self, work: Work) -> None:
-        self._sessions.pop(work, None)
+        if not self.lockstep:
+            self._sessions.pop(work, None)
+        elif (session := self._sessions.get(work)) is not None:
+            session.fail(RequestError("cancelled", "the request was aborted"))
 
     def on_forget(self, work: Work) -> None:
         session = self._sessions.get(work)
@@ -66,7 +71,11 @@ class StreamingEngine(LoopEngine):
         """Make room where sources wait for streams that wait for those very sources."""
         while self._stalled:
             sessions = list(self._sessions.values())
-            found = [session.turn(begun=work in self._running) for work, session in self._sessions.items()]
+            found = [
+                session.turn(begun=work in self._running)
+                for work, session in self._sessions.items()
+                if not session.failed
+            ]
             room = turns.ROOM - sum(session.early for session in sessions)
             steps = turns.decide(found, self._stalled, places=self.concurrency, room=room)
             for step in steps:
@@ -79,7 +88,8 @@ class StreamingEngine(LoopEngine):
 
     def _turn_away(self, session: RequestSession) -> None:
         """Its place in the queue is taken back by the `Abort` that follows."""
-        self._sessions.pop(session.work, None)
+        if not self.lockstep:
+            self._sessions.pop(session.work, None)
         self.outbox.turn_away(
             session.work,
             RequestError(
@@ -94,7 +104,9 @@ class StreamingEngine(LoopEngine):
     ) -> RequestSession:
         session = self._sessions.get(event.work)
         if session is None:
-            session = RequestSession(event.work, self.outbox, self._sources, waits=self._let_go_on)
+            session = RequestSession(
+                event.work, self.outbox, self._sources, waits=self._let_go_on, in_order=self.lockstep
+            )
             self._sessions[event.work] = session
             self.launch(event.work, lambda: self._one(event.work, session))
         return session
@@ -115,12 +127,23 @@ class RequestSession:
     """`api.Session` of one request. Lives on the stage's event loop."""
 
     def __init__(
-        self, work: Work, outbox: Outbox, sources: tuple[str, ...], *, waits: Callable[[], None] = lambda: None
+        self,
+        work: Work,
+        outbox: Outbox,
+        sources: tuple[str, ...],
+        *,
+        waits: Callable[[], None] = lambda: None,
+        in_order: bool = False,
     ) -> None:
-        """waits: called when the function begins to wait for input."""
+        """waits: called when the function begins to wait for input.
+
+        in_order: a failure is raised where the function has read all that came before it, and what comes after it is
+            dropped, so that the function is cut short at the same place on every rank; else at once.
+        """
         self.work = work
         self.early = 0  #: Weight of chunks that are counted as taken and not read.
         self._on_wait = waits
+        self._in_order = in_order
         self._waits = False
         self._opened = asyncio.Event()  #: The request itself is known, or never will be.
         self._outbox = outbox
@@ -189,7 +212,17 @@ class RequestSession:
     async def open(self) -> None:
         """Wait until the request is known. Raises: RequestError: a source failed before that."""
         await self._opened.wait()
-        self._raise_failure()
+        if self._request is None or not self._in_order:
+            self._raise_failure()
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    @property
+    def takes(self) -> bool:
+        """Whether what comes for it is still given to the function."""
+        return not (self._in_order and self.failed)
 
     def give_payload(self, payload: StagePayload) -> None:
         self._payload = payload
@@ -211,7 +244,7 @@ class RequestSession:
         self._changed.set()
 
     def fail(self, cause: RequestError) -> None:
-        self._failure = cause
+        self._failure = self._failure or cause
         self._changed.set()
         self._opened.set()
 
@@ -230,6 +263,8 @@ class RequestSession:
                 await self._changed.wait()
             finally:
                 self._waits = False
+            if self._in_order:  # what came before a failure is looked for first
+                return
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -243,7 +278,8 @@ class RequestSession:
             ) from None
 
     def _next(self, source: str | None) -> Chunk | None:
-        self._raise_failure()
+        if not self._in_order:
+            self._raise_failure()
         for index, chunk in enumerate(self._chunks):
             if source is None or chunk.source == source:
                 del self._chunks[index]

@@ -21,7 +21,7 @@ from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
 from stage_runtime.stage.profiling import ProcessProfiling
 from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
-from stage_runtime.stage.tensor_parallel import WorkKey, check
+from stage_runtime.stage.tensor_parallel import WorkKey, couple
 from stage_runtime.transfers.receiving import Fetching
 from stage_runtime.transfers.releases import Releases
 from stage_runtime.transfers.sending import attempt_key
@@ -62,6 +62,7 @@ class FollowerHost:
         self._on_loaded = on_loaded
         self._on_failed = on_failed
         self._on_lost = on_lost
+        self._stop = Event()
         self._inbox = FollowerInbox()
         self._follower = Follower(self._inbox, devices.of_stage(plan, rank))
         self._leader: str | None = None
@@ -89,6 +90,7 @@ class FollowerHost:
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the engine: what it is at is aborted, so that `finally` blocks run, within ``timeout_s``."""
+        self._stop.set()
         self._follower.abort_all()
         self._inbox.close()
         self._fetching.close()
@@ -164,13 +166,11 @@ class FollowerHost:
     def _run(self, make: Callable[[StagePlan], Engine]) -> None:
         set_active_stage(self._plan.name)
         engine = make(self._plan)
-        check(engine, self._plan.name)
+        couple(engine, self._plan.name)
         self._loop.call_soon_threadsafe(self._now_loaded)
-        silence = FollowerOutput(
-            self._plan.name, over=self._follower.over, failed=self._send_failed, crashed=self._crashed
-        )
-        engine.run(self._inbox, silence, Event())
-        if not self._inbox.closed:
+        silence = FollowerOutput(self._plan.name, failed=self._send_failed, crashed=self._crashed)
+        engine.run(self._inbox, silence, self._stop)
+        if not self._stop.is_set() and not self._inbox.closed:
             raise EngineCrashed("the engine's loop ended before it was asked to stop")
 
     def _crashed(self, error: BaseException) -> None:

@@ -65,7 +65,7 @@ class FollowerInbox(Inbox):
         while not self._sequence.empty():
             event = self._sequence.get()
             self.taken += 1
-            if event is not None:
+            if event is not None and not _is_late(event):
                 return event
         return None
 
@@ -105,12 +105,10 @@ class FollowerOutput:
         self,
         stage: str,
         *,
-        over: Callable[[WorkKey], None],
         failed: Callable[[WorkKey, str], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
         self._stage = stage
-        self._over = over
         self._failed = failed
         self._crashed = crashed
 
@@ -123,7 +121,6 @@ class FollowerOutput:
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
         self._ended(work)
-        self._over(_followed(work).key)
 
     def consumed(self, work: Work, source: str, count: int) -> int:
         return count
@@ -136,17 +133,17 @@ class FollowerOutput:
 
     def fail(self, work: Work, error: BaseException, *, hook: str = "run") -> None:
         log_failure(work.request_id, failure_of(error, "this rank", hook), error)
-        key = _followed(work).key
         self._ended(work, error=type(error).__name__)
-        self._over(key)
-        self._failed(key, describe(error))
+        self._failed(_followed(work).key, describe(error))
 
     def crashed(self, error: BaseException) -> None:
         self._crashed(error)
 
     def _ended(self, work: Work, **facts: Any) -> None:
-        if recorder.active and not _followed(work).over:
+        followed = _followed(work)
+        if recorder.active and not followed.over:
             self._record(profile.STAGE_RUN_END, work, **facts)
+        followed.over = True  # the work itself: the follower forgets it with its abort, which may wait for the engine
 
     def _record(self, event: str, work: Work, **facts: Any) -> None:
         recorder.record(event, work.request_id, self._stage, {**facts, "attempt": work.attempt})
@@ -166,12 +163,6 @@ class Follower:
         """One step has arrived, perhaps before an earlier one."""
         for step, body in self._order.offer(message.index, (message, fetched)):
             self._step(step, body)
-
-    def over(self, key: WorkKey) -> None:
-        """This rank is through with a request; on the engine's thread. It may be so before rank 0 is."""
-        work = self._works.get(key)
-        if work is not None:
-            work.over = True
 
     def abort_all(self) -> None:
         """Rank 0 is gone, or this process ends: nothing that was begun here is ended otherwise."""
@@ -217,6 +208,11 @@ class Follower:
             if len(self._works) > REMEMBERED:
                 del self._works[next(iter(self._works))]
         return work
+
+
+def _is_late(event: events.Incoming) -> bool:
+    """Rank 0 took it, and this rank is through with its request already: begun anew, it would wait for rank 0."""
+    return not isinstance(event, events.Abort | events.Admin | events.Stalled) and event.work.over
 
 
 def _followed(work: Work) -> FollowedWork:

@@ -123,7 +123,7 @@ class Stage:
         try:
             engine = load(self.plan)
             if self.plan.tp_size > 1:
-                tensor_parallel.check(engine, self.plan.name)
+                tensor_parallel.couple(engine, self.plan.name)
         except BaseException as error:
             loaded(self.plan.name, error)
             return

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from stage_runtime.engines import events
 from stage_runtime.engines.base import Engine, Inbox, Work
+from stage_runtime.engines.loops import LoopEngine
 from stage_runtime.errors import ConfigurationError, ValueRefused
 from stage_runtime.payloads import encoding
 from stage_runtime.profiler.templates import Template
@@ -30,13 +31,18 @@ class Broadcast(Protocol):
     def __call__(self, kind: str, work: RequestWork | None = None, fields: dict[str, Any] | None = None) -> None: ...
 
 
-def check(engine: Engine, stage: str) -> None:
-    """Raises: ConfigurationError: the engine would let ranks see different orders."""
+def couple(engine: Engine, stage: str) -> None:
+    """Make an engine one rank's, before it runs.
+
+    Raises: ConfigurationError: the engine would let ranks see different orders.
+    """
     if engine.concurrency != 1:
         raise ConfigurationError(
             f"stages.{stage}: tpSize > 1 needs concurrency=1 (the factory gave {engine.concurrency}): "
             "all ranks must take requests in the same order"
         )
+    if isinstance(engine, LoopEngine):
+        engine.lockstep = True
 
 
 class LeaderInbox(Inbox):

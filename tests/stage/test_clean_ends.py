@@ -17,6 +17,7 @@ from omnipipeline_spec.types.plan import RelayPlan
 from stage_runtime.engines import events
 from stage_runtime.engines.loading import as_engine
 from stage_runtime.stage.rank_following import Follower, FollowerInbox, FollowerOutput
+from stage_runtime.stage.tensor_parallel import couple
 from stage_runtime.transfers.sending import attempt_key
 from stage_runtime.wire.messages import Ended, RankWork
 from stage_runtime.wire.values import OmniRequest
@@ -122,8 +123,9 @@ def test_a_follower_whose_leader_is_gone_or_has_aborted_runs_finally_blocks(kind
 
     inbox = FollowerInbox()
     follower = Follower(inbox)
-    silence = FollowerOutput("s", over=follower.over, failed=lambda key, error: None, crashed=lambda error: None)
+    silence = FollowerOutput("s", failed=lambda key, error: None, crashed=lambda error: None)
     engine = as_engine(omni.Streaming(consume, concurrency=1), sources=("a",))
+    couple(engine, "s")
     thread = threading.Thread(target=engine.run, args=(inbox, silence, threading.Event()))
     thread.start()
     inbox.follow(events.ChunkIn("r1", omni.Chunk(1, source="a", request=OmniRequest(id="r1")), work_of(follower)))

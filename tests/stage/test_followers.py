@@ -54,7 +54,7 @@ def test_a_chunk_after_this_rank_is_through_belongs_to_the_work_that_is_over() -
     start(follower, 0)
     begun = inbox.get()
     assert isinstance(begun, events.Start)
-    follower.over(KEY)
+    begun.work.over = True
     chunk(follower, 1)
     late = inbox.get()
     assert isinstance(late, events.ChunkIn)
@@ -66,7 +66,8 @@ def test_the_next_attempt_begins_anew() -> None:
     follower = Follower(inbox)
     start(follower, 0)
     first = inbox.get()
-    follower.over(KEY)
+    assert isinstance(first, events.Start)
+    first.work.over = True
     start(follower, 1, KEY._replace(attempt=2))
     second = inbox.get()
     assert isinstance(first, events.Start) and isinstance(second, events.Start)
@@ -84,5 +85,3 @@ def test_two_coordinators_requests_of_one_id_are_two_requests_at_a_follower() ->
     assert isinstance(first, events.Start) and isinstance(second, events.Start) and isinstance(aborted, events.Abort)
     assert second.work is not first.work
     assert aborted.work is first.work
-    follower.over(theirs)
-    assert second.work.over and not first.work.over
