@@ -82,17 +82,24 @@ class StageOutput:
         self.given += 1
         if ours.dead:
             return None
-        outputs.check_chunk(chunk)
-        for target in _met(ours, self._chunk_targets(chunk)):
-            if ours.takes(target):
-                if recorder.active:
-                    self._record_chunk(ours, target, chunk.modality)
-                if target == COORDINATOR:
-                    self._edges.client(ours.owner).chunk(ours, chunk)
-                else:
-                    self._edges.to(target, ours.bindings[target]).chunk(ours, chunk)
-        self._process.gave(self._plan.name, ours, {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata})
-        return ours.gate()
+        try:
+            outputs.check_chunk(chunk)
+            for target in _met(ours, self._chunk_targets(chunk)):
+                if ours.takes(target):
+                    if recorder.active:
+                        self._record_chunk(ours, target, chunk.modality)
+                    if target == COORDINATOR:
+                        self._edges.client(ours.owner).chunk(ours, chunk)
+                    else:
+                        self._edges.to(target, ours.bindings[target]).chunk(ours, chunk)
+            self._process.gave(self._plan.name, ours, {"chunk.data": chunk.data, "chunk.metadata": chunk.metadata})
+            return ours.gate()
+        except BaseException as error:
+            if not ours.lockstep:
+                raise
+            # The other ranks send nothing and go on: what is left is computed here, too, and discarded.
+            self._take_back(ours, error, "run")
+            return None
 
     def done(self, work: Work, data: Any, *, has_data: bool = True) -> None:
         ours = _ours(work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,55 @@ from stage_runtime.stage.tensor_parallel import LeaderInbox, WorkKey, couple
 from stage_runtime.wire.values import OmniRequest, StagePayload
 from tests.engines.engine_kit import OneWork, Opening, Recorder
 from tests.stage.stage_kit import PATIENCE_S, plan, world
+
+BAD = {"an object": object(), "to nobody": omni.Chunk(1, to="ghost"), "a client's text": omni.Text(5)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kind", ["sync", "async", "streaming", "custom"])
+async def test_a_chunk_that_rank_0_alone_cannot_send_fails_the_request_and_not_the_computation(
+    kind: str, bad: str
+) -> None:
+    steps: list[str] = []
+    ended = threading.Event()
+    given = BAD[bad] if isinstance(BAD[bad], omni.Chunk) else omni.Chunk(BAD[bad])
+
+    def produce(payload: omni.StagePayload) -> Iterator[Any]:
+        for step in "abc":
+            steps.append(step)
+            yield given
+        ended.set()
+
+    async def asynchronous(payload: omni.StagePayload) -> AsyncIterator[Any]:
+        for chunk in produce(payload):
+            yield chunk
+
+    async def streaming(session: omni.Session) -> AsyncIterator[Any]:
+        for chunk in produce(await session.payload()):
+            yield chunk
+
+    class Custom:
+        def run(self, inbox: Any, outbox: Any, stop: threading.Event) -> None:
+            for event in inbox:
+                if isinstance(event, events.Start):
+                    for chunk in produce(event.payload):
+                        outbox.put(events.Emit(event.request_id, chunk))
+                    outbox.put(events.Done(event.request_id))
+
+    functions = {
+        "sync": produce,
+        "async": omni.Simple(asynchronous, concurrency=1),
+        "streaming": omni.Streaming(streaming, concurrency=1),
+        "custom": Custom(),
+    }
+    async with world() as made:
+        made.process("pa", [plan("a", terminal=True, tp_size=2)], {"a": functions[kind]})
+        made.submit("r1", "a")
+        await made.until(lambda: "r1" in made.failed() and ended.is_set())
+        assert steps == ["a", "b", "c"]
+        assert made.failed()["r1"].code == "stage_failed"
+        assert made.streamed("r1") == [] and made.failures == []
+        await made.until(lambda: made.hosts["pa"].idle)
 
 
 @pytest.mark.parametrize("kind", ["async", "streaming"])
