@@ -152,9 +152,7 @@ def test_a_stop_string_across_tokens_ends_the_text_and_the_core_is_told_once() -
         ("b", 5, "xababa"),
     ],
 )
-def test_a_stop_string_ends_the_text_only_with_a_token_after_the_least_number(
-    stop: str, least: int, text: str
-) -> None:
+def test_a_stop_string_ends_the_text_only_with_a_token_after_the_least_number(stop: str, least: int, text: str) -> None:
     processor = OutputProcessor(decode)
     processor.add_request("a", SamplingParams(stop=(stop,), min_tokens=least, max_tokens=200), 1)
     found = ""

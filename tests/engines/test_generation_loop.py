@@ -295,9 +295,7 @@ class Breaking:
 @pytest.mark.parametrize("call", ["mask", "take"])
 def test_a_grammar_that_raises_ends_its_request_alone(call: str) -> None:
     scheduler = Scheduler(SchedulerLimits(block_size=4, max_model_len=120), BlockPool(64))
-    core = EngineCore(
-        scheduler, Following(), vocab_size=VOCABULARY, grammars=lambda grammar: Breaking(grammar.text)
-    )
+    core = EngineCore(scheduler, Following(), vocab_size=VOCABULARY, grammars=lambda grammar: Breaking(grammar.text))
     answers = Answers(core)
     for name, grammar in (("bad", Grammar("lark", call)), ("good", Grammar("lark", "sound")), ("free", None)):
         answers.ask(name, [1], SamplingParams(max_tokens=2, grammar=grammar))

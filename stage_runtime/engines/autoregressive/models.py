@@ -263,8 +263,8 @@ def _within(backend: AttentionBackend, plan: Any) -> Iterator[None]:
 def settle_long_rope(model: Any, longest: int) -> None:
     """Use one set of factors of LongRoPE for all requests: that for texts of ``longest`` tokens, as vLLM does.
 
-    transformers chooses the set in each pass by the largest position in it: a request's tokens would depend on the others
-    of its steps, and its cached keys on its length.
+    transformers chooses the set in each pass by the largest position in it: a request's tokens would depend on the
+    others of its steps, and its cached keys on its length.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -37,7 +37,8 @@ class Grammar(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """temperature: 0 is greedy. top_k: 0 is no bound. seed: None draws one. stop: strings, cut off the text.
 
-    min_tokens: an end comes after as many others at least. logprobs: how many of the likeliest tokens to report beside the chosen one's; None: none.
+    min_tokens: an end comes after as many others at least. logprobs: how many of the likeliest tokens to report beside
+    the chosen one's; None: none.
     logit_bias: token id -> what is added to its logit. n: answers, each with a seed of its own. prompt_logprobs: as
     ``logprobs``, of the prompt's tokens but the first; None: none. hidden_rows: the last hidden row of each token.
     """
