@@ -39,6 +39,19 @@ def streams(payload: omni.StagePayload) -> Iterator[Any]:
     yield omni.Result(payload.data)
 
 
+async def test_a_result_that_its_relay_never_carries_fails_its_request_alone() -> None:
+    async with world() as made:
+        two_stages(made, lambda payload: b"x" * payload.data)
+        made.relays["pa"].most_nbytes = 200_000
+        for name, nbytes in (("bad", 300_000), ("good", 150_000)):
+            made.submit(name, "a", nbytes)
+        await made.until(lambda: "bad" in made.failed() and "good" in made.results())
+        failure = made.failed()["bad"]
+        assert (failure.code, failure.stage) == ("stage_failed", "a")
+        assert "payload: 300000 bytes, and at most 200000" in failure.message
+        assert made.failures == [] and made.hosts["pa"].process.send_queues.queued == 0
+
+
 LAZY = "is async or a generator; a hook is a plain function that returns"
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stage_runtime.errors import TransferError
+from stage_runtime.errors import TransferError, ValueRefused
 from stage_runtime.payloads import pack
 
 
@@ -30,6 +30,7 @@ class MemoryRelays:
         self._slots = slots
         self._ids = itertools.count(1)
         self.held: dict[tuple[str, int], MemoryPut] = {}  #: (peer, transfer) -> what it holds of ours
+        self.most_nbytes = 1 << 40  #: A larger payload never has room.
         self.unreachable: set[str] = set()
         self.prepared: list[str] = []  #: Peers, as `prepare` was called.
         self.cleaned: list[str] = []  #: What was dropped, by the name given to `put` and `get`.
@@ -57,14 +58,16 @@ class MemoryRelays:
     ) -> MemoryPut | None:
         if peer in self.unreachable:
             raise TransferError(f"no relay reaches {peer}")
-        if len(self.held) >= self._slots:
+        if len(self.held) >= self._slots or extracted.nbytes > self.most_nbytes:
             return None
         assert extracted.pack is not None
         put = MemoryPut(peer, next(self._ids), bytes(pack.flatten(extracted.pack)))
         self.held[peer, put.transfer] = put
         return put
 
-    def check(self, extracted: pack.Extracted, *, peer: str, backend: str, slot_nbytes: int) -> None: ...
+    def check(self, extracted: pack.Extracted, *, peer: str, backend: str, slot_nbytes: int) -> None:
+        if extracted.nbytes > self.most_nbytes:
+            raise ValueRefused("payload", f"{extracted.nbytes} bytes, and at most {self.most_nbytes}")
 
     def when_room(self, again: Callable[[], None]) -> None: ...
 
