@@ -269,7 +269,7 @@ class PipelineConfig(Spec, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name is None and self.model_path:
+        if self.name is None and self.model_path is not None:
             msgspec.structs.force_setattr(self, "name", self.model_path)
         if self.config_cls is None:
             msgspec.structs.force_setattr(self, "config_cls", class_name(type(self)))

@@ -21,10 +21,9 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from omnipipeline_spec.types.canonical import INT_BOUND, MAX_LEVELS, join
+from omnipipeline_spec.types.canonical import INT_BOUND, MAX_LEVELS, MAX_VALUES, has_surrogate, join
 from omnipipeline_spec.types.errors import UnreadableSpec
 
-MAX_NODES: Final = 200_000  # values and merged maps; aliases and merges can make a small text a huge value
 MAX_PATHS: Final = 64 << 20  # characters of the paths of all values: one key of 1 MB may be a part of very many
 MAX_DIGITS: Final = 66  # of an integer of 64 bits: in binary, with its prefix
 
@@ -170,8 +169,8 @@ class _Reading:
         """Before one more value, or one more map that is merged, is read."""
         self.count += 1
         self.path_chars += len(path)
-        if self.count > MAX_NODES:
-            raise self.fail(node, f"aliases expand the document beyond {MAX_NODES} values")
+        if self.count > MAX_VALUES:
+            raise self.fail(node, f"aliases expand the document beyond {MAX_VALUES} values")
         if self.path_chars > MAX_PATHS:
             raise self.fail(node, f"the paths of all values have more than {MAX_PATHS} characters; use shorter keys")
 
@@ -180,7 +179,7 @@ class _Reading:
             raise self.fail(node, f"the tag {node.tag} is not supported; write the value without it")
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
-        if any("\ud800" <= c <= "\udfff" for c in node.value):
+        if has_surrogate(node.value):
             raise self.fail(node, f"{node.value[:40]!a} contains half of a surrogate pair, which is not valid text")
         if node.tag != "?":
             self.tagged(node, "str")

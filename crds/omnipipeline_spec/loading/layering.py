@@ -8,10 +8,11 @@ an empty one, replaces the one below it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from omnipipeline_spec.types.canonical import join
 
+MAX_PLACE: Final = 256  # characters of a path; what lies below a longer one has no source of its own
 #: Path in the merged document -> source of the value, as text.
 Sources = dict[str, str]
 
@@ -23,7 +24,7 @@ def merge(base: Any, over: Any, sources: Sources, source_of: Callable[[str], str
 
 def record(value: Any, sources: Sources, source_of: Callable[[str], str], place: str, origin: str) -> None:
     """Record the source of all leaves of ``value``, which is at ``place`` and was at ``origin``."""
-    children = list(_children(value))
+    children = list(_children(value)) if len(place) <= MAX_PLACE else []
     for step, child in children:
         record(child, sources, source_of, _step(place, step), _step(origin, step))
     if not children:

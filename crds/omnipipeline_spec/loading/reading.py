@@ -19,7 +19,7 @@ import msgspec
 
 from omnipipeline_spec.loading import goyaml, layering, overrides, pythonfiles
 from omnipipeline_spec.pipeline import PipelineConfig, class_name
-from omnipipeline_spec.types.canonical import join
+from omnipipeline_spec.types.canonical import NotCanonical, canonical, check_bounds, join
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec
 from omnipipeline_spec.types.quantities import is_pipeline_name, pipeline_slug
 from omnipipeline_spec.types.resource import API_VERSION, CLASS_ANNOTATION, KIND
@@ -71,7 +71,7 @@ def load(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedPipeline:
     text = str(path)
     found = pythonfiles.locate(text)
     if found is not None:
-        read = _Read(document=_document(found.load()), source=text, kind="python")
+        read = _Read(document=_document(found.load(), text), source=text, kind="python")
         return _finish(read, overrides, fallback=found.stem)
     return loads(_text(path), source=text, overrides=overrides, folder=Path(path).resolve().parent)
 
@@ -104,6 +104,10 @@ def loads(
 
 def from_resource(resource: Mapping[str, Any], *, source: str = "the resource") -> LoadedPipeline:
     """The pipeline of a resource as the API server gives it; raises InvalidPipeline as `load` does."""
+    try:
+        check_bounds(resource)
+    except NotCanonical as error:
+        raise InvalidPipeline([Fault(path=error.place, message=error.message)], source=source) from None
     return _finish(_resource(resource, {}, source), (), fallback="pipeline")
 
 
@@ -125,10 +129,19 @@ def _only(documents: Sequence[goyaml.Document], source: str) -> goyaml.Document:
     raise UnreadableSpec(f"{source}: has {len(pipelines)} documents of kind {KIND}; exactly one is required")
 
 
-def _document(spec: PipelineConfig) -> Any:
-    """A Python value as a document. A name derived from the model path is left out: it follows an override."""
-    document = to_document(spec)
-    if spec.name == spec.model_path:
+def _document(spec: PipelineConfig, source: str) -> Any:
+    """A Python value as a document. A name derived from the model path is left out: it follows an override.
+
+    Raises: InvalidPipeline: it holds what no document can, such as a key that is no string. Merging needs documents.
+    """
+    try:
+        check_bounds(spec)
+        document = to_document(spec)
+        canonical(document)
+    except NotCanonical as error:
+        first = Fault(path=error.place, message=error.message)
+        raise InvalidPipeline(topology.faults(spec) or [first], source=source) from None
+    if document.get("name") == document.get("modelPath"):
         document.pop("name", None)
     return document
 
@@ -230,7 +243,7 @@ def _over_class(read: _Read, sources: layering.Sources) -> Any:
     if isinstance(config_cls, str) and config_cls not in ("", class_name(PipelineConfig)):
         if read.folder is None:
             raise UnreadableSpec(f"config_cls {config_cls}: is imported only when the pipeline is read from a file")
-        base = _document(pythonfiles.defaults(config_cls, read.folder))
+        base = _document(pythonfiles.defaults(config_cls, read.folder), f"config_cls {config_cls}")
         base.pop("configCls", None)
         layering.record(base, sources, lambda _: f"default of {config_cls}", "", "")
     return layering.merge(base, document, sources, functools.partial(_place, read))

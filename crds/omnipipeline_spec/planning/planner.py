@@ -42,6 +42,8 @@ def plan(spec: PipelineConfig, *, name: str | None = None) -> PipelinePlan:
     name:   the resource's name; without it one is made of the spec's.
     Raises: InvalidPipeline: with all faults of the spec, and of the name.
     """
+    if name is None and not isinstance(spec.name, str | None):
+        topology.check(spec)  # refuses it
     pipeline = quantities.pipeline_slug(spec.name or "pipeline") if name is None else name
     unnamed = _name_faults(pipeline)
     if unnamed:

@@ -11,16 +11,27 @@ for form, `topology` for meaning). Every reader of a spec catches `SpecError`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 SHOWN: Final = 1000  # characters of a message: it may quote a value of megabytes
+QUOTED_BITS: Final = 256  # of an integer that is written out
 
 
 def clipped(text: str, *, most: int = SHOWN) -> str:
     """``text`` without its middle if it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"
+
+
+def quoted(value: Any) -> str:
+    """A value in a message. Its ``__repr__`` may raise; Python refuses to write thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > QUOTED_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return clipped(repr(value))
+    except Exception:  # an author's class may raise anything
+        return f"a {type(value).__name__}"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, order=True):

@@ -18,6 +18,7 @@ from msgspec import Meta, inspect
 
 from omnipipeline_spec.types.quantities import NAME_PATTERN
 
+_PACKAGE = f"{__name__.partition('.')[0]}."
 #: ``extra`` of a list field that may be written as one value: ``next: thinker``.
 SCALAR_OR_LIST = {"scalar": True}
 #: ``extra`` of a field that only Python and plain files have; the resource expresses it differently.
@@ -106,8 +107,14 @@ def is_list(kind: inspect.Type) -> bool:
 @functools.cache
 def contract_of(struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """The contract's type that an author's class derives from. A subclass changes defaults and adds no fields."""
-    package = f"{__name__.partition('.')[0]}."
-    return next((each for each in struct.__mro__ if each.__module__.startswith(package)), struct)
+    return next((each for each in struct.__mro__ if each.__module__.startswith(_PACKAGE)), struct)
+
+
+@functools.cache
+def is_ours(struct: type[msgspec.Struct]) -> type[msgspec.Struct] | None:
+    """The contract's type that a value of this type is; None: it is another Struct of an author's."""
+    ours = contract_of(struct)
+    return ours if ours.__module__.startswith(_PACKAGE) else None
 
 
 @functools.cache
@@ -130,7 +137,7 @@ def to_document(value: Any) -> Any:
             document = {
                 field.encode_name: to_document(held)
                 for field in fields_of(kind)
-                if (held := getattr(value, field.name)) is not None and held != default_of(field)
+                if (held := getattr(value, field.name)) is not None and _differs(held, default_of(field))
             }
             added = [name for name in type(value).__struct_fields__ if name not in kind.__struct_fields__]
             return document | {name: to_document(getattr(value, name)) for name in added}
@@ -139,6 +146,13 @@ def to_document(value: Any) -> Any:
         case dict():
             return {key: to_document(item) for key, item in value.items()}
     return value
+
+
+def _differs(held: Any, default: Any) -> bool:
+    try:
+        return bool(held != default)
+    except Exception:  # an author's class or an array may raise; `shapes` refuses it
+        return True
 
 
 def default_of(field: inspect.Field) -> Any:
@@ -165,16 +179,24 @@ def _normaliser(field: inspect.Field) -> Callable[[Any], Any] | None:
         quantities = "quantity" in extra_of(kind.value_type)
         return _as_quantities if quantities else (lambda given: {} if given is None else given)
     if "quantity" in extra:
-        return lambda given: str(given) if type(given) is int else given
+        return _as_quantity
     if is_optional(unwrap(field.type)[0]) and may_be_empty(field.type):
-        return lambda given: None if given == "" else given
+        return lambda given: None if _is_empty(given) else given
     return None
+
+
+def _is_empty(given: Any) -> bool:
+    return isinstance(given, str) and not given  # to compare what is no text may raise
+
+
+def _as_quantity(given: Any) -> Any:
+    return str(given) if type(given) is int and given.bit_length() < 64 else given
 
 
 def _as_tuple(given: Any, *, scalar: bool) -> Any:
     if type(given) is tuple:
         return given
-    if given is None or (scalar and given == ""):
+    if given is None or (scalar and _is_empty(given)):
         return ()
     if scalar and isinstance(given, str | int):
         return (given,)
@@ -186,4 +208,4 @@ def _as_quantities(given: Any) -> Any:
         return {}
     if not isinstance(given, Mapping) or all(type(amount) is not int for amount in given.values()):
         return given
-    return {key: str(amount) if type(amount) is int else amount for key, amount in given.items()}
+    return {key: _as_quantity(amount) for key, amount in given.items()}

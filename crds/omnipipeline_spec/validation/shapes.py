@@ -17,8 +17,8 @@ import msgspec
 from msgspec import inspect
 
 from omnipipeline_spec.types import quantities
-from omnipipeline_spec.types.canonical import NotCanonical, canonical, join, without_nulls
-from omnipipeline_spec.types.errors import Fault
+from omnipipeline_spec.types.canonical import NotCanonical, canonical, has_surrogate, join, without_nulls
+from omnipipeline_spec.types.errors import Fault, quoted
 from omnipipeline_spec.types.values import extra_of, fields_of, is_list, is_optional, may_be_empty, unwrap, without_none
 
 #: ``resource``: camelCase and lists, as the API server accepts; null entries of free-form values are dropped.
@@ -74,7 +74,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 
 def _storable(text: str) -> bool:
     """Whether files, environment variables and JSON can hold the text."""
-    return "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text)
+    return "\0" not in text and not has_surrogate(text)
 
 
 def _fold(key: str) -> str:
@@ -104,7 +104,7 @@ class _Walk:
         for key, value in given.items():
             field = by_key.get(key)
             if field is None:
-                self.unknown(str(key), struct, fields, path)
+                self.unknown(_spelt(key), struct, fields, path)
             elif field.encode_name in cleaned:
                 self.refuse(join(path, field.encode_name), f"is written twice, as {field.encode_name} and {field.name}")
             else:
@@ -127,7 +127,7 @@ class _Walk:
 
     def field(self, value: Any, field: inspect.Field, cleaned: dict[str, Any], path: str) -> None:
         optional = is_optional(unwrap(field.type)[0])
-        unset = value is None or (value == "" and optional and may_be_empty(field.type))
+        unset = value is None or (isinstance(value, str) and value == "" and optional and may_be_empty(field.type))
         if unset:
             if field.required:
                 self.refuse(path, "is required")
@@ -199,8 +199,8 @@ class _Walk:
         key_kind, value_kind = without_none(kind.key_type), without_none(kind.value_type)
         value_extra = extra_of(kind.value_type)
         return {
-            self.value(key, key_kind, {}, join(path, str(key))): self.value(
-                value, value_kind, value_extra, join(path, str(key))
+            self.value(key, key_kind, {}, join(path, _spelt(key))): self.value(
+                value, value_kind, value_extra, join(path, _spelt(key))
             )
             for key, value in given.items()
             if value is not None
@@ -218,7 +218,7 @@ class _Walk:
         fits = self.length(len(given), kind, "characters", path)
         if fits and kind.pattern and not _matches(kind.pattern, given):
             self.refuse(path, _pattern_message(kind.pattern, given), given)
-        return given
+        return str.__str__(given)  # of a subclass the plain text
 
     def number(self, given: Any, kind: inspect.IntType | inspect.FloatType, path: str) -> Any:
         whole = isinstance(kind, inspect.IntType)
@@ -233,13 +233,13 @@ class _Walk:
         )
         broken = [bound for is_broken, bound in bounds if is_broken]
         if broken:
-            self.refuse(path, f"{given} must be {' and '.join(broken)}")
+            self.refuse(path, f"{number} must be {' and '.join(broken)}")
         return number
 
     def choice(self, given: Any, kind: inspect.LiteralType, path: str) -> Any:
-        if given not in kind.values:
-            self.refuse(path, f"{given!r} must be one of {', '.join(str(value) for value in kind.values)}")
-        return given
+        if not isinstance(given, str) or given not in kind.values:
+            return self.mistyped(given, f"one of {', '.join(str(value) for value in kind.values)}", path)
+        return str.__str__(given)
 
     def quantity(self, given: Any, path: str) -> Any:
         if isinstance(given, bool) or not isinstance(given, int | str):
@@ -278,9 +278,13 @@ class _Walk:
 
     def mistyped(self, given: Any, wanted: str, path: str) -> None:
         if isinstance(given, str | int | float | bool):
-            self.refuse(path, f"{given!r} must be {wanted}")
+            self.refuse(path, f"{quoted(given)} must be {wanted}")
         else:
             self.refuse(path, f"must be {wanted}, not {_kind_of(given)}")
+
+
+def _spelt(key: Any) -> str:
+    return key if isinstance(key, str) else quoted(key)
 
 
 def _kind_of(given: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types.canonical import NotCanonical, check_bounds
 from omnipipeline_spec.types.errors import Fault, InvalidPipeline
 from omnipipeline_spec.types.values import to_document
 from omnipipeline_spec.validation import deployment, graph, placement, shapes, transports
@@ -71,6 +72,10 @@ def of_document(document: object) -> tuple[PipelineConfig | None, tuple[Fault, .
 
 def _read(spec: PipelineConfig) -> tuple[PipelineConfig | None, tuple[Fault, ...]]:
     # Building a PipelineConfig in Python checks nothing, so its form is checked here as a file's would be.
+    try:
+        check_bounds(spec)
+    except NotCanonical as error:
+        return None, (Fault(path=error.place, message=error.message),)
     document, malformed = shapes.check(to_document(spec), PipelineConfig, spelling="plain")
     checked, found = of_document(document)
     return checked, (*malformed, *found)
