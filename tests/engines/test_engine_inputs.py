@@ -25,7 +25,7 @@ def inputs() -> tuple[Inputs, list[Refused]]:
         counting().core,
         refuse=lambda client, one: refused.append(one),
         answer=lambda client, output: None,
-        utilities={}.get,
+        utilities=lambda name: None,
         clients=1,
     )
     return made, refused
