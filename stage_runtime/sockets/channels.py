@@ -282,6 +282,7 @@ class Channels:
         self._links.clear()
         self._unnamed.clear()
         self._connecting.close()
+        self._sockets.close_doors()
         for socket in self._pulls:
             self._sockets.forget(socket)
         self._broadcasts.close()

@@ -18,6 +18,9 @@ from stage_runtime.errors import LimitReached
 KEPT_FREE: Final = 64  # descriptors: for connections that peers open to us, files and refusals
 MEMORY_FREE: Final = 32 << 20  # bytes; a link and its relays take less than one MiB
 MEMORY_EVERY_S: Final = 1.0  # how often the memory of the container is read
+RAISE_DESCRIPTORS: Final = "raise the hard limit (ulimit -Hn, or LimitNOFILE of the container runtime)"
+_FDS: Final = "/proc/self/fd"
+_SIZE_IS_COUNT: Final = os.stat(_FDS).st_size == len(os.listdir(_FDS)) - 1  # since Linux 6.2
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -39,23 +42,41 @@ def check() -> None:
     _memory()
 
 
+def descriptors() -> tuple[int, int]:
+    """How many this process may open, and how many of them are left; below 0 where the limit was lowered."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if _SIZE_IS_COUNT:
+        return allowed, allowed - os.stat(_FDS).st_size
+    try:
+        return allowed, allowed - len(os.listdir(_FDS)) + 1
+    except OSError:  # none is left to list them with
+        return allowed, 0
+
+
 def _descriptors() -> None:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     kept = min(KEPT_FREE, allowed // 4)
+    # Counted where that is cheap: while some are taken to count them, a connection may come that finds none.
+    left = descriptors()[1] if _SIZE_IS_COUNT else _taken(kept)
+    if left < kept:
+        raise LimitReached(
+            f"the process may open {allowed} descriptors (RLIMIT_NOFILE), and fewer than {kept} are left: "
+            f"{RAISE_DESCRIPTORS}"
+        )
+
+
+def _taken(most: int) -> int:
+    """How many can be opened, up to so many. They are closed again."""
     taken: list[int] = []
     try:
-        # Taken and given back: the numbers that are free need not follow each other.
-        taken.extend(os.dup(0) for _ in range(kept))
+        # The numbers that are free need not follow each other.
+        taken.extend(os.dup(0) for _ in range(most))
     except OSError:
         pass
     finally:
         for descriptor in taken:
             os.close(descriptor)
-    if len(taken) < kept:
-        raise LimitReached(
-            f"the process may open {allowed} descriptors (RLIMIT_NOFILE), and fewer than {kept} are left: raise the "
-            "hard limit (ulimit -Hn, or LimitNOFILE of the container runtime)"
-        )
+    return len(taken)
 
 
 class _Memory:

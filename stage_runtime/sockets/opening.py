@@ -21,6 +21,7 @@ from stage_runtime.errors import ConfigurationError
 from stage_runtime.rules import beats
 from stage_runtime.sockets import timers
 from stage_runtime.sockets.addresses import Security, check, is_local
+from stage_runtime.sockets.doors import Doors
 
 MAX_HEARTBEAT_MS: Final = 2**31 - 1  # libzmq takes a C int
 #: The end that gets it computes ms in 16 bits (libzmq issue 4226, in 4.3.5): 80 s became 14 s there, and it broke the
@@ -118,6 +119,7 @@ class Sockets:
         with timers.slack(TIMER_SLACK_S):
             self._context.socket(zmq.PAIR).close()  # libzmq starts its threads with the first socket
         self._monitors = itertools.count()
+        self._doors = Doors(loop)
         self._accept_monitors: list[zmq.Socket[bytes]] = []  #: Monitors of the sockets that others connect to.
 
     def make(self, kind: int) -> zmq.Socket[bytes]:
@@ -158,6 +160,7 @@ class Sockets:
                     raise ConfigurationError(f"cannot listen at {endpoint}: {os.strerror(error.errno)}") from error
         bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self._accept_monitors.append(monitor)
+        self._doors.add(bound)
         accepted: dict[int, float] = {}
         self.read(monitor, lambda: self._watch(monitor, bound, accepted))
         return bound
@@ -201,6 +204,10 @@ class Sockets:
         self.stop_reading(socket)
         socket.close(linger=0)
 
+    def close_doors(self) -> None:
+        """Before the sockets that others connect to are closed."""
+        self._doors.close()
+
     def close(self) -> None:
         for monitor in self._accept_monitors:
             self.forget(monitor)
@@ -209,6 +216,7 @@ class Sockets:
     def _watch(self, monitor: zmq.Socket[bytes], endpoint: str, accepted: dict[int, float]) -> None:
         """accepted: when each connection that is open was accepted, by descriptor."""
         now = self._loop.time()
+        self._doors.look()
         explained = False  #: Why the next connection ends is known.
         for event in self.events(monitor):
             if event.kind in HANDSHAKE_FAILURES:
