@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import os
 import struct
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
@@ -157,7 +156,9 @@ class Sockets:
                 try:
                     socket.bind(check(endpoint))
                 except zmq.ZMQError as error:
-                    raise ConfigurationError(f"cannot listen at {endpoint}: {os.strerror(error.errno)}") from error
+                    raise ConfigurationError(
+                        f"cannot listen at {endpoint}: {zmq.strerror(error.errno or 0)}"
+                    ) from error
         bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self._accept_monitors.append(monitor)
         self._doors.add(bound)
