@@ -76,7 +76,7 @@ def ask(url: str, question: bytes | str, *, show: Callable[[str], None] = lambda
 
 
 def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with httpx.stream("POST", url, json=body, timeout=120) as response:
+    with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as response:
         if response.status_code != 200:
             raise Failed(f"{response.status_code}: {response.read().decode()}")
         for line in response.iter_lines():
@@ -118,7 +118,7 @@ def _heard(reply: Reply) -> str:
 
 def stage_times(url: str, request_id: str) -> list[tuple[str, float, float]]:
     """(stage, ms it waited, ms it ran) of a finished request, in the order in which the stages are declared."""
-    record = httpx.get(f"{url}/v1/requests/{request_id}", timeout=10).raise_for_status().json()
+    record = httpx.get(f"{url}/v1/requests/{request_id}", timeout=10, trust_env=False).raise_for_status().json()
     return [(name, timing["queue_ms"], timing["run_ms"]) for name, timing in record["stages"].items()]
 
 
@@ -202,7 +202,9 @@ def _url_of(running: subprocess.Popen[bytes], log: Path) -> str:
 def is_up(url: str) -> bool:
     """Whether a voice pipeline answers at ``url`` already."""
     try:
-        return any(model["id"] == "voice" for model in httpx.get(f"{url}/v1/models", timeout=2).json()["data"])
+        return any(
+            model["id"] == "voice" for model in httpx.get(f"{url}/v1/models", timeout=2, trust_env=False).json()["data"]
+        )
     except (httpx.HTTPError, ValueError, KeyError):
         return False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -50,7 +49,7 @@ def stop(run_id: str | None, **which: Any) -> None:
 def list_(**which: Any) -> None:
     """Show the runs, newest first."""
     with server(**which) as asked:
-        for run in json.loads(asked.get("/profiles"))["runs"]:
+        for run in asked.json("/profiles")["runs"]:
             begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started_at"]))
             click.echo(f"{run['run_id']}  {begun}  {'recording' if run['recording'] else 'stopped'}")
 
@@ -105,7 +104,7 @@ def _show_states(answer: dict[str, Any]) -> None:
 
 def _report(asked: CoordinatorClient, run_id: str | None, form: str, out: Path | None) -> None:
     if run_id is None:
-        known = json.loads(asked.get("/profiles"))["runs"]
+        known = asked.json("/profiles")["runs"]
         if not known:
             raise ConfigurationError("no profile has been taken: omni profile start")
         run_id = known[0]["run_id"]

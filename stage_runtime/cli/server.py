@@ -19,16 +19,26 @@ class CoordinatorClient:
     """The profiler's routes of one pipeline."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
+        """Raises: ConfigurationError: the URL is none, or no header can carry the key."""
         import httpx
 
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = url
-        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers)
         self._errors = httpx.HTTPError
+        try:
+            # trust_env=False: HTTP_PROXY would get requests to the loopback, and the API key. ~/.netrc would win over
+            # the key.
+            self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ConfigurationError(f"{url}: {error}") from error
+        except UnicodeEncodeError:
+            raise ConfigurationError("the API key has characters that are not ASCII") from None
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._ask("POST", path, json=body))
-        return answer
+        return self._json(path, self._ask("POST", path, json=body))
+
+    def json(self, path: str) -> dict[str, Any]:
+        return self._json(path, self.get(path))
 
     def get(self, path: str) -> bytes:
         return self._ask("GET", path)
@@ -42,15 +52,28 @@ class CoordinatorClient:
             answer = self._http.request(method, path, **body)
         except self._errors as error:
             raise ConfigurationError(f"{self._url}: {error or type(error).__name__}") from error
-        if answer.status_code >= 400:
+        if answer.status_code >= 300:  # a coordinator redirects nothing
             raise ConfigurationError(f"{self._url}{path}: {_reason(answer.content, answer.status_code)}")
         return answer.content
+
+    def _json(self, path: str, content: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(content)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise self.foreign(path)
+        return answer
+
+    def foreign(self, path: str) -> ConfigurationError:
+        """The error for an answer that no coordinator gives."""
+        return ConfigurationError(f"{self._url}{path}: this is no coordinator of a pipeline")
 
 
 def _reason(content: bytes, status: int) -> str:
     try:
         return str(json.loads(content)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return f"status {status}"
 
 
@@ -69,5 +92,7 @@ def server(
         asked = CoordinatorClient(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
         try:
             yield asked
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another program
+            raise asked.foreign("") from error
         finally:
             asked.close()

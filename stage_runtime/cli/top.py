@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -64,7 +63,7 @@ def _show(asked: CoordinatorClient, console: Console, every: float) -> None:
 
 def _samples(asked: CoordinatorClient, every: float) -> Iterator[Sample]:
     while True:
-        status = json.loads(asked.get("/status"))
+        status = asked.json("/status")
         yield Sample(at=time.monotonic(), status=status, series=parse(asked.get("/metrics").decode()))
         time.sleep(every)
 

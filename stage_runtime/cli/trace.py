@@ -30,14 +30,14 @@ def command(request_id: str, as_json: bool, **which: Any) -> None:
     ID is the answer's `x-request-id`. The last 4096 requests are known.
     """
     with server(**which) as asked:
-        content = asked.get(f"/v1/requests/{quote(request_id, safe='')}")
+        record = asked.json(f"/v1/requests/{quote(request_id, safe='', errors='replace')}")
         if as_json:
-            click.echo(json.dumps(json.loads(content), indent=2))
+            click.echo(json.dumps(record, indent=2))
             return
         console = Console(highlight=False)
         if not console.is_terminal:
             console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
-        console.print(draw(json.loads(content), width=console.width))
+        console.print(draw(record, width=console.width))
 
 
 def draw(record: dict[str, Any], *, width: int) -> RenderableType:
