@@ -59,9 +59,17 @@ def told_plainly() -> Iterator[None]:
 
 def _refused(error: OSError) -> str:
     """What the operating system did not let us do, and with which file."""
-    if error.filename is None and isinstance(error, FileNotFoundError):
-        return "the working directory is gone"  # no other call has neither a name nor a file
+    if error.filename is None and isinstance(error, FileNotFoundError) and _working_directory_is_gone():
+        return "the working directory is gone"
     return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror or str(error)
+
+
+def _working_directory_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _fail(problem: str) -> None:

@@ -148,7 +148,13 @@ def _field(base: str | None) -> str:
 
 def _parent(base: str | None) -> Path:
     """Where the folders of runs lie. Without links: what one of them leads to could be changed later."""
-    return Path(base or tempfile.gettempdir()).resolve()
+    if base:
+        return Path(base).resolve()
+    try:
+        return Path(tempfile.gettempdir()).resolve()
+    except FileNotFoundError as error:  # it tries to write a file into each candidate, and names no reason
+        problem = "no folder for temporary files can be written: free some disk space, or set TMPDIR to such a folder"
+        raise ConfigurationError(problem) from error
 
 
 def _make_private(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from stage_runtime import cli
-from stage_runtime.cli import runs
+from stage_runtime.cli import options, runs
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.processes import rundir
 
@@ -120,6 +121,22 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: the working directory is gone\n")
+
+
+def test_a_full_disk_is_not_said_to_be_a_missing_working_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    cure = "error: no folder for temporary files can be written: free some disk space, or set TMPDIR to such a folder\n"
+    for command in (("up", "-f", str(HELLO), "--port", "0"), ("scale", "voice", "2"), ("top", "--once")):
+        done = omni(*command)
+        assert (done.exit_code, done.stderr.splitlines(keepends=True)[-1]) == (1, cure)
+    with pytest.raises(SystemExit), options.told_plainly():
+        refuse()
+    assert capsys.readouterr().err == "error: No usable temporary directory found in ['/tmp']\n"
 
 
 def test_output_that_cannot_be_written_is_an_error_and_a_reader_that_has_enough_is_none() -> None:
