@@ -481,7 +481,7 @@ ONE_LARGE_ARRAY = np.zeros(300_000)
         [0.5] * 50_000,
         [[0.5] * 500] * 100,
         values.Audio(np.zeros(100_000, np.float32), 16_000),
-        RawTensor("float32", (50_000,), memoryview(bytes(200_000)).cast("f")),
+        RawTensor("float32", (50_000,), memoryview(bytes(200_000)).cast("f")),  # type: ignore[arg-type]
     ],
 )
 def test_an_isolated_value_weighs_in_a_window_what_one_that_travels_weighs(value: Any) -> None:
