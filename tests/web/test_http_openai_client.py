@@ -242,7 +242,7 @@ async def test_what_a_pipeline_accepts_reaches_its_stages_and_their_answers_the_
 async def test_what_asks_for_nothing_reaches_the_stages_that_accept_it_as_it_is(given: dict[str, Any]) -> None:
     """It may be against a default of the stage, and ``tool_choice: none`` hides the tools from the model."""
     settings = msgspec.structs.replace(ALL, accepts=frozenset(needed for needed, _, _ in chat.ACCEPTED.values()))
-    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if "tools" not in given else {}
+    tools: Any = {"tools": [{"type": "function", "function": {"name": "f"}}]} if "tools" not in given else {}
     async with start(play(chunk(Text("ok"))), settings) as running, client_of(running) as client:
         await client.chat.completions.create(model="any", messages=USER, **tools, **given)
         params = running.manager.last.request.params
