@@ -17,13 +17,13 @@ from msgspec import inspect
 
 from omnipipeline_spec.loading import goyaml, layering
 from omnipipeline_spec.pipeline import PipelineConfig
-from omnipipeline_spec.types.canonical import join
-from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec
+from omnipipeline_spec.types.canonical import MAX_LEVELS, join
+from omnipipeline_spec.types.errors import Fault, InvalidPipeline, UnreadableSpec, quoted
 from omnipipeline_spec.types.values import extra_of, fields_of, is_list, without_none
 from omnipipeline_spec.validation import shapes
 
 EVERY: Final = "*"
-_STEP: Final = re.compile(r"""\.?(?:([^.\[\]'"=]+)|\[([0-9]+)\]|\[(?:'([^']*)'|"([^"]*)")\])""")
+_STEP: Final = re.compile(r"""\.?(?:([^.\[\]'"=]+)|\[([0-9]{1,9})\]|\[(?:'([^']*)'|"([^"]*)")\])""")
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class _NowhereError(Exception):
 
 def _parsed(text: str) -> _Override:
     path, equals, value = text.partition("=")
-    if not equals or not path:
+    if not equals or not path.strip():
         raise UnreadableSpec(f"--set {text}: write it as path=value, such as stages.thinker.factoryArgs.x=1")
     return _Override(text=text, path=path.strip(), value=value)
 
@@ -90,6 +90,8 @@ def _steps(override: _Override) -> tuple[str | int, ...]:
         end = found.end()
     if end != len(override.path):
         raise UnreadableSpec(f"--set {override.text}: cannot parse the path from {override.path[end:]!r} on")
+    if len(steps) > MAX_LEVELS:
+        raise UnreadableSpec(f"--set {override.text[:80]}…: names more than {MAX_LEVELS} levels")
     return tuple(steps)
 
 
@@ -104,7 +106,7 @@ def _descend(holder: Any, kind: inspect.Type | None, steps: Sequence[str | int],
         if len(steps) == 1:
             yield _Place(holder=holder, key=key, path=child_path, kind=child_kind)
             continue
-        child = holder.get(key) if isinstance(key, str) else holder[key]
+        child = holder.get(key) if isinstance(holder, dict) else holder[key]
         if child is None:
             child = holder[key] = [] if child_kind is not None and is_list(without_none(child_kind)) else {}
         yield from _descend(child, child_kind, steps[1:], child_path)
@@ -119,7 +121,7 @@ def _step(
         map_key = extra_of(kind).get("map_key") if kind is not None else None
         return [(at, item, f"{path}[{at}]") for at in _indices(holder, step, map_key, path)]
     if not isinstance(holder, dict):
-        raise _NowhereError(f"{path} is {holder!r}, which is neither a map nor a list")
+        raise _NowhereError(f"{path} is {quoted(holder)}, which is neither a map nor a list")
     if isinstance(step, int):
         raise _NowhereError(f"{path or 'the spec'} is a map, not a list")
     if isinstance(plain, inspect.StructType):
@@ -142,15 +144,19 @@ def _indices(items: list[Any], step: str | int, map_key: str | None, path: str) 
         if step >= len(items):
             raise _NowhereError(f"{path} has {len(items)} entries; [{step}] is out of range")
         return [step]
-    named = [index for index, item in enumerate(items) if map_key and item.get(map_key) == step]
+    named = [index for index, item in enumerate(items) if map_key and _name(item, map_key) == step]
     if named or map_key is None:
         return named or _no_name(step, path)
     if path == "stages":
-        known = [str(item.get(map_key)) for item in items]
+        known = [str(_name(item, map_key)) for item in items]
         near = shapes.nearest(step, known)
         raise _NowhereError(f"{step!r} is no stage" + (f"; did you mean {near}?" if near else ""))
     items.append({map_key: step})  # settings of a process group that had none
     return [len(items) - 1]
+
+
+def _name(item: Any, map_key: str) -> Any:
+    return item.get(map_key) if isinstance(item, dict) else None  # what is no map is refused by `shapes`
 
 
 def _no_name(step: str, path: str) -> list[int]:
