@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -64,7 +64,7 @@ def _made(path: tuple[str, ...], rest: tuple[str, ...], value: Any) -> Any:
     return [made] if listed else made
 
 
-WRAPS = {
+WRAPS: dict[str, Callable[[Any], Any]] = {
     "alone": lambda value: value,
     "in a list": lambda value: [value],
     "in a map": lambda value: {"k": value},
@@ -134,7 +134,8 @@ def test_an_odd_value_is_named_with_its_path(what: str, said: str) -> None:
 
 
 def test_all_odd_values_of_a_pipeline_are_named_at_once() -> None:
-    spec = PipelineConfig(name="p", stages=[stage(factory_args={None: 1}, gpu=10**5000)], env_defaults={1: "x"})
+    odd_keys: Any = {1: "x"}
+    spec = PipelineConfig(name="p", stages=[stage(factory_args={None: 1}, gpu=10**5000)], env_defaults=odd_keys)
     for refusal in (topology.faults(spec), _faults(spec)):
         assert {fault.path for fault in refusal} >= {"stages[0].factoryArgs", "stages[0].gpu[0]", "envDefaults.1"}
 
