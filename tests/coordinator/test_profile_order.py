@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -41,7 +41,7 @@ class Stages:
         self.noted: list[tuple[str, str | None]] = []
         self.asked: list[Message] = []
         self.states = STOPPED  #: What a stop is answered.
-        self.loop: Any = Loop()
+        self.loop = cast(Any, Loop())
         self.profiling = PipelineProfiling(self.session, lambda: {"aa": MEMBER}, self._take, self.loop, Clocks())
 
     def _take(self, instance: str, message: Message) -> bool:

@@ -193,6 +193,7 @@ def test_a_run_that_was_killed_is_swept_up_and_a_living_one_is_not(base: Path) -
     living, dead = rundir.RunDir(str(base)), rundir.RunDir(str(base))
     foreign = base / "omni-notes"
     foreign.mkdir()
+    assert dead._lock is not None
     os.close(dead._lock)  # as the kernel does when its owner is killed
     rundir.sweep(str(base))
     assert sorted(base.iterdir()) == sorted([living.path, foreign])

@@ -76,6 +76,7 @@ def test_what_a_killed_sweeper_has_left_is_swept_up_by_the_next_one(base: Path) 
             run.write("facts", b"ours")
             (run.path / "code").mkdir()
             (run.path / "code" / "module.py").touch()
+            assert run._lock is not None
             os.close(run._lock)  # its owner is killed
             print(step, file=sweepers.stdin, flush=True)
             code = int(sweepers.stdout.readline())
