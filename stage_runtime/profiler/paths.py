@@ -1,10 +1,13 @@
-"""Where a run's files may be: below ``OMNI_PROFILE_ROOT``, whatever a client asks for. Pure but for resolving links."""
+"""Where files of a run may be: below ``OMNI_PROFILE_ROOT``, whatever a client asks for. Pure but for root and links."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import stat
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +25,27 @@ def check_run_id(run_id: str) -> str:
         problem = "1 to 64 letters, digits, dots, dashes and underscores, the first one a letter or a digit"
         raise ConfigurationError(f"run_id: {run_id[:80]!r} is not {problem}")
     return run_id
+
+
+def prepare_root(root: Path) -> None:
+    """Make the root, for this user alone, where there is none.
+
+    Raises: ConfigurationError: it lies where everybody may write, as the default does, and somebody else made it.
+    """
+    with contextlib.suppress(OSError):  # it is there; or the run's own folder cannot be made either, which is reported
+        root.mkdir(mode=0o700, parents=True)
+    try:
+        owner, around = os.lstat(root).st_uid, os.stat(root.parent).st_mode
+    except OSError:
+        return
+    if is_foreign(owner, around, {0, os.geteuid(), os.stat("/").st_uid}):  # in a user namespace root may be another
+        problem = f"{root} belongs to user {owner}, who could replace what is written there"
+        raise ConfigurationError(f"{problem}: set OMNI_PROFILE_ROOT to a folder of your own")
+
+
+def is_foreign(owner: int, around: int, trusted: Set[int]) -> bool:
+    """Whether a folder with this owner, in one of mode ``around``, may have been put there by anybody."""
+    return bool(around & stat.S_IWOTH) and owner not in trusted
 
 
 def event_dir(root: Path, run_id: str, given: str | None) -> Path:

@@ -82,6 +82,7 @@ class ProfileSession:
             if self._recorder.run_id is not None:
                 raise ConfigurationError(f"run {self._recorder.run_id!r} is recorded already: stop it first")
             paths.check_run_id(order.run_id)
+            paths.prepare_root(self.root)
             folder = paths.event_dir(self.root, order.run_id, order.event_dir)
             trace = self._new_trace(order)
             folder /= self._own or ""

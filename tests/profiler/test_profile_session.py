@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stage_runtime.profiler import paths
 from stage_runtime.profiler.recorder import Recorder
 from stage_runtime.profiler.session import STARTED, STOPPED, ProfileOrder, ProfileSession
 
@@ -60,3 +61,44 @@ def test_a_trace_overwrites_none_that_is_there(tmp_path: Path) -> None:
     traces = [path.name for found in files for path in found if path.name.endswith(".trace.json.gz")]
     assert traces == [f"a-{os.getpid()}{suffix}.trace.json.gz" for suffix in ("", "_2", "_3")]
     assert sorted(each.name for each in (tmp_path / "mine").iterdir()) == sorted(traces)
+
+
+def test_the_folder_of_all_runs_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    one = session(tmp_path / "new" / "profiles", "aa", own_folder=False)
+    record(one, "run", "{stage}")
+    one.close()
+    assert (tmp_path / "new" / "profiles").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("owner", "around", "foreign"),
+    [
+        (1000, 0o1777, False),  # ours
+        (0, 0o1777, False),
+        (1001, 0o1777, True),
+        (1001, 0o0757, True),
+        (1001, 0o0755, False),  # whoever may write there gave it to somebody on purpose
+        (1001, 0o2775, False),
+    ],
+)
+def test_a_folder_is_foreign_where_anybody_can_have_made_it(owner: int, around: int, foreign: bool) -> None:
+    assert paths.is_foreign(owner, around, {0, 1000}) is foreign
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
+@pytest.mark.parametrize("link", [False, True])
+def test_nothing_is_recorded_in_a_folder_that_another_user_has_made(tmp_path: Path, link: bool) -> None:
+    tmp_path.chmod(0o1777)
+    root, own = tmp_path / "profiles", tmp_path / "own"
+    own.mkdir()
+    if link:
+        root.symlink_to(own)
+    else:
+        root.mkdir()
+    os.chown(root, 12345, 12345, follow_symlinks=False)
+    one = session(root, "aa", own_folder=False)
+    answer = one.start(ProfileOrder(run_id="run", event_dir="run/events"))
+    one.close()
+    problem = f"{root} belongs to user 12345, who could replace what is written there"
+    assert answer == {"a": f"failed: {problem}: set OMNI_PROFILE_ROOT to a folder of your own"}
+    assert not list(own.iterdir()) and not list(root.iterdir())
