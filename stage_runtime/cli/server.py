@@ -27,8 +27,9 @@ class CoordinatorClient:
         self._errors = httpx.HTTPError
         try:
             # trust_env=False: HTTP_PROXY would get requests to the loopback, and the API key. ~/.netrc would win over
-            # the key.
-            self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False)
+            # the key. SSL_CERT_FILE and SSL_CERT_DIR count all the same.
+            verify = httpx.create_ssl_context()
+            self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False, verify=verify)
         except httpx.InvalidURL as error:
             raise ConfigurationError(f"{url}: {error}") from error
         except UnicodeEncodeError:
@@ -92,6 +93,10 @@ def server(
         asked = CoordinatorClient(url or runs.url(pipeline=pipeline, pid=pid, base_path=base_path), api_key)
         try:
             yield asked
+        except UnicodeEncodeError as error:
+            if error.reason == "surrogates not allowed":  # text of another program
+                raise asked.foreign("") from error
+            raise  # our output's, not the answer's
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # JSON of another program
             raise asked.foreign("") from error
         finally:

@@ -206,9 +206,10 @@ class ModelRunner:
         for row in rows:
             state, request = self._rows[row.request.id], row.request
             first, count = len(state.prompt_logprobs) + 1, len(self._asked(row, 0))
-            tokens = request.tokens[first : first + count]
-            state.prompt_logprobs += reports(logits[at : at + count], tokens, state.params.prompt_logprobs or 0)
-            at += count
+            if count:
+                tokens = request.tokens[first : first + count]
+                state.prompt_logprobs += reports(logits[at : at + count], tokens, state.params.prompt_logprobs or 0)
+                at += count
             if state.params.prompt_logprobs is not None and row.samples and not request.generated:
                 output.prompt_logprobs[request.id] = tuple(state.prompt_logprobs)
 
