@@ -25,7 +25,8 @@ def exit_soon(code: int) -> None:
 
     Call it when nothing is left to do but to return from the main module.
     """
-    faulthandler.dump_traceback_later(FORCED_S, exit=True)
+    with contextlib.suppress(Exception):  # there may be no stderr
+        faulthandler.dump_traceback_later(FORCED_S, exit=True, file=sys.__stderr__)
     within_s = FAILED_S if code else DRAINED_S
     try:
         threading.Thread(target=_exit_within, args=(code, within_s), name="exit", daemon=True).start()

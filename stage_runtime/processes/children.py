@@ -92,9 +92,14 @@ class Child:
         return self._process.pid
 
     @property
+    def was_ready(self) -> bool:
+        """It has sent all events that its command awaits, whatever came of it since."""
+        return self.command.awaits <= {type(event) for event in self.events}
+
+    @property
     def ready(self) -> bool:
         """It has sent all events that its command awaits, and has not failed since."""
-        return self.failure is None and self.command.awaits <= {type(event) for event in self.events}
+        return self.failure is None and self.was_ready
 
     @property
     def cause(self) -> str:

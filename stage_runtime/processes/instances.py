@@ -182,7 +182,7 @@ class SupervisedInstance:
                 ends: list[asyncio.Future[Any]] = [*(child.exited for child in self.children), stopping]
                 await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
                 now = time.monotonic()
-                if ready_since is None and all(child.ready for child in self.children):
+                if ready_since is None and all(child.was_ready for child in self.children):
                     ready_since, self.was_ready = now, True
                 if stopping.done():
                     await self._drain()

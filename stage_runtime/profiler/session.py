@@ -25,6 +25,8 @@ from stage_runtime.profiler.writing import notes_of
 
 log = logging.getLogger(__name__)
 
+CLOSE_S: Final = 5.0
+EXPORT_S: Final = 60.0  # of a torch trace; the process's grace period ends it earlier
 PIECE: Final = 512 << 10  # bytes of a file in one message
 RUNS_KEPT: Final = 200  # whose files a process remembers
 
@@ -155,8 +157,9 @@ class ProfileSession:
 
     def close(self) -> None:
         """The process ends: what was recorded is written."""
+        within_s = CLOSE_S if self._trace is None else EXPORT_S  # who ends the process next does not wait
         try:
-            self.thread.submit(self.stop, why="the process ends").result(timeout=5.0)
+            self.thread.submit(self.stop, why="the process ends").result(timeout=within_s)
         except Exception as error:  # the process ends whatever becomes of a profile
             log.error("profile: %s", describe(error))
         self.thread.shutdown(wait=False, cancel_futures=True)

@@ -326,6 +326,27 @@ async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tm
         assert str(supervisor.failure) == "voice: ended before its time (exit code 9)"
 
 
+async def test_a_life_that_fails_as_soon_as_it_is_ready_was_ready_and_is_not_given_up(tmp_path: Path) -> None:
+    async with supervised() as supervisor:
+        flag = tmp_path / "first"
+        lives = InstanceSpec(
+            name="voice",
+            group="voice",
+            replica=0,
+            stages=(),
+            processes=("voice",),
+            commands=lambda: [
+                command("voice", "ready", "broken", "exit", "1")
+                if flag.exists()
+                else command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")
+            ],
+        )
+        supervisor.add(lives, RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S, give_up_after=2))
+        await up(supervisor)
+        await eventually(lambda: supervisor.failure is not None or supervisor.views()[0].restarts == 4)
+        assert supervisor.failure is None
+
+
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     program = f"""
