@@ -26,7 +26,7 @@ def exit_soon(code: int) -> None:
     Call it when nothing is left to do but to return from the main module.
     """
     with contextlib.suppress(Exception):  # there may be no stderr
-        faulthandler.dump_traceback_later(FORCED_S, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(FORCED_S, exit=True, file=sys.__stderr__ or 2)
     within_s = FAILED_S if code else DRAINED_S
     try:
         threading.Thread(target=_exit_within, args=(code, within_s), name="exit", daemon=True).start()
