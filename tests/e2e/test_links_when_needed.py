@@ -9,6 +9,8 @@ import resource
 import signal
 from pathlib import Path
 
+import pytest
+
 from omnipipeline_spec.cluster import ProcessGroup
 from tests.e2e.local_pipelines import APART, Client, diamond, eventually, replicas, running
 
@@ -49,7 +51,12 @@ async def test_a_death_without_a_link_is_known_from_the_coordinator(base: Path) 
         assert [one["text"] for one in answers] == [f"request {number}" for number in range(20)]
 
 
-async def test_a_coordinator_without_descriptors_refuses_the_new_instance_and_serves_on(base: Path) -> None:
+@pytest.mark.parametrize(
+    ("left", "reason"), [(16, "no room for another instance"), (6, "no new peer is let in")], ids=["few", "hardly any"]
+)
+async def test_a_coordinator_without_descriptors_refuses_the_new_instance_and_serves_on(
+    base: Path, left: int, reason: str
+) -> None:
     spec = diamond(APART, process_groups=[ProcessGroup(name="side", replicas=1)])
     async with running(spec, base) as pipeline, Client(pipeline.url) as client:
         await client.answer("before")
@@ -58,11 +65,11 @@ async def test_a_coordinator_without_descriptors_refuses_the_new_instance_and_se
         assert soft == hard, "it has raised its limit"
         used = {int(entry.name) for entry in os.scandir(f"/proc/{pid}/fd")}
         free = (number for number in itertools.count() if number not in used)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, 6, None)), hard))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, left, None)), hard))
         scaling = asyncio.create_task(pipeline.scale("side", 2))
 
         async def refused() -> bool:
-            return "no room for another instance" in (base / "log").read_text()
+            return reason in (base / "log").read_text()
 
         await eventually(refused)
         log = (base / "log").read_text()
