@@ -34,7 +34,7 @@ def _upgraded(installed: Installed) -> None:
     helm(installed.cluster, "upgrade", RELEASE, str(CHART), "--namespace", SYSTEM, *options)
     # The new operator works: it makes what is asked for now, and leaves the rest alone.
     installed.patch("choir", {"disruption": {"podDisruptionBudget": {"enabled": True}}})
-    wait_for("a budget for each unit", lambda: _budgets(installed) == 3, timeout_s=120)
+    wait_for("a budget for each unit and the coordinators", lambda: _budgets(installed) == 4, timeout_s=120)
 
 
 def _rolled_back(installed: Installed) -> None:
