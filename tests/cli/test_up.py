@@ -158,11 +158,18 @@ def ignored(pid: int) -> set[int]:
     return {number for number in range(1, 65) if int(mask, 16) >> (number - 1) & 1}
 
 
-def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
-    starting = base / "starting.yaml"
-    starting.write_text(SLOW.replace("return lambda payload: time", "time"))
-    with up(base, file=starting) as run:
+@contextmanager
+def starting(base: Path) -> Iterator[Run]:
+    """An `omni up` whose two processes run, one of which is never ready."""
+    file = base / "starting.yaml"
+    file.write_text(SLOW.replace("return lambda payload: time", "time"))
+    with up(base, file=file) as run:
         eventually(lambda: len(run.children()) == 2)
+        yield run
+
+
+def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
+    with starting(base) as run:
         children = run.children()
         run.program.send_signal(signal.SIGINT)
         assert run.program.wait(PATIENCE_S) == 130
@@ -171,10 +178,7 @@ def test_an_interrupt_while_it_starts_leaves_nothing(base: Path) -> None:
 
 
 def test_a_second_interrupt_while_it_tidies_up_after_the_first_one_leaves_nothing(base: Path) -> None:
-    starting = base / "starting.yaml"
-    starting.write_text(SLOW.replace("return lambda payload: time", "time"))
-    with up(base, file=starting) as run:
-        eventually(lambda: len(run.children()) == 2)
+    with starting(base) as run:
         children = run.children()
         (reaper,) = (one for one in psutil.Process(run.program.pid).children() if one not in children)
         reaper.suspend()  # it is the last one to end

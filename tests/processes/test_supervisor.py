@@ -304,23 +304,19 @@ async def test_what_is_waited_for_is_what_was_named_and_a_failure_goes_with_its_
         assert [one.spec.name for one in supervisor.instances()] == ["front"]
 
 
+def lives(flag: Path, later: Command) -> InstanceSpec:
+    """One whose first life is ready for a moment, and leaves ``flag``; each later one is ``later``."""
+    first = command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")
+    return msgspec.structs.replace(instance("voice"), commands=lambda: [later if flag.exists() else first])
+
+
+GIVES_UP = RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S, give_up_after=2)
+
+
 async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tmp_path: Path) -> None:
     async with supervised() as supervisor:
-        flag = tmp_path / "first"
-        script = f"import os,sys; os.path.exists({str(flag)!r}) and sys.exit(9); open({str(flag)!r},'w')"
-        two_lives = InstanceSpec(
-            name="voice",
-            group="voice",
-            replica=0,
-            stages=(),
-            processes=("voice",),
-            commands=lambda: [
-                Command(name="voice", argv=(sys.executable, "-c", script), env=dict(os.environ))
-                if flag.exists()
-                else command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")
-            ],
-        )
-        supervisor.add(two_lives, RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S, give_up_after=2))
+        never_ready = Command(name="voice", argv=(sys.executable, "-c", "raise SystemExit(9)"), env=dict(os.environ))
+        supervisor.add(lives(tmp_path / "first", never_ready), GIVES_UP)
         await up(supervisor)
         await eventually(lambda: supervisor.failure is not None)
         assert str(supervisor.failure) == "voice: ended before its time (exit code 9)"
@@ -328,20 +324,7 @@ async def test_a_restart_that_never_gets_ready_again_is_given_up_when_told_so(tm
 
 async def test_a_life_that_fails_as_soon_as_it_is_ready_was_ready_and_is_not_given_up(tmp_path: Path) -> None:
     async with supervised() as supervisor:
-        flag = tmp_path / "first"
-        lives = InstanceSpec(
-            name="voice",
-            group="voice",
-            replica=0,
-            stages=(),
-            processes=("voice",),
-            commands=lambda: [
-                command("voice", "ready", "broken", "exit", "1")
-                if flag.exists()
-                else command("voice", "stamp", str(flag), "ready", "nap", "0.2", "exit", "1")
-            ],
-        )
-        supervisor.add(lives, RestartPolicy(startup_s=PATIENCE_S, grace_s=PATIENCE_S, give_up_after=2))
+        supervisor.add(lives(tmp_path / "first", command("voice", "ready", "broken", "exit", "1")), GIVES_UP)
         await up(supervisor)
         await eventually(lambda: supervisor.failure is not None or supervisor.views()[0].restarts == 4)
         assert supervisor.failure is None

@@ -234,31 +234,28 @@ async def test_each_request_is_one_line_in_the_log_and_probes_are_none(caplog: p
     assert 0 < lines[0]["first_byte_ms"] <= lines[0]["ms"] <= took_ms + 1
 
 
-async def test_a_quiet_stream_is_kept_alive_by_comments_that_stand_between_events() -> None:
+async def after_a_comment(event: Event | RequestError) -> tuple[int, str]:
+    """The status of a stream that was quiet until its first comment, and all that came after that."""
     gate = asyncio.Event()
     settings = msgspec.structs.replace(ALL, heartbeat_s=0.02)
-    async with start(play(gate, chunk(Text("a"))), settings) as running:
+    async with start(play(gate, event), settings) as running:
         async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
             async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
                 pieces = answer.aiter_text()
                 assert await asyncio.wait_for(anext(pieces), PATIENCE_S) == ": waiting\n\n"
                 gate.set()
-                rest = "".join([piece async for piece in pieces])
+                return answer.status_code, "".join([piece async for piece in pieces])
+
+
+async def test_a_quiet_stream_is_kept_alive_by_comments_that_stand_between_events() -> None:
+    _, rest = await after_a_comment(chunk(Text("a")))
     blocks = [block for block in rest.removesuffix("\n\n").split("\n\n") if block != ": waiting"]
     assert all(block.startswith("data: ") for block in blocks)
     assert blocks[-1] == "data: [DONE]"
 
 
 async def test_a_stream_that_fails_after_its_first_comment_has_the_status_200_and_an_event_with_the_error() -> None:
-    gate = asyncio.Event()
-    settings = msgspec.structs.replace(ALL, heartbeat_s=0.02)
-    async with start(play(gate, RequestError("unavailable", "gone")), settings) as running:
-        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
-            async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
-                pieces = answer.aiter_text()
-                assert await asyncio.wait_for(anext(pieces), PATIENCE_S) == ": waiting\n\n"
-                gate.set()
-                rest = "".join([piece async for piece in pieces])
-    assert answer.status_code == 200
+    status, rest = await after_a_comment(RequestError("unavailable", "gone"))
+    assert status == 200
     assert '"code":"unavailable"' in rest
     assert "[DONE]" not in rest
