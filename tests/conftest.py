@@ -1,7 +1,6 @@
 """Fixtures that several rooms' tests share; they live in modules beside this one."""
 
 import os
-import signal
 
 import hypothesis
 import pytest
@@ -19,9 +18,6 @@ hypothesis.settings.register_profile(
     print_blob=True,
 )
 hypothesis.settings.load_profile("tests")
-
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; programs under test inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 __all__ = ["api_server", "cluster_kit", "node_cluster"]
 

@@ -11,10 +11,10 @@ from typing import Any
 def handle(act: Callable[..., Any], *numbers: signal.Signals) -> None:
     """Call ``act`` with the signal's name for each of ``numbers`` that comes, on the running loop.
 
-    SIGHUP and SIGINT stay ignored where whoever started the process ignores them: `nohup`, and shells for programs in
-    the background, so that a terminal that closes, or a ^C for another program, does not end it.
+    SIGHUP stays ignored where whoever started the process ignores it, as `nohup` does. SIGINT does not: shells ignore
+    it for what a script starts in the background, and who sends it there means it.
     """
     loop = asyncio.get_running_loop()
     for number in numbers:
-        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, act, number.name)
