@@ -10,18 +10,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest_asyncio
 
 from omnipipeline_spec.cluster import Control
 from omnipipeline_spec.pipeline import PipelineConfig, StageConfig
 from stage_runtime.processes.local import LocalPipeline
 from tests.e2e.busy_stages import KINDS
-from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually, running, under_way
+from tests.e2e.local_pipelines import HEARTBEAT_S, Client, at_rest, eventually, resident, running, under_way
 
 MIB = 1 << 20
 BODIES, EACH, BODY = 12, 6, 4 * MIB  # of each kind of stage; so many at once
-WITHIN = 100 * MIB  # of growth, of each process: 288 MiB have come; an arena's warm pages and an allocator's rest stay
+WITHIN = 100 * MIB  # of growth of each process's private memory: 288 MiB have come; an allocator's rest stays
 
 
 def spec() -> PipelineConfig:
@@ -65,11 +64,6 @@ def request(kind: str, nbytes: int, *, hold: bool = False) -> dict[str, object]:
     return {"inputs": {"kind": kind, "hold": hold, "pad": "x" * nbytes}}
 
 
-def footprint(pipeline: LocalPipeline) -> dict[str, int]:
-    """All memory of each process, its arena with it."""
-    return {name: psutil.Process(pid).memory_info().rss for name, pid in pipeline.pids().items()}
-
-
 async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_busy(pipeline: LocalPipeline) -> None:
     """Of every kind of stage at once, and of a fan-in whose hook is busy; the stages are in one process."""
     async with Client(pipeline.url, connections=100) as client:
@@ -79,15 +73,22 @@ async def test_bodies_that_time_out_at_busy_stages_are_freed_while_these_are_bus
             return (await under_way(client)).get("busy.running", 0) + 1 >= len(KINDS)  # a join runs before it begins
 
         await eventually(all_busy)
-        before = footprint(pipeline)
+        before = resident(pipeline.pids())
 
         def grown() -> dict[str, int]:
-            return {name: (size - before[name]) // MIB for name, size in footprint(pipeline).items()}
+            return {name: (size - before[name]) // MIB for name, size in resident(pipeline.pids()).items()}
+
+        async def in_arenas() -> dict[str, float]:
+            return {name: size for name, size in (await under_way(client)).items() if "arena_bytes_in_use" in name}
+
+        async def no_arena_is_used() -> bool:
+            return not await in_arenas()
 
         for _ in range(BODIES // EACH):
             bodies = [json.dumps({**request(kind, BODY), "timeout": 1.0}).encode() for kind in KINDS]
             answers = await asyncio.gather(*(client.send(body) for body in bodies for _ in range(EACH)))
             assert {answer.status_code for answer in answers} == {504}
+        await eventually(no_arena_is_used)
         await eventually(lambda: max(grown().values()) < WITHIN // MIB, what=lambda: f"MiB of growth: {grown()}")
         assert not any(one.done() for one in holding), "the stages were busy all the time"
         for one in holding:
