@@ -22,6 +22,12 @@ hypothesis.settings.load_profile("tests")
 __all__ = ["api_server", "cluster_kit", "node_cluster"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The release of the chart last: its operator looks after every namespace, the other tests' too."""
     items.sort(key=lambda item: item.path.parent.name == "cluster")
+    if THOROUGH:
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if nightly:
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]

@@ -35,8 +35,12 @@ async def ranks() -> AsyncIterator[LocalPipeline]:
 
 @pytest.mark.parametrize(
     ("frozen", "computing"),
-    [(["coordinator"], 20), (["adder_tp0", "adder_tp1"], 20), (["adder_tp0"], 0), (["adder_tp1"], 0)],
-    ids=["coordinator", "all ranks", "rank 0", "follower"],
+    [
+        pytest.param(["coordinator"], 20, id="coordinator"),
+        pytest.param(["adder_tp1"], 0, id="follower"),
+        pytest.param(["adder_tp0"], 0, id="rank 0", marks=pytest.mark.nightly),
+        pytest.param(["adder_tp0", "adder_tp1"], 20, id="all ranks", marks=pytest.mark.nightly),
+    ],
 )
 async def test_after_a_freeze_all_ranks_serve_again(ranks: LocalPipeline, frozen: list[str], computing: int) -> None:
     async with Client(ranks.url) as client:

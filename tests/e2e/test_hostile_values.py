@@ -243,7 +243,9 @@ SEEN = {  # by what the property sees that the check is missing
 }
 
 
-@pytest.mark.parametrize("without", SEEN)
+@pytest.mark.parametrize(
+    "without", ["the check of messages", pytest.param("the guard of texts", marks=pytest.mark.nightly)]
+)
 async def test_without_one_check_the_property_is_seen_to_fail(without: str) -> None:
     """The positive control."""
     async with up(HOSTILE_WITHOUT=without) as made:

@@ -49,8 +49,15 @@ def pipeline_of(folder: Path, streams: bool, settings: dict[str, Any], **of_talk
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("settings", [{}, {"own_process": True}], ids=["in the stage", "own process"])
-@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize(
+    ("streams", "settings"),
+    [
+        pytest.param(True, {}, id="streamed in the stage"),
+        pytest.param(False, {"own_process": True}, id="whole own process"),
+        pytest.param(False, {}, id="whole in the stage", marks=pytest.mark.nightly),
+        pytest.param(True, {"own_process": True}, id="streamed own process", marks=pytest.mark.nightly),
+    ],
+)
 async def test_a_talker_continues_from_the_hidden_rows_of_its_thinker(
     streams: bool, settings: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,13 @@ def said(output: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kernels"), [("llama", "auto"), ("qwen3", "torch"), ("gemma2", "torch"), ("gpt_neox", "torch")]
+    ("kind", "kernels"),
+    [
+        ("llama", "auto"),
+        ("gpt_neox", "torch"),
+        pytest.param("qwen3", "torch", marks=pytest.mark.nightly),
+        pytest.param("gemma2", "torch", marks=pytest.mark.nightly),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_one_each_with_half_of_the_heads(tmp_path: Path, kind: str, kernels: str) -> None:
     asked = prompts([3, 17, 40, 9])

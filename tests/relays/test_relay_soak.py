@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ import pytest
 from stage_runtime.relays.registry import RELAYS
 
 SOAK_S = 600
-THOROUGH = bool(os.environ.get("OMNI_THOROUGH"))
 
 
 @pytest.mark.timeout(3 * SOAK_S)
-@pytest.mark.skipif(not THOROUGH, reason=f"{SOAK_S} s for each relay: set OMNI_THOROUGH")
+@pytest.mark.nightly
 @pytest.mark.parametrize("relay", [name for name, entry in RELAYS.items() if entry.needs != "gpu"])
 def test_a_relay_that_moves_payloads_for_ten_minutes_holds_no_more_at_the_end(relay: str) -> None:
     command = [sys.executable, "-m", "benchmarks.relays", "--relay", relay, "--soak", str(SOAK_S)]
