@@ -334,7 +334,7 @@ def api_keys(content: bytes, place: str) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{place}: {error}") from error
     if not keys:
-        raise ConfigurationError(f"{place}: there is no key in it, and an empty key would let everybody in")
+        raise ConfigurationError(f"{place}: there is no key in it, and an empty key would admit every client")
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise ConfigurationError(f"{place}: a key is a line of printable ASCII without spaces")
     return keys

@@ -37,7 +37,7 @@ DRAINED_S: Final = 1.0  # what is in the kernel's buffers has come, also where t
 CALM_S: Final = 5.0
 LIMIT_S: Final = 120.0  # of every wait for a process: far more than any takes, and less than a test may take
 SETTLED_S: Final = 30.0  # until a survivor must have everything back
-REUSED: Final = "its slot has another use now"  # so a get fails where late bytes have overwritten its header
+REUSED: Final = "its slot was reused"  # so a get fails where late bytes have overwritten its header
 ENVIRONMENT: Final = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib", "MC_FORCE_TCP": "1", "GLOG_minloglevel": "3"}
 
 

@@ -171,7 +171,7 @@ class LiveTable(Lines):
         super().failed(failure)
 
     def _explain(self, failure: StartupFailed) -> None:
-        """Nothing of it has been shown yet; what it printed last, when it died without a word."""
+        """Nothing of it has been shown yet; what it printed last, when it ended without output."""
         self._quote(failure.process, failure.traceback.splitlines() if failure.reported else failure.tail)
 
     def over(self) -> None:

@@ -63,7 +63,7 @@ def command(
     if math.isnan(startup_timeout):
         raise click.BadParameter("nan is no number of seconds", param_hint="--startup-timeout")
     if no_auth and api_key_file is not None:
-        raise click.UsageError("--no-auth asks for no key, --api-key-file for one: choose")
+        raise click.UsageError("--no-auth and --api-key-file exclude each other: give one")
     local_options = LocalOptions(
         cpu=cpu,
         host=host,

@@ -36,7 +36,7 @@ def command(file: str, overrides: tuple[str, ...], imports: bool) -> None:
             click.echo(f"note: {notice}", err=True)
         for warning in topology.warnings(loaded.spec):
             click.echo(f"warning: {warning}", err=True)
-        click.echo(f"{file}: {plan.pipeline} is sound (revision {plan.current.revision})")
+        click.echo(f"{file}: {plan.pipeline} is valid (revision {plan.current.revision})")
 
 
 def _check_imports(file: str, overrides: tuple[str, ...]) -> None:

@@ -66,7 +66,10 @@ class BatchedEngine:
             results = list(returned) if isinstance(returned, list) else None
             if results is None or len(results) != len(batch):
                 got = type(returned).__name__ if results is None else len(results)
-                raise TypeError(f"gave {got} results for a batch of {len(batch)}; wanted a list, one each, in order")
+                count = len(batch)
+                raise TypeError(
+                    f"returned {got} results for a batch of {count}; expected a list with one per payload, in order"
+                )
         except BaseException as error:
             for event in batch:
                 outbox.fail(event.work, error)

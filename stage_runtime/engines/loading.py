@@ -160,7 +160,7 @@ def as_engine(
     if callable(made):
         return _simple(Simple(made), blame)
     raise ConfigurationError(
-        f"{blame} returned {type(made).__name__}; wanted a function, omni.Simple, Batched, Streaming, "
+        f"{blame} returned {type(made).__name__}; expected a function, omni.Simple, Batched, Streaming, "
         f"Autoregressive, or an object with run(inbox, outbox, stop){_likely(made)}"
     )
 

@@ -44,7 +44,7 @@ class Yields:
         if returned is None:
             return
         if self._result is not None:
-            raise BadYield(f"yielded its Result and returned {type(returned).__name__}; give one of the two")
+            raise BadYield(f"yielded its Result and returned {type(returned).__name__}; use one of the two")
         self._result = Result(returned_data(returned))
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class Yields:
 
 def no_payload() -> RequestError:
     """The error of a function that waits for the request's payload in vain. A new one each time: it is raised."""
-    return RequestError("stage_failed", "no payload comes: every stage before this one sent it elsewhere")
+    return RequestError("stage_failed", "no payload can arrive: every upstream stage sent its result to other stages")
 
 
 def never_awaited(made: Any) -> None:

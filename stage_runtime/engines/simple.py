@@ -62,7 +62,7 @@ class SyncEngine:
                 running.drain(work, outbox, returned)
             elif inspect.isawaitable(returned) or inspect.isasyncgen(returned):
                 running.never_awaited(returned)
-                raise TypeError("gave a coroutine from a sync function; declare it with async def")
+                raise TypeError("returned a coroutine from a sync function; declare it with async def")
             else:
                 running.finish(work, outbox, returned)
         except BaseException as error:  # SystemExit too: one request's code must not take a worker away

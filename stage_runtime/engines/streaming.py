@@ -117,7 +117,7 @@ class StreamingEngine(LoopEngine):
             generator = self._fn(session)
             if not hasattr(generator, "__aiter__"):
                 running.never_awaited(generator)
-                raise TypeError("omni.Streaming wants an async generator: async def fn(session) with yield")
+                raise TypeError("omni.Streaming needs an async generator: async def fn(session) with yield")
             await running.drain_async(work, self.outbox, generator, self.wait)
         finally:
             self._sessions.pop(work, None)

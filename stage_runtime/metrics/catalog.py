@@ -145,7 +145,7 @@ TRACES_SENT: Final = Metric(
 TRACES_DROPPED: Final = Metric(
     name="omnipipeline_traces_dropped_total",
     kind="counter",
-    help="Sampled requests whose spans were dropped: the collector was away for too long, or refused them",
+    help="Sampled requests whose spans were dropped: the collector was unreachable for too long, or refused them",
 )
 
 _OF_PROCESS: Final = ("process",)
@@ -163,7 +163,7 @@ SENDS_QUEUED: Final = Metric(
 EDGE_TRANSFER_BYTES: Final = Metric(
     name="omnipipeline_edge_transfer_bytes_total",
     kind="counter",
-    help="Bytes of tensors and long values sent by relay on an edge; what rides in a message is not counted",
+    help="Bytes of tensors and long values sent by relay on an edge; payloads inside a message are not counted",
     labels=_OF_EDGE,
 )
 EDGE_TRANSFERS_IN_FLIGHT: Final = Metric(
@@ -193,7 +193,7 @@ EDGE_QUARANTINED: Final = Metric(
 EDGE_FAILOVERS: Final = Metric(
     name="omnipipeline_edge_failovers_total",
     kind="counter",
-    help="Times that this relay took an edge over from one that had failed",
+    help="Failovers of an edge to this relay",
     labels=_OF_EDGE,
 )
 EDGE_RETRIES: Final = Metric(
@@ -274,7 +274,7 @@ ENGINE: Final[Mapping[str, Metric]] = {
     "kv_blocks_cached": _of_engine("kv_blocks_cached", "Blocks with a known prefix, used or not"),
     "steps_total": _of_engine("steps_total", "Steps computed", kind="counter"),
     "preemptions_total": _of_engine(
-        "preemptions_total", "Requests that gave their blocks to an older one", kind="counter"
+        "preemptions_total", "Preemptions: requests whose blocks went to an older request", kind="counter"
     ),
     "prompt_tokens_total": _of_engine("prompt_tokens_total", "Tokens of prompts", kind="counter"),
     "prefix_hit_tokens_total": _of_engine(
@@ -293,7 +293,7 @@ NIXL: Final[Mapping[str, Metric]] = {
     "receive_bytes_in_use": _of_relay("receive_bytes_in_use", "Bytes of the receive arena in use", kind="gauge"),
     "waiting_transfers": _of_relay("waiting_transfers", "Payloads that wait for memory to receive into", kind="gauge"),
     "coming_transfers": _of_relay("coming_transfers", "Payloads that peers are writing here", kind="gauge"),
-    "coming_here_bytes": _of_relay("coming_here_bytes", "Bytes that are written or read into here", kind="gauge"),
+    "coming_here_bytes": _of_relay("coming_here_bytes", "Bytes received so far of transfers in progress", kind="gauge"),
     "writing_transfers": _of_relay("writing_transfers", "Payloads being written to peers", kind="gauge"),
     "quarantined_sends": _of_relay("quarantined_sends", "Payloads given up that a peer may still use", kind="gauge"),
     "quarantined_send_bytes": _of_relay("quarantined_send_bytes", "Their bytes", kind="gauge"),
@@ -347,7 +347,7 @@ COORDINATOR: Final = (
     TRACES_SENT,
     TRACES_DROPPED,
 )
-#: What voice and chat services are judged by, served by coordinators. Of answers that have text, audio or usage.
+#: Service-level metrics of voice and chat, served by coordinators. Of answers that have text, audio or usage.
 SERVICE: Final = (
     TIME_TO_FIRST_TOKEN,
     TIME_TO_FIRST_AUDIO,

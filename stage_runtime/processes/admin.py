@@ -89,7 +89,7 @@ class AdminServer:
         except (msgspec.MsgspecError, ConfigurationError, StartupFailed) as error:
             return Answer(error=str(error)[:MAX_ERROR])
         except Exception as error:  # the outermost: the error is sent to the command, and the next one is served
-            log.exception("an order failed: %s", line.decode(errors="replace").rstrip())
+            log.exception("admin command failed: %s", line.decode(errors="replace").rstrip())
             return Answer(error=f"{type(error).__name__}: {error}"[:MAX_ERROR])
         return Answer()
 
@@ -109,7 +109,7 @@ async def send(folder: Path, order: Scale | Restart) -> None:
     finally:
         writer.close()
     if not line:
-        raise ConfigurationError("it stopped before the order was carried out")
+        raise ConfigurationError("it stopped before the command was carried out")
     answer = msgspec.json.decode(line, type=Answer)
     if answer.error:
         raise ConfigurationError(answer.error)

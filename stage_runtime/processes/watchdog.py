@@ -54,7 +54,7 @@ class Watchdog:
                         seen[name] = (stage.steps, now)
                     elif now - since > self._stuck_after_s:
                         faulthandler.dump_traceback()
-                        problem = f"no progress for {self._stuck_after_s:.0f} s with work at hand"
+                        problem = f"no progress for {self._stuck_after_s:.0f} s with unfinished requests"
                         self._stuck(name, TimeoutError(problem))
                         return
         finally:

@@ -229,7 +229,7 @@ class Writer:
     def _log(self, error: Exception | str) -> None:
         if not self._failed:
             self._failed = True
-            log.error("events are lost (logged once per process): %s: %s", self.path, error)
+            log.error("profiler events are dropped (logged once per process): %s: %s", self.path, error)
 
     # --- when it is stopped -------------------------------------------------------------------------------------
 

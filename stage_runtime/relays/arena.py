@@ -182,7 +182,10 @@ class Arena:
                         pages.remap(self._address, slot.start, slot.size, self.fd, private=True)
                         slot.given = True
                     except OSError as error:
-                        log.error("a tensor that was sent is shared with what its author writes into it: %s", error)
+                        log.error(
+                            "cannot give a sent tensor its own pages; later writes by its author reach receivers: %s",
+                            error,
+                        )
 
     def share(self, slot: Slot) -> bool:
         """As `sent`, for a slot that was sent before. False when it is free, or its request was aborted."""

@@ -90,7 +90,7 @@ def region(mapping: mmap.mmap, place: ArenaPlace, relay: str, peer: Peer) -> Any
         )
     generation, size = arena.HEADER.unpack_from(mapping, place.start)
     if generation != place.generation or place.offset + place.nbytes > place.start + size:
-        raise TransferError(f"{relay} transfer {place.transfer} from {peer}: its slot has another use now")
+        raise TransferError(f"{relay} transfer {place.transfer} from {peer}: its slot was reused")
     return pages.region(mapping, place.offset, place.nbytes)
 
 

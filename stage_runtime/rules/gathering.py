@@ -70,7 +70,7 @@ class Gathering:
             raise HookError(
                 self._stage,
                 "wait_for_fn",
-                f"gave {safe_str(returned, limit=200, how=repr)}; wanted a list of stage names or None",
+                f"returned {safe_str(returned, limit=200, how=repr)}; expected a list of stage names or None",
             )
         unknown = sorted(set(names) - set(self._wait_for))
         if not names or unknown:
@@ -101,7 +101,9 @@ class Gathering:
 
     def _check_known(self) -> None:
         if self._active is None and self._arrived.keys() | self._skipped >= set(self._wait_for):
-            problem = f"gave None to the end: {sorted(self._arrived)} have come, and no other source sends"
+            problem = (
+                f"returned None for the last payload: {sorted(self._arrived)} have arrived and no other source sends"
+            )
             raise HookError(self._stage, "wait_for_fn", problem)
 
     def _outside(self, sources: Sequence[str]) -> HookError:

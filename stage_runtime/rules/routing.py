@@ -18,7 +18,7 @@ def route(stage: str, declared: Sequence[str], returned: object) -> tuple[str, .
         raise HookError(
             stage,
             "route_fn",
-            f"gave {safe_str(returned, limit=200, how=repr)}; wanted one or more of {sorted(declared)}",
+            f"returned {safe_str(returned, limit=200, how=repr)}; expected one or more of {sorted(declared)}",
         )
     return _among(stage, "route_fn", names, declared, "next")
 
@@ -33,7 +33,7 @@ def stream_targets(stage: str, declared: Sequence[str], to: str | list[str] | No
     names = [to] if isinstance(to, str) else names_of(to)
     if not names:
         raise HookError(
-            stage, "chunk.to", f"is {safe_str(to, limit=200, how=repr)}; wanted one or more of {sorted(declared)}"
+            stage, "chunk.to", f"is {safe_str(to, limit=200, how=repr)}; expected one or more of {sorted(declared)}"
         )
     return _among(stage, "chunk.to", names, declared, "stream_to")
 
@@ -50,7 +50,7 @@ def done_targets(stage: str, declared: Sequence[str], returned: object) -> tuple
         raise HookError(
             stage,
             "stream_done_to_fn",
-            f"gave {safe_str(returned, limit=200, how=repr)}; wanted a list of stage names or None",
+            f"returned {safe_str(returned, limit=200, how=repr)}; expected a list of stage names or None",
         )
     return _among(stage, "stream_done_to_fn", names, declared, "stream_to")
 
@@ -67,7 +67,7 @@ def terminals(declared: Sequence[str], returned: object) -> tuple[str, ...]:
     if not names or unknown:
         raise RequestError(
             "stage_failed",
-            f"terminal_stages_fn gave {safe_str(returned, limit=200, how=repr)}; "
+            f"terminal_stages_fn returned {safe_str(returned, limit=200, how=repr)}; "
             f"wanted some of {sorted(declared)}, as a list",
             hook="terminal_stages_fn",
         )

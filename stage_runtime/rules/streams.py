@@ -36,7 +36,7 @@ class Inbound(Generic[Item]):
         Raises: ProtocolError: a second chunk of that index, or one after the announced end.
         """
         if index < self._next or index in self._early or (self._total is not None and index >= self._total):
-            raise ProtocolError(f"chunk {index}: given twice, or after the end ({self._total})")
+            raise ProtocolError(f"chunk {index}: received twice, or after the end ({self._total})")
         self._early[index] = item
         ready = []
         while self._next in self._early:

@@ -31,7 +31,7 @@ class Security:
     def __init__(self, secret: bytes) -> None:
         """Raises: ConfigurationError: not 32 bytes."""
         if len(secret) != KEY_NBYTES:
-            raise ConfigurationError(f"the control key has {len(secret)} bytes; wanted {KEY_NBYTES}")
+            raise ConfigurationError(f"the control key has {len(secret)} bytes; expected {KEY_NBYTES}")
         self._server_public, self._server_secret = _pair(secret, b"omnipipeline server")
         self._client_public, self._client_secret = _pair(secret, b"omnipipeline client")
 
@@ -90,7 +90,7 @@ def check(endpoint: str) -> str:
                 "set a shorter endpoints.basePath"
             )
     elif not endpoint.startswith("tcp://"):
-        raise ConfigurationError(f"endpoint {endpoint!r}: wanted ipc:// or tcp://")
+        raise ConfigurationError(f"endpoint {endpoint!r}: expected ipc:// or tcp://")
     return endpoint
 
 

@@ -50,14 +50,14 @@ class Doors:
         allowed, left = limits.descriptors()
         if not self._shut and left < min(SHUT_BELOW, allowed // 8):
             log.error(
-                "no new peer is let in: the process may open %d descriptors (RLIMIT_NOFILE), and %d are left; %s",
+                "new peers are refused: the process may open %d descriptors (RLIMIT_NOFILE), and %d are left; %s",
                 allowed,
                 max(left, 0),
                 limits.RAISE_DESCRIPTORS,
             )
             self._set(shut=True)
         elif self._shut and left >= min(OPEN_FROM, allowed // 6):
-            log.info("new peers are let in again: %d descriptors are left", left)
+            log.info("new peers are accepted again: %d descriptors are left", left)
             self._set(shut=False)
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ TIMER_SLACK_S: Final = 0.02
 ABANDONED_S: Final = (60, 20, 3)  # of a connection that others made: before the first probe, between them; how many
 #: Why a peer that connected failed the handshake.
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has not the pipeline's key, or uses another protocol",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not have the pipeline's key, or uses another protocol",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it left, or sent nothing in time",
 }
 #: A peer that disconnects so soon has refused our type of socket: a program of another protocol does so,

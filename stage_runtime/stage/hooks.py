@@ -97,6 +97,6 @@ class Hooks:
         if not isinstance(returned, StagePayload):
             return StagePayload(request=like.request, data=returned)
         if not isinstance(returned.request, OmniRequest):
-            problem = f"gave a payload whose request is {type(returned.request).__name__}; wanted an OmniRequest"
+            problem = f"returned a payload whose request is {type(returned.request).__name__}; expected an OmniRequest"
             raise HookError(self._plan.name, hook, problem)
         return returned

@@ -38,7 +38,7 @@ class Violation(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.source is None:
-            rule = "after it gave it: another stage may share it; give a new one each time, or a clone"
+            rule = "after it sent it: another stage may share the memory; send a new tensor each time, or a clone"
         else:
             rule = f"which it got from {self.source!r}: it is read-only; use payload.detach()"
         return f"stage {self.stage!r} wrote into {self.path}, {rule}"

@@ -145,4 +145,6 @@ class RankPlane:
         """
         work = self._stage.input.find(message.owner, message.request_id, message.attempt)
         if work is not None and not work.over:
-            self._on_apart(RuntimeError(f"rank {message.rank} failed alone, the ranks are apart: {message.error}"))
+            self._on_apart(
+                RuntimeError(f"rank {message.rank} failed alone, so the ranks have diverged: {message.error}")
+            )

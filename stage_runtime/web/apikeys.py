@@ -18,7 +18,7 @@ class ApiKeys:
         self.asked_for = bool(keys)
 
     def replace(self, keys: Sequence[str]) -> None:
-        """Take other keys, from the next request on. Never none: that would let everybody in."""
+        """Take other keys, from the next request on. Never none: that would admit every client."""
         if not keys or not self.asked_for:
             raise ValueError("keys cannot be switched on or off while serving")
         self._keys = tuple(key.encode() for key in keys)

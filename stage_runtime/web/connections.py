@@ -168,7 +168,7 @@ class HttpConnection(HttpToolsProtocol):
             if self._wire_nbytes > self.limits.head_nbytes:  # a header that does not end yet
                 self._refuse(*self._head_too_large())
         elif self._wire_nbytes - self._head_nbytes - self._body_nbytes > self.limits.framing_nbytes:
-            self._refuse(RequestError("invalid_request", "the body has more framing than content"), 400)
+            self._refuse(RequestError("invalid_request", "the chunk headers exceed the limit for this body"), 400)
 
     def _feed(self, data: bytes) -> None:
         """Give the parser what came. It ends with a head that asks for another protocol, and takes no body of it."""
@@ -300,7 +300,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def cut_off(self, why: str) -> None:
         """End it without what it has not taken."""
-        _log.info("a client %s and is cut off", why)
+        _log.info("closing a client's connection: it %s", why)
         self.transport.abort()
 
     def sweep(self, now: float) -> None:

@@ -148,7 +148,7 @@ def _refuse_key(skeleton: bytes, where: str, param: str | None) -> NoReturn:
         place = _twice(json.loads(skeleton, object_pairs_hook=_Pairs, parse_int=float, strict=False), "")
     except RecursionError:
         place = None
-    raise InvalidRequest(f"{place or where}: the key is there twice", param=place or param)
+    raise InvalidRequest(f"{place or where}: the key occurs twice", param=place or param)
 
 
 def _twice(value: Any, place: str) -> str | None:

@@ -27,7 +27,7 @@ def message(cls: StructType) -> StructType:
     Raises: TypeError: ``cls`` is no Struct type. ValueError: another type has the name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
-        raise TypeError(f"@omni.message wants a msgspec.Struct type, not {cls!r}")
+        raise TypeError(f"@omni.message needs a msgspec.Struct type, not {cls!r}")
     name = message_name(cls)
     known = REGISTRY.setdefault(name, cls)
     if known is not cls and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

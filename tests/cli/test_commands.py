@@ -52,7 +52,7 @@ def test_validate_names_every_fault_with_its_line_and_path_and_fails(faulty: Pat
 def test_validate_of_a_sound_pipeline_says_so() -> None:
     done = omni("validate", "-f", HELLO)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "hello is sound" in done.stdout
+    assert "hello is valid" in done.stdout
 
 
 def test_validate_warns_of_a_second_payload_that_a_route_may_send(tmp_path: Path) -> None:

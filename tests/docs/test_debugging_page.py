@@ -253,19 +253,19 @@ def raised(factory: Callable[..., Any], payloads: int = 1) -> str:
         (
             returns_nothing,
             1,
-            "returned NoneType; wanted a function, omni.Simple, Batched, Streaming, Autoregressive, or an object with"
+            "returned NoneType; expected a function, omni.Simple, Batched, Streaming, Autoregressive, or an object with"
             " run(inbox, outbox, stop). Is its return missing?",
         ),
         (gives({"boxes": (1, 2)}), 1, "result['boxes']: tuple: use a list"),
         (gives({"score": np.float32(0.5)}), 1, "result['score']: numpy scalar float32: use .item()"),
         (gives([Box("car")]), 1, "result[0]: dataclass Box: use a dict, or a msgspec.Struct with @omni.message"),
         (yields_plain_data, 1, "yielded dict; wrap it: omni.Chunk(…) or omni.Result(…)"),
-        (gives_too_few, 2, "gave 1 results for a batch of 2; wanted a list, one each, in order"),
+        (gives_too_few, 2, "returned 1 results for a batch of 2; expected a list with one per payload, in order"),
         (
             reuses_a_buffer,
             1,
-            "wrote into chunk.data['sound'], after it gave it: another stage may share it;"
-            " give a new one each time, or a clone",
+            "wrote into chunk.data['sound'], after it sent it: another stage may share the memory;"
+            " send a new tensor each time, or a clone",
         ),
     ],
 )

@@ -176,7 +176,7 @@ async def test_a_stage_that_makes_no_progress_is_ended_whether_it_keeps_the_gil_
     async with running(spec, base) as pipeline, Client(pipeline.url) as client:
         for waits, traces in (
             ("hold", ["in _hold_the_gil"]),
-            ("nap", ["no progress for 4 s with work at hand", "in _nap"]),
+            ("nap", ["no progress for 4 s with unfinished requests", "in _nap"]),
         ):
             pid = pipeline.pids()["front"]
             body = await client.ask("a b", **{waits: 300})

@@ -52,7 +52,7 @@ async def test_a_death_without_a_link_is_known_from_the_coordinator(base: Path) 
 
 
 @pytest.mark.parametrize(
-    ("left", "reason"), [(16, "no room for another instance"), (6, "no new peer is let in")], ids=["few", "hardly any"]
+    ("left", "reason"), [(16, "no room for another instance"), (6, "new peers are refused")], ids=["few", "hardly any"]
 )
 async def test_a_coordinator_without_descriptors_refuses_the_new_instance_and_serves_on(
     base: Path, left: int, reason: str

@@ -63,7 +63,8 @@ def batch_of(fn: Any, data: list[Any]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("returned", "got"), [([], "gave 0 results"), ([1], "gave 1 results"), ((1, 2), "gave tuple"), (None, "NoneType")]
+    ("returned", "got"),
+    [([], "returned 0 results"), ([1], "returned 1 results"), ((1, 2), "returned tuple"), (None, "NoneType")],
 )
 def test_a_wrong_number_of_results_fails_the_batch(returned: Any, got: str) -> None:
     said = batch_of(lambda payloads: returned, [1, 2])
@@ -140,8 +141,14 @@ class Unreadable(list[Any]):
 @pytest.mark.parametrize(
     ("results", "said"),
     [
-        (LyingLength(), "TypeError: gave 0 results for a batch of 1; wanted a list, one each, in order"),
-        (LyingLength([1, 2]), "TypeError: gave 2 results for a batch of 1; wanted a list, one each, in order"),
+        (
+            LyingLength(),
+            "TypeError: returned 0 results for a batch of 1; expected a list with one per payload, in order",
+        ),
+        (
+            LyingLength([1, 2]),
+            "TypeError: returned 2 results for a batch of 1; expected a list with one per payload, in order",
+        ),
         (Unreadable([1]), "SystemExit: not to be read"),
     ],
 )

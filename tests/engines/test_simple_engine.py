@@ -199,7 +199,7 @@ def returns_coroutine(payload: Payload) -> Any:
     [
         (late_chunk, "yielded Chunk after its Result"),
         (two_results, "yielded Result after its Result"),
-        (result_twice_over, "yielded its Result and returned int; give one of the two"),
+        (result_twice_over, "yielded its Result and returned int; use one of the two"),
         (bare_value, "yielded str; wrap it"),
         (returns_chunk, "returned a Chunk"),
         (returns_coroutine, "declare it with async def"),

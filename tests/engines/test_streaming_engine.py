@@ -113,7 +113,7 @@ async def gives_up(session: omni.Session) -> None:
 
 
 async def is_refused(session: omni.Session) -> None:
-    with pytest.raises(RequestError, match="no payload comes"):
+    with pytest.raises(RequestError, match="no payload can arrive"):
         await session.payload()
 
 

@@ -204,7 +204,7 @@ def test_a_disk_that_fails_is_logged_once_and_the_caller_learns_nothing(
     assert [each["event_name"] for each in of_requests(path)] == ["z"]
     assert lines(path)[-1]["metadata"]["dropped"] == 6
     [logged] = caplog.records
-    assert logged.getMessage().startswith(f"events are lost (logged once per process): {path}: [Errno 21]")
+    assert logged.getMessage().startswith(f"profiler events are dropped (logged once per process): {path}: [Errno 21]")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(mine: Recorder, tmp_path: Path) -> None:

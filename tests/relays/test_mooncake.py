@@ -160,7 +160,7 @@ async def test_what_was_read_from_a_slot_that_has_another_use_is_no_payload() ->
         both.a.forget("b")
         assert both.a.open("b", both.b.facts())
         _, other = both.put(np.zeros(MIB, np.uint8))
-        with pytest.raises(TransferError, match="its slot has another use now"):
+        with pytest.raises(TransferError, match="its slot was reused"):
             await both.b.get(metadata, request_id="r", peer="a").wait_for_completion(PATIENCE_S)
         assert set(await both.get(other)) == {0}
 

@@ -48,10 +48,10 @@ def test_a_resolved_fan_in_is_complete_when_the_resolved_sources_are_there(
         ((), "empty list"),
         (["ghost"], "ghost"),
         (["vision", "ghost"], "ghost"),
-        ("vision", "wanted a list"),
-        ([1], "wanted a list"),
-        (7, "wanted a list"),
-        ({"vision": 1}, "wanted a list"),
+        ("vision", "expected a list"),
+        ([1], "expected a list"),
+        (7, "expected a list"),
+        ({"vision": 1}, "expected a list"),
     ],
 )
 def test_what_wait_for_fn_may_not_say_blames_it(returned: object, problem: str) -> None:

@@ -554,7 +554,7 @@ def test_a_socket_path_over_the_kernels_limit_is_refused_with_the_cure() -> None
     with pytest.raises(ConfigurationError, match=r"set a shorter endpoints\.basePath"):
         check("ipc:///" + "x" * 107)
     assert check("ipc:///" + "x" * 106)
-    with pytest.raises(ConfigurationError, match="wanted ipc:// or tcp://"):
+    with pytest.raises(ConfigurationError, match="expected ipc:// or tcp://"):
         check("udp://127.0.0.1:1")
 
 
@@ -573,7 +573,7 @@ def test_names_become_addresses_and_addresses_stay(endpoint: str, found: list[st
 
 def test_a_key_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"short")
-    with pytest.raises(ConfigurationError, match="5 bytes; wanted 32"):
+    with pytest.raises(ConfigurationError, match="5 bytes; expected 32"):
         Security.read(tmp_path / "key")
     with pytest.raises(ConfigurationError, match="No such file"):
         Security.read(tmp_path / "absent")

@@ -94,7 +94,7 @@ def test_a_process_without_descriptors_for_new_peers_refuses_them_lives_on_and_t
         connect(folder / "hub", peers)
         hub.speaks()
     log = hub.end()
-    assert log.count("no new peer is let in: the process may open 256 descriptors (RLIMIT_NOFILE)") == 1, log
+    assert log.count("new peers are refused: the process may open 256 descriptors (RLIMIT_NOFILE)") == 1, log
     assert sorted(os.listdir(folder)) == ["hub", "leaf"]
 
 

@@ -106,9 +106,9 @@ CHUNKS: dict[str, tuple[Any, str]] = {
     "metadata": (lambda: loose.Chunk(1, metadata=["a"]), "chunk.metadata: list: use a dict"),
     "metadata's keys": (lambda: loose.Chunk(1, metadata={1: 2}), "chunk.metadata: int key 1: use str keys"),
     "metadata's values": (lambda: loose.Chunk(1, metadata={"a": {1}}), "chunk.metadata['a']: set: use a list"),
-    "a target": (lambda: loose.Chunk(1, to=5), "is 5; wanted one or more of ['b']"),
-    "targets": (lambda: loose.Chunk(1, to=[["b"]]), "is [['b']]; wanted one or more of ['b']"),
-    "no target": (lambda: loose.Chunk(1, to=[]), "is []; wanted one or more of ['b']"),
+    "a target": (lambda: loose.Chunk(1, to=5), "is 5; expected one or more of ['b']"),
+    "targets": (lambda: loose.Chunk(1, to=[["b"]]), "is [['b']]; expected one or more of ['b']"),
+    "no target": (lambda: loose.Chunk(1, to=[]), "is []; expected one or more of ['b']"),
     "data": (lambda: loose.Chunk(loose.Text(5)), "chunk.data: omni.Text: text is int 5: use a str"),
 }
 

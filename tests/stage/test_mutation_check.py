@@ -186,4 +186,4 @@ def test_run_stage_fails_the_request_of_a_stage_that_writes(case: str) -> None:
 def test_run_stage_keeps_what_was_given_as_it_was_given() -> None:
     [one] = omni.testing.run_stage(lambda: uses_its_buffer_again, [8])
     assert [chunk.data["t"][0].item() for chunk in one.chunks] == [0, 1, 2, 3]
-    assert "wrote into chunk.data['t'], after it gave it" in str(one.error)
+    assert "wrote into chunk.data['t'], after it sent it" in str(one.error)

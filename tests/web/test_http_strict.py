@@ -22,9 +22,9 @@ DEEP = b"[" * 5000 + b"]" * 5000
 @pytest.mark.parametrize(
     ("raw", "message", "param"),
     [
-        (b'{"inputs":1,"inputs":2}', "inputs: the key is there twice", "inputs"),
-        (b'{"inputs":{"a":[0,{"b":1,"b":1}]}}', "inputs.a[1].b: the key is there twice", "inputs.a[1].b"),
-        (b'{"inputs":1,"in\\u0070uts":2}', "inputs: the key is there twice", "inputs"),
+        (b'{"inputs":1,"inputs":2}', "inputs: the key occurs twice", "inputs"),
+        (b'{"inputs":{"a":[0,{"b":1,"b":1}]}}', "inputs.a[1].b: the key occurs twice", "inputs.a[1].b"),
+        (b'{"inputs":1,"in\\u0070uts":2}', "inputs: the key occurs twice", "inputs"),
         (b'{"inputs":%s}' % DEEP, "the body is nested too deeply", None),
         (b'{"inputs":%s}' % (b"[" * 90_000 + b"]" * 90_000), "the body is nested too deeply", None),
         (b'{"inputs":[%s1]}' % (b"[]," * (1 << 20)), "the body has more than 131072 values", None),
@@ -146,9 +146,9 @@ def test_names_of_files_are_in_any_language() -> None:
 @pytest.mark.parametrize(
     ("read", "names", "message"),
     [
-        (pipelines.from_form, ["params", "params"], "params: the field is there twice"),
-        (transcribing.read, ["language", "language"], "language: the field is there twice"),
-        (transcribing.read, ["language", "language[]"], "language: the field is there twice"),
+        (pipelines.from_form, ["params", "params"], "params: the field occurs twice"),
+        (transcribing.read, ["language", "language"], "language: the field occurs twice"),
+        (transcribing.read, ["language", "language[]"], "language: the field occurs twice"),
     ],
 )
 def test_a_field_that_is_there_twice_is_refused(read: Callable[..., Any], names: list[str], message: str) -> None:
@@ -161,7 +161,7 @@ def test_a_field_that_is_there_twice_is_refused(read: Callable[..., Any], names:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'{"a":1,"a":2}', "a: the key is there twice; a form's"),
+        (b'{"a":1,"a":2}', "a: the key occurs twice; a form's"),
         (DEEP, "inputs is nested too deeply; a form's"),
         (b"[" + b"[]," * 200_000 + b"1]", "the form has more than 131072 values"),
     ],

@@ -98,7 +98,7 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
     """Every fault of a file with its place. Needs no cluster. Exit code 1 when there is one."""
     with errors_as_messages():
         _, planned = offline.read(file, overrides)
-    click.echo(f"{file}: {planned.pipeline} is sound (revision {planned.current.revision})")
+    click.echo(f"{file}: {planned.pipeline} is valid (revision {planned.current.revision})")
 
 
 @main.command()

@@ -85,7 +85,7 @@ def _refuse(module: Any, others: dict[str, Any]) -> None:
     if unknown:
         raise UnsupportedModel(f"{type(module).__name__} uses {', '.join(unknown)}, which the engine does not compute")
     if getattr(module, "is_causal", True) is False:
-        raise UnsupportedModel(f"{type(module).__name__} looks at tokens that come later")
+        raise UnsupportedModel(f"{type(module).__name__} is not causal: its attention reads later tokens")
 
 
 def transformers() -> Any:

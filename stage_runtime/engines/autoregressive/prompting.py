@@ -140,7 +140,7 @@ def joined(parts: Sequence[Any]) -> tuple[list[int], Any]:
             tokens += _whole(part)
             continue
         if part.ndim != 2:
-            raise InvalidRequest(f"embeddings have the shape {list(part.shape)}; wanted: [tokens, hidden]")
+            raise InvalidRequest(f"embeddings have the shape {list(part.shape)}; expected [tokens, hidden]")
         tokens += [ROW] * len(part)
         tensors.append(part)
     if len({(one.shape[1], one.dtype, one.device) for one in tensors}) > 1:

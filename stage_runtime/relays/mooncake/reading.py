@@ -180,7 +180,7 @@ class MooncakeReader:
         behind = metadata.nbytes + -metadata.nbytes % ALIGNMENT
         failure = self._piece(route, ours + behind, sent + metadata.start, arena.HEADER.size)
         if failure is None and arena.HEADER.unpack_from(incoming.region, behind)[0] != metadata.generation:
-            failure = _Failure("its slot has another use now")
+            failure = _Failure("its slot was reused")
         return failure
 
     def _piece(self, route: MooncakeRoute, ours: int, theirs: int, nbytes: int) -> _Failure | None:

@@ -216,7 +216,7 @@ class _Session:
 def _refusal(outgoing: NcclPut | None, grant: NcclGrant) -> str | None:
     """Why a grant is not served; None when it is."""
     if outgoing is None:
-        return "its sender has it no more"
+        return "its sender has already released it"
     if outgoing.is_moving:
         return "it was granted before"
     if grant.nbytes != outgoing.nbytes:

@@ -193,7 +193,7 @@ class NixlReceiver:
         if reason is None and incoming.region is not None:
             generation, _ = HEADER.unpack_from(incoming.region, _header_at(incoming))
             if generation != incoming.metadata.generation:
-                reason = "its slot has another use now"
+                reason = "its slot was reused"
         self._read_through(incoming, broken, reason)
 
     def _read_through(self, incoming: NixlGet, broken: bool, reason: str | None) -> None:

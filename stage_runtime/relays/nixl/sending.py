@@ -131,7 +131,7 @@ class NixlSender:
 def _refusal(outgoing: NixlPut | None, route: NixlRoute, grant: NixlGrant) -> str | None:
     """Why a grant is not served; None when it is."""
     if outgoing is None:
-        return "its sender has it no more"
+        return "its sender has already released it"
     if outgoing.granted:
         return "it was granted before"
     if grant.nbytes != outgoing.nbytes or not route.facts.receives.holds(grant.offset, grant.nbytes):

@@ -80,7 +80,7 @@ class Outputs:
         stage, kind = self._unknown
         raise RequestError(
             "stage_failed",
-            f"stage {stage!r} gave the client a {kind}: {route} shows omni.Text, omni.Audio, omni.Usage, omni.Finish "
+            f"stage {stage!r} sent the client a {kind}: {route} shows omni.Text, omni.Audio, omni.Usage, omni.Finish "
             "and omni.Note; other values reach clients by /v1/pipeline",
             stage=stage,
         )

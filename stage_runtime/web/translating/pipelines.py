@@ -34,7 +34,7 @@ def from_form(parts: Iterable[FormPart]) -> schemas.PipelineBody:
         if part.filename is not None:
             files.setdefault(part.name, []).append(part)
         elif part.name in given:
-            raise InvalidRequest(f"{part.name}: the field is there twice", param=part.name)
+            raise InvalidRequest(f"{part.name}: the field occurs twice", param=part.name)
         elif part.name not in schemas.PipelineBody.__struct_fields__:
             raise _hinting(schemas.unknown(part.name, schemas.PipelineBody))
         else:

@@ -48,7 +48,7 @@ def read(parts: Iterable[FormPart]) -> TranscriptionCall:
         elif name in _LISTS:
             given.setdefault(name, []).append(_text(part))
         elif name in given:
-            raise InvalidRequest(f"{name}: the field is there twice", param=name)
+            raise InvalidRequest(f"{name}: the field occurs twice", param=name)
         else:
             given[name] = _text(part)
     if len(files) != 1 or not files[0].data:
