@@ -257,7 +257,7 @@ def test_a_plain_coroutine_in_place_of_a_generator_is_told_apart() -> None:
         rig.start("r1")
         kind, message = rig.outbox.next()[1:]
         assert kind == "failed"
-        assert "wants an async generator" in message
+        assert "needs an async generator" in message
 
 
 def test_a_hundred_sessions_at_once_stay_apart() -> None:
