@@ -180,6 +180,44 @@ def test_the_job_that_fetches_a_model_writes_it_where_stages_read_it_and_request
     assert container["resources"] == {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
 
 
+def test_the_job_that_fetches_a_model_has_the_coordinators_placement_and_the_labels_of_no_unit() -> None:
+    labels = {"sidecar.istio.io/inject": "false", "omnipipeline.dev/unit": "mouth"}
+    patch: dict[str, Any] = {
+        "metadata": {"labels": labels, "annotations": {"team": "voice", "none": None}, "name": "mine"},
+        "spec": {"dnsConfig": {"nameservers": ["10.0.0.1"]}, "hostAliases": [{"ip": "10.0.0.2"}], "hostname": "mine"},
+    }
+    placement = {"priorityClassName": "high", "runtimeClassName": "gvisor", "nodeSelector": {"net": "fast"}}
+    made = desired(**FETCHED, coordinator={"podTemplate": patch, "placement": placement})
+    [job] = [each for each in made.created if each["kind"] == "Job"]
+    template = job["spec"]["template"]
+    assert template["metadata"] == {
+        "labels": {**naming.labels("demo"), "sidecar.istio.io/inject": "false"},
+        "annotations": {"team": "voice"},
+    }
+    given = {**placement, **patch["spec"]}
+    coordinator = pod_of(made, "coordinator")
+    assert {field: coordinator.get(field) for field in given} == given
+    del given["hostname"]
+    assert {field: template["spec"].get(field) for field in given} == given
+    assert "hostname" not in template["spec"]
+
+
+def test_the_job_that_fetches_a_model_bears_a_hash_of_its_pod() -> None:
+    def stamp(**more: Any) -> str:
+        [job] = [each for each in desired(**FETCHED, **more).created if each["kind"] == "Job"]
+        return str(job["metadata"]["annotations"][naming.TEMPLATE])
+
+    edits: list[dict[str, Any]] = [
+        {},
+        {"image": "mine:2"},
+        {"env": [{"name": "HF_ENDPOINT", "value": "https://hub"}]},
+        {"coordinator": {"podTemplate": {"metadata": {"labels": {"sidecar.istio.io/inject": "false"}}}}},
+        {"coordinator": {"placement": {"nodeSelector": {"net": "fast"}}}},
+    ]
+    assert len({stamp(**each) for each in edits}) == len(edits)
+    assert stamp() == stamp(processGroups=[{"name": "mouth", "replicas": 3}])
+
+
 @pytest.mark.parametrize(
     "pod",
     [

@@ -1,4 +1,4 @@
-"""What the status remarks on the model cache's claim."""
+"""The Job that fills the model cache, and what the status remarks on the cache's claim."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 
 from omnipipeline_operator.controller import model_cache
 from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.desired import naming
+from omnipipeline_operator.kinds import JOB, PIPELINE, POD
+from tests.operator.test_reconcile_snapshots import Operator
 
 NAME = "duo-models"
 SHARED = "delete it, and the operator makes another one, or name your own claim"
@@ -28,7 +31,10 @@ class Jobs:
     """A snapshot with one Job and the pods of another."""
 
     def __init__(self, job: dict[str, Any] | None, *pods_of: str) -> None:
-        self._job, self._pods = job, [{"metadata": {"labels": {model_cache.JOB_NAME: of}}} for of in pods_of]
+        self._job = job
+        self._pods = [
+            {"metadata": {"labels": {model_cache.JOB_NAME: of, model_cache.JOB_UID: f"uid of {of}"}}} for of in pods_of
+        ]
 
     def child(self, kind: Any, name: str) -> dict[str, Any] | None:
         return self._job
@@ -49,7 +55,7 @@ class Jobs:
     ],
 )
 def test_a_job_that_has_not_ended_and_has_no_pod_is_found(status: Any, pods_of: list[str], lacks: bool) -> None:
-    job = {"metadata": {"name": "fetch"}, "status": status}
+    job = {"metadata": {"name": "fetch", "uid": "uid of fetch"}, "status": status}
     created = [{"kind": "Job", "metadata": {"name": "fetch"}}]
     found = model_cache.podless_job(cast(Snapshot, Jobs(job, *pods_of)), created)
     assert found == (job if lacks else None)
@@ -87,3 +93,76 @@ def test_a_claim_that_pods_cannot_share_is_remarked_on_a_roll_outs_pods_included
     snapshot = cast(Snapshot, Claims(modes, phase))
     created = [{"kind": "PersistentVolumeClaim", "metadata": {"name": NAME}}]
     assert model_cache.shared_claim(snapshot, created, pods, surge=surge) == said
+
+
+# --- the Job ----------------------------------------------------------------------------------------------------
+
+CACHE = {"type": "PersistentVolumeClaim", "size": "1Gi", "prefetch": {"enabled": True}}
+FETCHED: dict[str, Any] = {"modelPath": "me/mine", "modelCache": CACHE}
+NEW: dict[str, Any] = {**FETCHED, "imagePullSecrets": [{"name": "registry"}]}
+
+
+async def fetching(**status: Any) -> tuple[Operator, str]:
+    """An operator whose pipeline waits for its Job, and the Job's name."""
+    operator = Operator()
+    operator.edit(operator.live(PIPELINE, "duo"), **FETCHED)
+    await operator.reconcile()
+    [name] = [name for kind, _, name in operator.server.objects if kind == JOB.name]
+    operator.watch({**operator.live(JOB, name), "status": status})
+    return operator, name
+
+
+async def jobs_written(operator: Operator) -> list[str]:
+    return [verb for verb, kind, _ in await operator.reconcile() if kind == JOB.name]
+
+
+@pytest.mark.parametrize(
+    "status",
+    [{}, {"active": 1}, {"failed": 7, "conditions": [{"type": "Failed", "status": "True"}]}],
+    ids=["no pod", "a pod that waits", "given up"],
+)
+async def test_a_corrected_spec_replaces_the_job_that_has_not_fetched_the_model(status: dict[str, Any]) -> None:
+    operator, name = await fetching(**status)
+    assert await jobs_written(operator) == []
+    operator.edit(operator.live(PIPELINE, "duo"), **NEW)
+    assert await jobs_written(operator) == ["delete", "apply"]
+    assert operator.live(JOB, name)["spec"]["template"]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert await jobs_written(operator) == []
+
+
+async def test_a_job_that_has_fetched_the_model_stays_whatever_is_edited() -> None:
+    operator, _ = await fetching(succeeded=1)
+    operator.edit(operator.live(PIPELINE, "duo"), **NEW)
+    assert await jobs_written(operator) == []
+
+
+@pytest.mark.parametrize("status, writes", [({"active": 1}, ["delete", "apply"]), ({"succeeded": 1}, [])])
+async def test_a_job_of_an_earlier_operator_is_replaced_once_unless_it_has_succeeded(
+    status: dict[str, Any], writes: list[str]
+) -> None:
+    operator, name = await fetching(**status)
+    live = operator.live(JOB, name)
+    del live["metadata"]["annotations"]
+    operator.watch(live)
+    assert await jobs_written(operator) == writes
+    assert await jobs_written(operator) == []
+
+
+async def test_pods_of_the_replaced_job_are_not_reported_as_those_of_its_successor() -> None:
+    operator, name = await fetching(active=1)
+    old = operator.live(JOB, name)["metadata"]["uid"]
+    labels = {naming.PIPELINE_LABEL: "duo", model_cache.JOB_NAME: name, model_cache.JOB_UID: old}
+    waiting = {"name": "prefetch", "state": {"waiting": {"reason": "ErrImagePull", "message": "401"}}}
+    pod: dict[str, Any] = {"name": f"{name}-x", "namespace": "space", "labels": labels}
+    operator.watch({"kind": POD.name, "metadata": pod, "status": {"containerStatuses": [waiting]}})
+
+    def why() -> str:
+        found = operator.live(PIPELINE, "duo")["status"]["conditions"]
+        [reason] = [each["reason"] for each in found if each["type"] == "Ready"]
+        return str(reason)
+
+    await operator.reconcile()
+    assert why() == "ImagePullBackOff"
+    operator.edit(operator.live(PIPELINE, "duo"), **NEW)
+    await operator.reconcile()
+    assert why() == "Prefetching"

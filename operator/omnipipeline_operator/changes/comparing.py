@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
@@ -51,10 +51,6 @@ def belongs_to_predecessor(live: Mapping[str, Any], owner: Owner) -> bool:
         reference.get("kind") == kinds.PIPELINE.name and reference.get("name") == owner.name
         for reference in live["metadata"].get("ownerReferences", ())
     )
-
-
-#: The keys of `naming.labels`.
-OWN_LABELS: Final = frozenset(naming.labels("pipeline", "unit", "revision"))
 
 
 def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from omnipipeline_operator import errors, kinds
-from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster.applying import SCALER, Applier
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.controller.snapshots import Snapshot
@@ -36,7 +35,7 @@ async def adopt(
     await ensure_exists()
     for live in orphans:
         metadata = live["metadata"]
-        labels = {key: value for key, value in metadata["labels"].items() if key in comparing.OWN_LABELS}
+        labels = {key: value for key, value in metadata["labels"].items() if key in naming.OWN_LABELS}
         head = naming.child(kinds.of(live), metadata["name"], snapshot.owner, of=labels)
         try:
             await applier.restore_owner(head, live)

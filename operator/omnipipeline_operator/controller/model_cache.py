@@ -12,9 +12,11 @@ from omnipipeline_operator import kinds
 from omnipipeline_operator.changes import diagnostics, workloads
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.controller.snapshots import Snapshot
+from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import Manifest
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
+JOB_UID: Final = "batch.kubernetes.io/controller-uid"  # there, too: a Job that was replaced had the same name
 
 
 def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Diagnostic | None:
@@ -23,10 +25,11 @@ def fetching(snapshot: Snapshot, created: Sequence[Manifest], model: str) -> Dia
         if desired["kind"] != kinds.JOB.name:
             continue
         name = desired["metadata"]["name"]
-        status = (snapshot.child(kinds.JOB, name) or {}).get("status", {})
+        live = snapshot.child(kinds.JOB, name)
+        status = (live or {}).get("status", {})
         if status.get("succeeded"):
             return None
-        own = [each for each in snapshot.pods() if each["metadata"]["labels"].get(JOB_NAME) == name]
+        own = _pods_of(snapshot, live) if live else []
         ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
         return diagnostics.of_prefetch(name, model, map(workloads.read_pod, own), gave_up="Failed" in ended)
     return None
@@ -40,11 +43,26 @@ def podless_job(snapshot: Snapshot, created: Sequence[Manifest]) -> Manifest | N
         live = snapshot.child(kinds.JOB, desired["metadata"]["name"])
         status = (live or {}).get("status", {})
         ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
-        has_pod = any(
-            each["metadata"]["labels"].get(JOB_NAME) == desired["metadata"]["name"] for each in snapshot.pods()
-        )
+        has_pod = live is not None and bool(_pods_of(snapshot, live))
         return None if has_pod or status.get("succeeded") or "Failed" in ended else live
     return None
+
+
+def is_outdated(desired: Manifest, live: Manifest) -> bool:
+    """Whether a live Job is replaced: it has not succeeded, and would be made with another pod now.
+
+    A pod that waits for its image, its node or a volume never fails, so the Job would wait for ever with what the
+    author has corrected since. One without a hash is of an earlier operator, and is replaced once.
+    """
+    if live.get("status", {}).get("succeeded"):
+        return False
+    made_with = live["metadata"].get("annotations", {}).get(naming.TEMPLATE)
+    return bool(made_with != desired["metadata"]["annotations"][naming.TEMPLATE])
+
+
+def _pods_of(snapshot: Snapshot, job: Manifest) -> list[Manifest]:
+    labels = {JOB_NAME: job["metadata"]["name"], JOB_UID: job["metadata"]["uid"]}
+    return [each for each in snapshot.pods() if labels.items() <= each["metadata"]["labels"].items()]
 
 
 def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int, *, surge: int) -> str | None:

@@ -17,6 +17,7 @@ from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.changes.rollout import Decision, UnitRevision
 from omnipipeline_operator.changes.workloads import Workload
 from omnipipeline_operator.cluster.applying import Applier
+from omnipipeline_operator.controller import model_cache
 from omnipipeline_operator.controller.pinning import PinnedChoices
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import children, config, naming
@@ -119,6 +120,9 @@ class Writer:
         for manifest in manifests:
             kind, name = kinds.of(manifest), manifest["metadata"]["name"]
             live = self._snapshot.claim(name) if kind is kinds.CLAIM else self._snapshot.child(kind, name)
+            if live is not None and kind is JOB and model_cache.is_outdated(manifest, live):
+                await self._apply.delete(live)  # its pods go with it; a download goes on where it was
+                live = None
             if live is None:
                 await self._create(manifest)
 

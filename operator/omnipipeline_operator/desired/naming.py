@@ -31,6 +31,8 @@ REKEYED_PIN: Final = "omnipipeline.dev/rekeyed"
 RETRIED_AT: Final = "omnipipeline.dev/tried"
 #: On every mutable child: hash of what was applied; it changes when a field leaves the manifest.
 APPLIED: Final = "omnipipeline.dev/applied"
+#: On the Job that fetches the model: hash of its pod template. One that differs is replaced until it has succeeded.
+TEMPLATE: Final = "omnipipeline.dev/template"
 #: On the coordinator's pods: a change makes the kubelet update the mounted file at once (0.7 s, else up to 64 s).
 REVISIONS_DIGEST: Final = "omnipipeline.dev/revisions"
 MAX_NAME: Final = 63  # a Deployment's name becomes a label and the start of a host name
@@ -121,6 +123,10 @@ def labels(pipeline: str, unit: str | None = None, revision: str | None = None) 
         **({"app.kubernetes.io/component": unit} if unit else {}),
         **selector(pipeline, unit, revision),
     }
+
+
+#: The keys of `labels`.
+OWN_LABELS: Final = frozenset(labels("pipeline", "unit", "revision"))
 
 
 def child(

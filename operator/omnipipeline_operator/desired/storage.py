@@ -5,13 +5,15 @@ Here: these two. Not here: how pods mount the claim (`pods`). Called by `childre
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from omnipipeline_operator import kinds
-from omnipipeline_operator.desired import naming, pods, volumes
+from omnipipeline_operator.desired import naming, pods, templates, volumes
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_operator.kinds import Manifest
 from omnipipeline_spec.pipeline import PipelineConfig
+from omnipipeline_spec.types import canonical
 from omnipipeline_spec.types.plan import PipelinePlan
 
 FETCH: Final = """\
@@ -31,6 +33,21 @@ except Exception as error:
             log.write(f"{cause[:500]}\\n---\\n{traceback.format_exc()[-1000:]}")
     sys.exit(cause)
 """
+#: Fields of the coordinator's pod that the Job's pod has, too. Volumes, sidecars and time to drain are not among them.
+_KEPT: Final = (
+    "securityContext",
+    "imagePullSecrets",
+    "serviceAccountName",
+    "tolerations",
+    "nodeSelector",
+    "affinity",
+    "priorityClassName",
+    "runtimeClassName",
+    "schedulerName",
+    "hostAliases",
+    "dnsPolicy",
+    "dnsConfig",
+)
 
 
 def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:
@@ -55,15 +72,14 @@ def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest
 def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest | None:
     """The Job that fetches one revision of one model.
 
-    Its pod is like the coordinator's: image, placement, accounts, and what the author's ``podTemplate`` says of them.
-    Volumes and resources are its own.
+    Its pod is like the coordinator's: image, placement, accounts, and what the author's ``podTemplate`` says of them
+    and of labels and annotations. Volumes and resources are its own. An annotation of the Job is a hash of the pod.
     """
     cache = spec.model_cache
     if not cache.prefetch.enabled or spec.model_path is None:
         return None
     owner = facts.owner
     named = naming.prefetch(owner.name, spec.model_path, spec.model_revision or "")
-    manifest = naming.child(kinds.JOB, named, owner, of=naming.labels(owner.name))
     like = pods.coordinator_deployment(plan.coordinator, facts)["spec"]["template"]["spec"]
     container = like["containers"][0]
     model = [
@@ -85,8 +101,7 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    kept = ("securityContext", "imagePullSecrets", "serviceAccountName", "tolerations", "nodeSelector", "affinity")
-    pod = {key: like[key] for key in kept if key in like} | {
+    pod = {key: like[key] for key in _KEPT if key in like} | {
         "containers": [fetch],
         "volumes": [
             {"name": "tmp", "emptyDir": {}},
@@ -95,5 +110,15 @@ def prefetch(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manif
         "automountServiceAccountToken": False,
         "restartPolicy": "Never",  # a failed pod keeps its termination message; a restarted one is deleted
     }
-    template = {"metadata": {"labels": naming.labels(owner.name)}, "spec": pod}
+    template = {"metadata": _metadata(plan.coordinator.pod.get("podTemplate", {}), owner.name), "spec": pod}
+    stamp = {naming.TEMPLATE: canonical.short_hash(template)}
+    manifest = naming.child(kinds.JOB, named, owner, of=naming.labels(owner.name), annotations=stamp)
     return {**manifest, "spec": {"backoffLimit": 6, "template": template}}
+
+
+def _metadata(patch: Mapping[str, Any], pipeline: str) -> Manifest:
+    """The author's labels and annotations, and our labels: none of a unit, whose Service and budget select its pods."""
+    given = templates.merge({}, patch.get("metadata", {}))
+    authors = {key: value for key, value in given.get("labels", {}).items() if key not in naming.OWN_LABELS}
+    made: Manifest = {"labels": {**authors, **naming.labels(pipeline)}}
+    return made | ({"annotations": given["annotations"]} if given.get("annotations") else {})
