@@ -26,6 +26,18 @@ def pod(state: dict[str, Any], last: dict[str, Any] | None = None, *, unready_si
     return workloads.read_pod({"metadata": {"name": "p", "creationTimestamp": BEGAN}, "status": status})
 
 
+COMPLETED = {"reason": "Completed", "exitCode": 0, "message": "", "startedAt": BEGAN, "finishedAt": ENDED}
+RUNS = {"name": "stage", "state": {"running": {"startedAt": AGAIN}}}
+INITIALIZES = {"name": "stage", "state": {"waiting": {"reason": "PodInitializing"}}}
+
+
+def initialized(init: dict[str, Any], stage: dict[str, Any]) -> Pod:
+    """A pod with an init container in this state, and one of ours."""
+    ready = {"type": "Ready", "status": "False", "reason": "ContainersNotReady", "lastTransitionTime": BEGAN}
+    status = {"initContainerStatuses": [{"name": "init", **init}], "containerStatuses": [stage], "conditions": [ready]}
+    return workloads.read_pod({"metadata": {"name": "p", "creationTimestamp": BEGAN}, "status": status})
+
+
 def phases(ended: dict[str, Any]) -> list[Pod]:
     """The states of a crash loop."""
     return [
@@ -73,6 +85,41 @@ def test_a_crash_has_one_reason_and_message_in_all_its_phases(ended: dict[str, A
     assert len(observed) == 1
     [(found, said)] = observed
     assert found == reason and message in said and said.startswith("container stage: ")
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        {"state": {"terminated": COMPLETED}, "ready": True},
+        {"state": {"terminated": COMPLETED}, "lastState": {"terminated": terminated()}},
+        {"state": {"running": {"startedAt": AGAIN}}, "lastState": {"terminated": COMPLETED}},  # of a new sandbox
+        {"state": {"waiting": {"reason": "PodInitializing"}}, "lastState": {"terminated": COMPLETED}},
+    ],
+    ids=["completed", "completed at last", "runs again", "will run again"],
+)
+@pytest.mark.parametrize("stage", [RUNS, INITIALIZES], ids=["loads", "waits"])
+def test_an_init_container_that_has_completed_is_no_crash(init: dict[str, Any], stage: dict[str, Any]) -> None:
+    assert initialized(init, stage).reason is None
+
+
+@pytest.mark.parametrize(
+    "init, message",
+    [
+        ({"state": {"terminated": terminated()}}, "first: OSError: no weights"),
+        (
+            {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": terminated()}},
+            "first: OSError: no weights",
+        ),
+        (
+            {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": COMPLETED}},
+            "ended with exit code 0 and no output",
+        ),
+    ],
+    ids=["failed", "failed and waits", "a sidecar that does not stay"],
+)
+def test_an_init_container_that_fails_and_a_sidecar_in_back_off_are_crashes(init: dict[str, Any], message: str) -> None:
+    observed = initialized(init, INITIALIZES)
+    assert (observed.reason, observed.message) == ("CrashLoopBackOff", f"container init: {message}")
 
 
 def test_an_image_that_cannot_be_pulled_has_one_reason_and_message() -> None:

@@ -214,10 +214,11 @@ def _pod_diagnostic(manifest: Mapping[str, Any], conditions: Mapping[str, Mappin
     if scheduled.get("status") == "False":
         return _PodDiagnostic(reason="Unschedulable", message=str(scheduled.get("message", "")))
     unready_since = timestamp(conditions.get("Ready", {}).get("lastTransitionTime"))
-    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
-        found = _container_diagnostic(container, unready_since)
-        if found is not None:
-            return msgspec.structs.replace(found, message=f"container {container['name']}: {found.message}")
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(kind, ()):
+            found = _container_diagnostic(container, unready_since, may_end=kind == "initContainerStatuses")
+            if found is not None:
+                return msgspec.structs.replace(found, message=f"container {container['name']}: {found.message}")
     if _is_node_lost(conditions):
         node = manifest.get("spec", {}).get("nodeName")
         return _PodDiagnostic(reason="NodeLost", message=f"node {node} does not answer; another pod will replace it")
@@ -233,8 +234,13 @@ def _is_node_lost(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
-def _container_diagnostic(container: Mapping[str, Any], unready_since: float) -> _PodDiagnostic | None:
-    """Why a container is not ready; a crash has one reason, whether it is waiting, has just ended or runs again."""
+def _container_diagnostic(
+    container: Mapping[str, Any], unready_since: float, *, may_end: bool
+) -> _PodDiagnostic | None:
+    """Why a container is not ready; a crash has one reason, whether it is waiting, has just ended or runs again.
+
+    may_end: it is an init container, whose exit code 0 is a success. A sidecar among them is in back-off after it.
+    """
     state, last = container.get("state", {}), container.get("lastState", {}).get("terminated")
     waiting, running = state.get("waiting", {}), state.get("running")
     reason, message = waiting.get("reason"), str(waiting.get("message") or "")
@@ -251,6 +257,8 @@ def _container_diagnostic(container: Mapping[str, Any], unready_since: float) ->
             if reason == "RunContainerError"
             else None
         )
+    if may_end and ended.get("exitCode") == 0 and reason != "CrashLoopBackOff":
+        return None
     if running is None:
         return _crash(ended)
     started = timestamp(running.get("startedAt"))
