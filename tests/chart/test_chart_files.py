@@ -6,6 +6,7 @@ import ast
 import json
 import re
 
+import pytest
 import yaml
 
 from tests.chart.rendering import CHART
@@ -39,6 +40,16 @@ def test_the_smoke_test_and_the_code_it_sends_are_python() -> None:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and "omni" in str(node.value.value)
     )
     assert {"split", "shout"} <= {node.name for node in ast.parse(sent).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["CrashLoopBackOff", "FailedMount", "UnexpectedAdmissionError", "TopologyAffinityError", "OutOfcpu", "Evicted"],
+)
+def test_a_unit_whose_pods_do_not_start_raises_one_alert(reason: str) -> None:
+    rules = (CHART / "templates" / "prometheusrule.yaml").read_text()
+    selectors = re.findall(r'omnipipeline_unit_status_reason\{reason=~"([^"]*)"\}', rules)
+    assert [bool(re.fullmatch(each, reason)) for each in selectors].count(True) == 1
 
 
 def test_every_alert_of_the_chart_stands_in_the_docs() -> None:

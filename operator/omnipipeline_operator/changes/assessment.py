@@ -174,8 +174,11 @@ def deadline(inputs: StatusInputs, now: float) -> float | None:
         times += [] if since is None else [since + inputs.progress_deadline_s]
     for each, limit in desired_workloads(inputs):
         for pod in each.pods:
-            if not (pod.ready or pod.finished or pod.terminating):  # a second later: timestamps have whole seconds
-                times += [pod.reason_until or 0.0, (pod.starting_since or -limit) + limit + 1]
+            if pod.ready or pod.terminating:
+                continue
+            times += [pod.reason_until or 0.0]
+            if not pod.finished:  # a second later: timestamps have whole seconds
+                times += [(pod.starting_since or -limit) + limit + 1]
     return min((each for each in times if each > now), default=None)
 
 

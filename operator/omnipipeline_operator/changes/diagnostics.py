@@ -31,9 +31,17 @@ _SEVERITY: Final = (
     "OOMKilled",
     "StartupDeadlineExceeded",
     "PrefetchFailed",
+    "UnexpectedAdmissionError",
+    "TopologyAffinityError",
+    "NodeAffinity",
+    "OutOf",  # OutOfcpu, OutOfpods, …
+    "Evicted",
     "NodeLost",
     "Unschedulable",
 )
+
+
+_OUT_OF: Final = "OutOf"
 
 
 class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +57,8 @@ class Diagnostic(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        return _SEVERITY.index(self.reason) if self.reason in _SEVERITY else len(_SEVERITY)
+        reason = _OUT_OF if self.reason.startswith(_OUT_OF) else self.reason
+        return _SEVERITY.index(reason) if reason in _SEVERITY else len(_SEVERITY)
 
 
 def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) -> Diagnostic | None:
@@ -59,7 +68,32 @@ def of_workload(workload: Workload, *, startup_deadline_s: float, now: float) ->
         reason = _refusal(workload.refused)
         refused = _ATTEMPT.sub("pods are forbidden: ", workload.refused)
         found.append(Diagnostic(unit=workload.unit, reason=reason, message=f"{workload.name}: {refused}"))
+    found.append(_of_failed_pods(workload, now))
     return worst(each for each in found if each is not None)
+
+
+def _of_failed_pods(workload: Workload, now: float) -> Diagnostic | None:
+    """Why the kubelet refused or evicted the newest of the failed pods; None: the others suffice, or say why not.
+
+    The ReplicaSet replaces such a pod at once, and the API server keeps it for the one who looks for the cause.
+    """
+    others = [each for each in workload.pods if not (each.finished or each.terminating)]
+    telling = [each for each in others if each.ready or each.admitted or each.reason is not None]
+    suffice = len(telling) >= workload.replicas and any(each.ready for each in telling)
+    if suffice or not workload.replicas:
+        return None
+    failed = [each for each in workload.pods if each.finished and each.reason is not None]
+    newest = max(failed, key=lambda each: (each.created_at, each.name), default=None)
+    if newest is None or newest.reason is None or (newest.reason_until is not None and now >= newest.reason_until):
+        return None
+    number = sum(each.reason == newest.reason for each in failed)
+    many = f"{number} pod{'s' * (number > 1)}" if number < 10 else f"{10 ** (len(str(number)) - 1)} pods or more"
+    return Diagnostic(
+        unit=workload.unit, reason=newest.reason, message=f"pod {newest.name}: {newest.message} ({many} {_SO}"
+    )
+
+
+_SO: Final = "failed so)"  # the number is a power of ten from ten on: each other one would be a write of the status
 
 
 #: The ReplicaSet controller generates another pod name with each attempt.
@@ -99,7 +133,12 @@ def stabilized(diagnostic: Diagnostic, reason: str | None, message: str | None) 
 
     Request ids, addresses and process ids differ with every attempt; each difference would be a write of the status.
     """
-    if diagnostic.reason != reason or message is None or diagnostic.reason not in _REPEATED:
+    if diagnostic.reason != reason or message is None:
+        return diagnostic
+    if diagnostic.message.endswith(_SO):
+        same = _POD.sub("", diagnostic.message) == _POD.sub("", message)
+        return msgspec.structs.replace(diagnostic, message=message) if same else diagnostic
+    if diagnostic.reason not in _REPEATED:
         return diagnostic
     vague = _BACK_OFF in diagnostic.message
     same = _NUMBERS.sub("#", diagnostic.message) == _NUMBERS.sub("#", message)
@@ -123,6 +162,7 @@ _NUMBERS: Final = re.compile(
     r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]+(?:-[0-9a-fA-F]+)+\b|\b(?=[a-fA-F]*\d)[0-9a-fA-F]{8,}\b|\b\d{4,}\b|"
     r"\b\d+(?:\.\d+)? ?(?:s|ms|seconds)\b"
 )
+_POD: Final = re.compile(r"^pod \S+: ")
 _BACK_OFF: Final = "Back-off pulling image"  # from older kubelets, which omit the cause
 
 

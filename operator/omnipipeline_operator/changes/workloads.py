@@ -6,6 +6,7 @@ any decision (`rollout`, `status`). Called by `controller`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
@@ -17,6 +18,7 @@ from omnipipeline_spec import crashes
 
 TEMPLATE_REVISION: Final = "deployment.kubernetes.io/revision"
 FINISHED: Final = ("Succeeded", "Failed")
+_CONTAINERS: Final = ("initContainerStatuses", "containerStatuses")
 
 
 #: Reasons of a waiting container: its image cannot be pulled.
@@ -36,9 +38,8 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     ready_since: float | None = None
     reason: str | None = None  #: Why it is not ready; None: it is ready or starting.
     message: str = ""
-    reason_until: float | None = (
-        None  #: The reason is of the container's previous run; from this time on the pod counts as starting.
-    )
+    #: When the reason is too old: it is of the container's previous run, or of a pod that has failed. None: never.
+    reason_until: float | None = None
     started_at: float = 0.0  #: When the running container was started.
     was_ready: bool = False  #: Since then.
 
@@ -52,6 +53,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     waits_for_volumes: bool = False  #: It has a node, and none of its containers has been created.
     started: bool = False  #: A container of it is running or has run.
+    admitted: bool = False  #: Its kubelet has accepted it.
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +148,7 @@ def read_pod(manifest: Mapping[str, Any]) -> Pod:
         unschedulable=diagnostic is not None and diagnostic.reason == "Unschedulable",
         waits_for_volumes=_waits_for_volumes(manifest),
         started=ready or _has_started(manifest),
+        admitted=any(status.get(kind) for kind in _CONTAINERS),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
     )
 
@@ -198,6 +201,8 @@ _OUT_OF_MEMORY: Final = "needs more memory than resources.limits.memory; shared 
 _UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # of containerd and of other runtimes
 #: The kubelet alternates between the two; only the first is sure to have the cause.
 _UNPULLED: Final = ("ErrImagePull", "ImagePullBackOff")
+_ILLEGAL: Final = re.compile(r"[^A-Za-z0-9_,:]")  # in a condition's reason, as in OutOfnvidia.com/gpu
+MAX_FAILED_S: Final = 1800.0  # of a pod that lived for days, its successor's start is not reported by its reason
 MIN_RUNNING_S: Final = 60.0  # until a restarted container has run so long, its previous end is reported
 
 
@@ -210,22 +215,38 @@ class _PodDiagnostic(msgspec.Struct, frozen=True, kw_only=True):
 def _pod_diagnostic(manifest: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> _PodDiagnostic | None:
     """The first thing that keeps a pod from being ready."""
     status = manifest.get("status", {})
+    if status.get("phase") == "Failed" and status.get("reason"):  # refused, evicted: its containers did not end it
+        return _failure(manifest)
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return _PodDiagnostic(reason="Unschedulable", message=str(scheduled.get("message", "")))
     unready_since = timestamp(conditions.get("Ready", {}).get("lastTransitionTime"))
-    for kind in ("initContainerStatuses", "containerStatuses"):
+    for kind in _CONTAINERS:
         for container in status.get(kind, ()):
-            found = _container_diagnostic(container, unready_since, may_end=kind == "initContainerStatuses")
+            found = _container_diagnostic(container, unready_since, may_end=kind == _CONTAINERS[0])
             if found is not None:
                 return msgspec.structs.replace(found, message=f"container {container['name']}: {found.message}")
     if _is_node_lost(conditions):
         node = manifest.get("spec", {}).get("nodeName")
         return _PodDiagnostic(reason="NodeLost", message=f"node {node} does not answer; another pod will replace it")
-    if status.get("phase") == "Failed":
-        message = str(status.get("message") or "the pod has failed")
-        return _PodDiagnostic(reason=str(status.get("reason") or "Failed"), message=message)
-    return None
+    return _failure(manifest) if status.get("phase") == "Failed" else None
+
+
+def _failure(manifest: Mapping[str, Any]) -> _PodDiagnostic:
+    """Why the kubelet, or a controller, has ended a pod that will not run again.
+
+    Its reason counts for as long as it lived and as long again, at least a minute, as that of a crash does.
+    """
+    status, created = manifest["status"], timestamp(manifest["metadata"].get("creationTimestamp"))
+    times = [each.get("lastTransitionTime") for each in status.get("conditions", ())] + [status.get("startTime")]
+    states = [each.get("state", {}) for kind in _CONTAINERS for each in status.get(kind, ())]
+    times += [each.get("terminated", {}).get("finishedAt") for each in states]
+    ended = max(created, *map(timestamp, times))
+    return _PodDiagnostic(
+        reason=_ILLEGAL.sub("_", str(status.get("reason") or "Failed")),
+        message=" ".join(str(status.get("message") or "the pod has failed").split()),
+        until=ended + min(max(MIN_RUNNING_S, 2 * (ended - created)), MAX_FAILED_S),
+    )
 
 
 def _is_node_lost(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
