@@ -289,6 +289,50 @@ def test_a_pod_whose_node_does_not_answer_names_the_node() -> None:
     assert workloads.read_pod(manifest).reason is None
 
 
+def test_a_terminating_pod_is_lost_when_its_node_does_not_answer_or_long_after_its_grace_period() -> None:
+    cut_off = [{"type": "ContainersReady", "status": "True"}, {"type": "Ready", "status": "False"}]
+
+    def lost(after_s: float, found: list[dict[str, str]], **metadata: str) -> bool:
+        manifest = {
+            "metadata": {"name": "p", **metadata},
+            "spec": {"nodeName": "n7"},
+            "status": {"conditions": found},
+        }
+        return workloads.read_pod(manifest, now=NOW + after_s).lost
+
+    deleted = {"deletionTimestamp": conditions.rfc3339(NOW)}
+    assert [lost(after_s, [], **deleted) for after_s in (-100, 0, 59, 60)] == [False, False, False, True]
+    assert lost(-100, cut_off, **deleted)
+    assert not lost(9000, cut_off), "it may come back"
+
+
+def test_a_roll_names_the_old_pod_that_it_waits_for_and_its_node_and_not_a_lost_one() -> None:
+    drains = pod("old-1", terminating=True, node="n1", lost_at=NOW + 90)
+    other = pod("old-2", terminating=True, node="n2", lost_at=NOW + 95)
+    lost = pod("old-0", terminating=True, lost=True, node="n0", lost_at=NOW - 1)
+
+    def told(given: StatusInputs) -> tuple[str, str, str]:
+        _, found = status.summarise(given, {}, generation=1, now=NOW)
+        [progressing] = [each for each in found if each.type == "Progressing"]
+        return progressing.status, progressing.reason, progressing.message
+
+    held = [workload(unit.name, unit.revision, replicas=0) for unit in PLAN.units]
+    old = [workload(unit.name, unit.revision, drains, other, lost, replicas=0) for unit in OLD.units[:1]]
+    recreates = inputs(*held, *old, coordinator(READY), strategy="Recreate")
+    message = "waiting for first 0/1, last 0/1, until old pod old-1 on node n1 and 1 more has ended"
+    assert told(recreates) == ("True", "RollingOut", message)
+    assert assessment.deadline(recreates, NOW) == NOW + 90
+
+    drained = workload(OLD.units[0].name, OLD.units[0].revision, drains, lost, replicas=0)
+    assert told(inputs(*RUNNING, drained)) == (
+        "True",
+        "RollingOut",
+        "waiting for old pod old-1 on node n1 to end",
+    )
+    only = workload(OLD.units[0].name, OLD.units[0].revision, lost, replicas=0)
+    assert told(inputs(*RUNNING, only, progress_deadline_s=1.0))[:2] == ("True", "RolledOut")
+
+
 def test_units_that_wait_for_their_model_report_its_prefetch() -> None:
     running, unplaced = pod("f1"), pod("f2", reason="Unschedulable", message="unbound claim")
     broken = pod("f0", finished=True, reason="Error", message="container prefetch: no such model")

@@ -164,7 +164,7 @@ def _insufficient_capacity(inputs: StatusInputs, found: Mapping[str, Diagnostic]
 
 
 def deadline(inputs: StatusInputs, now: float) -> float | None:
-    """When time alone changes the status next: a deadline of the roll or of a start, a crash that expires.
+    """When time alone changes the status next: a deadline of the roll or of a start, a crash that expires, a lost pod.
 
     None: it does not.
     """
@@ -172,6 +172,8 @@ def deadline(inputs: StatusInputs, now: float) -> float | None:
     if is_short(inputs):
         since = _last_progress(inputs)
         times += [] if since is None else [since + inputs.progress_deadline_s]
+    if inputs.decision.rolling:
+        times += [pod.lost_at or 0.0 for each in inputs.observed for pod in each.awaited]
     for each, limit in desired_workloads(inputs):
         for pod in each.pods:
             if pod.ready or pod.terminating:
@@ -218,7 +220,23 @@ def _waiting_for(inputs: StatusInputs) -> str:
         for name, one in units
         if (ready := workload_ready(inputs, name, one.revision)) < one.replicas
     ]
-    return f"waiting for {', '.join(short)}" if short else "waiting for old pods to end"
+    ending = _ending(inputs)
+    if not short:
+        return f"waiting for {ending or 'old pods'} to end"
+    waits = f", until {ending} has ended" if ending and inputs.goal.strategy == "Recreate" else ""
+    return f"waiting for {', '.join(short)}{waits}"
+
+
+def _ending(inputs: StatusInputs) -> str:
+    """The first old pod that still ends, its node, and how many more there are; empty: there is none."""
+    desired = {name: one.revision for name, one in inputs.goal.units.items()}
+    desired[COORDINATOR] = inputs.goal.coordinator.revision
+    old = [each for each in inputs.observed if desired.get(each.unit) != each.revision]
+    pods = sorted((pod for each in old for pod in each.awaited if pod.terminating), key=lambda pod: pod.name)
+    if not pods:
+        return ""
+    more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
+    return f"old pod {pods[0].name} on node {pods[0].node}{more}"
 
 
 def still(available: bool) -> str:

@@ -81,7 +81,7 @@ def decide(goal: Goal, observed: Sequence[Workload], serving: Mapping[str, str])
     return Decision(
         replicas=replicas,
         retired=_retired(outdated, goal.history),
-        rolling=any(each.replicas or each.present for each in outdated),
+        rolling=any(each.replicas or each.awaited for each in outdated),
         complete=complete,
     )
 
@@ -128,8 +128,8 @@ def _paused(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) ->
 
 
 def _recreate(desired: Mapping[str, DesiredUnit], observed: Sequence[Workload]) -> _Step:
-    """Make no new pod before the last old one, draining ones included, has released its GPU."""
-    leaving = [each for each in observed if each.present and _revision(desired, each.unit) != each.revision]
+    """Make no new pod before the last old one, draining ones included, has released its GPU, or is lost."""
+    leaving = [each for each in observed if each.awaited and _revision(desired, each.unit) != each.revision]
     leaving += _old(desired, observed)
     replicas = {(each.unit, each.revision): 0 for each in observed}
     existing = {(each.unit, each.revision): each for each in observed}

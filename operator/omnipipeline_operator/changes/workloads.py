@@ -18,6 +18,7 @@ from omnipipeline_spec import crashes
 
 TEMPLATE_REVISION: Final = "deployment.kubernetes.io/revision"
 FINISHED: Final = ("Succeeded", "Failed")
+LOST_S: Final = 60.0  # after the end of its grace period, a kubelet has long killed a pod and given back its devices
 _CONTAINERS: Final = ("initContainerStatuses", "containerStatuses")
 
 
@@ -33,6 +34,10 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     ip: str | None = None
     ready: bool = False
     terminating: bool = False
+    #: It is terminating, and nothing waits for its end: its node does not answer, or its grace period is long over.
+    lost: bool = False
+    lost_at: float | None = None  #: When a terminating pod counts as lost, if it still exists.
+    node: str | None = None
     finished: bool = False  #: It has ended and will not run again; it is not counted.
     created_at: float = 0.0
     ready_since: float | None = None
@@ -98,8 +103,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Pods that hold resources, terminating ones included."""
         return tuple(pod for pod in self.pods if not pod.finished)
 
+    @property
+    def awaited(self) -> tuple[Pod, ...]:
+        """Pods that a roll-out waits for when they are old: those that are present and not lost."""
+        return tuple(pod for pod in self.present if not pod.lost)
 
-def read_workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]]) -> Workload:
+
+def read_workload(
+    deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str, Any]], *, now: float = 0.0
+) -> Workload:
     """A workload from a live Deployment and the live pods with its labels."""
     metadata, spec, refusal = deployment["metadata"], deployment["spec"], _refusal(deployment)
     annotations = metadata.get("annotations", {})
@@ -113,7 +125,7 @@ def read_workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str,
         uid=metadata["uid"],
         replicas=spec.get("replicas", 1),
         created_at=timestamp(metadata.get("creationTimestamp")),
-        pods=tuple(read_pod(one) for one in own_pods),
+        pods=tuple(read_pod(one, now=now) for one in own_pods),
         gpus=pods.gpus(deployment),
         image=annotations.get(naming.IMAGE_PIN) or template["spec"]["containers"][0].get("image", ""),
         control_secret=secrets[0] if secrets else None,
@@ -124,19 +136,23 @@ def read_workload(deployment: Mapping[str, Any], own_pods: Iterable[Mapping[str,
     )
 
 
-def read_pod(manifest: Mapping[str, Any]) -> Pod:
-    """A pod from a live one."""
+def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> Pod:
+    """A pod from a live one. ``now``: decides only whether a terminating one is lost."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {each["type"]: each for each in status.get("conditions", ())}
     ready = conditions.get("Ready", {}).get("status") == "True"
     started_at = _started_at(manifest)
+    deleted_at = timestamp(metadata.get("deletionTimestamp"))
     diagnostic = None if ready or _has_succeeded(manifest) else _pod_diagnostic(manifest, conditions)
     return Pod(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         ip=status.get("podIP"),
         ready=ready,
-        terminating="deletionTimestamp" in metadata,
+        terminating=bool(deleted_at),
+        lost=bool(deleted_at) and (_is_node_lost(conditions) or now >= deleted_at + LOST_S),
+        lost_at=deleted_at + LOST_S if deleted_at else None,
+        node=manifest.get("spec", {}).get("nodeName"),
         finished=status.get("phase") in FINISHED,
         created_at=timestamp(metadata.get("creationTimestamp")),
         ready_since=timestamp(conditions["Ready"].get("lastTransitionTime")) if ready else None,

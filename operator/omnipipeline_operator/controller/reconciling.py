@@ -113,7 +113,7 @@ class Reconciler:
             return None
 
     def _snapshot(self, owner: Owner) -> Snapshot:
-        return Snapshot(self._store, (owner.namespace, owner.name), owner)
+        return Snapshot(self._store, (owner.namespace, owner.name), owner, now=self._clock())
 
     # --- deciding -----------------------------------------------------------------------------------------------
 

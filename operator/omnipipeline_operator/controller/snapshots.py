@@ -23,8 +23,9 @@ from omnipipeline_spec.types.plan import PipelineRevision
 class Snapshot:
     """What the store has of one pipeline when the snapshot is taken; later changes of the store are not in it."""
 
-    def __init__(self, store: Store, key: PipelineKey, owner: Owner) -> None:
+    def __init__(self, store: Store, key: PipelineKey, owner: Owner, *, now: float) -> None:
         self.owner = owner
+        self._now = now
         self._labelled = {kind.name: store.children(key, kind) for kind in kinds.WATCHED}
 
     def child(self, kind: Kind, name: str) -> Manifest | None:
@@ -56,7 +57,7 @@ class Snapshot:
         for deployment in self.children(kinds.DEPLOYMENT):
             labels = deployment["spec"]["selector"]["matchLabels"]
             of = (labels.get(naming.UNIT_LABEL, ""), labels.get(naming.REVISION_LABEL, ""))
-            found.append(workloads.read_workload(deployment, by_revision.get(of, ())))
+            found.append(workloads.read_workload(deployment, by_revision.get(of, ()), now=self._now))
         return found
 
     def orphans(self) -> list[Manifest]:
