@@ -7,12 +7,14 @@ from typing import Any, cast
 import pytest
 
 from omnipipeline_operator import errors
+from omnipipeline_operator.changes import workloads
 from omnipipeline_operator.changes.conditions import rfc3339
 from omnipipeline_operator.changes.workloads import Pod, Workload
 from omnipipeline_operator.cluster.applying import Applier
 from omnipipeline_operator.cluster.client import Client
+from omnipipeline_operator.controller import missing
 from omnipipeline_operator.controller.missing import RECENT_S, MissingReferences, ReferenceChecker
-from omnipipeline_operator.desired import children
+from omnipipeline_operator.desired import children, naming
 from omnipipeline_operator.desired.naming import Owner
 from omnipipeline_operator.desired.pods import PodFacts
 from omnipipeline_spec import loading, planning
@@ -146,3 +148,54 @@ async def test_a_missing_pull_secret_is_named_with_the_image_that_cannot_be_pull
     found = await ask(Server(secret=False), unpulled, imagePullSecrets=[{"name": "registry"}])
     [diagnostic] = found.diagnostics
     assert diagnostic.message == "pod p: container stage: 401; Secret registry (imagePullSecrets) does not exist"
+
+
+# --- pods with containers of the author's ------------------------------------------------------------------------
+
+INITIALIZES = {"waiting": {"reason": "PodInitializing"}}
+CREATES = {"waiting": {"reason": "ContainerCreating"}}
+UNPULLED = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
+RUNS = {"running": {"startedAt": rfc3339(NOW - 30)}}
+COMPLETED = {"terminated": {"exitCode": 0, "finishedAt": rfc3339(NOW - 40)}}
+
+
+def pod(
+    stage: dict[str, Any], *, proxy: dict[str, Any] | None = None, init: dict[str, Any] | None = None, unit: str = "a"
+) -> Pod:
+    """A pod a minute old, with the generated container and those that the author, or an injector, has added."""
+    name = "coordinator" if unit == "coordinator" else "stage"
+    containers = [{"name": name, "state": stage}, *([{"name": "istio-proxy", "state": proxy}] if proxy else [])]
+    status: dict[str, Any] = {"containerStatuses": containers}
+    if init:
+        status["initContainerStatuses"] = [{"name": "wait", "state": init}]
+    metadata = {"name": "p", "creationTimestamp": rfc3339(NOW - 60), "labels": {naming.UNIT_LABEL: unit}}
+    return workloads.read_pod({"metadata": metadata, "status": status})
+
+
+@pytest.mark.parametrize(
+    "found, waits",
+    [
+        (pod(CREATES), True),
+        (pod(CREATES, proxy=CREATES), True),
+        (pod(INITIALIZES, init=INITIALIZES), True),
+        (pod(INITIALIZES, proxy=INITIALIZES, init=INITIALIZES), True),
+        (pod(INITIALIZES, init=RUNS), False),
+        (pod(INITIALIZES, init=COMPLETED), False),
+        (pod(UNPULLED, proxy=CREATES), False),
+        (pod(RUNS), False),
+    ],
+)
+def test_a_pod_waits_for_its_volumes_until_a_container_or_an_init_container_is_made(found: Pod, waits: bool) -> None:
+    assert found.waits_for_volumes == waits
+    unit = Workload(unit="a", revision="", name="d", uid="u", replicas=1, pods=(found,))
+    assert missing.pods_are_stuck([unit], NOW) == waits
+
+
+@pytest.mark.parametrize("unit", ["a", "coordinator"])
+def test_a_proxy_that_runs_does_not_make_its_pod_count_as_started(unit: str) -> None:
+    waiting = pod(UNPULLED, proxy=RUNS, unit=unit)
+    assert (waiting.started, waiting.started_at) == (False, 0.0)
+    assert Workload(unit=unit, revision="", name="d", uid="u", replicas=1, pods=(waiting,)).waits_for_image
+    loads = pod(RUNS, proxy=UNPULLED, unit=unit)
+    assert (loads.started, loads.started_at) == (True, NOW - 30)
+    assert pod(COMPLETED, proxy=RUNS, unit=unit).started

@@ -15,6 +15,7 @@ import msgspec
 
 from omnipipeline_operator.desired import naming, pods
 from omnipipeline_spec import crashes
+from omnipipeline_spec.types.pods import COORDINATOR
 
 TEMPLATE_REVISION: Final = "deployment.kubernetes.io/revision"
 FINISHED: Final = ("Succeeded", "Failed")
@@ -45,7 +46,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     #: When the reason is too old: it is of the container's previous run, or of a pod that has failed. None: never.
     reason_until: float | None = None
-    started_at: float = 0.0  #: When the running container was started.
+    started_at: float = 0.0  #: When the generated container was started, if it runs.
     was_ready: bool = False  #: Since then.
 
     @property
@@ -57,7 +58,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     unschedulable: bool = False
     restarts: int = 0
     waits_for_volumes: bool = False  #: It has a node, and none of its containers has been created.
-    started: bool = False  #: A container of it is running or has run.
+    started: bool = False  #: The generated container is running or has run.
     admitted: bool = False  #: Its kubelet has accepted it.
 
 
@@ -86,7 +87,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def started(self) -> bool:
-        """Whether a container of it is running or has run: then it is neither held back nor made anew."""
+        """Whether a generated container of it is running or has run: then it is neither held back nor made anew."""
         return any(pod.started for pod in self.present)
 
     @property
@@ -163,7 +164,7 @@ def read_pod(manifest: Mapping[str, Any], *, now: float = 0.0) -> Pod:
         was_ready=bool(started_at) and timestamp(conditions.get("Ready", {}).get("lastTransitionTime")) > started_at,
         unschedulable=diagnostic is not None and diagnostic.reason == "Unschedulable",
         waits_for_volumes=_waits_for_volumes(manifest),
-        started=ready or _has_started(manifest),
+        started=ready or any(map(_has_run, _generated(manifest))),
         admitted=any(status.get(kind) for kind in _CONTAINERS),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
     )
@@ -179,23 +180,32 @@ def _has_succeeded(manifest: Mapping[str, Any]) -> bool:
 
 
 def _started_at(manifest: Mapping[str, Any]) -> float:
-    """When the newest running container was started; 0: none is running."""
-    states = [each.get("state", {}) for each in manifest.get("status", {}).get("containerStatuses", ())]
+    """When the generated container was started, if it runs; else 0."""
+    states = [each.get("state", {}) for each in _generated(manifest)]
     return max((timestamp(state["running"].get("startedAt")) for state in states if "running" in state), default=0.0)
 
 
+def _generated(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The status of the container that the operator has made; an author's own may run without it."""
+    unit = manifest["metadata"].get("labels", {}).get(naming.UNIT_LABEL)
+    name = COORDINATOR if unit == COORDINATOR else pods.STAGE
+    return [each for each in manifest.get("status", {}).get("containerStatuses", ()) if each.get("name") == name]
+
+
 def _waits_for_volumes(manifest: Mapping[str, Any]) -> bool:
-    containers = manifest.get("status", {}).get("containerStatuses", ())
-    waiting = [each.get("state", {}).get("waiting", {}).get("reason") == "ContainerCreating" for each in containers]
-    return "deletionTimestamp" not in manifest["metadata"] and bool(waiting) and all(waiting)
+    """Whether the kubelet has made no container yet; with init containers it calls that PodInitializing."""
+    status = manifest.get("status", {})
+    if any(map(_has_run, status.get(_CONTAINERS[0], ()))):
+        return False
+    reasons = [each.get("state", {}).get("waiting", {}).get("reason") for each in status.get(_CONTAINERS[1], ())]
+    waits = bool(reasons) and all(reason in _UNMADE for reason in reasons)
+    return waits and "deletionTimestamp" not in manifest["metadata"]
 
 
-def _has_started(manifest: Mapping[str, Any]) -> bool:
-    for container in manifest.get("status", {}).get("containerStatuses", ()):
-        states = (container.get("state", {}), container.get("lastState", {}))
-        if any("running" in state or "terminated" in state for state in states):
-            return True
-    return False
+def _has_run(container: Mapping[str, Any]) -> bool:
+    """Whether it runs, or has ended."""
+    states = (container.get("state", {}), container.get("lastState", {}))
+    return any("running" in state or "terminated" in state for state in states)
 
 
 def _is_control(volume: Mapping[str, Any]) -> bool:
@@ -212,7 +222,8 @@ def _refusal(deployment: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 #: Reasons of a waiting container that pass within seconds, or that follow from its previous end.
-_PASSING: Final = ("ContainerCreating", "PodInitializing", "CrashLoopBackOff", "RunContainerError")
+_UNMADE: Final = ("ContainerCreating", "PodInitializing")
+_PASSING: Final = (*_UNMADE, "CrashLoopBackOff", "RunContainerError")
 _OUT_OF_MEMORY: Final = "needs more memory than resources.limits.memory; shared memory counts towards it"
 _UNSTARTABLE: Final = ("StartError", "ContainerCannotRun")  # of containerd and of other runtimes
 #: The kubelet alternates between the two; only the first is sure to have the cause.

@@ -24,6 +24,7 @@ from omnipipeline_spec.types.pods import ADMIN_PORT, CONTROL_PORT, COORDINATOR, 
 from omnipipeline_spec.validation.variables import JOINED
 
 PRE_STOP_S: Final = 3  # endpoints and load balancers drop a pod before it stops listening
+STAGE: Final = "stage"  # the container of a unit's pods; that of the coordinator's has the unit's name
 USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
 NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
 
@@ -46,7 +47,7 @@ def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
         *_common_environment(unit),
         _variable("OMNI_COORDINATOR", f"tcp://{naming.peers(owner.name)}.{owner.namespace}.svc:{CONTROL_PORT}"),
     ]
-    container = _container("stage", ["supervisor"], unit.pod, facts, environment, groups=len(unit.groups))
+    container = _container(STAGE, ["supervisor"], unit.pod, facts, environment, groups=len(unit.groups))
     container["ports"] = [_port("probes", PROBE_PORT), *ports]
     return _deployment(unit, unit.name, container, facts, shared_memory=unit.pod.get("sharedMemory"))
 
