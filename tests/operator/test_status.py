@@ -197,6 +197,39 @@ def test_a_roll_without_capacity_is_reported_but_not_with_recreate() -> None:
     assert said(inputs(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
 
 
+def test_a_quota_that_has_no_room_for_the_surge_is_insufficient_capacity_and_says_what_helps() -> None:
+    first, last = PLAN.units
+    quota = 'pods "duo-first-1-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 1'
+    observed = (
+        workload("first", first.revision, refused=quota),
+        workload("last", last.revision, READY),
+        *all_of(OLD, READY),
+        coordinator(READY),
+    )
+    _, found = status.summarise(inputs(*observed), {}, generation=1, now=NOW)
+    by_type = {each.type: each for each in found}
+    squeezed = by_type["Progressing"]
+    assert (squeezed.status, squeezed.reason) == ("False", "InsufficientCapacity")
+    assert squeezed.message.startswith("unit first gets no pod beside the old revision: duo-first-")
+    assert squeezed.message.endswith("raise the quota, lower its replicas, or choose rollout.strategy: Recreate")
+    assert by_type["Ready"].message == squeezed.message
+    assert (by_type["Scheduled"].reason, by_type["Available"].status) == ("QuotaExceeded", "True")
+    assert said(inputs(*observed, strategy="Recreate"))["Progressing"][1] != "InsufficientCapacity"
+    alone = inputs(*observed[:2], coordinator(READY))
+    assert said(alone)["Progressing"][1] == "Starting", "nothing is replaced"
+
+
+def test_the_coordinators_surge_is_not_helped_by_recreate() -> None:
+    unplaced = workload(COORDINATOR, PLAN.coordinator.revision, pod(reason="Unschedulable", message="0/3 nodes"))
+    old = workload(COORDINATOR, "old", READY)
+    _, found = status.summarise(inputs(*all_of(PLAN, READY), unplaced, old), {}, generation=1, now=NOW)
+    [message] = [each.message for each in found if each.type == "Progressing"]
+    assert message == (
+        "unit coordinator cannot be scheduled beside the old revision: pod p: 0/3 nodes; "
+        "free that much or lower its replicas"
+    )
+
+
 def test_no_progress_for_too_long_is_reported_and_the_old_revision_serves() -> None:
     observed = (*all_of(PLAN, pod()), *all_of(OLD, READY), coordinator(READY))
     found = said(inputs(*observed, progress_deadline_s=15.0))

@@ -157,10 +157,22 @@ def _insufficient_capacity(inputs: StatusInputs, found: Mapping[str, Diagnostic]
     if not inputs.decision.rolling or inputs.goal.strategy != "Coherent":
         return None
     for diagnostic in found.values():
-        if diagnostic.reason == "Unschedulable" and diagnostic.unit:
-            cure = "free that much, lower its replicas, or choose rollout.strategy: Recreate"
-            return f"unit {diagnostic.unit} cannot be scheduled beside the old revision: {diagnostic.message}; {cure}"
+        if diagnostic.reason in _SQUEEZED and diagnostic.unit:
+            what, cure = _SQUEEZED[diagnostic.reason]
+            # The coordinator always rolls beside the old one.
+            is_alone = diagnostic.unit == COORDINATOR
+            then = (
+                " or lower its replicas" if is_alone else ", lower its replicas, or choose rollout.strategy: Recreate"
+            )
+            return f"unit {diagnostic.unit} {what} beside the old revision: {diagnostic.message}; {cure}{then}"
     return None
+
+
+#: Reason of a pod that finds no room -> what it says, and what helps.
+_SQUEEZED: Final = {
+    "Unschedulable": ("cannot be scheduled", "free that much"),
+    "QuotaExceeded": ("gets no pod", "raise the quota"),
+}
 
 
 def deadline(inputs: StatusInputs, now: float) -> float | None:
