@@ -144,6 +144,19 @@ def job_of(made: children.Children) -> dict[str, Any]:
     return template
 
 
+def test_a_claim_has_no_owner_and_no_label_by_which_argo_cd_would_prune_it() -> None:
+    [claim] = desired(modelCache=CLAIM).created
+    assert claim["metadata"] == {
+        "name": "demo-models",
+        "namespace": "space",
+        "labels": {
+            "app.kubernetes.io/name": "omnipipeline",
+            "app.kubernetes.io/managed-by": "omnipipeline-operator",
+            "omnipipeline.dev/pipeline": "demo",
+        },
+    }
+
+
 @pytest.mark.parametrize("cache", [CLAIM, {"type": "PersistentVolumeClaim", "claimName": "c"}, {"type": "EmptyDir"}])
 def test_stages_mount_the_model_cache_and_the_coordinator_does_not(cache: Any) -> None:
     made = desired(modelCache=cache)

@@ -18,6 +18,7 @@ from omnipipeline_spec.types import quantities
 
 PIPELINE_LABEL: Final = "omnipipeline.dev/pipeline"
 UNIT_LABEL: Final = "omnipipeline.dev/unit"
+INSTANCE_LABEL: Final = "app.kubernetes.io/instance"
 REVISION_LABEL: Final = "omnipipeline.dev/revision"
 #: On the revisions ConfigMap: what was chosen once and must not change while the pipeline runs: the image of the newest
 #: pipeline revision, those of the others where they differ (JSON), the key. On a Deployment: the image that was pinned
@@ -118,7 +119,7 @@ def labels(pipeline: str, unit: str | None = None, revision: str | None = None) 
     """All labels of a child."""
     return {
         "app.kubernetes.io/name": "omnipipeline",
-        "app.kubernetes.io/instance": pipeline,
+        INSTANCE_LABEL: pipeline,
         "app.kubernetes.io/managed-by": "omnipipeline-operator",
         **({"app.kubernetes.io/component": unit} if unit else {}),
         **selector(pipeline, unit, revision),

@@ -57,6 +57,7 @@ def claim(spec: PipelineConfig, plan: PipelinePlan, facts: PodFacts) -> Manifest
         return None
     owner = facts.owner
     labels = naming.labels(owner.name)
+    del labels[naming.INSTANCE_LABEL]  # Argo CD tracks by it, and would prune what has it and no owner
     manifest = naming.child(kinds.CLAIM, naming.claim(owner.name), owner, of=labels)
     del manifest["metadata"]["ownerReferences"]
     many = sum(plan.replicas.values()) > 1
