@@ -6,10 +6,12 @@ from typing import Any, cast
 
 import pytest
 
+from omnipipeline_operator import errors
 from omnipipeline_operator.controller import model_cache
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
-from omnipipeline_operator.kinds import JOB, PIPELINE, POD
+from omnipipeline_operator.kinds import CLAIM, JOB, PIPELINE, POD
+from tests.operator.fake_api_server import Write
 from tests.operator.test_reconcile_snapshots import Operator
 
 NAME = "duo-models"
@@ -93,6 +95,79 @@ def test_a_claim_that_pods_cannot_share_is_remarked_on_a_roll_outs_pods_included
     snapshot = cast(Snapshot, Claims(modes, phase))
     created = [{"kind": "PersistentVolumeClaim", "metadata": {"name": NAME}}]
     assert model_cache.shared_claim(snapshot, created, pods, surge=surge) == said
+
+
+BOUND = {"phase": "Bound"}
+
+
+async def claimed(**status: Any) -> Operator:
+    """An operator whose pipeline has its claim, of 10Gi and of the class fast."""
+    operator = Operator()
+    operator.edit(operator.live(PIPELINE, "duo"), **cache("10Gi", "fast"))
+    await operator.reconcile()
+    operator.watch({**operator.live(CLAIM, NAME), "status": status})
+    await operator.reconcile()
+    return operator
+
+
+def cache(size: str, storage_class: str | None = None) -> dict[str, Any]:
+    given: dict[str, Any] = {"type": "PersistentVolumeClaim", "size": size}
+    return {"modelCache": given | ({"storageClassName": storage_class} if storage_class else {})}
+
+
+def note(operator: Operator) -> str:
+    """What the condition Accepted remarks."""
+    found = operator.live(PIPELINE, "duo")["status"]["conditions"]
+    [message] = [each["message"] for each in found if each["type"] == "Accepted"]
+    return str(message).partition("; ")[2]
+
+
+def storage(operator: Operator) -> str:
+    return str(operator.live(CLAIM, NAME)["spec"]["resources"]["requests"]["storage"])
+
+
+async def test_a_larger_size_grows_the_claim_once_and_changes_nothing_else_of_it() -> None:
+    operator = await claimed(**BOUND)
+    before = operator.live(CLAIM, NAME)
+    operator.edit(operator.live(PIPELINE, "duo"), **cache("20Gi"))
+    assert [write for write in await operator.reconcile() if write[1] == CLAIM.name] == [("merge", CLAIM.name, NAME)]
+    after = operator.live(CLAIM, NAME)
+    assert after["spec"] == {**before["spec"], "resources": {"requests": {"storage": "20Gi"}}}
+    assert [write for write in await operator.reconcile() if write[1] == CLAIM.name] == []
+    assert note(operator) == ""
+
+
+async def test_a_refusal_to_grow_is_quoted_and_the_rest_of_the_spec_is_carried_out() -> None:
+    operator = await claimed(**BOUND)
+
+    def refuse(write: Write) -> None:
+        if write[1] == CLAIM.name:
+            raise errors.Forbidden("PATCH", 403, "the storageclass that provisions the pvc must support resize")
+
+    operator.edit(operator.live(PIPELINE, "duo"), **cache("20Gi"), image="stage:2")
+    made = [kind for verb, kind, _ in await operator.reconcile(refuse) if verb == "create"]
+    assert made.count("Deployment") == 3
+    assert note(operator).startswith(
+        f"claim {NAME} cannot grow from 10Gi to 20Gi: the storageclass that provisions the pvc must support resize"
+    )
+    assert storage(operator) == "10Gi"
+
+
+@pytest.mark.parametrize(
+    "status, edit, said",
+    [
+        (BOUND, cache("10Gi", "fast"), ""),
+        (BOUND, cache("10240Mi"), ""),
+        (BOUND, cache("5Gi"), f"claim {NAME} requests 10Gi, and no claim shrinks to modelCache.size 5Gi"),
+        (BOUND, cache("10Gi", "slow"), f"claim {NAME} has storage class fast and keeps it, not slow"),
+        ({"phase": "Pending"}, cache("20Gi"), f"claim {NAME} (ReadWriteMany) has no volume yet"),
+    ],
+)
+async def test_what_a_claim_cannot_become_is_remarked(status: Any, edit: dict[str, Any], said: str) -> None:
+    operator = await claimed(**status)
+    operator.edit(operator.live(PIPELINE, "duo"), **edit)
+    assert [write for write in await operator.reconcile() if write[1] == CLAIM.name] == []
+    assert note(operator).partition("; ")[0] == said
 
 
 # --- the Job ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.desired.naming import Owner
-from omnipipeline_operator.kinds import DEPLOYMENT, POD, Kind, Manifest
+from omnipipeline_operator.kinds import CLAIM, DEPLOYMENT, POD, Kind, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,18 @@ class Applier:
         body = _head(manifest, live)
         body["metadata"] |= {key: manifest["metadata"][key] for key in _HEAD}
         return self._remember(await self._client.apply({**body, "spec": {"replicas": replicas}}, manager=SCALER))
+
+    async def grow_claim(self, live: Mapping[str, Any], size: str) -> str | None:
+        """Request more storage for a claim, nothing else; why it is refused, or None."""
+        metadata = live["metadata"]
+        patch = {"metadata": {"uid": metadata["uid"]}, "spec": {"resources": {"requests": {"storage": size}}}}
+        try:
+            self._remember(await self._client.merge(CLAIM, metadata["namespace"], metadata["name"], patch))
+        except (errors.Forbidden, errors.Invalid) as error:
+            return error.message
+        except (errors.NotFound, errors.Conflict):
+            return None  # deleted, or replaced by another one
+        return None
 
     async def create_secret(self, manifest: Manifest) -> None:
         """Create a Secret; its name is random, so one that exists was made by this operator before a restart."""

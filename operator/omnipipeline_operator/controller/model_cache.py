@@ -14,6 +14,7 @@ from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.controller.snapshots import Snapshot
 from omnipipeline_operator.desired import naming
 from omnipipeline_operator.kinds import Manifest
+from omnipipeline_spec.types import quantities
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"  # on the pods of a Job
 JOB_UID: Final = "batch.kubernetes.io/controller-uid"  # there, too: a Job that was replaced had the same name
@@ -65,13 +66,52 @@ def _pods_of(snapshot: Snapshot, job: Manifest) -> list[Manifest]:
     return [each for each in snapshot.pods() if labels.items() <= each["metadata"]["labels"].items()]
 
 
+def requested(claim: Manifest) -> str:
+    """The storage that a claim requests."""
+    return str(claim["spec"].get("resources", {}).get("requests", {}).get("storage", "0"))
+
+
+def must_grow(desired: Manifest, live: Manifest) -> bool:
+    """Whether a live claim is to request more storage. One without a volume cannot be changed."""
+    is_bound = live.get("status", {}).get("phase") == "Bound"
+    return is_bound and quantities.parse_quantity(requested(desired)) > quantities.parse_quantity(requested(live))
+
+
+def other_claim(snapshot: Snapshot, created: Sequence[Manifest], refusal: str | None) -> str | None:
+    """A remark on what the spec asks of the claim that the operator makes, and the live one does not have.
+
+    refusal: why it cannot grow.
+    """
+    desired, live = _claims(snapshot, created)
+    if desired is None or live is None:
+        return None
+    named, has, wanted = f"claim {live['metadata']['name']}", requested(live), requested(desired)
+    remarks = []
+    if refusal is not None:
+        remarks.append(f"{named} cannot grow from {has} to {wanted}: {refusal}")
+    elif quantities.parse_quantity(wanted) < quantities.parse_quantity(has):
+        remarks.append(f"{named} requests {has}, and no claim shrinks to modelCache.size {wanted}")
+    wanted_class, has_class = desired["spec"].get("storageClassName"), live["spec"].get("storageClassName")
+    if wanted_class is not None and wanted_class != has_class:
+        remarks.append(f"{named} has storage class {has_class or 'none'} and keeps it, not {wanted_class}")
+    if not remarks:
+        return None
+    return f"{', '.join(remarks)}; to have another claim, delete it when no pod uses it, or name your own"
+
+
+def _claims(snapshot: Snapshot, created: Sequence[Manifest]) -> tuple[Manifest | None, Manifest | None]:
+    """The claim that the operator makes, and the live one."""
+    desired = next((each for each in created if each["kind"] == kinds.CLAIM.name), None)
+    return desired, snapshot.claim(desired["metadata"]["name"]) if desired else None
+
+
 def shared_claim(snapshot: Snapshot, created: Sequence[Manifest], pods: int, *, surge: int) -> str | None:
     """A remark on the model cache's claim: it has no volume yet, or several pods cannot share it; None: neither.
 
     pods:  how many will mount it.
     surge: how many more of a unit will mount it in a roll-out.
     """
-    live = next((snapshot.claim(one["metadata"]["name"]) for one in created if one["kind"] == kinds.CLAIM.name), None)
+    _, live = _claims(snapshot, created)
     if live is None:
         return None
     named, modes = f"claim {live['metadata']['name']}", live["spec"].get("accessModes", [])

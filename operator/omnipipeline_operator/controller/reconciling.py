@@ -191,7 +191,8 @@ class Reconciler:
         except (errors.Invalid, errors.Forbidden) as error:
             refusal, failed = _child_refusal(error), error
         after = self._snapshot(snapshot.owner)
-        inputs = reporting.inputs(planned, after, statuses, refusal, serving, missing_references)
+        claim_refusal = writer.claim_refusal
+        inputs = reporting.inputs(planned, after, statuses, refusal, serving, missing_references, claim_refusal)
         reported = await self._reporter.summarise(resource, inputs, applier)
         if failed is not None:
             raise failed

@@ -33,13 +33,24 @@ def inputs(
     refusal: Refusal | None,
     serving: Mapping[str, str],
     missing: MissingReferences,
+    claim_refusal: str | None,
 ) -> StatusInputs:
-    """The inputs that the status is made of. ``snapshot``: taken after the writes."""
+    """The inputs that the status is made of.
+
+    snapshot:      taken after the writes.
+    claim_refusal: why the model cache's claim cannot grow.
+    """
     observed = [
         msgspec.structs.replace(each, refused=missing.refused.get(each.name, each.refused))
         if each.refused is not None
         else each
         for each in snapshot.workloads
+    ]
+    created = planned.desired.created
+    pods, surge = sum(planned.plan.replicas.values()), planned.goal.max_surge
+    notes = [
+        model_cache.shared_claim(snapshot, created, pods, surge=surge if planned.goal.strategy == "Coherent" else 0),
+        model_cache.other_claim(snapshot, created, claim_refusal),
     ]
     return StatusInputs(
         plan=planned.plan,
@@ -54,13 +65,8 @@ def inputs(
         missing=missing.diagnostics,
         image=planned.pins.image,
         images=planned.pins.images,
-        fetching=model_cache.fetching(snapshot, planned.desired.created, planned.spec.model_path or ""),
-        note=model_cache.shared_claim(
-            snapshot,
-            planned.desired.created,
-            sum(planned.plan.replicas.values()),
-            surge=planned.goal.max_surge if planned.goal.strategy == "Coherent" else 0,
-        ),
+        fetching=model_cache.fetching(snapshot, created, planned.spec.model_path or ""),
+        note="; ".join(filter(None, notes)) or None,
     )
 
 

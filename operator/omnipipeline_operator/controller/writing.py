@@ -54,6 +54,7 @@ class Writer:
     def __init__(self, snapshot: Snapshot, applier: Applier, ensure_exists: Callable[[], Awaitable[None]]) -> None:
         self._snapshot = snapshot
         self._apply = applier
+        self.claim_refusal: str | None = None  #: Why the model cache's claim cannot grow.
         self._ensure_exists = ensure_exists  #: Called before the first creation; raises when the resource is deleted.
         self._exists = False
 
@@ -125,6 +126,8 @@ class Writer:
                 live = None
             if live is None:
                 await self._create(manifest)
+            elif kind is kinds.CLAIM and model_cache.must_grow(manifest, live):
+                self.claim_refusal = await self._apply.grow_claim(live, model_cache.requested(manifest))
 
     async def _ensure(self, manifest: Manifest) -> Manifest:
         """Create or update a child; fields that others added stay. Returns the live child."""
