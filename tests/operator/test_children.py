@@ -101,6 +101,14 @@ def test_a_pod_has_time_to_drain_after_it_left_the_endpoints() -> None:
     assert pod["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 3}}}
 
 
+def test_a_deployments_deadline_leaves_time_for_a_model_to_load_and_is_not_in_its_template() -> None:
+    made = desired(processGroups=[{"name": "mouth", "startup": {"deadlineSeconds": 5000}}])
+    specs = {each.unit: each.deployment["spec"] for each in made.workloads}
+    deadlines = {unit: spec["progressDeadlineSeconds"] for unit, spec in specs.items()}
+    assert deadlines == {"ears": 2400, "mouth": 5600, "coordinator": 720}
+    assert not any("progressDeadlineSeconds" in str(spec["template"]) for spec in specs.values())
+
+
 def test_a_stage_finds_its_coordinators_by_the_headless_service() -> None:
     told = variables(pod_of(desired(), "mouth"))
     assert told["OMNI_COORDINATOR"] == "tcp://demo-peers.space.svc:5550"

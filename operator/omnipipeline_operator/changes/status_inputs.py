@@ -6,17 +6,15 @@ Here: no judgement. Not here: conditions (`assessment`), the status itself (`sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
 
 import msgspec
 
 from omnipipeline_operator.changes.diagnostics import Diagnostic
 from omnipipeline_operator.changes.rollout import Decision, Goal
 from omnipipeline_operator.changes.workloads import Workload
+from omnipipeline_operator.desired.pods import COORDINATOR_START_S
 from omnipipeline_spec.types.plan import PipelinePlan, PipelineRevision
 from omnipipeline_spec.types.pods import COORDINATOR
-
-START_DEADLINE_S: Final = 120.0  # of a coordinator, which loads no model
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +70,7 @@ def desired_workloads(inputs: StatusInputs) -> Iterator[tuple[Workload, float]]:
     for each in inputs.observed:
         desired = inputs.goal.coordinator if each.unit == COORDINATOR else inputs.goal.units.get(each.unit)
         if desired is not None and desired.revision == each.revision:
-            yield each, deadlines.get(each.unit, START_DEADLINE_S)
+            yield each, deadlines.get(each.unit, COORDINATOR_START_S)
 
 
 def is_short(inputs: StatusInputs) -> bool:

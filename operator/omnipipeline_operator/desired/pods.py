@@ -8,6 +8,7 @@ author's merge (`templates`). Called by `children`. The pods satisfy the "restri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +27,8 @@ from omnipipeline_spec.validation.variables import JOINED
 PRE_STOP_S: Final = 3  # endpoints and load balancers drop a pod before it stops listening
 STAGE: Final = "stage"  # the container of a unit's pods; that of the coordinator's has the unit's name
 USER: Final = 65532  # "nonroot" of the images; numeric, so that the kubelet can check runAsNonRoot
+COORDINATOR_START_S: Final = 120.0  # it loads no model
+AFTER_START_S: Final = 600  # Kubernetes' own deadline of a Deployment: for a node, an image, a volume
 NODE_LOSS_S: Final = 60  # instead of 300: a lost node's pods are replaced about 110 s after the loss
 
 
@@ -49,7 +52,8 @@ def unit_deployment(unit: UnitPlan, facts: PodFacts) -> Manifest:
     ]
     container = _container(STAGE, ["supervisor"], unit.pod, facts, environment, groups=len(unit.groups))
     container["ports"] = [_port("probes", PROBE_PORT), *ports]
-    return _deployment(unit, unit.name, container, facts, shared_memory=unit.pod.get("sharedMemory"))
+    shared_memory, deadline_s = unit.pod.get("sharedMemory"), unit.startup_deadline_s
+    return _deployment(unit, unit.name, container, facts, shared_memory=shared_memory, startup_deadline_s=deadline_s)
 
 
 def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
@@ -76,7 +80,15 @@ def coordinator_deployment(plan: CoordinatorPlan, facts: PodFacts) -> Manifest:
     ]
     container["volumeMounts"].append(volumes.mount("revisions", volumes.REVISIONS_DIR, read_only=True))
     revisions: Manifest = {"name": "revisions", "configMap": {"name": naming.revisions(plan.pipeline)}}
-    return _deployment(plan, COORDINATOR, container, facts, shared_memory=None, more_volumes=[revisions])
+    return _deployment(
+        plan,
+        COORDINATOR,
+        container,
+        facts,
+        shared_memory=None,
+        startup_deadline_s=COORDINATOR_START_S,
+        more_volumes=[revisions],
+    )
 
 
 def gpus(deployment: Mapping[str, Any]) -> int:
@@ -104,6 +116,7 @@ def _deployment(
     facts: PodFacts,
     *,
     shared_memory: str | None,
+    startup_deadline_s: float,
     more_volumes: Sequence[Manifest] = (),
 ) -> Manifest:
     owner, settings = facts.owner, plan.pod
@@ -141,6 +154,7 @@ def _deployment(
         "selector": {"matchLabels": naming.selector(owner.name, unit, plan.revision)},
         # For a template edited by hand (kubectl rollout restart): no pod is removed before its successor is ready.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "progressDeadlineSeconds": ceil(startup_deadline_s) + AFTER_START_S,
         "revisionHistoryLimit": 1,
         "template": template,
     }
