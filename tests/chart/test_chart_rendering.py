@@ -124,6 +124,20 @@ def test_the_operator_reads_the_settings_that_the_chart_renders(api_server: Clus
     assert len(read.scrapers) == (2 if "monitored" in name else 1)
 
 
+def test_the_autoscaler_may_remove_the_operators_node_unless_a_value_says_otherwise(api_server: Cluster) -> None:
+    volumes, kept = (f"cluster-autoscaler.kubernetes.io/safe-to-evict{more}" for more in ("-local-volumes", ""))
+    given = kept.replace(".", "\\.")
+    for values, expected in (
+        ([], {volumes: "tmp"}),
+        ([f"podAnnotations.{given}=no"], {volumes: "tmp", kept: "no"}),
+        ([f"podAnnotations.{given}-local-volumes=none"], {volumes: "none"}),
+    ):
+        [deployment] = [each for each in objects(rendered(api_server, values)) if each["kind"] == "Deployment"]
+        template = deployment["spec"]["template"]
+        assert template["metadata"]["annotations"] == expected
+        assert {each["name"] for each in template["spec"]["volumes"] if "emptyDir" in each} == {"tmp"}
+
+
 def _roles(text: str) -> list[dict[str, Any]]:
     """Roles of the operator: not of people, not of the test."""
     roles = [each for each in objects(text) if each["kind"] in ("ClusterRole", "Role")]

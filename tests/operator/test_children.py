@@ -141,6 +141,32 @@ def test_every_mount_has_its_volume() -> None:
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize(
+    "fields, volumes",
+    [
+        ({}, "shm,tmp,profiles"),
+        ({"profiling": {"storage": {"emptyDir": {"sizeLimit": "1Gi"}}}}, "shm,tmp,profiles"),
+        ({"profiling": {"storage": {"claimName": "mine"}}}, "shm,tmp"),
+        ({"modelCache": {"type": "EmptyDir", "size": "1Gi"}}, "shm,tmp,profiles"),
+    ],
+)
+def test_the_cluster_autoscaler_may_remove_a_pods_node_unless_it_holds_a_fetched_model(
+    fields: dict[str, Any], volumes: str
+) -> None:
+    for each in desired(**fields).workloads:
+        template = each.deployment["spec"]["template"]
+        assert template["metadata"]["annotations"][pods.LOSES_NOTHING] == volumes
+        local = {one["name"] for one in template["spec"]["volumes"] if "emptyDir" in one} - {"models"}
+        assert local == set(volumes.split(","))
+
+
+def test_what_the_author_says_of_volumes_to_the_cluster_autoscaler_wins() -> None:
+    patch = {"metadata": {"annotations": {pods.LOSES_NOTHING: "tmp,mine"}}}
+    made = desired(processGroups=[{"name": "mouth", "podTemplate": patch}])
+    template = next(each.deployment["spec"]["template"] for each in made.workloads if each.unit == "mouth")
+    assert template["metadata"]["annotations"][pods.LOSES_NOTHING] == "tmp,mine"
+
+
 CLAIM: dict[str, Any] = {"type": "PersistentVolumeClaim", "size": "10Gi"}
 FETCHED: dict[str, Any] = {"modelPath": "some/model", "modelCache": {**CLAIM, "prefetch": {"enabled": True}}}
 

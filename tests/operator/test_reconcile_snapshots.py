@@ -78,6 +78,15 @@ async def test_a_second_reconcile_writes_nothing(operator: Operator) -> None:
     assert await operator.reconcile() == []
 
 
+async def test_deployments_that_an_earlier_operator_has_made_are_left_as_they_are(operator: Operator) -> None:
+    for kind, _, name in list(operator.server.objects):
+        if kind == DEPLOYMENT.name:
+            live = operator.live(DEPLOYMENT, name)
+            del live["spec"]["progressDeadlineSeconds"], live["spec"]["template"]["metadata"]["annotations"]
+            operator.watch(live)
+    assert await operator.reconcile() == []
+
+
 async def test_an_exception_while_a_spec_is_planned_is_reported_and_logged_and_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

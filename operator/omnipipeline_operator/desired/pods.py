@@ -106,6 +106,8 @@ def _whole(amount: Any) -> int:
     return int(amount) if str(amount).isdecimal() else 0
 
 
+#: Volumes that the cluster autoscaler may delete with the pod. With any other emptyDir it keeps the pod's node.
+LOSES_NOTHING: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 GPU_RESOURCE: Final = "omnipipeline.dev/gpu-resource"
 
 
@@ -141,7 +143,10 @@ def _deployment(
     for field in ("imagePullSecrets", "serviceAccountName"):
         if settings.get(field):
             pod[field] = settings[field]
-    annotations = {"kubectl.kubernetes.io/default-container": container["name"]}
+    annotations = {
+        "kubectl.kubernetes.io/default-container": container["name"],
+        LOSES_NOTHING: ",".join(volumes.disposable(own)),
+    }
     if settings.get("gpus"):
         annotations[GPU_RESOURCE] = settings["gpuResourceName"]
     template: Manifest = {"metadata": {"labels": labels, "annotations": annotations}, "spec": pod}

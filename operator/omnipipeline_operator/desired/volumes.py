@@ -5,7 +5,7 @@ Here: all of it, for units and the coordinator. Not here: the claims themselves 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from omnipipeline_operator.desired import naming
@@ -64,6 +64,11 @@ def volumes(
     if "modelCache" in plan.pod:
         made.append(models(plan.pod["modelCache"], owner))
     return made
+
+
+def disposable(made: Iterable[Manifest]) -> list[str]:
+    """The emptyDirs of a pod that hold nothing for longer than its process lives; a fetched model is kept."""
+    return [each["name"] for each in made if "emptyDir" in each and each["name"] != "models"]
 
 
 def _profiles(storage: Mapping[str, Any]) -> Manifest:
