@@ -13,7 +13,7 @@ from omnipipeline_operator.cluster.client import Client
 from omnipipeline_operator.cluster.status_client import CoordinatorStatus, StatusClient
 from omnipipeline_operator.cluster.store import Store
 from omnipipeline_operator.controller.reconciling import Reconciler
-from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, SERVICE
+from omnipipeline_operator.kinds import DEPLOYMENT, PIPELINE, POLICY, SERVICE
 from omnipipeline_operator.settings import DefaultResources, Settings
 from omnipipeline_spec.cluster import Resources
 from tests.operator.fake_api_server import ApiServer, Write
@@ -76,6 +76,19 @@ async def operator() -> Operator:
 
 async def test_a_second_reconcile_writes_nothing(operator: Operator) -> None:
     assert await operator.reconcile() == []
+
+
+async def test_an_empty_selector_that_the_api_server_drops_is_not_written_again(operator: Operator) -> None:
+    sources = [{"podSelector": {"matchLabels": {}}}, {"namespaceSelector": {"matchExpressions": []}}]
+    operator.edit(operator.live(PIPELINE, "duo"), networkPolicy={"ingressFrom": sources})
+    await operator.reconcile()
+    live = operator.live(POLICY, "duo-http")
+    live["spec"]["ingress"][0]["from"] = [{"podSelector": {}}, {"namespaceSelector": {}}]
+    operator.watch(live)
+    assert await operator.reconcile() == []
+    live["spec"]["ingress"][0]["from"] = [{"podSelector": {"matchLabels": {"a": "b"}}}]
+    operator.watch(live)
+    assert await operator.reconcile() == [("apply", "NetworkPolicy", "duo-http")]
 
 
 async def test_deployments_that_an_earlier_operator_has_made_are_left_as_they_are(operator: Operator) -> None:

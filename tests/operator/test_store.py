@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from omnipipeline_operator.changes import comparing
 from omnipipeline_operator.cluster import store as store_of
 from omnipipeline_operator.cluster.store import MAX_DELETIONS, Store, address_of
@@ -214,6 +216,28 @@ def test_a_child_matches_its_manifest_whatever_others_added() -> None:
     assert comparing.matches(desired, live)
     for path, value in (("ports", [{"port": 81}]), ("ports", [{"port": 80}, {"port": 81}]), ("type", "NodePort")):
         assert not comparing.matches(desired, {**live, "spec": {**live["spec"], path: value}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "desired, live, same",
+    [
+        ({"podSelector": {"matchLabels": {}}}, {"podSelector": {}}, True),
+        (
+            {"from": [{"podSelector": {"matchLabels": {}, "matchExpressions": []}}]},
+            {"from": [{"podSelector": {}}]},
+            True,
+        ),
+        ({"ingress": []}, {}, True),
+        ({"ingress": []}, {"ingress": [{}]}, False),
+        ({"podSelector": {"matchLabels": {}}}, {}, False),
+        ({"podSelector": {}}, {}, False),
+        ({"name": "tmp", "emptyDir": {}}, {"name": "tmp", "hostPath": {"path": "/"}}, False),
+    ],
+)
+def test_empty_lists_and_maps_of_texts_match_what_the_api_server_drops_and_empty_objects_do_not(
+    desired: Any, live: Any, same: bool
+) -> None:
+    assert comparing.matches(desired, live) == same
 
 
 def test_the_applied_hash_changes_with_anything_in_the_manifest() -> None:

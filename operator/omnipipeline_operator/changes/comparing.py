@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from omnipipeline_operator import kinds
 from omnipipeline_operator.desired import naming
@@ -91,8 +91,19 @@ def is_orphan(live: Mapping[str, Any], owner: Owner) -> bool:
 
 def _covers(live: Any, desired: Any) -> bool:
     if isinstance(desired, Mapping):
-        return isinstance(live, Mapping) and all(_covers(live.get(key), value) for key, value in desired.items())
+        return isinstance(live, Mapping) and all(
+            _covers(live.get(key), value) or (key not in live and _is_dropped(key, value))
+            for key, value in desired.items()
+        )
     if isinstance(desired, list | tuple):
         same_length = isinstance(live, list) and len(live) == len(desired)
         return same_length and all(_covers(one, other) for one, other in zip(live, desired, strict=True))
     return bool(live == desired)
+
+
+def _is_dropped(key: str, value: Any) -> bool:
+    """Whether the API server leaves this field out: an empty list or map of texts. It keeps ``emptyDir: {}``."""
+    return not value and (isinstance(value, list | tuple) or (isinstance(value, Mapping) and key in _OF_TEXTS))
+
+
+_OF_TEXTS: Final = ("matchLabels", "labels", "annotations", "nodeSelector", "limits", "requests")
