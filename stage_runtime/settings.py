@@ -85,6 +85,7 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()  #: Bearer tokens of which clients must send one; empty: none is required.
     http_hosts: tuple[str, ...] = ()  #: Names, beside those of the loopback, allowed in Host and Origin headers.
     bodies_nbytes: int | None = None  #: Of bodies and media of all requests in flight; None: derived from the memory.
+    answers_nbytes: int | None = None  #: Of answers that are not read yet; None: derived from the memory.
 
 
 class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +157,7 @@ def coordinator(environ: Mapping[str, str]) -> CoordinatorSettings:
         api_keys=_api_keys(read),
         http_hosts=tuple(host.lower() for host in read.several("OMNI_HTTP_HOSTS", empty=True)),
         bodies_nbytes=read.integer("OMNI_HTTP_BODIES_MB", 0, least=1) << 20 or None,
+        answers_nbytes=read.integer("OMNI_HTTP_ANSWERS_MB", 0, least=1) << 20 or None,
         **_common(read),
     )
 

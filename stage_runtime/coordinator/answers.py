@@ -10,6 +10,7 @@ from typing import Protocol
 
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.coordinator.request_handles import RequestHandle, Resulted, Streamed
+from stage_runtime.coordinator.unread_answers import UnreadAnswers, nbytes_of
 from stage_runtime.errors import ProtocolError
 from stage_runtime.profiler import events as profile
 from stage_runtime.profiler.recorder import recorder
@@ -37,6 +38,7 @@ class Answers:
         find: Callable[[str], RequestHandle | None],
         happen: Happen,
         failed: Callable[[RequestHandle, int, Failure], None],
+        unread: UnreadAnswers,
     ) -> None:
         """owner: this coordinator. find: a request in flight, by id."""
         self._fetching = fetching
@@ -44,6 +46,7 @@ class Answers:
         self._find = find
         self._happen = happen
         self._failed = failed
+        self._unread = unread
 
     def stream(self, sender: str, message: Stream) -> None:
         self._fetching.fetch(
@@ -88,7 +91,11 @@ class Answers:
             return
         if recorder.active:
             _record(message)
-        streamed = Streamed(message.source, message.chunk_id, message.modality, fetched, message.weight)
+        nbytes = nbytes_of(fetched)
+        if not self._has_room(handle, message, nbytes):
+            fetched.discard()
+            return
+        streamed = Streamed(message.source, message.chunk_id, message.modality, fetched, message.weight, nbytes)
         try:
             ready = inbound.offer(message.chunk_id, streamed)
         except ProtocolError as error:
@@ -97,6 +104,8 @@ class Answers:
         for one in ready:
             if Instruction.DELIVER in self._happen(handle, ChunkCame(message.source, message.attempt)):
                 handle.push(one)
+            else:
+                handle.hold(-one.nbytes)
         self._end_if_whole(handle, message.source, message.attempt)
 
     def _skipped(self, message: Complete) -> None:
@@ -120,14 +129,25 @@ class Answers:
         except ProtocolError as error:
             self._broken(message, error)
             return
-        handle.undelivered[message.source] = (message.chunks, fetched)
+        nbytes = nbytes_of(fetched)
+        if not self._has_room(handle, message, nbytes):
+            if fetched is not None:
+                fetched.discard()
+            return
+        handle.undelivered[message.source] = Resulted(message.source, fetched, nbytes)
         self._end_if_whole(handle, message.source, message.attempt)
 
     def _end_if_whole(self, handle: RequestHandle, source: str, attempt: int) -> None:
         """A terminal stage is done when its result and all its chunks have arrived, in any order."""
         if source in handle.undelivered and handle.streams[source].closed:
-            _, fetched = handle.undelivered.pop(source)
-            self._happen(handle, TerminalDone(source, attempt), Resulted(source, fetched))
+            resulted = handle.undelivered.pop(source)
+            if Instruction.DELIVER not in self._happen(handle, TerminalDone(source, attempt), resulted):
+                handle.hold(-resulted.nbytes)
+
+    def _has_room(self, handle: RequestHandle, message: Stream | Complete, nbytes: int) -> bool:
+        """False: the request has ended, because unread answers take too much."""
+        self._unread.came(handle, message.source, nbytes)
+        return handle.tracked.accepts(message.attempt)
 
     def _broken(self, message: Stream | Complete, error: Exception) -> None:
         handle = self._current(message)

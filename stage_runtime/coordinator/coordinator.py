@@ -17,6 +17,7 @@ from stage_runtime.coordinator.membership import Membership
 from stage_runtime.coordinator.profiling import PipelineProfiling
 from stage_runtime.coordinator.request_manager import RequestManager
 from stage_runtime.coordinator.tracing import Tracing
+from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.profiler.session import ProfileSession
 from stage_runtime.relays.dispatch import Relays
 from stage_runtime.sockets.channels import Channels
@@ -53,9 +54,17 @@ class Coordinator:
     manager: RequestManager
     profiling: PipelineProfiling
 
-    def __init__(self, plan: CoordinatorPlan, *, incarnation: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        plan: CoordinatorPlan,
+        *,
+        incarnation: str,
+        loop: asyncio.AbstractEventLoop,
+        answer_limits: AnswerLimits = DEFAULT_LIMITS,
+    ) -> None:
         self.incarnation = incarnation
         self._plan = plan
+        self._answer_limits = answer_limits
         self._loop = loop
         self._releases = Releases(loop, lambda peer, message: self._channels.send(peer, message))
         self._channels: Channels
@@ -121,6 +130,7 @@ class Coordinator:
             terminal_stages=terminal_stages,
             clocks_us=clocks.offsets_us,
             tracing=tracing,
+            answer_limits=self._answer_limits,
         )
         self.profiling = PipelineProfiling(
             profiles,

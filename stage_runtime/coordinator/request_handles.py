@@ -34,6 +34,7 @@ class Streamed(msgspec.Struct):
     modality: str | None
     fetched: Fetched
     weight: int
+    nbytes: int  #: As `UnreadBytes` counts it.
     taken: bool = False  #: Its producer counts it as taken, though it was not read.
 
 
@@ -42,6 +43,14 @@ class Resulted(msgspec.Struct):
 
     stage: str
     fetched: Fetched | None
+    nbytes: int  #: As `UnreadBytes` counts it.
+
+
+class UnreadBytes:
+    """What has come of the answers of one coordinator's requests, and was not read yet."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
 
 
 class BodyOwner(msgspec.Struct):
@@ -67,6 +76,7 @@ class RequestHandle:
         *,
         cancel: Callable[[RequestHandle, str], bool],
         consumed: Callable[[RequestHandle, str, int], None],
+        unread_bytes: UnreadBytes,
         owner: str,
         traceparent: str | None,
         trace_context: TraceContext | None = None,
@@ -88,7 +98,9 @@ class RequestHandle:
         self.observed = Observed(admitted_us=time.time_ns() // 1000, clocks_us=clocks_us)
         self.avoid: set[str] = set()  #: Instances that an earlier attempt lost.
         self.streams: dict[str, Inbound[Streamed]] = {}
-        self.undelivered: dict[str, tuple[int, Fetched | None]] = {}  #: stage -> (chunks, result), not delivered yet
+        self.undelivered: dict[str, Resulted] = {}  #: By stage: results that wait for chunks.
+        self.unread_nbytes = 0  #: Of what is here of its answer: out of order, undelivered, or not read.
+        self.whole = whole  #: The reader gets everything at the end, or nothing.
         self.admitted_at = time.monotonic()
         self.first_event_at: float | None = None
         self.ended_at: float | None = None
@@ -97,7 +109,7 @@ class RequestHandle:
         )  #: When its client took something last, or had nothing to take.
         self._cancel = cancel
         self._consumed = consumed
-        self._whole = whole  #: The reader gets everything at the end, or nothing.
+        self._unread_bytes = unread_bytes
         self._events: deque[Streamed | Resulted] = deque()
         self._failure: Failure | None = None
         self._retry_after_s: float | None = None
@@ -113,7 +125,7 @@ class RequestHandle:
     async def events(self) -> AsyncIterator[ChunkEvent | ResultEvent]:
         try:
             while True:
-                while self._events and not (self._whole and not self._finished):
+                while self._events and not (self.whole and not self._finished):
                     yield self._open(self._events.popleft())
                 if self._failure is not None:
                     raise self._error()
@@ -124,10 +136,10 @@ class RequestHandle:
         finally:
             if not self._finished and self._failure is None:
                 self._cancel(self, "the client went away")
-            self._events.clear()  # they are not read any more, and the handle stays known for a while
+            self._drop_events()  # they are not read any more, and the handle stays known for a while
 
     def abort(self, reason: str) -> bool:
-        self._events.clear()
+        self._drop_events()
         return self._cancel(self, reason)
 
     # --- the request manager's side -----------------------------------------------------------------------------------
@@ -144,8 +156,14 @@ class RequestHandle:
         self.sending = BodyOwner(self.owner, self.id, self.tracked.attempt)
         self.streams = {stage: Inbound() for stage in self.tracked.terminals}
         self.undelivered.clear()
-        if self._whole:
+        if self.whole:
             self._events.clear()
+        self._recount()
+
+    def hold(self, nbytes: int) -> None:
+        """So many bytes more of its answer are here and unread; negative: fewer."""
+        self.unread_nbytes += nbytes
+        self._unread_bytes.nbytes += nbytes
 
     def push(self, event: Streamed | Resulted) -> None:
         if self.first_event_at is None:
@@ -154,7 +172,7 @@ class RequestHandle:
         if not self._events:
             self.read_at = asyncio.get_running_loop().time()
         self._events.append(event)
-        if not self._whole:
+        if not self.whole:
             self._wake()
         elif isinstance(event, Streamed):
             event.taken = True
@@ -163,7 +181,7 @@ class RequestHandle:
     @property
     def early(self) -> int:
         """The weight of unread chunks that count as taken; an answer that is given as a whole has no slow reader."""
-        return 0 if self._whole else sum(one.weight for one in self._chunks() if one.taken)
+        return 0 if self.whole else sum(one.weight for one in self._chunks() if one.taken)
 
     def unread(self, stage: str) -> int:
         """The weight of unread chunks of ``stage`` that count against its window."""
@@ -184,9 +202,9 @@ class RequestHandle:
     def fail(self, failure: Failure, *, retry_after_s: float | None = None) -> None:
         self._failure = failure
         self._retry_after_s = retry_after_s
-        self._let_go()
         if failure.code != "stage_failed" or not self.tracked.streamed:
             self._events.clear()  # partial results are dropped; what was streamed already cannot be taken back
+        self._let_go()
         self._wake()
 
     def record(self) -> RequestRecord:
@@ -230,12 +248,23 @@ class RequestHandle:
         """What will not be delivered any more holds slots of its senders."""
         self.streams = {}
         self.undelivered.clear()
+        self._recount()
+
+    def _drop_events(self) -> None:
+        self._events.clear()
+        if not self.tracked.live:
+            self._recount()
+
+    def _recount(self) -> None:
+        """Nothing is here but the events."""
+        self.hold(sum(event.nbytes for event in self._events) - self.unread_nbytes)
 
     def _chunks(self) -> Iterator[Streamed]:
         return (event for event in self._events if isinstance(event, Streamed))
 
     def _open(self, event: Streamed | Resulted) -> ChunkEvent | ResultEvent:
         self.read_at = asyncio.get_running_loop().time()
+        self.hold(-event.nbytes)
         if isinstance(event, Resulted):
             if event.fetched is None:
                 return ResultEvent(stage=event.stage, has_data=False)

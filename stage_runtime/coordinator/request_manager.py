@@ -30,6 +30,7 @@ from stage_runtime.coordinator.stats import RequestStats
 from stage_runtime.coordinator.submission import Submission
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller, TerminalStagesResult
 from stage_runtime.coordinator.tracing import Tracing
+from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits, UnreadAnswers
 from stage_runtime.errors import IllegalEvent, RequestError
 from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
@@ -79,6 +80,7 @@ class RequestManager:
         terminal_stages: Callable[[OmniRequest], Any] | None = None,
         clocks_us: Mapping[str, int] = {},
         tracing: Tracing | None = None,
+        answer_limits: AnswerLimits = DEFAULT_LIMITS,
     ) -> None:
         """clocks_us: instance -> what to add to its times. tracing: None: requests are not traced."""
         self.stats = RequestStats()
@@ -94,12 +96,19 @@ class RequestManager:
         self._submission = Submission(
             self.send_queues, loop, owner=membership.incarnation, backend=plan.relay_backend, failed=self._failed
         )
+        self._unread = UnreadAnswers(
+            loop,
+            answer_limits,
+            end_unread=lambda handle: self._end_unread(handle, "its client does not read"),
+            fail=self._end_too_large,
+        )
         self.answers = Answers(
             self._fetching,
             owner=membership.incarnation,
             find=lambda request_id: self._handles.get(request_id),
             happen=self._happen,
             failed=self._failed,
+            unread=self._unread,
         )
         self._send = send
         self._publish = publish
@@ -159,6 +168,7 @@ class RequestManager:
             admitted.extracted,
             cancel=self._cancel,
             consumed=self._consumed,
+            unread_bytes=self._unread.bytes,
             owner=self._membership.incarnation,
             traceparent=trace if context is None else context.header,
             trace_context=context,
@@ -329,8 +339,7 @@ class RequestManager:
                     failure = handle.tracked.failure
                     assert failure is not None
                     self._forget(handle)
-                    retry_after_s = RETRY_AFTER_S if failure.code in ("unavailable", "rate_limited") else None
-                    handle.fail(failure, retry_after_s=retry_after_s)
+                    self._fail(handle, failure)
 
     def _deadline_of(self, request_id: str) -> float | None:
         handle = self._handles.get(request_id)
@@ -348,6 +357,16 @@ class RequestManager:
         """Its client does not read. If the request is complete, only its unread events are dropped."""
         if not self._cancel(handle, reason):
             handle.fail(Failure("cancelled", reason))
+
+    def _end_too_large(self, handle: RequestHandle, failure: Failure) -> None:
+        """Its answer takes too much memory. If the request is complete, only its unread events are dropped."""
+        if not self._happen(handle, StageFailed(handle.tracked.attempt, failure)):
+            self._fail(handle, failure)
+
+    def _fail(self, handle: RequestHandle, failure: Failure) -> None:
+        """Tell its reader why."""
+        retry_after_s = RETRY_AFTER_S if failure.code in ("unavailable", "rate_limited") else None
+        handle.fail(failure, retry_after_s=retry_after_s)
 
     def _consumed(self, handle: RequestHandle, stage: str, weight: int) -> None:
         if handle.tracked.live:

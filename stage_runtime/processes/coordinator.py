@@ -18,6 +18,7 @@ from omnipipeline_spec.types.pods import COORDINATOR, PROFILING_FILE
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.profiling import ProfileLimits
 from stage_runtime.coordinator.tracing import Tracing
+from stage_runtime.coordinator.unread_answers import AnswerLimits
 from stage_runtime.engines.loading import resolve
 from stage_runtime.errors import ConfigurationError, describe
 from stage_runtime.processes import collecting, logs, loops, process_context, signals, statuspipe, traces
@@ -45,6 +46,9 @@ ADMIN_HOST: Final = "127.0.0.1"  # `kubectl port-forward` reaches it, a Service 
 LAST_WORDS_S: Final = 1.0  # of the time to drain, for answers to clients that still wait; SIGKILL comes at its end
 ASIDE: Final = "aside.json"
 SETTLE_S: Final = 1.0
+ANSWERS_SHARE: Final = 0.125  # of the memory, for answers that are not read yet
+MAX_ANSWERS: Final = 1 << 30
+ONE_ANSWER_SHARE: Final = 0.25  # of that, for one answer that is not streamed
 REST_MOST_S: Final = 16  # seconds without an ended request after which memory is given back once more
 
 
@@ -137,7 +141,12 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
     plan = settings.plan
     incarnation = secrets.token_hex(8)
     security = process_context.security(settings.control_key)
-    coordinator = Coordinator(plan, incarnation=incarnation, loop=loop)
+    coordinator = Coordinator(
+        plan,
+        incarnation=incarnation,
+        loop=loop,
+        answer_limits=answer_limits(settings.answers_nbytes, plan.max_body_bytes),
+    )
     channels = Channels(
         coordinator, incarnation=incarnation, loop=loop, security=security, dead_after_s=plan.dead_after_s
     )
@@ -171,6 +180,12 @@ def _planes(settings: CoordinatorSettings, stack: contextlib.AsyncExitStack) -> 
         tracing=tracing,
     )
     return coordinator
+
+
+def answer_limits(asked_nbytes: int | None, largest_body: int) -> AnswerLimits:
+    """How much of answers may wait for their clients. An answer of the size of the largest body always may."""
+    of_all = asked_nbytes or max(largest_body, min(MAX_ANSWERS, int(process_context.memory_limit() * ANSWERS_SHARE)))
+    return AnswerLimits(of_one=min(of_all, max(largest_body, int(of_all * ONE_ANSWER_SHARE))), of_all=of_all)
 
 
 def _tracing(pipeline: str, incarnation: str, stack: contextlib.AsyncExitStack) -> Tracing | None:

@@ -32,6 +32,7 @@ INHERITED = (
     "OMNI_ARENA_MB",
     "OMNI_HTTP_HOSTS",
     "OMNI_HTTP_BODIES_MB",
+    "OMNI_HTTP_ANSWERS_MB",
 )
 
 _LEADER = frozenset({statuspipe.Ready, statuspipe.Registered})

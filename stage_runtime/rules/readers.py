@@ -46,6 +46,15 @@ class EndRequest(msgspec.Struct, Generic[Request], frozen=True):
 Step: TypeAlias = TakeUnread[Request] | EndRequest[Request]
 
 
+class Holder(msgspec.Struct, Generic[Request], frozen=True):
+    """One request of whose answer something is here that nobody has read yet."""
+
+    request: Request
+    nbytes: int
+    streamed: bool  #: Its client gets what is here as it comes; else all of it, at the end.
+    read_at: float  #: When its client took something last, or had nothing to take.
+
+
 def decide(readers: Sequence[Reader[Request]], *, now: float) -> list[Step[Request]]:
     """The next steps for one stage all of whose workers wait for clients while other requests wait for it.
 
@@ -65,3 +74,14 @@ def decide(readers: Sequence[Reader[Request]], *, now: float) -> list[Step[Reque
         reader for reader in readers if (reader.fresh or (full and reader.early)) and now - reader.read_at >= PATIENCE_S
     ]
     return [EndRequest(min(ending, key=lambda reader: reader.read_at).request)] if ending else []
+
+
+def first_to_end(holders: Sequence[Holder[Request]], *, now: float) -> Holder[Request]:
+    """Whose request ends where all unread answers take more room than there is, whether or not a stage is stalled.
+
+    The client that has not read for longest; where all clients read, the answer that takes most room.
+    """
+    idle = [holder for holder in holders if holder.streamed and now - holder.read_at >= PATIENCE_S]
+    if idle:
+        return min(idle, key=lambda holder: holder.read_at)
+    return max(holders, key=lambda holder: holder.nbytes)

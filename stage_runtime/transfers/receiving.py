@@ -47,6 +47,11 @@ class Fetched(msgspec.Struct, eq=False):
         here = 0 if self._buffer is None else len(self._buffer)
         return here if self._on_device is None else self._on_device.start + len(self._on_device.flat)
 
+    @property
+    def held_nbytes(self) -> int:
+        """What it takes of memory before it is opened: its buffer, and what came in its message."""
+        return self.nbytes + len(self._body.value) + len(self._body.inline)
+
     def copy_out(self) -> None:
         """It will wait: leave the sender's slot, which it may need for what is waited for."""
         if self._body.transfer and isinstance(self._buffer, memoryview):

@@ -15,6 +15,7 @@ from omnipipeline_spec.types.plan import CoordinatorPlan, PipelineRevision
 from stage_runtime.coordinator.coordinator import Coordinator
 from stage_runtime.coordinator.events import ChunkEvent, RequestRecord, ResultEvent
 from stage_runtime.coordinator.request_handles import RequestHandle
+from stage_runtime.coordinator.unread_answers import DEFAULT_LIMITS, AnswerLimits
 from stage_runtime.errors import RequestError
 from stage_runtime.payloads import encoding
 from stage_runtime.rules import edges
@@ -87,10 +88,13 @@ class CoordinatorHarness:
         plan: CoordinatorPlan,
         terminal_stages: Callable[[OmniRequest], Any] | None,
         revisions: tuple[PipelineRevision, ...],
+        answer_limits: AnswerLimits,
     ) -> None:
         self.channels = MemoryChannels()
         self.relays = MemoryRelays()
-        self.coordinator = Coordinator(plan, incarnation=ME, loop=asyncio.get_running_loop())
+        self.coordinator = Coordinator(
+            plan, incarnation=ME, loop=asyncio.get_running_loop(), answer_limits=answer_limits
+        )
         self.coordinator.wire(
             self.channels,  # type: ignore[arg-type]
             self.relays,  # type: ignore[arg-type]
@@ -184,9 +188,11 @@ async def coordinator_harness(
     terminal_stages: Callable[[OmniRequest], Any] | None = None,
     revisions: tuple[PipelineRevision, ...] = (REVISION,),
     joined: bool = True,
+    answer_limits: AnswerLimits = DEFAULT_LIMITS,
     **plan: Any,
 ) -> AsyncIterator[CoordinatorHarness]:
-    made = CoordinatorHarness(CoordinatorPlan(pipeline="hello", model="hello", **plan), terminal_stages, revisions)
+    coordinator_plan = CoordinatorPlan(pipeline="hello", model="hello", **plan)
+    made = CoordinatorHarness(coordinator_plan, terminal_stages, revisions, answer_limits)
     if joined:
         made.join("f1", "front")
         made.join("v1", "voice")

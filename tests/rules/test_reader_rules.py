@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_runtime.rules.readers import EACH, PATIENCE_S, ROOM, EndRequest, Reader, Step, TakeUnread, decide
+from stage_runtime.rules.readers import (
+    EACH,
+    PATIENCE_S,
+    ROOM,
+    EndRequest,
+    Holder,
+    Reader,
+    Step,
+    TakeUnread,
+    decide,
+    first_to_end,
+)
 from stage_runtime.rules.streams import STREAM_WINDOW
 from tests.thoroughness import examples
 
@@ -43,6 +54,28 @@ def test_what_is_unread_is_taken_early_up_to_a_bound_and_then_who_read_least_rec
     readers: list[Reader[str]], steps: list[Step[str]]
 ) -> None:
     assert decide(readers, now=NOW) == steps
+
+
+def holder(request: str, nbytes: int = 1, *, streamed: bool = True, read_at: float = NOW) -> Holder[str]:
+    return Holder(request, nbytes, streamed, read_at)
+
+
+@pytest.mark.parametrize(
+    ("holders", "ended"),
+    [
+        ([holder("r1")], "r1"),
+        ([holder("r1", 9), holder("r2", read_at=LATE)], "r2"),
+        ([holder("r1", 9, read_at=LATE), holder("r2", read_at=LATE - 1)], "r2"),
+        ([holder("r1"), holder("r2", 9)], "r2"),  # both read
+        # An answer that is not streamed has no reader yet.
+        ([holder("r1", streamed=False, read_at=0.0), holder("r2", 9)], "r2"),
+        ([holder("r1", 9, streamed=False), holder("r2")], "r1"),
+    ],
+)
+def test_where_unread_answers_take_too_much_the_least_recent_reader_ends_else_the_largest_answer(
+    holders: list[Holder[str]], ended: str
+) -> None:
+    assert first_to_end(holders, now=NOW).request == ended
 
 
 @given(

@@ -17,7 +17,14 @@ from omnipipeline_spec.types.pods import COORDINATOR
 PREFIX: Final = "OMNI_"
 #: The settings of the runtime that an author may choose; every other variable with the prefix is the operator's.
 TUNABLE: Final = frozenset(
-    {"OMNI_ARENA_MB", "OMNI_DEBUG_VALUES", "OMNI_HTTP_BODIES_MB", "OMNI_HTTP_HOSTS", "OMNI_LOG_FORMAT"}
+    {
+        "OMNI_ARENA_MB",
+        "OMNI_DEBUG_VALUES",
+        "OMNI_HTTP_ANSWERS_MB",
+        "OMNI_HTTP_BODIES_MB",
+        "OMNI_HTTP_HOSTS",
+        "OMNI_LOG_FORMAT",
+    }
 )
 #: Set by the device plugin or by the process itself: with another value a pod would use GPUs that are not its own.
 DEVICES: Final = frozenset({"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"})
