@@ -14,8 +14,10 @@ from typing import Any, Final
 
 import msgspec
 
+from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.errors import RequestError, ValueRefused
 from stage_runtime.payloads import isolating
+from stage_runtime.profiler.recorder import set_active_stage
 from stage_runtime.wire.values import OmniRequest
 
 HOOK: Final = "terminal_stages_fn"
@@ -60,6 +62,7 @@ class TerminalStagesCaller:
                 future.set_result(result)
 
         def run() -> None:
+            set_active_stage(COORDINATOR)  # what it records
             returned, raised = None, None
             try:
                 returned = self._function(own)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from stage_runtime.engines import blocking, events
 from stage_runtime.engines.base import Gate, Inbox, Outbox, Work
 from stage_runtime.engines.blocking import TURN_S, LoopWatch
 from stage_runtime.errors import describe
+from stage_runtime.profiler.recorder import active_stage, set_active_stage
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class LoopEngine:
         self.outbox = outbox
         self._watch = LoopWatch(threading.current_thread().name, busy=lambda: bool(self._running))
         with self._watch.watching(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            self._bind_executor(runner.get_loop())
             self._run_on(runner.get_loop(), inbox, stop)
 
     def on_event(self, event: events.Incoming) -> None:
@@ -75,6 +78,15 @@ class LoopEngine:
     async def wait(self, gate: Gate) -> None:
         with gate.waited():
             await asyncio.wrap_future(gate)
+
+    def _bind_executor(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What authors give to ``run_in_executor`` records events of this stage: asyncio copies no context there."""
+        stage = active_stage()
+        if stage is not None:
+            executor = ThreadPoolExecutor(
+                thread_name_prefix=f"{stage}-executor", initializer=set_active_stage, initargs=(stage,)
+            )
+            loop.set_default_executor(executor)
 
     def _run_on(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, stop: Event) -> None:
         """Run the loop until the inbox is closed and empty, whatever authors' code does to it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stage_runtime.engines.backlog import Backlog
+from stage_runtime.profiler.recorder import recorder, set_active_stage
 from stage_runtime.rules.gathering import Gathering
 from stage_runtime.stage.arrivals import MergedArrival, Sealed, open_payload
 from stage_runtime.stage.hooks import Hooks
@@ -20,6 +21,7 @@ class Joins:
 
     def __init__(
         self,
+        stage: str,
         hooks: Hooks,
         *,
         begin: Callable[[RequestWork, MergedArrival], None],
@@ -27,6 +29,7 @@ class Joins:
         look_ahead: Callable[[RequestWork], None],
     ) -> None:
         """begin: takes a request's merged payload. look_ahead: no payload can come of it any more."""
+        self._stage = stage
         self._hooks = hooks
         self._begin = begin
         self._fail = fail
@@ -48,6 +51,7 @@ class Joins:
 
     def run(self) -> None:
         """Until it is closed."""
+        set_active_stage(self._stage)  # what the hooks record belongs to it
         while (item := self._waiting.take()) is not None:
             work, source, sealed = item
             if work.dead:
@@ -73,6 +77,8 @@ class Joins:
         if gathering.waits_after(source):
             # Two requests that wait for each other's slots would never go on, however many slots there are.
             sealed.copy_out()
+        if recorder.traces is not None:  # the hooks may make spans before the stage's function begins
+            recorder.traces.working(work.request_id, self._stage, work.traceparent)
         payload = open_payload(work, sealed)
         gathering.arrive(source, payload)
         if not gathering.resolved:

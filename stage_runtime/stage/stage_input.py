@@ -78,7 +78,7 @@ class StageInput:
         self._lock = Lock()
         self._joins: Joins | None = None
         if plan.wait_for:
-            self._joins = Joins(hooks, begin=self._begin_merged, fail=fail, look_ahead=self._look_ahead)
+            self._joins = Joins(plan.name, hooks, begin=self._begin_merged, fail=fail, look_ahead=self._look_ahead)
             threads.start(f"{plan.name}-joins", self._joins.run, crashed=crashed)
 
     # --- what comes ---------------------------------------------------------------------------------------------
