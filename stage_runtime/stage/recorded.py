@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 from omnipipeline_spec.types.plan import StagePlan
 from omnipipeline_spec.types.pods import COORDINATOR
 from stage_runtime.profiler import events
+from stage_runtime.profiler.recorder import recorder
 from stage_runtime.profiler.templates import Template
+from stage_runtime.stage.work import RequestWork
+
+MOST_SETS: Final = 64  # of targets that routeFn chooses, with a template: a template is kept for ever
 
 
 def leaving(plan: StagePlan) -> Template:
@@ -39,21 +44,33 @@ class InputEvents:
 
 
 class OutputEvents:
-    """`left_and_started`: the engine takes a payload from its queue and begins at once. `complete`: the run has ended,
-    and its result is handed on. `handed_on`: and it is sent to the one target.
+    """`left_and_started`: the engine takes a payload from its queue and begins at once. `handed_on`: the run has ended,
+    and its result is sent to the one target.
     """
 
     def __init__(self, plan: StagePlan) -> None:
-        following = [] if plan.terminal else list(plan.next)
-        complete = {"terminal": plan.terminal, "next": following}
+        self._plan = plan
         starts: tuple[str, dict[str, Any]] = (events.STAGE_RUN_START, {})
         self.run_start = Template(plan.name, starts)
         self.left_and_started = Template(plan.name, _LEAVES, starts, number="depth", numbered=0)
-        ended: tuple[tuple[str, dict[str, Any]], ...] = (
-            (events.STAGE_RUN_END, {}),
-            (events.STAGE_COMPLETE, complete),
-        )
         sent = {target: (events.STAGE_HOP_SENT, {"to_stage": target}) for target in plan.next}
-        self.complete = Template(plan.name, *ended)
+        self._complete: dict[tuple[str, ...], Template] = {}  #: By the targets.
         self.sent = {target: Template(plan.name, event) for target, event in sent.items()}
-        self.handed_on = {target: Template(plan.name, *ended, event) for target, event in sent.items()}
+        self.handed_on = {target: Template(plan.name, *self._ended((target,)), event) for target, event in sent.items()}
+
+    def note_complete(self, work: RequestWork, ended_ns: int, targets: Collection[str]) -> None:
+        """The run has ended, and its result is handed on to ``targets``, of ``plan.next``. While a profile runs."""
+        chosen = tuple(target for target in self._plan.next if target in targets)
+        template = self._complete.get(chosen)
+        if template is None and len(self._complete) < MOST_SETS:
+            template = self._complete[chosen] = Template(self._plan.name, *self._ended(chosen))
+        if template is not None:
+            recorder.note(template, work.request_id, work.attempt, 0, ended_ns)
+            return
+        for place, (event, facts) in enumerate(self._ended(chosen)):  # in this order, as a template's events
+            facts["attempt"] = work.attempt
+            recorder.emit(event, work.request_id, self._plan.name, facts, timestamp_ns=ended_ns + place)
+
+    def _ended(self, targets: tuple[str, ...]) -> tuple[tuple[str, dict[str, Any]], ...]:
+        complete = {"terminal": self._plan.terminal, "next": list(targets)}
+        return (events.STAGE_RUN_END, {}), (events.STAGE_COMPLETE, complete)

@@ -120,11 +120,11 @@ class StageOutput:
             if self._only_next is not None:
                 self._hand_on(ours, data, self._only_next, ended_ns)
             else:
-                self._note_complete(ours, ended_ns)
                 if self._plan.terminal:
+                    self._note_complete(ours, ended_ns)
                     self._complete(ours, data, has_data=has_data)
                 else:
-                    self._pass_on(ours, data)
+                    self._pass_on(ours, data, ended_ns)
         except BaseException as error:
             self.fail(ours, error, hook="result")
             return
@@ -222,14 +222,16 @@ class StageOutput:
         if self._process.mutation_check is not None:
             self._process.gave(self._plan.name, work, {"payload.data": data})
 
-    def _pass_on(self, work: RequestWork, data: Any) -> None:
+    def _pass_on(self, work: RequestWork, data: Any, ended_ns: int) -> None:
         targets, own = self._hooks.route(work.request_id, data)
         request = work.request
+        met = _met(work, targets) if request is not None else []
+        self._note_complete(work, ended_ns, met)
         if request is None:  # a result needs a payload or a chunk, and both bring it: it was aborted a moment ago
             return
         payload = StagePayload(request=request, data=data)
         sent = {}  # all projections first: one that writes into the result must not change what some have got already
-        for target in _met(work, targets):
+        for target in met:
             given = payload if own is None else StagePayload(request=request, data=own[target])
             sent[target] = self._hooks.project(target, given)
         packed: Packed = {}
@@ -260,9 +262,9 @@ class StageOutput:
 
     # --- events of a profile ------------------------------------------------------------------------------------
 
-    def _note_complete(self, work: RequestWork, ended_ns: int) -> None:
+    def _note_complete(self, work: RequestWork, ended_ns: int, targets: Sequence[str] = ()) -> None:
         if recorder.active:
-            recorder.note(self._events.complete, work.request_id, work.attempt, 0, ended_ns)
+            self._events.note_complete(work, ended_ns, targets)
 
     def _record(self, event: str, work: RequestWork, **facts: Any) -> None:
         facts["attempt"] = work.attempt

@@ -14,6 +14,9 @@ import stage_runtime as omni
 from stage_runtime import profiler
 from stage_runtime.coordinator.terminal_stages import TerminalStagesCaller
 from stage_runtime.profiler.recorder import recorder
+from stage_runtime.stage.recorded import MOST_SETS, OutputEvents
+from stage_runtime.stage.work import begun
+from stage_runtime.wire.parts import Header
 from tests.stage.stage_kit import plan, world
 
 
@@ -142,3 +145,58 @@ async def test_events_of_terminal_stages_fn_are_of_the_coordinator(tmp_path: Pat
         recorder.stop()
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert [each["stage"] for each in events if each["event_name"] == "choose"] == ["coordinator"]
+
+
+def to_x(request_id: str, output: Any) -> str:
+    return "x"
+
+
+def to_nobody(request_id: str, output: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("hook", "bound", "expected"),
+    [
+        (None, ("x", "y"), [["x", "y"]]),
+        (None, ("y",), [["y"]]),  # the request meets no other
+        ("to_x", ("x", "y"), [["x"]]),
+        ("to_x", ("y",), [[]]),
+        ("to_nobody", ("x", "y"), []),  # it fails
+    ],
+)
+async def test_a_complete_stage_says_which_stages_get_its_result(
+    tmp_path: Path, hook: str | None, bound: tuple[str, ...], expected: list[list[str]]
+) -> None:
+    path = recorder.start("run", tmp_path, "first")
+    targets = [plan(name, inputs_from=("a",), terminal=True) for name in ("x", "y")]
+    try:
+        async with world() as made:
+            route_fn = None if hook is None else f"{__name__}:{hook}"
+            made.process("pa", [plan("a", next=("x", "y"), route_fn=route_fn)], {"a": lambda payload: payload.data})
+            made.process("pb", targets, {target.name: lambda payload: payload.data for target in targets})
+            for target in {"x", "y"} - set(bound):
+                del made.stage_of[target]
+            made.submit("r", "a", 1)
+            await made.until(lambda: bool(made.ended()))
+    finally:
+        recorder.stop()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    complete = [each["metadata"] for each in events if (each["event_name"], each["stage"]) == ("stage_complete", "a")]
+    assert complete == [{"terminal": False, "next": names, "attempt": 1} for names in expected]
+
+
+async def test_a_stage_with_more_sets_of_targets_than_templates_records_them_all(tmp_path: Path) -> None:
+    path = recorder.start("run", tmp_path, "first")
+    names = tuple(f"t{number}" for number in range(MOST_SETS + 2))
+    recorded = OutputEvents(plan("a", next=names))
+    work = begun(Header("r", 3, "cc", {}), gathering=None, sources=())
+    try:
+        for name in names:
+            recorded.note_complete(work, 7, [name])
+    finally:
+        recorder.stop()
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [(each["metadata"], each["timestamp_ns"]) for each in events if each["event_name"] == "stage_complete"]
+    assert sorted(metadata["next"] for metadata, _ in found) == sorted([name] for name in names)
+    assert {(metadata["attempt"], at) for metadata, at in found} == {(3, 8)}  # the run has ended at 7
