@@ -71,6 +71,7 @@ class ProfileSession:
         self._trace: TorchTrace | None = None
         self._traced_run = ""
         self._files: dict[str, list[Path]] = {}  #: run id -> files of this process
+        self._order: ProfileOrder | None = None  #: Of the latest run.
         self._ends_at: float | None = None  #: Monotonic. When the run has lasted long enough.
 
     @property
@@ -79,21 +80,24 @@ class ProfileSession:
         return self._recorder.run_id
 
     def start(self, order: ProfileOrder) -> dict[str, str]:
-        """stage -> ``started`` or ``failed: why``. A run that records already is refused."""
+        """stage -> ``started`` or ``failed: why``. Another run that is recorded ends; the same one goes on."""
         try:
-            if self._recorder.run_id is not None:
-                raise ConfigurationError(f"run {self._recorder.run_id!r} is recorded already: stop it first")
             paths.check_run_id(order.run_id)
             paths.prepare_root(self.root)
             folder = paths.event_dir(self.root, order.run_id, order.event_dir)
+            if self._recorder.run_id is not None and self._order == _endless(order):
+                self._limit(order)
+                return self._each(STARTED)
             trace = self._new_trace(order)
+            self._rotate()
             folder /= self._own or ""
             facts = {"incarnation": self._incarnation(), "stages": list(self.stages), "rank": self._rank}
             file = self._recorder.start(order.run_id, folder, self.stages[0], facts=facts)
         except ConfigurationError as error:
             return self._each(f"failed: {error}")
         self._remember(order.run_id, file)
-        self._ends_at = self._monotonic() + order.max_seconds if order.max_seconds else None
+        self._order = _endless(order)
+        self._limit(order)
         if trace is not None:
             try:
                 trace.start()
@@ -164,6 +168,18 @@ class ProfileSession:
             log.error("profile: %s", describe(error))
         self.thread.shutdown(wait=False, cancel_futures=True)
 
+    def _rotate(self) -> None:
+        """End the run that is recorded: whoever started it is gone, or another coordinator asks."""
+        run_id = self._recorder.run_id
+        if run_id is None:
+            return
+        log.warning("profile %s ends, because another one starts", run_id)
+        for problem in {each for each in self.stop(why="another run starts").values() if each != STOPPED}:
+            log.error("profile: %s", problem)
+
+    def _limit(self, order: ProfileOrder) -> None:
+        self._ends_at = self._monotonic() + order.max_seconds if order.max_seconds else None
+
     def _new_trace(self, order: ProfileOrder) -> TorchTrace | None:
         if order.torch_template is None:
             return None
@@ -198,3 +214,8 @@ class ProfileSession:
 
     def _each(self, state: str) -> dict[str, str]:
         return dict.fromkeys(self.stages, state)
+
+
+def _endless(order: ProfileOrder) -> ProfileOrder:
+    """What is recorded and where, for however long."""
+    return msgspec.structs.replace(order, max_seconds=0)

@@ -72,7 +72,10 @@ class ProcessProfiling:
             config=message.config,
             max_seconds=message.max_seconds,
         )
+        before = self._session.recording
         stages = self._session.start(order)
+        if before not in (None, self._session.recording):
+            self._loop.call_soon_threadsafe(self._notify, ProfilerStop("", before))
         if STARTED in stages.values():
             self._loop.call_soon_threadsafe(self._notify, message)
         return {"stages": stages}

@@ -8,6 +8,7 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stage_runtime.profiler import paths
@@ -102,3 +103,45 @@ def test_nothing_is_recorded_in_a_folder_that_another_user_has_made(tmp_path: Pa
     problem = f"{root} belongs to user 12345, who could replace what is written there"
     assert answer == {"a": f"failed: {problem}: set OMNI_PROFILE_ROOT to a folder of your own"}
     assert not list(own.iterdir()) and not list(root.iterdir())
+
+
+def ends(path: Path) -> list[str]:
+    """Why the recorder of this file stopped, each time."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event["metadata"]["why"] for event in events if event["event_name"] == "recorder_stopped"]
+
+
+def test_a_start_ends_another_run_that_is_still_recorded(tmp_path: Path) -> None:
+    """Its coordinator is gone, and the next one knows nothing of it."""
+    one = session(tmp_path, "aa", own_folder=False)
+    old = ProfileOrder(run_id="old", event_dir="old/events", torch_template="old", max_seconds=9)
+    assert one.start(old) == {"a": STARTED}
+    refused = one.start(ProfileOrder(run_id="bad", event_dir="/elsewhere"))
+    assert (refused["a"].startswith("failed"), one.recording) == (True, "old")
+    assert one.start(ProfileOrder(run_id="new", event_dir="new/events")) == {"a": STARTED}
+    assert one.recording == "new"
+    assert one.expire() is None
+    events, trace = (Path(path) for path, _ in one.files("old"))
+    assert (ends(events), trace.suffixes[-2:]) == (["another run starts"], [".json", ".gz"])
+    assert one.stop("new") == {"a": STOPPED}
+    one.close()
+
+
+def test_a_start_of_the_same_run_lets_it_go_on(tmp_path: Path) -> None:
+    now = 0.0
+    one = ProfileSession(tmp_path, ["a"], incarnation=lambda: "aa", recorder=Recorder(), monotonic=lambda: now)
+    order = ProfileOrder(run_id="run", event_dir="run/events", max_seconds=9)
+    assert one.start(order) == {"a": STARTED}
+    assert one.start(msgspec.structs.replace(order, max_seconds=20)) == {"a": STARTED}
+    now = 10.0
+    assert one.expire() is None
+    elsewhere = msgspec.structs.replace(order, event_dir="elsewhere")
+    assert one.start(elsewhere) == {"a": STARTED}
+    now = 19.0
+    assert one.expire() == "run"
+    files = [Path(path) for path, _ in one.files("run")]
+    assert {path.parent: ends(path) for path in files} == {
+        tmp_path / "run" / "events": ["another run starts"],
+        tmp_path / "elsewhere": ["its time is over"],
+    }
+    one.close()

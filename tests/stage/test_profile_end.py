@@ -61,3 +61,23 @@ async def test_engines_learn_that_a_run_is_over_though_its_trace_cannot_be_writt
     assert isinstance(reply, ProfilerReply) and reply.stages["a"].startswith("failed: ")
     session.close()
     assert [await told.get() for _ in range(2)][1] == stop
+
+
+async def test_engines_learn_that_a_run_has_ended_because_another_one_starts(tmp_path: Path) -> None:
+    """The coordinator of the first one is gone."""
+    answered: asyncio.Queue[Message] = asyncio.Queue()
+    told: asyncio.Queue[ProfilerStart | ProfilerStop] = asyncio.Queue()
+    session = ProfileSession(tmp_path, ["a"], incarnation=lambda: "aa", recorder=Recorder())
+
+    def send(_: str, message: Message) -> bool:
+        answered.put_nowait(message)
+        return True
+
+    profiling = ProcessProfiling(session, send, asyncio.get_running_loop(), told.put_nowait)
+    first, second = (ProfilerStart("call", name, f"{name}/events", None, {}, 0) for name in ("old", "new"))
+    for sender, start in (("gone", first), ("coordinator", second)):
+        profiling.handlers[ProfilerStart](sender, start)
+        reply = await answered.get()
+        assert isinstance(reply, ProfilerReply) and reply.stages == {"a": "started"}
+    session.close()
+    assert [await told.get() for _ in range(3)] == [first, ProfilerStop("", "old"), second]
