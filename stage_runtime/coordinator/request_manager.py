@@ -36,6 +36,7 @@ from stage_runtime.metrics import planes
 from stage_runtime.metrics.samples import Samples
 from stage_runtime.profiler.recorder import recorder
 from stage_runtime.relays.dispatch import Relays
+from stage_runtime.rules.failures import for_client
 from stage_runtime.rules.requests import (
     NOTHING,
     AttemptBegan,
@@ -364,9 +365,22 @@ class RequestManager:
             self._fail(handle, failure)
 
     def _fail(self, handle: RequestHandle, failure: Failure) -> None:
-        """Tell its reader why."""
+        """Tell its reader why. Log and record have the instances' own names."""
+        shown = for_client(failure, lambda incarnation: self._name_of(handle, incarnation))
+        if shown is not failure:
+            log.warning("request %s failed: %s", handle.id, failure.message)
         retry_after_s = RETRY_AFTER_S if failure.code in ("unavailable", "rate_limited") else None
-        handle.fail(failure, retry_after_s=retry_after_s)
+        handle.fail(shown, retry_after_s=retry_after_s)
+
+    def _name_of(self, handle: RequestHandle, incarnation: str) -> str | None:
+        """Of an instance, for a client."""
+        if incarnation == self._membership.incarnation:
+            return "the coordinator"
+        for stage, bound in handle.bindings.items():
+            if bound == incarnation:
+                return f"the instance of {stage!r}"
+        instance = self._membership.state.instances.get(incarnation)
+        return None if instance is None else f"an instance of {instance.member.group!r}"
 
     def _consumed(self, handle: RequestHandle, stage: str, weight: int) -> None:
         if handle.tracked.live:

@@ -7,7 +7,11 @@ for every failed request, by a TP stage's followers, and at admission.
 from __future__ import annotations
 
 import logging
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
 
 from stage_runtime.errors import (
     CODES,
@@ -24,6 +28,7 @@ from stage_runtime.errors import (
 from stage_runtime.wire.parts import NAME_LIMIT, Failure
 
 PARAM_LIMIT = 200
+INCARNATION: Final = re.compile(r"\b[0-9a-f]{16}\b")
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,15 @@ def failure_of(error: BaseException, stage: str, hook: str) -> Failure:
         case TransferError() | ProtocolError():
             return Failure("transport_failed", safe_str(error), stage, hook)
     return Failure("stage_failed", describe(error), stage, hook)
+
+
+def for_client(failure: Failure, name_of: Callable[[str], str | None]) -> Failure:
+    """The failure without names of processes, which mean nothing to a client and change with each start.
+
+    name_of: what an incarnation is called instead; None: it is none that is known.
+    """
+    message = INCARNATION.sub(lambda found: name_of(found[0]) or found[0], failure.message)
+    return failure if message == failure.message else msgspec.structs.replace(failure, message=message)
 
 
 def log_failure(request_id: str, failure: Failure, error: BaseException) -> None:

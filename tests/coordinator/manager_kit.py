@@ -89,11 +89,12 @@ class CoordinatorHarness:
         terminal_stages: Callable[[OmniRequest], Any] | None,
         revisions: tuple[PipelineRevision, ...],
         answer_limits: AnswerLimits,
+        incarnation: str,
     ) -> None:
         self.channels = MemoryChannels()
         self.relays = MemoryRelays()
         self.coordinator = Coordinator(
-            plan, incarnation=ME, loop=asyncio.get_running_loop(), answer_limits=answer_limits
+            plan, incarnation=incarnation, loop=asyncio.get_running_loop(), answer_limits=answer_limits
         )
         self.coordinator.wire(
             self.channels,  # type: ignore[arg-type]
@@ -189,10 +190,11 @@ async def coordinator_harness(
     revisions: tuple[PipelineRevision, ...] = (REVISION,),
     joined: bool = True,
     answer_limits: AnswerLimits = DEFAULT_LIMITS,
+    incarnation: str = ME,
     **plan: Any,
 ) -> AsyncIterator[CoordinatorHarness]:
     coordinator_plan = CoordinatorPlan(pipeline="hello", model="hello", **plan)
-    made = CoordinatorHarness(coordinator_plan, terminal_stages, revisions, answer_limits)
+    made = CoordinatorHarness(coordinator_plan, terminal_stages, revisions, answer_limits, incarnation)
     if joined:
         made.join("f1", "front")
         made.join("v1", "voice")

@@ -771,6 +771,31 @@ async def test_an_unreadable_message_of_an_instance_ends_its_request_at_once_and
         assert good.tracked.failure is None
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no relay reaches {bound}", "no relay reaches the instance of 'shout'"),
+        ("transfer 3 from {idle}: lost", "transfer 3 from an instance of 'voice': lost"),
+        ("no connection to {own}", "no connection to the coordinator"),
+        ("the author's hash is ffffffffffffffff", "the author's hash is ffffffffffffffff"),
+    ],
+)
+async def test_a_client_reads_of_stages_and_groups_and_the_record_of_their_processes(
+    text: str, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {"bound": "0f3a9c1e55aa0001", "idle": "0f3a9c1e55aa0002", "own": "0f3a9c1e55aa0003"}
+    async with coordinator_harness(joined=False, retries=0, incarnation=names["own"]) as made:
+        made.join("f1", "front")
+        made.join(names["bound"], "voice")
+        handle = made.manager.admit(asked())
+        made.join(names["idle"], "voice")
+        message = text.format(**names)  # as stages write it, of the peers that they know
+        made.fail(only(made), "shout", "transport_failed", message)
+        assert (await error_of(handle)).message == shown
+        assert made.record("r1").error == {"code": "transport_failed", "message": message, "stage": "shout"}
+        assert (message in caplog.text) == (message != shown)
+
+
 async def test_an_illegal_event_is_logged_with_the_history_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
     async with coordinator_harness() as made:
         handle = made.manager.admit(asked())
