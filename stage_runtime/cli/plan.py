@@ -43,7 +43,7 @@ def command(file: str, overrides: tuple[str, ...], cpu: bool, output: str) -> No
             plan = planning.without_gpus(plan)
         for notice in unsupported.notices(loaded.spec, local=False):
             click.echo(f"note: {notice}", err=True)
-        for warning in topology.faults_on_cluster(loaded.spec):
+        for warning in topology.warnings(loaded.spec):
             click.echo(f"warning: {warning}", err=True)
         match output:
             case "json":

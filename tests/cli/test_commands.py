@@ -55,17 +55,20 @@ def test_validate_of_a_sound_pipeline_says_so() -> None:
     assert "hello is valid" in done.stdout
 
 
-def test_validate_warns_of_a_second_payload_that_a_route_may_send(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["validate", "plan"])
+def test_what_some_requests_meet_or_no_request_calls_is_warned_of(command: str, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text(
         "stages:\n"
         "- {name: a, process: p, factory: 'w:m', route_fn: 'w:r', next: [b, c]}\n"
-        "- {name: b, process: p, factory: 'w:m', next: [c]}\n"
-        "- {name: c, process: p, factory: 'w:m', terminal: true}\n"
+        "- {name: b, process: p, factory: 'w:m', next: [c], stream_to: [d], project_payload: {d: 'w:p'}}\n"
+        "- {name: c, process: p, factory: 'w:m', next: [d]}\n"
+        "- {name: d, process: p, factory: 'w:m', terminal: true}\n"
     )
-    done = omni("validate", "-f", file)
-    assert (done.exit_code, done.stderr.partition(":")[0]) == (0, "warning")
+    done = omni(command, "-f", file)
+    assert (done.exit_code, [line.partition(" ")[0] for line in done.stderr.splitlines()]) == (0, ["warning:"] * 2)
     assert "stages[2]: 'c' gets results of 'a', 'b' and has no waitFor" in done.stderr
+    assert "stages[1].projectPayload: 'd' gets no result of 'b', only chunks" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "plan", "validate"])

@@ -75,11 +75,22 @@ DOUBTS: dict[str, tuple[Document, list[str]]] = {
         spec(stage("a", next=["b", "c"]), stage("b", next=["c"]), stage("c", waitFor=["a", "b"], mergeFn="w:m")),
         [],
     ),
+    "a projection for a target that gets chunks alone": (
+        spec(
+            stage("a", next=["b"], streamTo=["b", "c"], projectPayload={"b": "w:p", "c": "w:p"}),
+            stage("b", next=["c"]),
+            stage("c"),
+        ),
+        [
+            "stages[0].projectPayload: 'c' gets no result of 'a', only chunks, which are not projected: the function "
+            "is never called",
+        ],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DOUBTS)
-def test_a_second_payload_that_a_route_may_send_is_a_warning_and_no_fault(name: str) -> None:
+def test_what_some_requests_meet_or_no_request_calls_is_a_warning_and_no_fault(name: str) -> None:
     document, doubts = DOUBTS[name]
     assert faults(document) == []
     loaded = from_resource({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "p"}, "spec": document})

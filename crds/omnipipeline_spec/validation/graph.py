@@ -28,8 +28,13 @@ def faults(spec: PipelineConfig) -> Iterator[Fault]:
 
 
 def warnings(spec: PipelineConfig) -> Iterator[Fault]:
-    """Problems that some requests of a valid spec meet, depending on what its routes choose."""
+    """Problems that some requests of a valid spec meet, depending on its routes; hooks that no request calls."""
     for index, stage in enumerate(spec.stages):
+        uncalled = sorted({*stage.project_payload} - {*stage.next})
+        if uncalled:
+            message = f"{quoted(uncalled)} {'gets' if len(uncalled) == 1 else 'get'} no result of {stage.name!r}, only "
+            message += "chunks, which are not projected: the function is never called"
+            yield Fault(path=f"stages[{index}].projectPayload", message=message, names=(stage.name, *uncalled))
         feeders = _feeders(spec, stage)
         if len(feeders) > 1 and not stage.wait_for:
             message = f"{stage.name!r} gets results of {quoted(feeders)} and has no waitFor: a request in which more "
