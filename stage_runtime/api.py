@@ -232,7 +232,7 @@ class StageContext(Protocol):
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An output tensor in the relay's arena, so that sending it copies nothing."""
 
-    def emit(self, event: str, request_id: str, **metadata: Any) -> None:
+    def emit(self, event: str, request_id: str, /, **metadata: Any) -> None:
         """Record a profiler event; does nothing while no profile is recorded."""
 
     def progress(self, message: str) -> None:

@@ -236,7 +236,7 @@ class _Context:
 
         return torch.empty(shape, dtype=dtype)
 
-    def emit(self, event: str, request_id: str, **metadata: Any) -> None: ...
+    def emit(self, event: str, request_id: str, /, **metadata: Any) -> None: ...
 
     def progress(self, message: str) -> None:
         self.logger.info("%s", message)

@@ -109,7 +109,7 @@ class RankProcess:
             rendezvous=settings.rendezvous,
             allocate=lambda shape, dtype: self._relays.allocate(shape, dtype),  # of the life that it is called in
             progress=self._report_progress,
-            emit=lambda event, request_id, stage, **metadata: recorder.emit(event, request_id, stage, metadata),
+            emit=recorder.emit,
         )
         return loading.create(
             plan,

@@ -190,7 +190,7 @@ def reset_active_stage(token: ActiveStage | None) -> None:
         _by_task.set(token.thread)
 
 
-def emit(event: str, request_id: str, stage: str | None = None, **metadata: Any) -> None:
+def emit(event: str, request_id: str, /, stage: str | None = None, **metadata: Any) -> None:
     """Record one event of a request; does nothing while no profile is recorded.
 
     event:    lowercase, with the layer that owns it as prefix: ``encoder_start``.
@@ -202,7 +202,7 @@ def emit(event: str, request_id: str, stage: str | None = None, **metadata: Any)
 
 
 @contextmanager
-def span(name: str, request_id: str, stage: str | None = None, **metadata: Any) -> Iterator[None]:
+def span(name: str, request_id: str, /, stage: str | None = None, **metadata: Any) -> Iterator[None]:
     """Record ``<name>_start`` and ``<name>_end`` around a block. With OpenTelemetry, a span of the request's trace."""
     if not recorder.active and recorder.traces is None:
         yield

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnipipeline_spec.types.plan import StagePlan
 
 Allocate = Callable[[tuple[int, ...], Any], Any]
 Progress = Callable[[str, str], None]
-EmitEvent = Callable[..., None]
+EmitEvent = Callable[[str, str, str, Mapping[str, Any]], None]
 
 
 class RankContext:
@@ -44,8 +44,8 @@ class RankContext:
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return self._allocate(shape, dtype)
 
-    def emit(self, event: str, request_id: str, stage: str | None = None, **metadata: Any) -> None:
-        self._emit(event, request_id, stage or self.name, **metadata)
+    def emit(self, event: str, request_id: str, /, stage: str | None = None, **metadata: Any) -> None:
+        self._emit(event, request_id, stage or self.name, metadata)
 
     def progress(self, message: str) -> None:
         self._progress(self.name, message)

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from omnipipeline_spec.types.plan import StagePlan
 from stage_runtime import profiler
 from stage_runtime.errors import ConfigurationError
 from stage_runtime.profiler import reading, writing
 from stage_runtime.profiler.recorder import Recorder, recorder
 from stage_runtime.profiler.templates import Template
+from stage_runtime.stage.context import RankContext
 
 
 @pytest.fixture
@@ -260,6 +262,29 @@ def test_a_span_closes_when_its_block_raises(active: Path) -> None:
     opened, closed = of_requests(active)
     assert (opened["event_name"], closed["event_name"]) == ("encoder_start", "encoder_end")
     assert closed["metadata"] == {**opened["metadata"], "error": "KeyError"}
+
+
+def test_metadata_may_have_any_name_but_stage(active: Path) -> None:
+    metadata = dict.fromkeys(("event", "name", "request_id", "self", "metadata", "timestamp_ns"), 1)
+    profiler.emit("x", "r", **metadata)
+    with profiler.span("y", "r", **metadata):
+        pass
+    context = RankContext(
+        StagePlan(name="a", group="a", factory="x:y"),
+        model_path=None,
+        model_revision=None,
+        gpu_id=None,
+        tp_rank=0,
+        rendezvous=None,
+        allocate=lambda shape, dtype: None,
+        progress=lambda stage, message: None,
+        emit=recorder.emit,
+    )
+    context.emit("z", "r", **metadata)
+    recorder.stop()
+    found = {each["event_name"]: each["metadata"] for each in of_requests(active)}
+    assert set(found) == {"x", "y_start", "y_end", "z"}
+    assert all(facts.items() >= metadata.items() for facts in found.values())
 
 
 class Failing:
