@@ -64,8 +64,8 @@ class _ChunkEncoder:
         with self._codecs.encoder(self._format or "") as made:
             async for event in events:
                 yield b"".join([frame async for frame in self._added(event, made)])
-            rest = self._chunks.sound(await made.finish()) if self._chunks.check() else ()
-            yield b"".join(map(serving.data_frame, (*rest, *self._chunks.finish()))) + serving.DONE
+            rest = await made.finish() if self._chunks.check() else b""
+            yield b"".join(map(serving.data_frame, self._chunks.finish(rest))) + serving.DONE
 
     async def _added(self, event: AnswerEvent, made: EncodingSession) -> AsyncIterator[bytes]:
         for shown in self._chunks.add(event):

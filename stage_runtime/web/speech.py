@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -14,6 +13,7 @@ from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.sound import formats
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.web.translating import speaking
+from stage_runtime.web.translating.base64pieces import Base64Pieces
 from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Audio
 
@@ -79,12 +79,17 @@ class _SoundEncoder:
         self._request_id = request_id
 
     async def frames(self, events: AsyncIterator[AnswerEvent]) -> AsyncGenerator[bytes, None]:
-        outputs = Outputs()
+        outputs, texts = Outputs(), Base64Pieces()
         async with aclosing(_pieces(events, outputs, self._codecs, self._format)) as pieces:
             async for piece in pieces:
-                audio = base64.b64encode(piece).decode()
-                yield serving.data_frame({"type": "speech.audio.delta", "audio": audio})
+                yield _delta(texts.add(piece))
+        yield _delta(texts.finish())
         yield serving.data_frame({"type": "speech.audio.done", "usage": outputs.tokens()}) + serving.DONE
 
     def fail(self, error: RequestError) -> bytes:
         return serving.data_frame(errors.body(error, self._request_id))
+
+
+def _delta(audio: str) -> bytes:
+    """The event of a piece as base64; of an empty one none."""
+    return serving.data_frame({"type": "speech.audio.delta", "audio": audio}) if audio else b""

@@ -59,7 +59,7 @@ def test_a_stream_says_what_the_whole_answer_says(events: list[AnswerEvent], mod
         whole.add(event)
         for shown in chunks.add(event):
             said += chunks.sound(made.write(samples.flat(shown))) if isinstance(shown, Audio) else [shown]
-    said += [*chunks.sound(made.close()), *chunks.finish()]
+    said += chunks.finish(made.close())
     for _, sound in whole.audio:
         file.write(samples.flat(sound))
     answer = whole.finish(file.close() if whole.audio else None)

@@ -13,6 +13,7 @@ from typing import Any
 
 from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.web.translating import jsonable
+from stage_runtime.web.translating.base64pieces import Base64Pieces
 from stage_runtime.web.translating.chat import ChatCall
 from stage_runtime.web.translating.outputs import Outputs
 from stage_runtime.wire.values import Audio, Note, Text, ToolCall
@@ -90,7 +91,9 @@ class CompletionChunks:
         self._outputs = Outputs()
         self._transcript: list[str] = []
         self._begun: set[int] = set()  #: Choices whose role was sent.
-        self._started = False
+        self._has_sound = False
+        self._sound = Base64Pieces()
+        self._audio_named = False  #: The audio's id was sent.
 
     def add(self, event: AnswerEvent) -> Iterator[dict[str, Any] | Audio]:
         """The event's chunks. An `Audio` among them is replaced by those of `sound`, once it is encoded."""
@@ -102,15 +105,15 @@ class CompletionChunks:
                     call = {"index": shown.index, **tool_call(shown)}
                     yield from self._delta({"tool_calls": [call]}, choice=shown.choice)
                 case Audio() if self._call.audio is not None:
-                    self._started = True
+                    self._has_sound = True
                     yield shown
                 case Note():
                     yield from self._delta({}, notes=[note(event.stage, shown)])
 
     def sound(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The chunks of bytes of the sound's file."""
-        if data:
-            yield from self._delta({"audio": {"id": self._audio_id, "data": base64.b64encode(data).decode()}})
+        """The chunks of bytes of the sound's file; the last of them are `finish`'s."""
+        if text := self._sound.add(data):
+            yield from self._audio({"data": text})
 
     def check(self) -> bool:
         """At the end: whether there was any sound.
@@ -118,13 +121,18 @@ class CompletionChunks:
         Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show.
         """
         self._outputs.check("chat")
-        return self._started
+        return self._has_sound
 
-    def finish(self) -> Iterator[dict[str, Any]]:
-        """The last chunks: the audio's end, the reason, the usage if the client requested it."""
-        if self._started:
-            end = {"id": self._audio_id, "transcript": "".join(self._transcript)}
-            yield from self._delta({"audio": {**end, "expires_at": self._created + AUDIO_LIFE_S}})
+    def finish(self, sound: bytes = b"") -> Iterator[dict[str, Any]]:
+        """The last chunks: the audio's end, the reason, the usage if the client requested it.
+
+        sound: the last bytes of its file.
+        """
+        if text := self._sound.finish(sound):
+            yield from self._audio({"data": text})
+        if self._has_sound:
+            transcript = "".join(self._transcript)
+            yield from self._audio({"transcript": transcript, "expires_at": self._created + AUDIO_LIFE_S})
         for choice in range(self._call.choices):
             yield from self._delta({}, reason=self._outputs.reason(choice), choice=choice)
         if self._call.include_usage:
@@ -136,6 +144,12 @@ class CompletionChunks:
         logprobs = {"content": shown.logprobs, "refusal": None} if self._call.logprobs and shown.logprobs else None
         if self._call.text:
             yield from self._delta({"content": shown.text}, choice=shown.choice, logprobs=logprobs)
+
+    def _audio(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The first of these has the id, as OpenAI's: clients that add deltas up would join several."""
+        named = {} if self._audio_named else {"id": self._audio_id}
+        self._audio_named = True
+        yield from self._delta({"audio": {**named, **fields}})
 
     def _delta(
         self,
