@@ -61,6 +61,13 @@ class VideoUrlPart(msgspec.Struct, tag_field="type", tag="video_url"):
 ContentPart = TextPart | RefusalPart | AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart
 
 
+class SpokenAudio(msgspec.Struct):
+    """Of an earlier answer. Its ``data`` and ``expires_at`` are skipped as unknown keys are: the words are enough."""
+
+    id: str | None = None
+    transcript: str | None = None
+
+
 class Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -68,6 +75,8 @@ class Message(msgspec.Struct):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
+    audio: SpokenAudio | None = None
+    refusal: str | None = None
 
 
 class VoiceId(msgspec.Struct):

@@ -160,5 +160,9 @@ def _check_message(message: schemas.Message, param: str, *, tools: bool) -> None
         raise InvalidRequest(f"{param}.role: {message.role!r}: tools cannot be called", param=f"{param}.role")
     if (message.tool_calls and not tools) or message.function_call:
         raise InvalidRequest(f"{param}.tool_calls: tools cannot be called", param=f"{param}.tool_calls")
-    if message.content is None and message.role != "assistant":
+    if not message.content and message.audio is not None and message.audio.transcript is None and message.audio.id:
+        problem = "no audio is kept here; send its transcript as content"
+        raise InvalidRequest(f"{param}.audio.id: {problem}", param=f"{param}.audio.id")
+    has_words = message.role == "assistant" and (bool(message.tool_calls) or media.said(message) is not None)
+    if message.content is None and not has_words:
         raise InvalidRequest(f"{param}.content: required", param=f"{param}.content")

@@ -41,15 +41,23 @@ def to_fetch(messages: list[schemas.Message]) -> Iterator[MediaUrl]:
 
 
 def content(message: schemas.Message, index: int, fetched: Mapping[str, Media]) -> list[dict[str, Any]]:
-    """One message's content as a list of parts, as stages get them.
+    """One message's content as a list of parts, as stages get them. Of an answer that was spoken or refused, its words.
 
     Raises: InvalidRequest: a part's data is no base64, or its URL no data URL.
     """
+    if not message.content and (words := said(message)) is not None:
+        return [{"type": "text", "text": words}]
     if message.content is None:
         return []
     if isinstance(message.content, str):
         return [{"type": "text", "text": message.content}]
     return [_part(part, f"messages[{index}].content[{place}]", fetched) for place, part in enumerate(message.content)]
+
+
+def said(message: schemas.Message) -> str | None:
+    """The words of an earlier answer that are not its content: it spoke them, or refused to answer."""
+    spoken = None if message.audio is None else message.audio.transcript
+    return message.refusal if spoken is None else spoken
 
 
 def _part(part: schemas.ContentPart, param: str, fetched: Mapping[str, Media]) -> dict[str, Any]:
