@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from stage_runtime.errors import RequestError
 from stage_runtime.web import errors
+from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import CLIENT
 
 if TYPE_CHECKING:
@@ -311,7 +312,8 @@ class HttpConnection(HttpToolsProtocol):
                 pass
             case Phase.HEAD if waited > self.limits.head_s:
                 if self._wire_nbytes:
-                    self._refuse(RequestError("deadline", f"no whole head within {self.limits.head_s:g} s"), 408)
+                    problem = f"no whole head within {self.limits.head_s:g} s"
+                    self._refuse(RequestRefused(408, "deadline", problem), 408)
                 else:
                     self.transport.close()  # a connection opened in advance: no request waits for an answer
             case Phase.IDLE if waited > self.limits.idle_s:

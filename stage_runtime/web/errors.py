@@ -71,8 +71,9 @@ def headers(error: RequestError) -> Headers:
     if error.code in ("rate_limited", "unavailable"):
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         return [(b"retry-after", str(max(1, math.ceil(seconds))).encode())]
-    if error.code == "stage_failed":
-        return [(b"x-should-retry", b"false")]  # the openai client would send it twice more, to fail twice more
+    if error.code == "stage_failed" or (error.code == "deadline" and error.status == 504):
+        # The openai client would send it twice more, to fail twice more. A 408 did not arrive: that may be repeated.
+        return [(b"x-should-retry", b"false")]
     return [(b"www-authenticate", b"Bearer")] if error.code == "unauthorized" else []
 
 

@@ -354,7 +354,7 @@ async def test_every_code_of_the_closed_list_has_its_status_and_shape(code: str,
     assert (facts["message"], facts["code"], facts["stage"], facts["request_id"]) == ("because", code, "talk", "r-9")
     assert error.response.headers["x-request-id"] == "r-9"
     assert error.response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
-    assert error.response.headers.get("x-should-retry") == ("false" if code == "stage_failed" else None)
+    assert error.response.headers.get("x-should-retry") == ("false" if code in ("stage_failed", "deadline") else None)
 
 
 async def test_an_error_after_the_first_chunk_reaches_the_reader_of_the_stream() -> None:
