@@ -56,6 +56,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.route = "unknown"  #: The route's pattern, for logs and metrics: never what the client wrote.
         self.request_id: str | None = None
+        self.common_headers: Headers = []  #: Of its answer, whoever makes it.
         self.failure: str | None = None  #: Code of the error the answer carries, in its status or as an event.
         self.status = 0
         self.sent_bytes = 0
@@ -197,8 +198,11 @@ class Exchange:
         """What starlette's own responses go through too."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            more = self.common_headers
             if self.request_id is not None:
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", self.request_id.encode())]}
+                more = [*more, (b"x-request-id", self.request_id.encode())]
+            if more:
+                message = {**message, "headers": [*message["headers"], *more]}
         else:
             body = message.get("body", _BODILESS)
             if body and self.first_byte_at is None:
@@ -219,6 +223,11 @@ class Exchange:
         fixed = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
         await self.send({"type": "http.response.start", "status": status, "headers": [*fixed, *(headers or ())]})
         await self.send({"type": "http.response.body", "body": body})
+
+    async def reply_empty(self, headers: Headers) -> None:
+        """204: an answer that has no body, and no length."""
+        await self.send({"type": "http.response.start", "status": 204, "headers": headers})
+        await self.send({"type": "http.response.body", "body": _BODILESS})
 
     async def start(self, content_type: bytes, headers: Headers) -> None:
         """The head of an answer that comes in pieces; its status is 200."""

@@ -62,10 +62,14 @@ class Middleware:
 
     async def _answer(self, exchange: Exchange, receive: Receive) -> None:
         try:
-            if not self._keys.asked_for:
-                if self._origins is not None:
+            if self._origins is not None:
+                exchange.common_headers = self._origins.cors(exchange)
+                if not self._keys.asked_for:
                     self._origins.check(exchange)
-            elif exchange.path not in OPEN:
+                if (allowed := self._origins.preflight(exchange)) is not None:  # browsers send no key with it
+                    await exchange.reply_empty(allowed)
+                    return
+            if self._keys.asked_for and exchange.path not in OPEN:
                 self._authorise(exchange)
             await self._app(exchange.scope, receive, exchange.send)
         except RequestError as error:

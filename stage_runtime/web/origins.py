@@ -2,24 +2,40 @@
 
 Where no key is required, everybody who reaches the port may use it, and a browser on this machine reaches it for every
 page that it shows. Pages of other origins are refused by headers that browsers always send: Origin or Sec-Fetch-Site. A
-page whose own name was made to point here afterwards is of our origin to its browser; its name is in Host. Called by
-`middleware`.
+page whose own name was made to point here afterwards is of our origin to its browser; its name is in Host.
+
+Pages of named hosts may ask, with a key or without. Their browsers first ask whether they may (a preflight, without a
+key), and show them no answer without the headers of the Fetch standard (CORS). Called by `middleware`.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import urllib.parse
 from collections.abc import Sequence
 from typing import Final
 
 from stage_runtime.errors import InvalidRequest
-from stage_runtime.web.errors import RequestRefused
+from stage_runtime.web.errors import Headers, RequestRefused
 from stage_runtime.web.exchange import Exchange
 
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 _PORTS: Final = {"http": 80, "https": 443}
+_READABLE: Final = b"x-request-id, retry-after, x-should-retry"  # the official client follows the last two
+_METHODS: Final = b"GET, POST, DELETE"
+_SENT: Final = (
+    "authorization",
+    "content-type",
+    "x-request-id",
+    "x-request-timeout",
+    "traceparent",
+    "tracestate",
+)
+#: The official client's own. Which of them it sends changes with its version; Firefox asks for its User-Agent, too.
+_CLIENTS: Final = re.compile(r"(?:x-stainless-|openai-)[a-z0-9-]{1,64}|user-agent")
+_PREFLIGHT_S: Final = b"7200"  # browsers keep an answer for two hours at most
 
 
 class Origins:
@@ -39,6 +55,30 @@ class Origins:
             raise RequestRefused(403, "unauthorized", f"host: {host!r} is {problem}", param="host")
         if exchange.method not in _SAFE:
             self._check_origin(exchange, host)
+
+    def cors(self, exchange: Exchange) -> Headers:
+        """Headers of every answer to a page of a named host; none: it is no such page."""
+        origin = exchange.header(b"origin")
+        if origin is None or _origin(origin)[0] not in self._hosts:
+            return []
+        allowed = (b"access-control-allow-origin", origin.encode("latin-1"))
+        return [allowed, (b"access-control-expose-headers", _READABLE), (b"vary", b"Origin")]
+
+    def preflight(self, exchange: Exchange) -> Headers | None:
+        """The answer's headers, beside `cors`, where a browser asks what such a page may send; else None.
+
+        It says nothing of routes: each of them answers for itself.
+        """
+        asks = exchange.method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None
+        if not asks or not self.cors(exchange):
+            return None
+        wanted = (exchange.header(b"access-control-request-headers") or "").lower().split(",")
+        clients = [name.strip() for name in wanted if _CLIENTS.fullmatch(name.strip())]
+        return [
+            (b"access-control-allow-methods", _METHODS),
+            (b"access-control-allow-headers", ", ".join((*_SENT, *clients)).encode()),
+            (b"access-control-max-age", _PREFLIGHT_S),
+        ]
 
     def _check_origin(self, exchange: Exchange, host: str | None) -> None:
         origin = exchange.header(b"origin")
