@@ -14,7 +14,7 @@ from stage_runtime.web.sound import formats
 from stage_runtime.web.sound.pool import CodecPool
 from stage_runtime.web.translating import speaking
 from stage_runtime.web.translating.base64pieces import Base64Pieces
-from stage_runtime.web.translating.outputs import Outputs
+from stage_runtime.web.translating.outputs import Outputs, no_sound
 from stage_runtime.wire.values import Audio
 
 
@@ -65,7 +65,7 @@ async def _pieces(
                         yield piece
         outputs.check("speech")
         if not has_sound:
-            raise RequestError("stage_failed", "no terminal stage gave an omni.Audio")
+            raise no_sound()
         if piece := await made.finish():
             yield piece
 

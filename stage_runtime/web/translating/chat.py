@@ -69,6 +69,11 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False  #: They were asked for.
     audio: str | None  #: The format of the requested audio; None: none was requested.
 
+    @property
+    def needs_sound(self) -> bool:
+        """Nothing else of an answer would be shown, but calls of tools."""
+        return self.audio is not None and not self.text
+
 
 def decode(raw: bytes) -> schemas.ChatBody:
     return schemas.decode(raw, schemas.ChatBody, DECODER)

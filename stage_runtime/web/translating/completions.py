@@ -15,7 +15,7 @@ from stage_runtime.coordinator.events import AnswerEvent
 from stage_runtime.web.translating import jsonable
 from stage_runtime.web.translating.base64pieces import Base64Pieces
 from stage_runtime.web.translating.chat import ChatCall
-from stage_runtime.web.translating.outputs import Outputs
+from stage_runtime.web.translating.outputs import Outputs, no_sound
 from stage_runtime.wire.values import Audio, Note, Text, ToolCall
 
 AUDIO_LIFE_S = 3600  # OpenAI keeps an answer's audio for an hour; this server keeps none, clients read the field
@@ -49,8 +49,10 @@ class Completion:
                     self._notes.append(note(event.stage, shown))
 
     def check(self) -> None:
-        """Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show."""
+        """Raises: RequestError: stage_failed: the terminals gave nothing that this chat can show."""
         self._outputs.check("chat")
+        if self._call.needs_sound and not (self.audio or self._calls):
+            raise no_sound()
 
     def finish(self, sound: bytes | None) -> dict[str, Any]:
         """The `chat.completion`. sound: the file made of `audio`; None: there is none."""
@@ -91,7 +93,7 @@ class CompletionChunks:
         self._outputs = Outputs()
         self._transcript: list[str] = []
         self._begun: set[int] = set()  #: Choices whose role was sent.
-        self._has_sound = False
+        self._has_sound = self._has_calls = False
         self._sound = Base64Pieces()
         self._audio_named = False  #: The audio's id was sent.
 
@@ -102,6 +104,7 @@ class CompletionChunks:
                 case Text():
                     yield from self._text(shown)
                 case ToolCall():
+                    self._has_calls = True
                     call = {"index": shown.index, **tool_call(shown)}
                     yield from self._delta({"tool_calls": [call]}, choice=shown.choice)
                 case Audio() if self._call.audio is not None:
@@ -118,9 +121,11 @@ class CompletionChunks:
     def check(self) -> bool:
         """At the end: whether there was any sound.
 
-        Raises: RequestError: stage_failed: the terminals gave nothing that a chat can show.
+        Raises: RequestError: stage_failed: the terminals gave nothing that this chat can show.
         """
         self._outputs.check("chat")
+        if self._call.needs_sound and not (self._has_sound or self._has_calls):
+            raise no_sound()
         return self._has_sound
 
     def finish(self, sound: bytes = b"") -> Iterator[dict[str, Any]]:

@@ -86,6 +86,11 @@ class Outputs:
         )
 
 
+def no_sound() -> RequestError:
+    """The pipeline's fault, too: sound was all that the client asked for."""
+    return RequestError("stage_failed", "no terminal stage gave an omni.Audio")
+
+
 def _values(event: AnswerEvent) -> list[Any]:
     if event.data is None:
         return []
