@@ -44,7 +44,7 @@ def make_app(
     metrics = metrics or Metrics(manager, of_members=settings.probes)
     service = Service(manager=manager, settings=settings, fetcher=Fetcher(settings), codecs=codecs)
     public = routes.public(service)
-    others = (*(routes.probes(manager, metrics) if settings.probes else ()), *admin)
+    others = (*(routes.probes(manager, metrics) if settings.probes else routes.health(manager)), *admin)
     served = [one for one in public if one.serves is None or one.serves in settings.serves]
     endpoints = mounted(public, serves=settings.serves)
     budget = MemoryBudget(settings.max_held_bytes, grace_s=settings.body_grace_s)

@@ -21,7 +21,7 @@ _log = logging.getLogger("stage_runtime.web.requests")
 _faults = logging.getLogger(__name__)
 
 #: No key is required, nothing is logged: kubelets and load balancers call them every second.
-OPEN: Final = frozenset({"/livez", "/readyz"})
+OPEN: Final = frozenset({"/livez", "/readyz", "/health"})
 _QUIET: Final = OPEN | {"/metrics", "/status"}
 
 

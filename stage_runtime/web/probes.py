@@ -1,4 +1,8 @@
-"""`/livez`, `/readyz`, `/status`, `/metrics`: for kubelets, Prometheus and people, on a port of their own in pods."""
+"""`/livez`, `/readyz`, `/health`: for kubelets and load balancers. `/status`, `/metrics`: for people and Prometheus.
+
+In pods all of them are on a port of their own; the public one has the first three as well, because load balancers probe
+the port that they send traffic to. They say nothing about the pipeline and need no key.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,12 @@ from stage_runtime.web.exchange import Exchange
 from stage_runtime.web.metrics import Metrics
 
 
-class Probes:
-    def __init__(self, manager: RequestManagerApi, metrics: Metrics) -> None:
+class Health:
+    """more: where to read on, on the same port."""
+
+    def __init__(self, manager: RequestManagerApi, *, more: str = "") -> None:
         self._manager = manager
-        self._metrics = metrics
+        self._more = more
 
     async def live(self, exchange: Exchange) -> None:
         """This process answers. The state of models does not count: a restart of this process would not cure one."""
@@ -25,9 +31,14 @@ class Probes:
         if self._manager.ready():
             await exchange.reply(b"ready\n", content_type=b"text/plain")
         else:
-            await exchange.reply(
-                b"no complete set of stages yet; see /status\n", status=503, content_type=b"text/plain"
-            )
+            problem = f"no complete set of stages yet{self._more}\n".encode()
+            await exchange.reply(problem, status=503, content_type=b"text/plain")
+
+
+class Probes:
+    def __init__(self, manager: RequestManagerApi, metrics: Metrics) -> None:
+        self._manager = manager
+        self._metrics = metrics
 
     async def status(self, exchange: Exchange) -> None:
         await exchange.reply(msgspec.json.encode(self._manager.status(), enc_hook=_as_text))

@@ -14,7 +14,7 @@ from stage_runtime.web.endpoints import Service
 from stage_runtime.web.metrics import Metrics
 from stage_runtime.web.models import Models
 from stage_runtime.web.pipeline import PipelineEndpoint
-from stage_runtime.web.probes import Probes
+from stage_runtime.web.probes import Health, Probes
 from stage_runtime.web.profiling import Profiles
 from stage_runtime.web.routing import FORM, JSON, Route
 from stage_runtime.web.speech import Speech
@@ -71,12 +71,22 @@ def public(service: Service) -> tuple[Route, ...]:
     )
 
 
+def health(manager: RequestManagerApi, *, more: str = "") -> tuple[Route, ...]:
+    """For load balancers and kubelets. more: as of `Health`."""
+    made = Health(manager, more=more)
+    ready = "Whether there was a complete set of stages"
+    return (
+        Route("GET", "/livez", "Whether the process runs", made.live),
+        Route("GET", "/readyz", ready, made.ready),
+        Route("GET", "/health", ready, made.ready),  # the path that other servers of this API have
+    )
+
+
 def probes(manager: RequestManagerApi, metrics: Metrics) -> tuple[Route, ...]:
     """For kubelets, Prometheus and people; on a port of their own in pods."""
     made = Probes(manager, metrics)
     return (
-        Route("GET", "/livez", "Whether the process runs", made.live),
-        Route("GET", "/readyz", "Whether there was a complete set of stages", made.ready),
+        *health(manager, more="; see /status"),
         Route("GET", "/status", "Members and requests", made.status),
         Route("GET", "/metrics", "Prometheus' text", made.metrics),
     )

@@ -23,5 +23,5 @@ class WebSettings(msgspec.Struct, frozen=True, kw_only=True):
     local: bool = False  #: Served at a loopback address: without keys, Host must be a name of it.
     hosts: tuple[str, ...] = ()  #: More names that this server goes by, and pages of which may ask without a key.
     heartbeat_s: float = 15.0  #: Silence of an event stream after which a comment is sent; proxies cut at 30 to 60 s.
-    probes: bool = True  #: `/livez`, `/readyz`, `/status`, `/metrics` on this port too (`omni up`).
+    probes: bool = True  #: `/status` and `/metrics` on this port too (`omni up`).
     created: int = 0  #: Unix time for `/v1/models`; 0: when the app was made.

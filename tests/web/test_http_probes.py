@@ -126,10 +126,28 @@ async def test_probes_may_have_a_port_of_their_own_which_counts_for_both() -> No
     async with Server(public, port=0) as first, Server(make_probes(manager, metrics), port=0) as second:
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             assert (await client.get(f"{first.url}/metrics")).status_code == 404
+            assert (await client.get(f"{first.url}/status")).status_code == 404
             assert (await client.get(f"{second.url}/v1/models")).status_code == 404
             await client.post(f"{first.url}/v1/pipeline", json={"inputs": 1})
             text = (await client.get(f"{second.url}/metrics")).text
     assert samples(text)["omnipipeline_http_sent_bytes_total,route=POST /v1/pipeline"] > 0
+
+
+@pytest.mark.parametrize("probes", [False, True])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_load_balancers_find_probes_on_the_port_of_their_traffic_without_a_key(probes: bool, method: str) -> None:
+    settings = msgspec.structs.replace(ALL, probes=probes, api_keys=ApiKeys(("k",)))
+    paths = ("/livez", "/readyz", "/health")
+    async with start(OK, settings) as running, httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
+        well = [await client.request(method, path) for path in paths]
+        running.manager.is_ready = False
+        waiting = [await client.request(method, path) for path in paths]
+        closed = [await client.request(method, path) for path in ("/status", "/metrics")]
+    assert [answer.status_code for answer in well] == [200, 200, 200]
+    assert [answer.status_code for answer in waiting] == [200, 503, 503]
+    assert {answer.headers["content-type"] for answer in (*well, *waiting)} == {"text/plain"}
+    assert all(("/status" in answer.text) <= probes for answer in waiting)  # only where it is
+    assert [answer.status_code for answer in closed] == [401, 401]
 
 
 async def test_admin_routes_are_behind_the_keys_on_either_port() -> None:
@@ -155,7 +173,7 @@ async def test_the_document_has_the_routes_that_are_served_and_no_dangling_refer
             document = (await client.get("/openapi.json")).json()
     routes = {"chat": "/v1/chat/completions", "speech": "/v1/audio/speech", "transcription": "/v1/audio/transcriptions"}
     always = {"/v1/pipeline", "/v1/requests/{id}", "/v1/models", "/v1/models/{id}"}
-    always |= {"/livez", "/readyz", "/status", "/metrics"}
+    always |= {"/livez", "/readyz", "/health", "/status", "/metrics"}
     assert set(document["paths"]) == always | {routes[name] for name in serves}
     schemas = document["components"]["schemas"]
     used = {item.removeprefix("#/components/schemas/") for item in references(document)}
