@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _uvicorn_log = logging.getLogger("uvicorn.error.connections")
 _uvicorn_log.setLevel(logging.ERROR)
 MOST: Final = 16_384  # connections; an idle stream takes about 30 KiB (`benchmarks/scale.py`)
+FEW: Final = 0.25  # of the most connections: those at rest then leave enough room for others
 _PHRASES: Final = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -54,7 +55,10 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     head_count: int = 128  #: Headers of one request.
     framing_nbytes: int = 1 << 20  #: Of a chunked body: sizes, extensions and trailers, beside the body itself.
     head_s: float = 15.0  #: From the connection, or a head's first byte, to the head's end.
-    idle_s: float = 75.0  #: Between two requests; longer than the 60 s for which nginx and balancers keep a connection.
+    #: Between two requests. Longer than any balancer keeps a connection, or it sends a request on one that is closed
+    #: meanwhile: Google's keep theirs for 600 s, Traefik 90 s, nginx and ALB 60 s.
+    idle_s: float = 620.0
+    crowded_idle_s: float = 75.0  #: The same, while more than `FEW` of all possible connections are open.
     discard_s: float = 5.0  #: For the rest of a body whose request is answered; clients see the answer meanwhile.
     write_s: float = 60.0  #: In which a client that has bytes to read must take ``write_nbytes``.
     write_nbytes: int = 16 << 10
@@ -316,13 +320,17 @@ class HttpConnection(HttpToolsProtocol):
                     self._refuse(RequestRefused(408, "deadline", problem), 408)
                 else:
                     self.transport.close()  # a connection opened in advance: no request waits for an answer
-            case Phase.IDLE if waited > self.limits.idle_s:
+            case Phase.IDLE if waited > self._idle_s():
                 self.transport.close()
             case Phase.DISCARD | Phase.REFUSED if waited > self.limits.discard_s:
                 self.transport.close()
             case _:
                 pass
         self._sweep_reader(now)
+
+    def _idle_s(self) -> float:
+        few = len(self.connections) <= self.most * FEW
+        return self.limits.idle_s if few else min(self.limits.idle_s, self.limits.crowded_idle_s)
 
     def _sweep_reader(self, now: float) -> None:
         """Cut off a client that takes too little of what is there for it."""
