@@ -81,7 +81,10 @@ class Finish(msgspec.Struct, frozen=True):
 
 @message
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the model wants the client to make. arguments: JSON. index: its place among the answer's calls."""
+    """A call that the model wants the client to make, whole. arguments: JSON.
+
+    index: its place among the calls of its stage; a client gets all calls of a choice numbered in the order they came.
+    """
 
     id: str
     name: str

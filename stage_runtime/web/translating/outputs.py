@@ -1,12 +1,15 @@
 """What terminal stages give a client, sorted: the common half of chat, speech and transcription.
 
-A result's `Text` or `Audio` is the whole: it is dropped if its stage has streamed any of that kind.
+A result's `Text` or `Audio` is the whole: it is dropped if its stage has streamed any of that kind. A `ToolCall` is
+dropped if its stage has streamed one of that id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+
+import msgspec
 
 from stage_runtime.coordinator.events import AnswerEvent, ChunkEvent
 from stage_runtime.errors import RequestError
@@ -38,6 +41,8 @@ class Outputs:
         self.completion_tokens = 0
         self.reasons: dict[int, str] = {}  #: By choice.
         self._streamed = StreamedKinds()
+        self._calls: dict[int, int] = {}  #: How many calls of tools a choice has.
+        self._streamed_calls: set[tuple[str, int, str]] = set()  #: (stage, choice, id)
         self._known = False  #: Any of the client outputs was seen.
         self._unknown: tuple[str, str] | None = None  #: The first (stage, type) that no OpenAI route can show.
 
@@ -58,12 +63,25 @@ class Outputs:
                         self.reasons[value.choice] = value.reason
                 case Text() | Audio() if self._streamed.repeats(event, type(value)):
                     pass
+                case ToolCall():
+                    yield from self._call(event, value)
                 case _:
                     yield value
 
     def reason(self, choice: int = 0) -> str:
-        """Why a choice ended."""
-        return self.reasons.get(choice, "stop")
+        """Why a choice ended. One with calls of tools waits for them, unless a stage gave another reason."""
+        return self.reasons.get(choice, "tool_calls" if choice in self._calls else "stop")
+
+    def _call(self, event: AnswerEvent, call: ToolCall) -> Iterator[ToolCall]:
+        """The call, unless it is a streamed one again. Its place is by order: several stages may have a first one."""
+        key = (event.stage, call.choice, call.id)
+        if isinstance(event, ChunkEvent):
+            self._streamed_calls.add(key)
+        elif key in self._streamed_calls:
+            return
+        place = self._calls.get(call.choice, 0)
+        self._calls[call.choice] = place + 1
+        yield msgspec.structs.replace(call, index=place)
 
     def tokens(self) -> dict[str, int]:
         """As OpenAI's audio routes name them."""
