@@ -59,6 +59,7 @@ ChatParameter = Literal[
     "chat_template_kwargs",
     "min_tokens",
     "stop_token_ids",
+    "ignore_eos",
 ]
 RelayBackend = Literal["auto", "shm", "tcp", "nccl", "nixl", "mooncake", "cuda_ipc"]
 

@@ -89,8 +89,9 @@ class AudioOut(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's; only false is accepted
 
 
 class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -138,6 +139,7 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    ignore_eos: bool | None = None
     # accepted only with their default value: see `translating.chat.REFUSED`
     store: bool | None = None
     functions: list[Any] | None = None

@@ -98,6 +98,22 @@ async def test_content_reaches_the_stages_as_parts(content: Any, parts: list[Any
     }
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"include_usage": None},
+        {"include_usage": False, "continuous_usage_stats": False, "include_obfuscation": None},
+        {"continuous_usage_stats": None},
+    ],
+)
+async def test_stream_options_that_ask_for_nothing_are_accepted(options: dict[str, Any]) -> None:
+    async with start(play(chunk(Text("ok")))) as running, client_of(running) as client:
+        asked: Any = {"messages": USER, "stream": True, "stream_options": options}
+        events = [one async for one in await client.chat.completions.create(model="any", **asked)]
+    assert [one.usage for one in events] == [None] * len(events)
+    assert "".join(one.choices[0].delta.content or "" for one in events) == "ok"
+
+
 async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
     async with start(play(chunk(Text("ok")))) as running, client_of(running) as client:
         first = await client.chat.completions.create(model="any", messages=USER)
@@ -131,6 +147,12 @@ async def test_an_answer_of_this_server_may_be_sent_back_as_history() -> None:
         ({"extra_body": {"chat_template_kwargs": {"a": 1}}}, "chat_template_kwargs", None),
         ({"extra_body": {"min_tokens": 1}}, "min_tokens", None),
         ({"extra_body": {"stop_token_ids": [1]}}, "stop_token_ids", None),
+        ({"extra_body": {"ignore_eos": True}}, "ignore_eos", None),
+        (
+            {"stream": True, "extra_body": {"stream_options": {"continuous_usage_stats": True}}},
+            "stream_options.continuous_usage_stats",
+            "stream_options.continuous_usage_stats: the usage comes once, at the end",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: tools cannot be called"),
         ({"response_format": {"type": "json_object"}}, "response_format", "response_format: only {'type': 'text'}"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: only with stream: true"),
@@ -236,6 +258,7 @@ async def test_what_a_pipeline_accepts_reaches_its_stages_and_their_answers_the_
         {"tools": [], "response_format": {"type": "text"}},
         {"n": 1, "logprobs": False, "top_logprobs": 0},
         {"extra_body": {"min_tokens": 0, "stop_token_ids": [], "chat_template_kwargs": {}, "prompt_logprobs": 0}},
+        {"extra_body": {"ignore_eos": False}},
     ],
     ids=lambda given: "-".join(given),
 )

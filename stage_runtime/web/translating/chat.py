@@ -46,6 +46,7 @@ ACCEPTED: Final[dict[str, tuple[str, tuple[Any, ...], str]]] = {
     "chat_template_kwargs": ("chat_template_kwargs", ({},), "stages take no arguments of a chat template"),
     "min_tokens": ("min_tokens", (0,), "stages take no least number of tokens"),
     "stop_token_ids": ("stop_token_ids", ([],), "stages take no ids of tokens"),
+    "ignore_eos": ("ignore_eos", (False,), "stages end where their model does"),
 }
 
 #: name -> (values that ask for nothing, why anything else is refused)
@@ -99,10 +100,13 @@ def call(body: schemas.ChatBody, accepts: Set[str] = frozenset()) -> ChatCall:
         _check_message(message, f"messages[{index}]", tools="tools" in accepts)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        name = "stream_options.continuous_usage_stats"
+        raise InvalidRequest(f"{name}: the usage comes once, at the end", param=name)
     modalities = body.modalities or ["text"]
     return ChatCall(
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         text="text" in modalities,
         choices=body.n or 1,
         logprobs=bool(body.logprobs),
