@@ -17,7 +17,7 @@ from stage_runtime.wire.values import Media
 
 _MIMES = {"mp3": "audio/mpeg", "m4a": "audio/mp4", "opus": "audio/ogg", "pcm16": "audio/pcm"}
 _SUBTYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,63}")  # RFC 6838: of a media type
-_MIME = re.compile(r"[a-z]+/[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,63}")
+_MIME = re.compile(r"[a-z]+/[a-z0-9][a-z0-9!#$&^_.+-]{0,63}")
 _HEAD = 256  # characters of a data URL before its comma
 _PERCENT = 64 << 10  # characters of a data URL that is not base64: an SVG; a byte of it may be an object on the way
 _URL_PARTS = schemas.ImageUrlPart | schemas.AudioUrlPart | schemas.VideoUrlPart
@@ -36,7 +36,7 @@ def to_fetch(messages: list[schemas.Message]) -> Iterator[MediaUrl]:
     for param, part in _parts(messages):
         if isinstance(part, _URL_PARTS):
             type, url = _type_and_url(part)
-            if not url.startswith("data:"):
+            if not _is_data(url):
                 yield MediaUrl(url, type, f"{param}.{type}_url.url")
 
 
@@ -67,7 +67,7 @@ def _part(part: schemas.ContentPart, param: str, fetched: Mapping[str, Media]) -
         case schemas.RefusalPart():
             return {"type": "text", "text": part.refusal}
         case schemas.AudioPart():
-            data = _base64(part.input_audio.data, f"{param}.input_audio.data")
+            data = _sound(part.input_audio.data, f"{param}.input_audio.data")
             format = part.input_audio.format
             if not _SUBTYPE.fullmatch(format):
                 raise InvalidRequest(f"{param}.input_audio.format: no format", param=f"{param}.input_audio.format")
@@ -84,19 +84,45 @@ def data_url(url: str, type: str, param: str) -> Media:
 
     Raises: InvalidRequest: no data URL, or of another kind than ``type``.
     """
-    head, comma, data = url.partition(",")
-    if not head.startswith("data:") or not comma or len(head) > _HEAD:
-        raise InvalidRequest(f"{param}: no data URL (data:{type}/…;base64,…)", param=param)
-    mime, *options = head[len("data:") :].split(";")
+    mime, in_base64, data = _parsed(url, type, param)
     if not mime.startswith(f"{type}/"):
-        raise InvalidRequest(f"{param}: a data URL of type {mime or 'text/plain'!r}, not {type}/…", param=param)
+        raise _wrong_type(mime, type, param)
     if not _MIME.fullmatch(mime):
         raise InvalidRequest(f"{param}: {mime!r} is no media type", param=param)
-    if "base64" in options:
+    if in_base64:
         return Media(type, mime, _base64(data, param))
     if len(data) > _PERCENT:
         raise InvalidRequest(f"{param}: a data URL of more than {_PERCENT} characters must be base64", param=param)
     return Media(type, mime, urllib.parse.unquote_to_bytes(data))
+
+
+def _sound(text: str, param: str) -> bytes:
+    """Base64, or a data URL of it, whose type may be missing: the part's own format counts."""
+    if not _is_data(text):
+        return _base64(text, param)
+    mime, in_base64, data = _parsed(text, "audio", param)
+    if mime and not mime.startswith("audio/"):
+        raise _wrong_type(mime, "audio", param)
+    if not in_base64:
+        raise InvalidRequest(f"{param}: a data URL of sound must be base64", param=param)
+    return _base64(data, param)
+
+
+def _is_data(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+def _parsed(url: str, type: str, param: str) -> tuple[str, bool, str]:
+    """A data URL's media type, whether it is base64, and its data. Before the comma, case and spaces mean nothing."""
+    head, comma, data = url.partition(",")
+    if not _is_data(head) or not comma or len(head) > _HEAD:
+        raise InvalidRequest(f"{param}: no data URL (data:{type}/…;base64,…)", param=param)
+    mime, *options = (word.strip().lower() for word in head[len("data:") :].split(";"))
+    return mime, "base64" in options, data
+
+
+def _wrong_type(mime: str, type: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: a data URL of type {mime or 'text/plain'!r}, not {type}/…", param=param)
 
 
 def _base64(text: str, param: str) -> bytes:
