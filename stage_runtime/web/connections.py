@@ -32,7 +32,7 @@ from stage_runtime.web.errors import RequestRefused
 from stage_runtime.web.exchange import CLIENT
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application
+    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent
 
 _log = logging.getLogger(__name__)
 #: uvicorn warns of each request that it cannot read; anybody could fill the log. Its errors are shown.
@@ -95,6 +95,30 @@ class _ReadControl(FlowControl):
         """Not while requests wait. The one that is being answered then needs nothing: it was read before them."""
         if not self._pipelined:
             super().resume_reading()
+
+
+class _Unchunked:
+    """An application that answers HTTP/1.0: it has no chunks (RFC 9112, 6.1), which uvicorn sends all the same.
+
+    An answer without a length ends with its connection, which uvicorn closes.
+    """
+
+    def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+        self._endless = False
+
+    async def __call__(self, scope: Any, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def send_plain(message: ASGISendEvent) -> None:
+            if message["type"] == "http.response.start":
+                self._endless = all(name != b"content-length" for name, _ in message["headers"])
+                if self._endless:
+                    self._cycle.chunked_encoding = False
+            elif message["type"] == "http.response.body" and self._endless:
+                self._cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await self._app(scope, receive, send_plain)
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -219,7 +243,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_body(self, body: bytes) -> None:
         self._body_nbytes += len(body)
