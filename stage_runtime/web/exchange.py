@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -106,6 +107,14 @@ class Exchange:
         self.request_id = given if given is not None and _SANE_ID.fullmatch(given) else new_id()
         return self.request_id
 
+    def answer_id(self) -> str:
+        """The request's id, which every answer has: of one that no route has named, or that names itself twice, too."""
+        if self.request_id is None:
+            single = len(self._headers.get(b"x-request-id", ())) == 1
+            given = self.header(b"x-request-id") if single else None
+            self.request_id = given if given and _SANE_ID.fullmatch(given) else f"http-{secrets.token_hex(16)}"
+        return self.request_id
+
     @property
     def id(self) -> str:
         """The request's id, on a route that names its requests (`routing.Route.ids`)."""
@@ -198,11 +207,8 @@ class Exchange:
         """What starlette's own responses go through too."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            more = self.common_headers
-            if self.request_id is not None:
-                more = [*more, (b"x-request-id", self.request_id.encode())]
-            if more:
-                message = {**message, "headers": [*message["headers"], *more]}
+            named = (b"x-request-id", self.answer_id().encode())
+            message = {**message, "headers": [*message["headers"], *self.common_headers, named]}
         else:
             body = message.get("body", _BODILESS)
             if body and self.first_byte_at is None:

@@ -92,7 +92,7 @@ async def fail(exchange: Exchange, error: RequestError) -> None:
     exchange.failure = error.code
     if exchange.started:
         return
-    body = errors.encoded(error, exchange.request_id)
+    body = errors.encoded(error, exchange.answer_id())
     await exchange.reply(body, status=error.status, headers=errors.headers(error))
 
 

@@ -222,12 +222,12 @@ async def test_each_request_is_one_line_in_the_log_and_probes_are_none(caplog: p
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "r-1"})
         took_ms = 1000 * (time.monotonic() - began)
         await client.get("/livez")
-        await client.get("/v1/requests/none")
+        await client.get("/v1/requests/none", headers={"x-request-id": "g-1"})
         await client.post("/v1/chat/completions", content=b"{", headers={**JSON, "x-request-id": "r-2"})
     lines = [record.facts for record in caplog.records if record.name == "stage_runtime.web.requests"]  # type: ignore[attr-defined]
     assert [(line["request_id"], line["route"], line["status"], line["outcome"]) for line in lines] == [
         ("r-1", "POST /v1/chat/completions", 200, "completed"),
-        (None, "GET /v1/requests/{id}", 404, "not_found"),
+        ("g-1", "GET /v1/requests/{id}", 404, "not_found"),
         ("r-2", "POST /v1/chat/completions", 400, "invalid_request"),
     ]
     assert lines[0]["bytes"] == len(answer.content)
