@@ -134,6 +134,75 @@ def test_a_shared_prefix_is_computed_once_and_the_last_token_always() -> None:
     assert (scheduler.stats.prompt_tokens, scheduler.stats.hit_tokens) == (8, 2)
 
 
+def eight(**limits: Any) -> Scheduler:
+    """Eight requests of 400 equal tokens, in blocks of 16 and chunks of 128."""
+    chosen = {"block_size": 16, "max_requests": 8, "max_batched_tokens": 512, "max_chunk": 128, "max_model_len": 500}
+    scheduler = make(blocks=300, **{**chosen, **limits})
+    for index in range(8):
+        ask(scheduler, str(index), [at * 7 % 50 for at in range(400)], max_tokens=2)
+    return scheduler
+
+
+def test_a_prefix_of_requests_that_come_together_is_computed_once() -> None:
+    scheduler = eight()
+    paper = Paper(scheduler)
+    while scheduler.has_requests():
+        paper.step()
+    assert scheduler.stats.prompt_tokens - scheduler.stats.hit_tokens == 400 + 7 * 16
+    assert scheduler.stats.generated_tokens == 16
+
+
+def test_a_prefix_that_is_not_shared_is_not_waited_for() -> None:
+    computed = eight(prefix_caching=False).schedule()
+    assert shape(computed) == [(str(index), 0, 128) for index in range(4)]
+
+
+def test_requests_that_wait_for_a_prefix_stop_no_others_and_keep_their_places() -> None:
+    scheduler = eight(max_requests=3)
+    ask(scheduler, "other", [1, 2, 3])
+    scheduler.finish(["2", "3", "4"])
+    assert shape(scheduler.schedule()) == [("0", 0, 128)]  # 1 and 5 wait, and there are three places
+    scheduler.finish(["5", "6", "7"])
+    assert shape(scheduler.schedule()) == [("0", 128, 128), ("other", 0, 3)]
+    assert (scheduler.running, scheduler.waiting) == (2, 1)
+
+
+def test_requests_that_wait_for_a_prefix_keep_the_blocks_that_they_will_need() -> None:
+    scheduler = make(blocks=10, max_chunk=4)  # nine of two tokens
+    ask(scheduler, "a", [1, 2, 3, 4, 5, 6])
+    ask(scheduler, "b", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    ask(scheduler, "c", [9] * 9)
+    assert shape(scheduler.schedule()) == [("a", 0, 4)]  # seven are free: c would need five, and b will need three
+    scheduler.finish(["b"])
+    assert shape(scheduler.schedule()) == [("a", 4, 2), ("c", 0, 4)]
+
+
+def test_a_prefix_whose_request_is_aborted_is_computed_for_the_next_one() -> None:
+    scheduler = eight()
+    paper = Paper(scheduler)
+    paper.step()
+    step = scheduler.schedule()
+    assert shape(step) == [("0", 128, 128)]
+    sampled = paper.run(step)
+    scheduler.finish(["0"])
+    scheduler.update_from_output(step, sampled, {})
+    assert shape(scheduler.schedule()) == [("1", 128, 128)]
+    while scheduler.has_requests():
+        paper.step()
+    assert scheduler.stats.generated_tokens == 14
+    assert scheduler.pool.free == scheduler.pool.capacity
+
+
+def test_a_prefix_is_waited_for_only_behind_the_request_that_it_is_computed_for() -> None:
+    """Else an urgent request would wait for one that waits itself for all between them."""
+    scheduler = make(policy="priority", max_chunk=2)
+    ask(scheduler, "late", [1, 2, 3, 4, 5], priority=2)
+    assert shape(scheduler.schedule()) == [("late", 0, 2)]
+    ask(scheduler, "urgent", [1, 2, 3, 4, 5], priority=1)
+    ask(scheduler, "latest", [1, 2, 3, 4, 5], priority=3)
+    assert shape(scheduler.schedule()) == [("late", 2, 2), ("urgent", 0, 2)]
+
+
 def test_a_held_request_is_no_work_until_it_is_released() -> None:
     scheduler = make()
     ask(scheduler, "a", [1], hold=Hold.REMOTE_KV)
@@ -358,6 +427,14 @@ class Schedulers(RuleBasedStateMachine):
         assert not [one for _prompt, one in self.requests.values() if one.state not in having and one.blocks]
 
     @invariant()
+    def blocks_that_are_waited_for_are_about_to_be_filled(self) -> None:
+        for content, request in self.scheduler._filling.items():
+            assert request.state is RequestStatus.RUNNING
+            at = request.hashes.index(content)
+            assert (at + 1) * self.paper.size <= request.ready
+            assert request.in_flight or (at + 1) * self.paper.size > request.computed
+
+    @invariant()
     def what_waits_for_others_is_no_work(self) -> None:
         scheduler = self.scheduler
         requests = [one for _prompt, one in self.requests.values()]
@@ -399,6 +476,7 @@ class Schedulers(RuleBasedStateMachine):
             assert self.requests[name][1].open or self.requests[name][1].state is RequestStatus.HELD
         self.scheduler.finish(held)
         assert self.scheduler.pool.free == self.scheduler.pool.capacity
+        assert not self.scheduler._filling
 
 
 TestSchedulers = Schedulers.TestCase

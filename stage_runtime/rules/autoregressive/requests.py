@@ -83,8 +83,9 @@ class Request:
     """What the scheduler knows of one request. Changed by the scheduler alone."""
 
     __slots__ = (
-        "arrival", "begun", "blocks", "computed", "hashes", "hit_tokens", "id", "in_flight", "limits", "matcher",
-        "open", "preemptions", "priority", "prompt_tokens", "rows", "salt", "state", "ticket", "tokens",
+        "arrival", "begun", "blocks", "computed", "follows", "hashes", "hit_tokens", "id", "in_flight", "lacks",
+        "limits", "matcher", "open", "preemptions", "priority", "prompt_tokens", "rows", "salt", "state", "ticket",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +118,8 @@ class Request:
         self.rows: Any = None  #: What the model takes in place of negative tokens: the core's and the model's alone.
         self.in_flight = 0  #: Batches under way that hold a row of it.
         self.ticket = 0  #: Of its entry in the queue; entries with another one are stale.
+        self.follows = b""  #: In the queue: the last block that is being computed for another request and it waits for.
+        self.lacks = 0  #: While it waits so: the blocks that it will need beside those.
         self.preemptions = 0
         self.hit_tokens = 0  #: Tokens that the prefix cache spared it, when it was first scheduled.
 

@@ -1,13 +1,15 @@
 """Which tokens of which requests the next step computes, and what becomes of the requests after it. Pure.
 
 `schedule` fills a token budget: rows that decode first, then prompts in chunks, in the order of the policy. A request
-that finds no block takes those of the newest one, which is computed again later. `update_from_output` appends the
-sampled tokens and ends requests. Called by the engine core alone, in its thread.
+that finds no block takes those of the newest one, which is computed again later. A request whose next block is being
+computed for another one waits for it. `update_from_output` appends the sampled tokens and ends requests. Called by the
+engine core alone, in its thread.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
@@ -107,6 +109,8 @@ class Scheduler:
         self._queue: list[tuple[PriorityKey, int, Request]] = []  #: A heap; may hold stale entries.
         self._queued = 0  #: Entries of the heap that are not stale.
         self._running: list[Request] = []  #: In order of the policy.
+        #: Blocks that a pass is about to fill, by hash, each with the running request for which it does.
+        self._filling: dict[bytes, Request] = {}
         self._holds: dict[str, Hold] = {}
         self._paused: dict[str, Request] = {}
         self._resuming: dict[str, Request] = {}  #: Of ``_paused``: those whose rows have come.
@@ -239,12 +243,23 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = []
+        if self._filling:
+            self._filled(request, request.hashes)
+
+    def _filled(self, request: Request, hashes: Iterable[bytes]) -> None:
+        """These blocks are not about to be filled for this request any more."""
+        for content in hashes:
+            if self._filling.get(content) is request:
+                del self._filling[content]
 
     def _enqueue(self, request: Request) -> None:
         self._tickets += 1
         request.ticket = self._tickets
-        heapq.heappush(self._queue, (self._key(request), request.ticket, request))
+        self._push(request)
         self._queued += 1
+
+    def _push(self, request: Request) -> None:
+        heapq.heappush(self._queue, (self._key(request), request.ticket, request))
 
     def _next_waiting(self) -> Request | None:
         while self._queue:
@@ -266,8 +281,11 @@ class Scheduler:
         for request in sorted(self._running, key=lambda one: (one.ready - one.computed > 1, self._key(one))):
             self._continue(request, rows)
         if self.stats.preemptions == preempted:  # else there are no blocks for others
-            while self._begin(rows):
+            followers: list[Request] = []
+            while self._begin(rows, followers):
                 pass
+            for request in followers:
+                self._push(request)
         for row in rows.values():
             row.request.computed += row.count
             row.request.in_flight += 1
@@ -298,18 +316,33 @@ class Scheduler:
         request.blocks += self.pool.take(fresh)
         rows[request.id] = _row(request, request.computed, count)
 
-    def _begin(self, rows: dict[str, Row]) -> bool:
-        """A row for the first request of the queue, if there is room for it."""
+    def _begin(self, rows: dict[str, Row], followers: list[Request]) -> bool:
+        """A row for the first request of the queue, if there is room for it.
+
+        followers: requests that were taken from the queue and wait for blocks of others. The requests behind them
+        leave them the places and the blocks that they will need.
+        """
         request = self._next_waiting()
         budget = self._budget(rows)
-        if request is None or budget <= 0 or len(self._running) >= self.limits.max_requests:
+        if request is None or budget <= 0 or len(self._running) + len(followers) >= self.limits.max_requests:
             return False
         size = self.limits.block_size
+        if self._precedes(self._filling.get(request.follows), request):
+            heapq.heappop(self._queue)
+            followers.append(request)
+            return True
         # One token at least is computed: the next one is sampled from its logits.
         usable = self._hashes(request, (request.ready - 1) // size) if self.limits.prefix_caching else []
         found = self.pool.find(usable)
         whole = self._blocks_for(len(request.tokens)) - len(found)
-        if self.pool.need(found, whole) > self.pool.free:  # begun with fewer, it would soon preempt or be preempted
+        if coming := self._coming(request, usable[len(found) :]):
+            heapq.heappop(self._queue)
+            request.follows, request.lacks = coming[-1], whole - len(coming)
+            followers.append(request)
+            return True
+        spared = sum(one.lacks for one in followers)
+        # Begun with fewer blocks, it would soon preempt or be preempted.
+        if self.pool.need(found, whole) + spared > self.pool.free:
             if self._running or not self._paused:
                 return False
             self._preempt(max(self._paused.values(), key=self._key))  # or it would wait for another stage
@@ -323,6 +356,10 @@ class Scheduler:
         self.pool.share(found)
         request.blocks = [*found, *self.pool.take(self._blocks_for(hits + count) - len(found))]
         request.computed = hits
+        request.follows = b""
+        if self.limits.prefix_caching:
+            for content in self._hashes(request, request.ready // size)[len(found) :]:
+                self._filling.setdefault(content, request)
         if not request.begun:
             request.begun = True
             request.hit_tokens = hits
@@ -330,6 +367,14 @@ class Scheduler:
             self.stats.hit_tokens += hits
         rows[request.id] = _row(request, hits, count)
         return True
+
+    def _coming(self, request: Request, hashes: Sequence[bytes]) -> list[bytes]:
+        """The first of ``hashes`` that are being filled for requests before this one."""
+        return list(itertools.takewhile(lambda one: self._precedes(self._filling.get(one), request), hashes))
+
+    def _precedes(self, writer: Request | None, request: Request) -> bool:
+        """In the order of the policy: who waits for a later one would wait for all between them, too."""
+        return writer is not None and self._key(writer) < self._key(request)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
@@ -421,8 +466,10 @@ class Scheduler:
         if not self.limits.prefix_caching:
             return
         first, last = row.start // size, (row.start + row.count) // size
-        for index, content in enumerate(self._hashes(request, last)[first:], first):
+        filled = self._hashes(request, last)[first:]
+        for index, content in enumerate(filled, first):
             self.pool.cache(request.blocks[index], content)
+        self._filled(request, filled)
 
     def _hashes(self, request: Request, blocks: int) -> list[bytes]:
         """Of the request's first ``blocks`` full blocks."""
