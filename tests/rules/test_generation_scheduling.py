@@ -6,6 +6,7 @@ what it reads there. So a row that reads a block of somebody else, or one that w
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -14,8 +15,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stage_runtime.errors import IllegalEvent
 from stage_runtime.rules.autoregressive.blocks import BlockPool
-from stage_runtime.rules.autoregressive.requests import FinishReason, Hold, Request, RequestStatus, TokenLimits
-from stage_runtime.rules.autoregressive.scheduling import Scheduler, SchedulerLimits, SchedulerOutput, Update
+from stage_runtime.rules.autoregressive.requests import (
+    QUEUED,
+    FinishReason,
+    Hold,
+    Request,
+    RequestStatus,
+    TokenLimits,
+)
+from stage_runtime.rules.autoregressive.scheduling import (
+    STALE_MOST,
+    Scheduler,
+    SchedulerLimits,
+    SchedulerOutput,
+    Update,
+)
 
 
 def successor(tokens: list[int]) -> int:
@@ -334,6 +348,25 @@ def test_an_abort_during_a_step_discards_its_result_and_may_come_twice() -> None
     assert scheduler.pool.free == scheduler.pool.capacity
 
 
+def test_what_is_aborted_behind_a_request_that_waits_is_forgotten() -> None:
+    scheduler = make(max_requests=1)
+    paper = Paper(scheduler)
+    ask(scheduler, "runs", [1], max_tokens=20)
+    paper.step()
+    ask(scheduler, "first", [2])
+    ask(scheduler, "aborted", [3]).matcher = paper
+    kept = weakref.ref(paper)
+    scheduler.finish(["aborted"])
+    del paper
+    assert kept() is None
+    for index in range(1000):
+        ask(scheduler, str(index), [3])
+        scheduler.finish([str(index)])
+    assert len(scheduler._queue) < 100
+    scheduler.finish(["runs"])
+    assert shape(scheduler.schedule()) == [("first", 0, 1)]
+
+
 class Schedulers(RuleBasedStateMachine):
     """Requests come, grow, are held, aborted and failed, and steps overlap, in any order."""
 
@@ -425,6 +458,15 @@ class Schedulers(RuleBasedStateMachine):
             used.count(block) for block in range(pool.capacity + 1)
         ]
         assert not [one for _prompt, one in self.requests.values() if one.state not in having and one.blocks]
+
+    @invariant()
+    def the_queue_has_each_request_that_waits_once(self) -> None:
+        scheduler = self.scheduler
+        waiting = [name for name, (_prompt, one) in self.requests.items() if one.state in QUEUED]
+        entered = [one.id for one in map(scheduler._entered, scheduler._queue) if one is not None]
+        assert sorted(entered) == sorted(waiting)
+        assert scheduler.waiting == len(waiting)
+        assert len(scheduler._queue) <= STALE_MOST + 2 * len(self.requests)
 
     @invariant()
     def blocks_that_are_waited_for_are_about_to_be_filled(self) -> None:

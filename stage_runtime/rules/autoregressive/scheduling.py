@@ -30,6 +30,8 @@ from stage_runtime.rules.autoregressive.requests import (
 Policy = Literal["fcfs", "priority"]
 PriorityKey = tuple[int, int]
 
+STALE_MOST: Final = 64  # entries of the queue, beside as many as are alive: they are removed together, which is cheaper
+
 _ORDER: Final[dict[Policy, Callable[[Request], PriorityKey]]] = {
     "fcfs": lambda request: (0, request.arrival),
     "priority": lambda request: (request.priority, request.arrival),
@@ -106,7 +108,7 @@ class Scheduler:
         self.stats = SchedulerCounts()
         self._key = _ORDER[limits.policy]
         self._requests: dict[str, Request] = {}  #: Every request that has not finished.
-        self._queue: list[tuple[PriorityKey, int, Request]] = []  #: A heap; may hold stale entries.
+        self._queue: list[tuple[PriorityKey, int, str]] = []  #: A heap of tickets and ids; may hold stale entries.
         self._queued = 0  #: Entries of the heap that are not stale.
         self._running: list[Request] = []  #: In order of the policy.
         #: Blocks that a pass is about to fill, by hash, each with the running request for which it does.
@@ -239,6 +241,9 @@ class Scheduler:
         self._free(request)
         del self._requests[request.id]
         self._finished.append(request.id)
+        if len(self._queue) > STALE_MOST + 2 * self._queued:
+            self._queue = [entry for entry in self._queue if self._entered(entry) is not None]
+            heapq.heapify(self._queue)
 
     def _free(self, request: Request) -> None:
         self.pool.release(request.blocks)
@@ -259,15 +264,21 @@ class Scheduler:
         self._queued += 1
 
     def _push(self, request: Request) -> None:
-        heapq.heappush(self._queue, (self._key(request), request.ticket, request))
+        heapq.heappush(self._queue, (self._key(request), request.ticket, request.id))
 
     def _next_waiting(self) -> Request | None:
         while self._queue:
-            _key, ticket, request = self._queue[0]
-            if request.state in QUEUED and request.ticket == ticket:
+            request = self._entered(self._queue[0])
+            if request is not None:
                 return request
             heapq.heappop(self._queue)
         return None
+
+    def _entered(self, entry: tuple[PriorityKey, int, str]) -> Request | None:
+        """The request of an entry of the queue; None: the entry is stale."""
+        _key, ticket, request_id = entry
+        request = self._requests.get(request_id)
+        return request if request is not None and request.state in QUEUED and request.ticket == ticket else None
 
     # --- a step -------------------------------------------------------------------------------------------------
 
