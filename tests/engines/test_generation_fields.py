@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 import stage_runtime as omni
+from stage_runtime.engines.autoregressive.core import EngineCoreRequest
 from stage_runtime.engines.autoregressive.grammars import Grammars
-from stage_runtime.engines.autoregressive.parameters import Grammar
+from stage_runtime.engines.autoregressive.loading import assemble
+from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingParams
 from tests.engines.generation_kit import END, VOCABULARY, alone, tiny_model, tiny_tokenizer
 
 SCHEMA = {
@@ -143,6 +147,35 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(checkpoint: Path
     shown = whole(found, "shown")
     assert [len(one["top_logprobs"]) for one in shown] == [1] * len(whole(found, "tokens"))
     assert bytes(shown[0]["bytes"]).decode() == shown[0]["token"]
+
+
+class CountingTokenizer(PreTrainedTokenizerFast):
+    """Counts how often llguidance's tokenizer is made of it."""
+
+    made = 0
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        type(self).made += 1
+        return super().backend_tokenizer
+
+
+def test_what_grammars_need_is_made_when_the_stage_is_loaded() -> None:
+    tokenizer = CountingTokenizer(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<end>")
+    core = assemble(omni.Autoregressive(model="", kernels="torch"), copy.deepcopy(tiny_model("llama")), tokenizer).core
+    loaded = CountingTokenizer.made
+    assert loaded > 0
+    params = SamplingParams(grammar=Grammar("json_schema", "{}"))
+    for name in ("a", "b"):
+        core.add_request(EngineCoreRequest(request_id=name, prompt_token_ids=[1], params=params))
+    assert CountingTokenizer.made == loaded
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_refuses_grammars_alone() -> None:
+    grammars = Grammars(object(), VOCABULARY, frozenset())
+    grammars.prepare()
+    with pytest.raises(ValueError, match="no grammar"):
+        grammars.compile(Grammar("json_schema", "{}"))
 
 
 def test_a_grammar_says_which_bytes_may_come_and_when_nothing_may() -> None:

@@ -1,10 +1,11 @@
 """Answers that follow a grammar: JSON of a schema, or calls of tools. llguidance says which tokens may come next.
 
-It is an optional dependency (extra ``engine``), imported when the first such request comes.
+It is an optional dependency (extra ``engine``), imported when a stage is loaded.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any, Final, Protocol
 
@@ -12,6 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stage_runtime.engines.autoregressive.parameters import Grammar
+from stage_runtime.errors import describe
+
+log = logging.getLogger(__name__)
 
 #: As models write JSON. Without it they may write blanks for ever.
 WRITTEN: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,8 +43,17 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
-        self._known: Any = None  #: llguidance's tokenizer, once it is needed.
+        self._known: Any = None  #: llguidance's tokenizer, once it is made.
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Make llguidance's tokenizer, if it is installed: for seconds no other thread would run, nor any request."""
+        try:
+            self._vocabulary()
+        except ImportError:
+            log.info("llguidance is not installed: requests with a grammar will be refused")
+        except Exception as error:
+            log.warning("requests with a grammar will be refused: %s", describe(error))
 
     def compile(self, grammar: Grammar) -> Matcher:
         """Raises: ValueError: it is no grammar, or llguidance is not installed."""

@@ -122,6 +122,8 @@ def assemble(
         progress("compiling and warming up" if spec.compile else "warming up")
         for tokens in sorted({1, spec.max_chunk}):  # the first pass of a shape chooses kernels and allocates
             runner.execute_dummy_batch(tokens)
+        progress("preparing grammars")
+        grammars.prepare()
     return Loaded(core, tokenizer, num_blocks, used, runner)
 
 
