@@ -51,6 +51,19 @@ def test_only_what_the_parameters_allow_is_chosen(params: dict[str, Any], possib
     assert set(tokens(row(**params))) == possible
 
 
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-38, 1e-36, 1e-10, 9e-6, 1.1e-5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_at_a_very_low_temperature_the_likeliest_token_is_chosen(
+    temperature: float, others: dict[str, Any], dtype: torch.dtype
+) -> None:
+    logits = 5 * torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    logits[0, 77], logits[0, 78] = 30.0, 29.0
+    assert sample(logits.to(dtype), [row(temperature=temperature, **others)], [0])[0].token == 77
+    huge = torch.tensor([[-3e38, 3e38, float("-inf"), 2e38]], dtype=dtype)
+    assert sample(huge, [row(temperature=temperature, **others)], [0])[0].token == 1
+
+
 def test_tokens_come_as_often_as_their_probabilities_say() -> None:
     found = tokens(row(), count=4000)
     expected = torch.tensor(LOGITS).softmax(-1).tolist()

@@ -19,6 +19,7 @@ MAX_TOKEN_IDS: Final = 1024  # of a bias, or stop tokens; OpenAI's bound of a bi
 MAX_CHOICES: Final = 16
 MAX_TOKEN: Final = 2**31 - 1  # no vocabulary is larger; the engine knows its own
 MAX_BIAS: Final = 100.0  # OpenAI's bound
+GREEDY_BELOW: Final = 1e-5  # as in vLLM: divided by less, f32 logits soon overflow
 
 
 class OutputKind(Enum):
@@ -35,7 +36,8 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """temperature: 0 is greedy. top_k: 0 is no bound. seed: None draws one. stop: strings, cut off the text.
+    """temperature: 0 is greedy, as is anything below 1e-5. top_k: 0 is no bound. seed: None draws one. stop: strings,
+    cut off the text.
 
     min_tokens: an end comes after as many others at least. logprobs: how many of the likeliest tokens to report beside
     the chosen one's; None: none.
@@ -66,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
 
     @property
     def changes_logits(self) -> bool:

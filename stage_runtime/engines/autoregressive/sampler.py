@@ -141,7 +141,7 @@ def reports(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogp
 
 def _draw(logits: Tensor, params: SamplingParams, u: float) -> int:
     """A token of one row ``[vocabulary]``."""
-    scaled = logits / params.temperature
+    scaled = (logits - logits.max()) / params.temperature  # at most 0, so that a low temperature overflows to -inf only
     if not params.top_k and params.top_p >= 1:
         probabilities = scaled.softmax(-1)
         if params.min_p:
