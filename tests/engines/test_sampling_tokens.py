@@ -113,6 +113,16 @@ def test_min_tokens_holds_back_what_would_end_the_answer() -> None:
     assert [sample(torch.tensor([logits]), [state], [place])[0].token for place in (0, 1, 2)] == [1, 1, 3]
 
 
+def test_a_grammar_that_allows_an_end_alone_is_followed_before_min_tokens() -> None:
+    state = row(temperature=0.0, min_tokens=2, stop_token_ids=(2,))
+    found = []
+    for place, allowed in enumerate(([2], [1, 2], [2, 3])):
+        state.mask = torch.ones(4, dtype=torch.bool)
+        state.mask[allowed] = False
+        found.append(sample(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), [state], [place])[0].token)
+    assert found == [2, 1, 3]
+
+
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts torch's operations."""
 

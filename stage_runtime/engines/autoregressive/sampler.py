@@ -49,7 +49,7 @@ class RowState:
                 tokens, values = list(params.logit_bias), list(params.logit_bias.values())
                 self._bias = torch.tensor(tokens, device=logits.device), logits.new_tensor(values)
             logits.index_add_(0, *self._bias)
-        if self._ends and generated < params.min_tokens:
+        if self._ends and generated < params.min_tokens and self._leaves_others():
             if self._held_back is None:
                 self._held_back = torch.tensor(self._ends, device=logits.device)
             logits.index_fill_(0, self._held_back, float("-inf"))
@@ -59,6 +59,14 @@ class RowState:
                 penalty = params.repetition_penalty
                 logits.copy_(torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
             logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+    def _leaves_others(self) -> bool:
+        """Whether the grammar allows a token that does not end the answer. If not, it is followed all the same."""
+        if self.mask is None:
+            return True
+        allowed = ~self.mask
+        allowed[self._ends] = False
+        return bool(allowed.any())
 
     def chosen(self, token: int) -> None:
         if self._seen is not None and self._counts is not None:
