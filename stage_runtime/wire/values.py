@@ -65,10 +65,14 @@ class Audio(msgspec.Struct, frozen=True):
 
 @message
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts, added up over all that a request's terminals report."""
+    """Token counts, added up over all that a request's terminals report.
+
+    cached_tokens: of the prompt's, those that were found in a cache.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @message

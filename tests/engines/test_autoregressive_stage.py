@@ -81,6 +81,27 @@ def test_a_chat_is_answered_in_text_for_the_client_with_usage_and_finish(checkpo
     assert isinstance(two.error, omni.InvalidRequest)
 
 
+def test_the_usage_of_a_chat_says_how_much_of_its_prompt_was_cached(checkpoint: Path) -> None:
+    def factory() -> omni.Autoregressive:
+        return omni.Autoregressive(
+            model=str(checkpoint), params={**GREEDY, "max_tokens": 2}, block_size=4, max_requests=2
+        )
+
+    inputs = {"messages": [{"role": "user", "content": "hello there"}]}
+    asked = [
+        omni.OmniRequest(id=name, kind="chat", inputs=inputs, params=params)
+        for name, params in (("first", {}), ("again", {}), ("twice", {"n": 2}))
+    ]
+    first, again, twice = omni.testing.run_stage(factory, asked)
+    prompt, cached = 13, 12  # three blocks
+    assert [one.result[0] for one in (first, again)] == [omni.Usage(prompt, 2, 0), omni.Usage(prompt, 2, cached)]
+    usages = [one for piece in (*twice.data, twice.result) if isinstance(piece, list) for one in piece]
+    assert [one for one in usages if isinstance(one, omni.Usage)] == [
+        omni.Usage(prompt, 2, cached),
+        omni.Usage(0, 2, 0),
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

@@ -26,6 +26,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "text of nothing": (loose.Text(None), "omni.Text: text is NoneType None: use a str"),
     "usage of a str": (loose.Usage("3", 1), "omni.Usage: prompt_tokens is str '3': use an int, 0 or more"),
     "usage of a float": (loose.Usage(1, 2.5), "omni.Usage: completion_tokens is float 2.5: use an int, 0 or more"),
+    "usage of a str in a cache": (
+        loose.Usage(1, 1, "3"),
+        "omni.Usage: cached_tokens is str '3': use an int, 0 or more",
+    ),
     "usage of truth": (loose.Usage(True), "omni.Usage: prompt_tokens is bool True: use an int, 0 or more"),
     "usage below none": (loose.Usage(-1), "omni.Usage: prompt_tokens is int -1: use an int, 0 or more"),
     "usage beyond": (loose.Usage(2**80), "omni.Usage: prompt_tokens is int 1208925819614629174706176: use an int"),

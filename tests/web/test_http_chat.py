@@ -14,7 +14,13 @@ from tests.web.scripted_manager import chunk, play
 
 URL = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "say hi"}]}
-HI = play(chunk(Text("Hi ")), chunk(Text("there"), index=1), chunk([Usage(3, 2), Finish("length")], index=2))
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 1},
+}
+HI = play(chunk(Text("Hi ")), chunk(Text("there"), index=1), chunk([Usage(3, 2, 1), Finish("length")], index=2))
 
 
 def frames(text: str) -> list[Any]:
@@ -49,7 +55,7 @@ async def test_a_stream_is_role_texts_reason_usage_and_done() -> None:
         {"choices": choice({"content": "Hi "}), "usage": None},
         {"choices": choice({"content": "there"}), "usage": None},
         {"choices": choice({}, "length"), "usage": None},
-        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}},
+        {"choices": [], "usage": USAGE},
     ]
     assert done == "[DONE]"
     assert answer.status_code == 200
@@ -76,7 +82,7 @@ async def test_an_answer_that_is_not_streamed_holds_text_usage_and_reason() -> N
                 "finish_reason": "length",
             }
         ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+        "usage": USAGE,
     }
 
 

@@ -278,9 +278,9 @@ async def test_text_and_audio_of_two_terminals_are_one_message() -> None:
         chunk(Text("Hel"), stage="think"),
         chunk(Audio(TONE[:6000], 24_000), stage="voice"),
         chunk(Text("lo"), stage="think", index=1),
-        ResultEvent(stage="think", data=[Text("Hello"), Usage(4, 2)]),
+        ResultEvent(stage="think", data=[Text("Hello"), Usage(4, 2, 3)]),
         chunk([Audio(TONE[6000:], 24_000), Note("voice", "amy")], stage="voice", index=1),
-        ResultEvent(stage="voice", data=Usage(0, 10)),
+        ResultEvent(stage="voice", data=Usage(0, 10, 1)),
     )
     async with start(script) as running, client_of(running) as client:
         answer = await client.chat.completions.create(
@@ -294,6 +294,7 @@ async def test_text_and_audio_of_two_terminals_are_one_message() -> None:
     assert (message.content, message.audio.transcript, message.audio.id) == ("Hello", "Hello", f"audio-{answer.id}")
     assert message.audio.expires_at > answer.created
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 12, 16)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
     assert answer.choices[0].finish_reason == "stop"
     assert answer.model_extra == {"notes": [{"stage": "voice", "name": "voice", "value": "amy"}]}
     assert running.manager.last.request.modalities == ["text", "audio"]

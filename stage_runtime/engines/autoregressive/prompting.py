@@ -84,8 +84,9 @@ def default_deliver(payload: StagePayload, generation: Generation) -> Iterator[C
     for call in generation.tool_calls:
         yield Chunk(call)
     if generation.finish is not None:
-        usage = Usage(0 if choice else generation.prompt_tokens, generation.completion_tokens)
-        end = [usage, Finish(generation.finish, choice)]
+        # All choices have the same prompt.
+        prompt_tokens, cached_tokens = (0, 0) if choice else (generation.prompt_tokens, generation.cached_tokens)
+        end = [Usage(prompt_tokens, generation.completion_tokens, cached_tokens), Finish(generation.finish, choice)]
         yield Result(end) if generation.ends else Chunk(end)
 
 

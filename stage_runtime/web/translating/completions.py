@@ -180,10 +180,15 @@ class CompletionChunks:
         return chunk
 
 
-def usage(outputs: Outputs) -> dict[str, int]:
+def usage(outputs: Outputs) -> dict[str, Any]:
     """Zeros when no terminal gave a `Usage`: clients index into this object without looking."""
     prompt, completion = outputs.prompt_tokens, outputs.completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": outputs.cached_tokens},
+    }
 
 
 def tool_call(given: ToolCall) -> dict[str, Any]:

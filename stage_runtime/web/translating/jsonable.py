@@ -15,7 +15,11 @@ import numpy as np
 from stage_runtime.wire.values import Audio, Finish, Note, RawTensor, Text, ToolCall, Usage
 
 _TYPES = {Text: "text", Audio: "audio", Usage: "usage", Finish: "finish", Note: "note", ToolCall: "tool_call"}
-_UNLESS_SET = {"choice": 0, "logprobs": None}  # fields of ours that are shown only with another value
+_UNLESS_SET = {
+    "choice": 0,
+    "logprobs": None,
+    "cached_tokens": 0,
+}  # fields of ours that are shown only with another value
 
 
 def plain(value: Any) -> Any:

@@ -39,6 +39,7 @@ class Outputs:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.cached_tokens = 0
         self.reasons: dict[int, str] = {}  #: By choice.
         self._streamed = StreamedKinds()
         self._calls: dict[int, int] = {}  #: How many calls of tools a choice has.
@@ -57,6 +58,7 @@ class Outputs:
                 case Usage():
                     self.prompt_tokens += value.prompt_tokens
                     self.completion_tokens += value.completion_tokens
+                    self.cached_tokens += value.cached_tokens
                 case Finish():
                     # a request cut short anywhere was cut short
                     if self.reasons.get(value.choice) in (None, "stop"):
