@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import transformers as untyped
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput
-from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, StopStrings
+from stage_runtime.engines.autoregressive.detokenizer import Detokenizer, Spelling, StopStrings
 from stage_runtime.engines.autoregressive.output_processor import (
     OutputProcessor,
     RequestOutput,
@@ -17,6 +20,9 @@ from stage_runtime.engines.autoregressive.output_processor import (
 )
 from stage_runtime.engines.autoregressive.parameters import OutputKind, SamplingParams
 from stage_runtime.rules.autoregressive.requests import FinishReason
+from tests.engines.generation_kit import tiny_tokenizer
+
+transformers: Any = untyped
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -93,6 +99,40 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(text: str, s
         assert reached in stops
         assert text.startswith(given_out + str(reached))
         assert len(given_out) + len(str(reached)) == min(text.find(stop) + len(stop) for _at, stop in found)
+
+
+def sentence_pieces() -> Any:
+    """A tokenizer whose vocabulary falls back to bytes, as Llama 2's."""
+    words = ["<unk>", "</s>", "▁hi", "▁", "\N{REPLACEMENT CHARACTER}", "▁\N{REPLACEMENT CHARACTER}"]
+    vocabulary = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    inner = Tokenizer(
+        models.BPE(
+            vocab={one: index for index, one in enumerate(vocabulary)}, merges=[], byte_fallback=True, unk_token="<unk>"
+        )
+    )
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence(parts)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "é", "\N{WOMAN}", "\N{WOMAN}\N{ZERO WIDTH JOINER}\N{GIRL}", " \N{REPLACEMENT CHARACTER}"]
+)
+def test_the_bytes_of_an_answer_s_tokens_are_those_of_its_text(text: str) -> None:
+    for tokenizer, ids in (
+        (tiny_tokenizer(), tiny_tokenizer()(text)["input_ids"]),
+        (sentence_pieces(), [6 + byte for byte in text.encode()]),
+    ):
+        spelling = Spelling(tokenizer)
+        assert len(ids) == len(text.encode())
+        assert b"".join(spelling.bytes_of(token) for token in ids).decode() == text
+
+
+def test_a_vocabulary_s_own_replacement_character_is_spelled_as_it_is() -> None:
+    spelling = Spelling(sentence_pieces())
+    assert spelling.bytes_of(4).decode() == "\N{REPLACEMENT CHARACTER}"
+    assert spelling.bytes_of(5).decode() == " \N{REPLACEMENT CHARACTER}"
+    assert spelling.bytes_of(2).decode() == spelling.text_of(2)
 
 
 def outputs(name: str, *tokens: int, finish: FinishReason | None = None) -> list[EngineCoreOutput]:

@@ -19,6 +19,7 @@ from stage_runtime.api import Autoregressive, Generation, Prompt, StageContext
 from stage_runtime.engines.autoregressive import parameters, prompting
 from stage_runtime.engines.autoregressive.choices import Choice
 from stage_runtime.engines.autoregressive.core import EngineCoreOutput, EngineCoreRequest
+from stage_runtime.engines.autoregressive.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.output_processor import OutputProcessor
 from stage_runtime.engines.base import Gate, Outbox, Work
 from stage_runtime.engines.custom import RequestIds
@@ -102,7 +103,7 @@ class GenerationAnswers:
         self._encoding: dict[str, Work] = {}  #: Requests whose prompts are being encoded.
         self._encoded: SimpleQueue[tuple[_Coming, list[Entered] | BaseException]] = SimpleQueue()
         self._processor = OutputProcessor(decoder(tokenizer))
-        self._spell: Callable[[Sequence[int]], str] = lambda tokens: str(tokenizer.decode(list(tokens)))
+        self._spelling = Spelling(tokenizer)
         self._ids = RequestIds()
         self._answers: dict[str, _Answer] = {}
         self._of: dict[str, _Answer] = {}  #: By the engine's names: one for each of ``n`` answers.
@@ -200,7 +201,7 @@ class GenerationAnswers:
         self._names[work] = tuple(request.request_id for request, _prepared in entered)
         tools = bool(coming.prompt.template.get("tools"))
         for index, (request, _prepared) in enumerate(entered):
-            choice = Choice(index, coming.params, self._spell, tools=tools)
+            choice = Choice(index, coming.params, self._spelling, tools=tools)
             answer.choices[request.request_id] = choice
             self._of[request.request_id] = answer
             self._processor.add_request(request.request_id, request.params, count, choice.collector)

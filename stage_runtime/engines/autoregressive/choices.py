@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stage_runtime.api import Generation
 from stage_runtime.engines.autoregressive import parameters
+from stage_runtime.engines.autoregressive.detokenizer import Spelling
 from stage_runtime.engines.autoregressive.output_processor import RequestOutput, RequestOutputCollector
 from stage_runtime.engines.autoregressive.tools import Call, CallParser
 from stage_runtime.wire.values import ToolCall
@@ -22,21 +23,18 @@ def _stacked(rows: Sequence[Any]) -> Any:
     return torch.stack(list(rows))
 
 
-Spell = Callable[[Sequence[int]], str]
-
-
 class Choice:
     """``n`` answers to a request are ``n`` requests of the engine."""
 
-    def __init__(self, index: int, params: parameters.SamplingParams, spell: Spell, *, tools: bool) -> None:
-        """spell: the text of a token, special ones included. tools: calls are looked for in the text."""
+    def __init__(self, index: int, params: parameters.SamplingParams, spelling: Spelling, *, tools: bool) -> None:
+        """tools: calls are looked for in the text."""
         self.index = index
         self.collector = RequestOutputCollector(parameters.OutputKind.DELTA)
         self.over = False
         self._text = ""  #: All that was given out.
         self._calls = 0
         self._parser = CallParser() if tools else None
-        self._spell = spell
+        self._spelling = spelling
         self._shows = params.logprobs is not None
 
     def part(self, output: RequestOutput, *, last: bool) -> Generation:
@@ -85,5 +83,5 @@ class Choice:
         ]
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._spell([token])
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode(errors="replace"))}
+        text, spelled = self._spelling.text_of(token), self._spelling.bytes_of(token)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(spelled)}

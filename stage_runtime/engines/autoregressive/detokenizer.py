@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 MOST_SILENT: Final = 32  # feeds in turn that give no text: a character has far fewer bytes
 _BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
+_BLANK: Final = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's letter for a space
+_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # sentencepiece's name of a token that is one byte
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level vocabularies write bytes. Source: GPT-2's ``bytes_to_unicode``."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_LETTERS: Final = _byte_letters()
+
+
+class Spelling:
+    """The text of single tokens, special ones included."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text_of(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+    def bytes_of(self, token: int) -> bytes:
+        """Those of its text; of a token that is a part of a character, those that it stands for."""
+        text = self.text_of(token)
+        entry = self._tokenizer.convert_ids_to_tokens(token) if _BROKEN in text else None
+        if not isinstance(entry, str):
+            return text.encode(errors="replace")
+        if one := _BYTE.fullmatch(entry):
+            return bytes([int(one[1], 16)])
+        if all(letter in _BYTE_LETTERS for letter in entry):
+            return bytes(_BYTE_LETTERS[letter] for letter in entry)
+        return entry.replace(_BLANK, " ").encode(errors="replace")
 
 
 class Detokenizer:
