@@ -16,6 +16,7 @@ from stage_runtime.engines.autoregressive.parameters import Grammar, SamplingPar
 from stage_runtime.engines.autoregressive.tools import Call, CallParser
 from stage_runtime.errors import InvalidRequest
 from stage_runtime.wire.values import OmniRequest, StagePayload
+from tests.engines.generation_kit import tiny_tokenizer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
@@ -107,6 +108,28 @@ def test_earlier_calls_are_given_to_templates_as_objects() -> None:
     for broken in ({}, {"function": 3}, {"function": {"name": "f", "arguments": "{"}}):
         with pytest.raises(InvalidRequest, match=r"messages\[2\]"):
             tools.spoken(broken, 2)
+
+
+#: Messages of roles that it does not name are left out, as by Qwen2.5's.
+QWEN = (
+    "{% for message in messages %}{% if message.role == 'user' or message.role == 'system' %}"
+    "<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [QWEN, QWEN.replace("'user'", "'developer' or message.role == 'user'")])
+def test_a_developer_s_message_reaches_a_template_that_knows_the_role_or_not(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+
+    def prompt(role: str) -> str:
+        said = [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "hi"}]
+        request = OmniRequest(id="r", kind="chat", inputs={"messages": said})
+        tokens, _rows = prompting.encode(prompting.default_prompt(StagePayload(request=request)), tokenizer)
+        return str(tokenizer.decode(tokens))
+
+    assert prompt("system") == "<system>Answer in French.<user>hi"
+    assert prompt("developer") == prompt("system").replace("system", "developer" if template != QWEN else "system")
 
 
 def chat_with(calls: Any, content: str = "") -> StagePayload:

@@ -155,8 +155,11 @@ def _templated(prompt: Prompt, tokenizer: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest("this model has no chat template: it continues text, not messages")
     messages, template = list(prompt.messages or ()), dict(prompt.template)
+    known = str(tokenizer.chat_template)
+    if "developer" not in known:  # many templates leave messages of roles that they do not know out, without an error
+        messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
     offered = template.get("tools")
-    if offered and "tools" not in str(tokenizer.chat_template):
+    if offered and "tools" not in known:
         del template["tools"]
         messages = [{"role": "system", "content": tools.instructions(offered)}, *messages]
     try:
